@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from k16v8.gates import run as gates
-from k16v8.gates.cases import CASES, LONG, Case, Problem
+from k16v8.gates.cases import CASES, LONG_CASES, Case, Problem
 from k16v8.gates.mutations import MUTATIONS
 from k16v8.gates.soak import soak
 from k16v8.kernels import reference, torch_attend, torch_path
@@ -36,7 +36,7 @@ def _written(case: Case, seed: int = 0) -> Problem:
     return problem
 
 
-@pytest.mark.parametrize("case", [*CASES, *LONG], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LONG_CASES], ids=lambda case: case.name)
 def test_attention_is_the_definition_but_for_the_rounding_of_its_output(case: Case) -> None:
     gate = gates.attention_gate(case, "torch", seed=1)
     assert gate.passed, gate.figures
@@ -86,8 +86,8 @@ def test_a_kernel_that_reads_pages_that_were_handed_on_fails_in_the_pool() -> No
 LIMITS: dict[str, dict[str, int]] = {
     "a page of keys": {"_KEYS": 1},
     "a query and head": {"_LOGITS": 1, "_ROWS": 1},
-    "all in oneDNN": {"_LOGITS": 1, "_FEW_ROWS": 1},
-    "all in bmm": {"_FEW_ROWS": 1 << 30},
+    "all in oneDNN": {"_LOGITS": 1, "_MEMORY_BOUND_ROWS": 1},
+    "all in bmm": {"_MEMORY_BOUND_ROWS": 1 << 30},
     "no padding": {"_VAIN": 1 << 30},
     "much padding": {"_VAIN": 1},
     "as on a GPU": {name: 16 * getattr(torch_attend, name) for name in ("_KEYS", "_LOGITS", "_ROWS")},
@@ -149,7 +149,7 @@ def test_memory_does_not_grow_with_the_square_of_a_prompt() -> None:
 
 
 def test_keys_that_no_query_of_a_block_sees_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_attend, "_FEW_ROWS", 1 << 30)  # the counter knows bmm
+    monkeypatch.setattr(torch_attend, "_MEMORY_BOUND_ROWS", 1 << 30)  # the counter knows bmm
     for window, most in ((0, 0.55), (128, 0.2)):
         problem = _written(Case("x", lengths=(1024,), queries=(1024,), window=window))
         with FlopCounterMode(display=False) as counter:

@@ -151,7 +151,7 @@ def test_the_torch_path_is_the_product_with_the_dequantized_weight_whatever_fits
     problem, exact = next(one for one in WEIGHT_CASES if one.name == case).build(3)
     x = problem.x.double()
     for at_once in (1, 1 << 22):
-        monkeypatch.setattr(torch_weights, "_AT_ONCE", at_once)
+        monkeypatch.setattr(torch_weights, "_CODES_PER_CHUNK", at_once)
         found = torch_weights.matmul(problem.x.float(), problem.weight)
         assert torch.allclose(found.double(), x @ exact, rtol=1e-4, atol=1e-4)
 

@@ -195,7 +195,7 @@ def test_vllm_claims_the_pair_on_full_proof_alone(
 
 @pytest.mark.parametrize("kv", SWITCHED)
 def test_an_arm_of_vllm_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*vllm_backend._QUIET, *vllm_backend._OURS, "OMP_NUM_THREADS", "VLLM_PLUGINS"):
+    for name in (*vllm_backend._QUIET, *vllm_backend._REQUIRED_ENVIRONMENT, "OMP_NUM_THREADS", "VLLM_PLUGINS"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv(SWITCH, "1" if not is_pair(KVSpec.parse(kv)) else "0")
     threads = torch.get_num_threads()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.core.errors import InputError
-from fidelab.inputs.haystack import LEAST_SHIFT, generate_paragraphs, load_haystack, sentences
+from fidelab.inputs.haystack import MIN_SHIFT_TOKENS, generate_paragraphs, load_haystack, sentences
 from fidelab.inputs.needles import CODES
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
@@ -102,8 +102,8 @@ def test_trials_read_different_stretches_of_the_wanted_size(trials: int) -> None
 def test_a_text_of_the_user_that_just_suffices_serves_all_trials(tmp_path: Path) -> None:
     file = tmp_path / "own.txt"
     file.write_text("A sentence of thirty-two bytes. " * 40)  # the last blank is no part of it
-    haystack = load_haystack(str(file), _bytes(), 1279 - 2 * LEAST_SHIFT, 3)
-    begins = {haystack.stretch(1279 - 2 * LEAST_SHIFT, 1000, trial, 3).ids for trial in range(3)}
+    haystack = load_haystack(str(file), _bytes(), 1279 - 2 * MIN_SHIFT_TOKENS, 3)
+    begins = {haystack.stretch(1279 - 2 * MIN_SHIFT_TOKENS, 1000, trial, 3).ids for trial in range(3)}
     assert len(haystack.ids) == 1279
     assert all(len(ids) == 1000 for ids in begins)
 

@@ -249,7 +249,7 @@ def test_a_store_beyond_its_size_forgets_the_older_half(tmp_path: Path, monkeypa
     store = tokens._Store(tmp_path / "s")
     for number in range(10):
         store.write(bytes([number]), "x" * 1000)
-    monkeypatch.setattr(tokens, "_MOST_REMEMBERED", 1)
+    monkeypatch.setattr(tokens, "_MAX_CACHED_BYTES", 1)
     kept = tokens._Store(tmp_path / "s")
     assert [kept.read(bytes([number])) is not None for number in range(10)] == [False] * 6 + [True] * 4
 

@@ -72,7 +72,7 @@ def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monke
         asked.append(tiles.compare_apart(groups, threads))
         return asked[-1]
 
-    monkeypatch.setattr(tiles, "WORTHWHILE", 0.0)
+    monkeypatch.setattr(tiles, "MIN_OPERATIONS", 0.0)
     monkeypatch.setattr("fidelab.run.pairing.compare_apart", apart)
     after = mean_kl(scored(done))
     assert len(asked) == 1
@@ -97,7 +97,7 @@ def test_scoring_goes_on_where_the_process_fails(
     done: Done, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = scored(done)
-    monkeypatch.setattr(tiles, "WORTHWHILE", 0.0)
+    monkeypatch.setattr(tiles, "MIN_OPERATIONS", 0.0)
     monkeypatch.setattr("sys.executable", shutil.which("false"))
     with caplog.at_level(logging.WARNING):
         assert mean_kl(scored(done)) == mean_kl(before)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 __all__ = ["K16V8Cache", "__version__", "register_attention"]
 
-_WHERE = {"K16V8Cache": "cache", "register_attention": "attention"}
+_LAZY_MODULES = {"K16V8Cache": "cache", "register_attention": "attention"}
 
 
 def __getattr__(name: str) -> Any:
     """Torch and Transformers are imported by those who ask for a name, not by ``import k16v8``."""
-    if name not in _WHERE:
+    if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"k16v8.plugins.transformers.{_WHERE[name]}"), name)
+    return getattr(import_module(f"k16v8.plugins.transformers.{_LAZY_MODULES[name]}"), name)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 
-_HARM = -5.0  # points
+_HARM_POINTS = -5.0  # points
 _TAIL = 16  # tokens at a prompt's end in which reasoning may begin
 
 
@@ -344,7 +344,7 @@ def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
 
 def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
     """Sentence that lowers the verdict if accuracy falls by 5 points or more; see docs/metrics.md#verdicts."""
-    if difference.interval is None or difference.interval[1] >= _HARM:
+    if difference.interval is None or difference.interval[1] >= _HARM_POINTS:
         return ()
     most, least = (-end for end in difference.interval)
     return (f"{what} falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)

@@ -35,7 +35,7 @@ from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate,
 from fidelab.results.measurement import Definition, Metric, Unit, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
-_SHOWN = 8  # onsets per arm whose text the report shows
+_MAX_SHOWN_ONSETS = 8  # onsets per arm whose text the report shows
 _BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset
 _POINTS = 64  # of the curve
 _CHANCE = 0.05
@@ -269,7 +269,7 @@ def _table(items: Sequence[_Item]) -> TablePlot:
 def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
     """Text around some onsets, prompts that degenerate earlier first."""
     degenerate = [item for item in items if item.test.onset]
-    ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_SHOWN]
+    ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
     return texts("Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset))
 
 

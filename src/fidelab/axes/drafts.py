@@ -19,7 +19,7 @@ from fidelab.results.speculation import acceptance
 
 COUNTED = "drafts"  # kind of the sentence about drafts
 SPECULATION = "speculation"  # in the facts of an answer; kind of the sentence about the text
-_NAMED = 3  # changed texts that the sentence names
+_MAX_NAMED_TEXTS = 3  # changed texts that the sentence names
 
 
 def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
@@ -58,9 +58,9 @@ def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:
     places = "; ".join(
         f"at prompt {item}, token {at}, where "
         + ("one side ends" if math.isnan(margin) else f"the reference preferred its token by {margin:.2g} nats")
-        for item, at, margin in real[:_NAMED]
+        for item, at, margin in real[:_MAX_NAMED_TEXTS]
     )
-    more = f"; and in {len(real) - _NAMED} more texts" if len(real) > _NAMED else ""
+    more = f"; and in {len(real) - _MAX_NAMED_TEXTS} more texts" if len(real) > _MAX_NAMED_TEXTS else ""
     why = "" if only else "; the arm differs in more than speculation: the same arm without it tells which it was"
     return Flag(kind=SPECULATION, text=f"{who} {places}{more}{why}")
 

@@ -18,7 +18,7 @@ STRUCTURE = "structure"
 """Coordinate of metrics over one kind of structure token."""
 
 _ROWS = Definition("positions", "count", None, "Scored positions.")
-_LEAST = 8  # positions of a group
+_MIN_GROUP_POSITIONS = 8  # positions of a group
 
 
 def domains(clusters: NDArray[np.int64], names: Mapping[int, str]) -> NDArray[np.object_]:
@@ -53,7 +53,7 @@ def by_group(
     for name in [kind for kind in STRUCTURES if kind in found] + sorted(found - {*STRUCTURES}):
         here = labels == name
         usable = here & ~rows.failed & np.isfinite(rows.kl)
-        if int(usable.sum()) < _LEAST:
+        if int(usable.sum()) < _MIN_GROUP_POSITIONS:
             continue
         cell: dict[str, Any] = {coordinate: name}
         kl = RatioItems.of(rows.kl[usable], 1.0, clusters[usable])

@@ -43,7 +43,7 @@ from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 _MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
-_SHOWN = 8  # lost items whose text the report shows
+_MAX_SHOWN_ITEMS = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
@@ -294,9 +294,9 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
             candidate=item.test.text.strip(),
             note=f"right: {_shown(item.gold)}, candidate: {_shown(item.test.value)}",
         )
-        for item in lost[:_SHOWN]
+        for item in lost[:_MAX_SHOWN_ITEMS]
     ]
-    count = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
+    count = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ITEMS else f"first {_MAX_SHOWN_ITEMS} of {len(lost)}"
     return table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))
 
 

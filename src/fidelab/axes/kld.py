@@ -49,8 +49,8 @@ from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
 _DEFAULT_CONTEXTS = (512, 2048)
-_LEAST_CONTEXT = 8  # tokens
-_LEAST_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
+_MIN_CONTEXT = 8  # tokens
+_MIN_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
 _METRICS = (
@@ -168,8 +168,8 @@ class KLDSettings(AxisSettings):
             contexts = sorted({int(str(value)) for value in values})
         except ValueError:
             contexts = []
-        if not contexts or contexts[0] < _LEAST_CONTEXT:
-            raise ValueError(f"write tokens per window, at least {_LEAST_CONTEXT}, or several: 512,2048")
+        if not contexts or contexts[0] < _MIN_CONTEXT:
+            raise ValueError(f"write tokens per window, at least {_MIN_CONTEXT}, or several: 512,2048")
         return contexts[0] if len(contexts) == 1 else tuple(contexts)
 
     @field_validator("looks")
@@ -235,7 +235,7 @@ class KLD(Axis):
 
     def _asked(self, n_ctx: int, windows: int) -> int:
         """Windows of a context, of so many of the shortest one."""
-        return min(windows, max(_LEAST_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
+        return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
         """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""

@@ -54,9 +54,9 @@ from fidelab.results.plots import Plot, TablePlot
 
 _LIKELIHOOD, _ANSWERS = "loglikelihood", "generate"
 _CONTEXT = 2048  # tokens, if the model's limit is unknown; the harness' default
-_ANSWER = 256  # tokens of an answer, if a task has no limit; the harness' default
-_FIRST = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
-_SHOWN = 100  # documents with another result that the report lists
+_DEFAULT_ANSWER_TOKENS = 256  # tokens of an answer, if a task has no limit; the harness' default
+_PREFERRED_METRICS = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
+_MAX_SHOWN_DOCUMENTS = 100  # documents with another result that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
 
 _VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
@@ -71,7 +71,9 @@ _NLL = Definition(
 _P = Definition("mcnemar_p", "p", None, "McNemar's exact test of documents lost against gained.", name="McNemar p")
 _LOST = Definition("lost", "count", None, "Documents that the reference alone gets right.")
 _GAINED = Definition("gained", "count", None, "Documents that the arm alone gets right.")
-_CUT = Definition("shortened_prompts", "count", None, "Requests longer than the model's limit, cut at their start.")
+_TRUNCATED = Definition(
+    "shortened_prompts", "count", None, "Requests longer than the model's limit, cut at their start."
+)
 
 Floats = NDArray[np.float64]
 Document = tuple[str, int]  # task, number of the document
@@ -176,7 +178,7 @@ class LMEval(Axis):
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
         return replace(score, identical=identical).with_found(
-            metrics=(*score.found.metrics, _CUT(cut)),
+            metrics=(*score.found.metrics, _TRUNCATED(cut)),
             facts={
                 "harness": _version(),
                 "tasks": {
@@ -321,7 +323,8 @@ class _Asked:
                     "task and set generation_kwargs.do_sample to false"
                 )
             said = next(
-                (options[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if options.get(key)), _ANSWER
+                (options[key] for key in ("max_gen_toks", "max_new_tokens", "max_tokens") if options.get(key)),
+                _DEFAULT_ANSWER_TOKENS,
             )
             n = self.settings.n_predict or int(said)
             if n >= self.room:
@@ -709,7 +712,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
 
 def _judged_by(keys: Sequence[Key]) -> Key | None:
     """The metric that decides whether a document is right: acc or exact_match, else the task's first one of 0 and 1."""
-    named = [key for name in _FIRST for key in keys if key[2] == name]
+    named = [key for name in _PREFERRED_METRICS for key in keys if key[2] == name]
     return next(iter([*named, *keys]), None)
 
 
@@ -777,12 +780,12 @@ def _changed(right: Mapping[Document, tuple[float, float]]) -> tuple[Plot, ...]:
     ]
     if not rows:
         return ()
-    shown = f"{len(rows)}" if len(rows) <= _SHOWN else f"first {_SHOWN} of {len(rows)}"
+    shown = f"{len(rows)}" if len(rows) <= _MAX_SHOWN_DOCUMENTS else f"first {_MAX_SHOWN_DOCUMENTS} of {len(rows)}"
     return (
         TablePlot(
             title=f"Documents with another result ({shown})",
             columns=("task", "document", "outcome"),
-            rows=tuple(rows[:_SHOWN]),
+            rows=tuple(rows[:_MAX_SHOWN_DOCUMENTS]),
             note="The document's number in its task.",
         ),
     )

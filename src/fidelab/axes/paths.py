@@ -35,15 +35,15 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BATCH = "batch"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
-_BEYOND = 9  # tokens of a hit after its last whole block
+_TOKENS_AFTER_HIT = 9  # tokens of a hit after its last whole block
 _CHUNK = 64
 _READ = 16  # tokens that are read at once before the others are decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
-_LEAST = 1e-4  # nats: the least allowance for rounding
-_LEAST_ALONE = 1e-2  # nats: the same without a twin
+_MIN_ALLOWANCE = 1e-4  # nats: the least allowance for rounding
+_MIN_ALLOWANCE_WITHOUT_TWIN = 1e-2  # nats: the same without a twin
 _MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
-_TAIL = 0.9  # quantile of a figure over positions
+_TAIL_QUANTILE = 0.9  # quantile of a figure over positions
 
 _WORDS = {
     "chunked": "chunked prefill parts from a cold one",
@@ -151,7 +151,7 @@ class Paths(Axis):
         """(part, way, size, first row, other requests); the cold prefill first."""
         n_ctx = self.settings.n_ctx
         block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # half of a short window
-        partial = block + _BEYOND if block + _BEYOND < n_ctx - 2 else block - _BEYOND
+        partial = block + _TOKENS_AFTER_HIT if block + _TOKENS_AFTER_HIT < n_ctx - 2 else block - _TOKENS_AFTER_HIT
         yield _COLD, _COLD, 0, 0, 0
         for way in self.settings.ways:
             match way:
@@ -292,7 +292,7 @@ def _windows(kl: Floats) -> NDArray[np.int64]:
 def _tail(kl: Floats) -> float:
     """90th percentile of the rows; 0 without a usable row."""
     usable = kl[np.isfinite(kl)]
-    return float(np.quantile(usable, _TAIL)) if len(usable) else 0.0
+    return float(np.quantile(usable, _TAIL_QUANTILE)) if len(usable) else 0.0
 
 
 def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: float) -> dict[str, int]:
@@ -306,7 +306,7 @@ def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: floa
     tails = {part: _tail(kl) for part, kl in own.items()}
     found = {}
     for part, kl in own.items():
-        noise = max(_LEAST, _MARGIN * _tail(twins[part])) if part in twins else _noise_of_others(part, tails)
+        noise = max(_MIN_ALLOWANCE, _MARGIN * _tail(twins[part])) if part in twins else _noise_of_others(part, tails)
         if (at := parting(kl, max(noise, cost))) is not None:
             found[part] = at
     return found
@@ -322,8 +322,8 @@ def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
     for other, tail in tails.items():
         families.setdefault(other.partition("-")[0], []).append(tail)
     middles = [median(values) for family, values in families.items() if family != part.partition("-")[0]]
-    noise = [middle for middle in middles if middle > _LEAST]
-    return max(_LEAST_ALONE, _MARGIN * median_low(noise) if noise else 0.0)
+    noise = [middle for middle in middles if middle > _MIN_ALLOWANCE]
+    return max(_MIN_ALLOWANCE_WITHOUT_TWIN, _MARGIN * median_low(noise) if noise else 0.0)
 
 
 def _cell(

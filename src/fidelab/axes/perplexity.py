@@ -32,7 +32,7 @@ from fidelab.results.plots import Curve
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
-_SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
+_DEFAULT_ROWS = 8192  # rows per context by default, as KLD's 32 windows of 512 have
 
 _RATIO = Definition("ln_ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
 _STDERR = Definition("stderr", "nats", None, "Standard error of the ln ratio.", name="std. error")
@@ -153,7 +153,7 @@ class Perplexity(Axis):
         strided = s.mode == "strided"
         step = (s.stride or n_ctx // 4) if strided else n_ctx
         room = (have - n_ctx) // step + 1
-        wanted = s.windows or min(max(1, _SCORED // (step if strided else n_ctx // 2)), max(1, room))
+        wanted = s.windows or min(max(1, _DEFAULT_ROWS // (step if strided else n_ctx // 2)), max(1, room))
         if wanted > room:
             raise InputError(
                 f"perplexity: context {n_ctx} needs {(wanted - 1) * step + n_ctx} tokens (windows: {wanted}), but text "

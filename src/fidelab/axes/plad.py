@@ -28,11 +28,11 @@ from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_share
 from fidelab.results.plots import TablePlot, TextPair, Texts
 
-_SHOWN = 8  # cells per arm whose answers the report shows
-_LONGEST = 96  # tokens of an answer that it shows
+_MAX_SHOWN_CELLS = 8  # cells per arm whose answers the report shows
+_MAX_SHOWN_TOKENS = 96  # tokens of an answer that it shows
 
 _UNPERTURBED = ""
-_UNLIKE = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
+_UNRELATED_DRIFT = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
 
 _EXCESS = Definition("excess_drift", "share", "lower", "Drift of the candidate minus the reference's, paired.")
 _SIGN = Definition("sign_test", "p", None, "Sign test of prompts that drift more against less than the reference's.")
@@ -259,7 +259,7 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
 
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
     """Share of prompts whose two answers have almost no tokens in common."""
-    return float(np.mean([drift(a, b) >= _UNLIKE for a, b in zip(ref, test, strict=True)])) if ref else None
+    return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
 
 
 def _asked(capture: Capture) -> Generate:
@@ -342,7 +342,7 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
 def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
     """The answers with the largest excess drift."""
     moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
-    shown = sorted(moved, key=lambda cell: -cell.excess)[:_SHOWN]
+    shown = sorted(moved, key=lambda cell: -cell.excess)[:_MAX_SHOWN_CELLS]
     pairs = (
         TextPair(
             label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
@@ -357,6 +357,6 @@ def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
 
 def _two_answers(capture: Capture, plain: Sequence[int], perturbed: Sequence[int]) -> str:
     def text(ids: Sequence[int]) -> str:
-        return capture.text(ids[:_LONGEST]) + ("…" if len(ids) > _LONGEST else "") or "(empty)"
+        return capture.text(ids[:_MAX_SHOWN_TOKENS]) + ("…" if len(ids) > _MAX_SHOWN_TOKENS else "") or "(empty)"
 
     return f"prompt as it is:\n{text(plain)}\n\nperturbed prompt:\n{text(perturbed)}"

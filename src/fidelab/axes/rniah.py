@@ -46,10 +46,10 @@ from fidelab.metrics.retrieval import (
 )
 from fidelab.results.measurement import Definition, Metric
 
-_SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
-_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones must be requested
+_SHORT_LENGTHS = (512, 2048, 4096)  # for models of up to 8,192 positions
+_LONG_LENGTHS = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones must be requested
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and those besides the codes
-_HARM = -5.0  # points; see docs/metrics.md#verdicts
+_HARM_POINTS = -5.0  # points; see docs/metrics.md#verdicts
 
 _DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
 _LOST = Definition("lost", "count", None, "Prompts in which the arm finds fewer needles than the reference.")
@@ -251,7 +251,7 @@ def _lengths(settings: RNIAHSettings, inputs: AxisInputs, n_predict: int) -> tup
     most = None if limit is None else limit - n_predict
     name = inputs.tokenizer.model.name
     if settings.lengths == "auto":
-        usual = _SHORT if limit is None or limit <= 2 * _LONG[0] else _LONG
+        usual = _SHORT_LENGTHS if limit is None or limit <= 2 * _LONG_LENGTHS[0] else _LONG_LENGTHS
         fitting = tuple(length for length in usual if most is None or length <= most)
         if not fitting:
             raise InputError(
@@ -362,7 +362,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         reason = f"the reference found no needle (accuracy 0 in all {all_cells} cells, style {style})"
         reason += ": try style cloze" if style == "question" else ": try shorter lengths or a larger model"
     difference = accuracy_difference(cells, seed) if all_cells else PairedDifference(math.nan, None, 0)
-    if difference.interval is not None and difference.interval[1] < _HARM:
+    if difference.interval is not None and difference.interval[1] < _HARM_POINTS:
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
     found = int((cells.base > 0).sum())

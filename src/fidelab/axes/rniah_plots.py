@@ -11,7 +11,7 @@ from fidelab.inputs.needles import Style
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
 NeedlePlace = tuple[int, float]
-_SHOWN = 12  # answers per arm
+_MAX_SHOWN_ANSWERS = 12  # answers per arm
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     plots: list[Plot] = [_heatmap(shares, lengths, positions), _table(shares, lengths, style)]
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
-        shown = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
-        plots.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_SHOWN]))))
+        shown = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ANSWERS else f"first {_MAX_SHOWN_ANSWERS} of {len(lost)}"
+        plots.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_MAX_SHOWN_ANSWERS]))))
     return tuple(plots)
 
 

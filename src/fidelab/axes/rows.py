@@ -34,7 +34,7 @@ from fidelab.metrics.divergence import (
 if TYPE_CHECKING:
     from fidelab.metrics.scorer import TileScorer
 
-_CUT = 1e-3  # probability of ids of one side alone: beyond it, distributions are not identical
+_MAX_UNSHARED_MASS = 1e-3  # probability of ids of one side alone: beyond it, distributions are not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
@@ -65,7 +65,9 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
         clusters=clusters,
         usable=~rows.failed,
         transform=None if bound else kld_score,
-        identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all() and not (rows.cut > _CUT).any()),
+        identical=not bound
+        and not rows.failed.any()
+        and bool((rows.kl == 0.0).all() and not (rows.cut > _MAX_UNSHARED_MASS).any()),
         bound=bound,
     )
 

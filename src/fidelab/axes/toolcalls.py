@@ -35,7 +35,7 @@ from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import TextPair
 
-_SHOWN = 8  # lost turns whose text the report shows
+_MAX_SHOWN_TURNS = 8  # lost turns whose text the report shows
 
 _VALID = Definition("valid", "share", "higher", "Share of the turns with calls that all parse and fit their schemas.")
 _REFERENCE = Definition("valid_in_the_reference", "share", None, "The same share of the reference.")
@@ -125,7 +125,7 @@ class ToolCalls(Axis):
         never = f"the reference writes no valid tool call at any of {len(answered)} turns: there is nothing to compare"
         return replace(score, not_measurable="" if able or not answered else never).with_found(
             metrics=_metrics(score, answered, seed) if able else (),
-            plots=texts("Turns whose calls were lost", map(_shown, _lost(answered)[:_SHOWN])),
+            plots=texts("Turns whose calls were lost", map(_shown, _lost(answered)[:_MAX_SHOWN_TURNS])),
             cluster="conversation",
             summary=lost_and_gained([(float(item.ref.valid), float(item.test.valid)) for item in answered]),
             reference_summary=f"calls tools at {able} of {len(answered)} turns" if answered else "",

@@ -39,7 +39,7 @@ from fidelab.metrics.agreement import (
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, TextPair, Texts
 
-_SHOWN = 16  # divergences per arm whose text the report shows
+_MAX_SHOWN_DIVERGENCES = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 
 TRAJECTORY_METRICS = {
@@ -182,7 +182,7 @@ def survival_plot(shares: Sequence[float]) -> Curve:
 
 def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
     """The divergences with the largest margins as text; near ties are less informative."""
-    ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
+    ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_MAX_SHOWN_DIVERGENCES]
     return texts("First divergences", (_text(pair, fork) for fork in ranked))
 
 

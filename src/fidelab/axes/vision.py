@@ -41,7 +41,7 @@ from fidelab.captures.requests import ImageForced, ImageGenerate, Request, Token
 from fidelab.core import Estimator, canonical_json
 from fidelab.core.errors import CaptureError, InputError, UnavailableError
 from fidelab.inputs.images import (
-    MOST_IN_ALL,
+    MAX_TOTAL_BYTES,
     ImagePrompt,
     PromptTokens,
     drawn_prompts,
@@ -58,7 +58,7 @@ from fidelab.results.plots import Plot, TablePlot, TextPair
 _ANSWER = "answer"
 _RIGHT, _WRONG, _NONE = "right", "wrong", "none"
 _FORCED = (_RIGHT, _WRONG, _NONE)
-_SHOWN = 8  # changed answers in the report
+_MAX_SHOWN_ANSWERS = 8  # changed answers in the report
 _BLIND = 1e-6  # nats: distributions that differ by less differ by rounding
 
 _MEAN = Definition(
@@ -264,10 +264,10 @@ class Vision(Axis):
                 )
             asked.append((prompt, ids))
         size = sum(map(len, {image for prompt, _ in asked for image in (*prompt.images, *prompt.wrong)}))
-        if size > MOST_IN_ALL:
+        if size > MAX_TOTAL_BYTES:
             raise InputError(
-                f"vision: the images of {len(asked)} questions have {size >> 20} MiB, at most {MOST_IN_ALL >> 20} are "
-                "asked in one run: ask fewer with axes.vision.limit"
+                f"vision: the images of {len(asked)} questions have {size >> 20} MiB, at most {MAX_TOTAL_BYTES >> 20} "
+                "are asked in one run: ask fewer with axes.vision.limit"
             )
         return asked
 
@@ -510,6 +510,6 @@ def _texts(pair: Pair, answers: _Answers) -> tuple[Plot, ...]:
             reference=written_text(pair.ref, r),
             candidate=written_text(pair.test, t),
         )
-        for r, t in changed[:_SHOWN]
+        for r, t in changed[:_MAX_SHOWN_ANSWERS]
     )
     return texts("Answers that changed", pairs)

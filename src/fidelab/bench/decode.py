@@ -48,7 +48,7 @@ BY_SUBTRACTION = Definition(
 )
 
 _NOISE = 0.1  # share of the difference that the spread of what is subtracted may have
-_ALONE = ".alone"  # the part of a depth that is read only
+_PREFILL_SUFFIX = ".alone"  # the part of a depth that is read only
 
 
 class DecodeSettings(LiveSettings):
@@ -73,12 +73,14 @@ class Decode(Bench):
             )
             for batch in self.settings.batch
             for depth in self.settings.depths
-            for end, n in ((_ALONE, 0), ("", self.settings.n))
+            for end, n in ((_PREFILL_SUFFIX, 0), ("", self.settings.n))
         )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        wholes = ((part, answer) for part, answer in answers.items() if not part.endswith(_ALONE))
-        found = joined((_rates(whole, answers.get(part + _ALONE), facts) for part, whole in wholes), self.title)
+        wholes = ((part, answer) for part, answer in answers.items() if not part.endswith(_PREFILL_SUFFIX))
+        found = joined(
+            (_rates(whole, answers.get(part + _PREFILL_SUFFIX), facts) for part, whole in wholes), self.title
+        )
         plots = against(
             found,
             ISOLATED.key,

@@ -51,7 +51,7 @@ _LATENCIES = {
 }
 _THRESHOLD = 0.05
 _PERCENTILES = (50, 95, 99)
-_FEWEST_BEYOND = 10  # values beyond a percentile, for it to say something without repeats
+_MIN_BEYOND_PERCENTILE = 10  # values beyond a percentile, for it to say something without repeats
 
 Values = Mapping[Definition, float | None]
 
@@ -86,7 +86,7 @@ class Latency:
         return {
             latency(self.name, part).key: f"{few:.3g} of {self.n} beyond"
             for part, few in beyond.items()
-            if few < _FEWEST_BEYOND
+            if few < _MIN_BEYOND_PERCENTILE
         }
 
 

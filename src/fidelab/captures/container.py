@@ -46,9 +46,9 @@ _NAMES: dict[np.dtype[Any], str] = {
     np.dtype("?"): "BOOL",
 }
 _DTYPES: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
-_MOST_HEADER = 100_000_000  # bytes, the published limit
-_MOST_VALUES = 4_000_000  # of a header: some 400,000 tensors
-_MOST_ELEMENTS = 1 << 60  # of a shape, zeros left out: numpy's sizes are 64 bits
+_MAX_HEADER_BYTES = 100_000_000  # bytes, the published limit
+_MAX_HEADER_VALUES = 4_000_000  # of a header: some 400,000 tensors
+_MAX_ELEMENTS = 1 << 60  # of a shape, zeros left out: numpy's sizes are 64 bits
 
 
 def array_bytes(array: Array) -> int:
@@ -122,9 +122,9 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
     size = path.stat().st_size
     with path.open("rb") as file:
         n = int.from_bytes(file.read(8), "little")
-        if not n <= min(size - 8, _MOST_HEADER):
+        if not n <= min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError("its header goes beyond the end of the file")
-        header = strict_json(file.read(n), most_values=_MOST_VALUES)
+        header = strict_json(file.read(n), most_values=_MAX_HEADER_VALUES)
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     entries = {name: _entry(name, record) for name, record in header.items() if name != "__metadata__"}
@@ -142,7 +142,7 @@ def _entry(name: str, record: Any) -> Entry:
     assert isinstance(shape, list)
     assert isinstance(span, list)
     start, end = span
-    if start > end or math.prod(filter(None, shape)) > _MOST_ELEMENTS or len(shape) > 8:
+    if start > end or math.prod(filter(None, shape)) > _MAX_ELEMENTS or len(shape) > 8:
         raise ValueError(f"the header's entry of {name[:60]!r} has impossible sizes")
     if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
         raise ValueError(f"tensor {name[:60]!r} has {end - start} bytes, which is not its shape's size")

@@ -27,10 +27,10 @@ PARTIAL = ".partial-"
 PROBE = "probe.json.gz"
 FIGURES = "figures."
 """Name prefix of arrays that replace rows: figures against one other capture."""
-_MOST_BYTES = 64 << 20  # of a manifest
+_MAX_MANIFEST_BYTES = 64 << 20  # of a manifest
 _FAMILY = SCHEMA.partition("/")[0]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MOST_TOKENS = 1 << 24  # of a vocabulary
+_MAX_VOCABULARY = 1 << 24  # of a vocabulary
 
 
 def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         what = "is not a capture: it has no manifest.json" if folder.is_dir() else "does not exist"
         raise CaptureError(f"capture {folder} {what}")
     try:
-        manifest = strict_json(read_file(path, _MOST_BYTES))
+        manifest = strict_json(read_file(path, _MAX_MANIFEST_BYTES))
         schema = manifest["schema"]
         if schema != SCHEMA and str(schema).partition("/")[0] == _FAMILY:
             raise OtherSchemaError(f"capture {folder} has schema {schema!r:.60}; this version reads {SCHEMA!r}")
@@ -116,7 +116,7 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "key"
     if not (
         vocabulary.keys() == {"size", "sha256"}
-        and _is_count(vocabulary["size"], _MOST_TOKENS)
+        and _is_count(vocabulary["size"], _MAX_VOCABULARY)
         and _is_sha256(vocabulary["sha256"])
     ):
         yield "vocabulary"

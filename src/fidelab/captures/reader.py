@@ -35,10 +35,10 @@ from fidelab.captures.requests import (
 from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
 from fidelab.core.errors import CaptureError
 
-MOST_LOGPROB = 1e-3  # nats: what rounding may lift a log-probability above 0
-MOST_MASS = 1.01  # and the sum of the probabilities of a row above 1
-_MOST_TEXT = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
-_MOST_IDS = 1 << 18  # of one answer
+MAX_LOGPROB = 1e-3  # nats: what rounding may lift a log-probability above 0
+MAX_MASS = 1.01  # and the sum of the probabilities of a row above 1
+_MAX_UNPACKED_BYTES = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
+_MAX_ANSWER_IDS = 1 << 18  # of one answer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
@@ -274,10 +274,10 @@ def why_no_distribution(logprobs: NDArray[np.floating]) -> str:
     if not logprobs.size:
         return ""
     worst = float(np.max(logprobs))
-    if not worst <= MOST_LOGPROB:  # NaN, too
+    if not worst <= MAX_LOGPROB:  # NaN, too
         return f"has a log-probability of {worst:.4g}, and none is above 0"
     mass = float(np.exp(logprobs.astype(np.float64)).sum(axis=-1).max())
-    return f"has probabilities that add up to {mass:.4g}, and none do to more than 1" if mass > MOST_MASS else ""
+    return f"has probabilities that add up to {mass:.4g}, and none do to more than 1" if mass > MAX_MASS else ""
 
 
 def _fault(capture: Capture, item: int) -> str:
@@ -354,11 +354,11 @@ def _unpacked(path: Path) -> bytes:
         OSError, EOFError, ValueError, zlib.error: it cannot be read, is damaged, or unpacks to more than 128 MiB.
     """
     unpacker = zlib.decompressobj(wbits=31)
-    text = unpacker.decompress(read_file(path, _MOST_TEXT), _MOST_TEXT)
+    text = unpacker.decompress(read_file(path, _MAX_UNPACKED_BYTES), _MAX_UNPACKED_BYTES)
     if not unpacker.eof and not unpacker.unconsumed_tail:
         raise EOFError("it is truncated")
     if not unpacker.eof:
-        raise ValueError(f"it unpacks to more than {_MOST_TEXT >> 20} MiB")
+        raise ValueError(f"it unpacks to more than {_MAX_UNPACKED_BYTES >> 20} MiB")
     return text
 
 
@@ -367,7 +367,7 @@ def _shape(array: Array) -> tuple[int, ...]:
 
 
 def _are_ids(ids: NDArray[Any]) -> bool:
-    return len(ids) <= _MOST_IDS and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
+    return len(ids) <= _MAX_ANSWER_IDS and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
 
 
 def _is_float(array: Array) -> bool:

@@ -354,7 +354,7 @@ Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted 
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
-_MOST_TOKEN = 1 << 31  # ids are hashed as 32-bit numbers
+_MAX_TOKEN_ID = 1 << 31  # ids are hashed as 32-bit numbers
 _TENSORS = ("states", "qkv")
 
 
@@ -434,7 +434,7 @@ def _are_ids(value: Any) -> bool:
     """A tuple of whole numbers from 0 to 2³¹ - 1."""
     if not isinstance(value, tuple) or {*map(type, value)} - {int}:
         return False
-    return not value or (min(value) >= 0 and max(value) < _MOST_TOKEN)
+    return not value or (min(value) >= 0 and max(value) < _MAX_TOKEN_ID)
 
 
 def _tuples(value: Any) -> Any:

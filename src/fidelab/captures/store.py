@@ -24,8 +24,8 @@ from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
 _ROWS = {"hidden", "logprobs"}
 _IN_USE = "in-use"  # each arm's folder has a byte of it, which processes lock
-_GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
-_OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
+_UNREFERENCED_SECONDS = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
+_CAPTURE_NAME = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
 
 
@@ -59,7 +59,7 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
             needed.add(capture.manifest["head"]["file"])
     for kind, form in ({} if foreign else _SHARED).items():
         unused = [p for p in sorted(store.glob(f"{kind}/*")) if form.fullmatch(p.name) and p.name not in needed]
-        going += [p for p in unused if now - p.stat().st_mtime > _GRACE]
+        going += [p for p in unused if now - p.stat().st_mtime > _UNREFERENCED_SECONDS]
     going += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
     removed = [(path, _size(path)) for path in going]
     if not dry_run:
@@ -193,7 +193,7 @@ def _open(folder: Path) -> Capture:
 
 
 def _is_ours(folder: Path, store: Path) -> bool:
-    return folder.parent.parent == store and _OURS.fullmatch(folder.name) is not None
+    return folder.parent.parent == store and _CAPTURE_NAME.fullmatch(folder.name) is not None
 
 
 def _size(path: Path) -> int:

@@ -52,9 +52,9 @@ lacks come as the unsigned integers of their bits.  GGUF's plain types have the 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
-_MOST_SPLITS = 1000
+_MAX_SPLITS = 1000
 _CHUNK_BYTES = 16 << 20  # bytes
-_MOST_NAME = 512  # characters
+_MAX_NAME_LENGTH = 512  # characters
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next to config.json, by older writers
 
 
@@ -277,7 +277,7 @@ def _stored_in(file: Path) -> Iterator[TensorInfo]:
 
 def _check(info: TensorInfo) -> None:
     """Check a tensor's name, and the size of types that captures do not have."""
-    if len(info.name) > _MOST_NAME:
+    if len(info.name) > _MAX_NAME_LENGTH:
         raise InputError(f"{info.file} is damaged: a tensor has a name of {len(info.name):,} characters")
     kind = RAW.get(info.dtype)
     if kind is not None and math.prod(info.shape) * kind.itemsize != info.nbytes:
@@ -311,7 +311,7 @@ def _open_gguf(file: Path, name: str) -> Checkpoint:
     count = header.metadata.get("split.count", 1)
     if isinstance(count, int) and count > 1:
         match = _SPLIT.fullmatch(file.name)
-        if match is None or int(match["count"]) != count or count > _MOST_SPLITS:
+        if match is None or int(match["count"]) != count or count > _MAX_SPLITS:
             raise InputError(f"{file} is one of {count} parts, but is not called NAME-00001-of-{count:05}.gguf")
         files = [file.with_name(f"{match['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
         if missing := [part.name for part in files if not part.is_file()]:

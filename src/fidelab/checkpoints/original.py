@@ -35,7 +35,7 @@ from fidelab.core.errors import InputError
 Floats = NDArray[np.float32]
 
 _NUM_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
-_MOST_ERROR = {
+_MAX_ERROR = {
     8: 0.15,
     6: 0.15,
     5: 0.25,
@@ -44,7 +44,15 @@ _MOST_ERROR = {
     2: 1.2,
     1: 1.5,
 }  # relative, by bits; an ordinary one: a third
-_MOST_FACTOR = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}  # by which a layer may be larger or smaller
+_MAX_SCALE_CHANGE = {
+    8: 0.03,
+    6: 0.05,
+    5: 0.05,
+    4: 0.1,
+    3: 0.2,
+    2: 0.4,
+    1: 0.6,
+}  # by which a layer may be larger or smaller
 _KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
 _FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
 _SAME_RATIO = 1.01  # times as large an error tells nothing
@@ -319,7 +327,7 @@ def _layer(
     errors: dict[str, float] = {}
     for (name, _), error in zip(candidates, fitted, strict=True):
         errors[name] = min(error, errors.get(name, math.inf))
-    limit = _MOST_ERROR.get(bits, _MOST_ERROR[8]) if module.quantized else _KEPT_ERROR
+    limit = _MAX_ERROR.get(bits, _MAX_ERROR[8]) if module.quantized else _KEPT_ERROR
     gains = _gains(values, expected)
     gained = _misfit(values, expected * gains[:, None])[0]
     if gained > limit:  # other factors of its inputs, which are for the norm to answer for
@@ -327,7 +335,7 @@ def _layer(
     layer = _Layer(
         quantized=module.quantized,
         limit=limit,
-        factor_limit=_MOST_FACTOR.get(bits, _MOST_FACTOR[8]) if module.quantized else _KEPT_ERROR,
+        factor_limit=_MAX_SCALE_CHANGE.get(bits, _MAX_SCALE_CHANGE[8]) if module.quantized else _KEPT_ERROR,
         norm=norm,
         best=_misfit(values, expected),
         errors=errors,
@@ -622,7 +630,7 @@ _NUMBERS = (
     *("attention_bias", "mlp_bias"),
 )
 _LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # which decide some questions alone
-_MOST_TEXT = 40  # characters of a value
+_MAX_SHOWN_LENGTH = 40  # characters of a value
 _GGUF_LENGTHS = ("context_length", "vocab_size", "attention.sliding_window")
 _GGUF_OTHER = ("general.", "tokenizer.", "split.", "quantize.")
 
@@ -650,7 +658,7 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
         if key in before and not _alike(now[key], before[key]):
             length = key.endswith(_GGUF_LENGTHS) if gguf else key in _LENGTHS
             found["suspicious" if length else "broken"].append(
-                f"{key} {str(now[key])[:_MOST_TEXT]} for {str(before[key])[:_MOST_TEXT]}"
+                f"{key} {str(now[key])[:_MAX_SHOWN_LENGTH]} for {str(before[key])[:_MAX_SHOWN_LENGTH]}"
             )
     for severity, texts in found.items():
         where = "the file's metadata" if gguf else "config.json"

@@ -21,7 +21,7 @@ from fidelab.checkpoints.modules import Module, modules_of
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.core.errors import ConfigError, InputError
 
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk|block)\.(\d+)\.")
 _FORMATS = {"W4A16": (4, 128), "W8A16": (8, 128), "FP8": (8, None), "NVFP4": (4, 16)}
 
@@ -34,7 +34,7 @@ class Scheme(BaseModel):
     ``group``: inputs that share a scale.  FP8 has one scale for each output, NVFP4 groups of 16.
     """
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     format: Literal["W4A16", "W8A16", "FP8", "NVFP4"] = "W4A16"
     bits: Literal[4, 8] | None = Field(default=None, description="bits of a weight; the format's")
@@ -65,7 +65,7 @@ class Rule(BaseModel):
     ``matches``: how many modules it has to match, so that a pattern for another model's names does not pass unseen.
     """
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     pattern: str = Field(min_length=1)
     matches: int | None = Field(default=None, ge=1, description="modules that it has to match; at least 1")
@@ -87,7 +87,7 @@ class Rule(BaseModel):
 class Layers(BaseModel):
     """Whole layers that stay in 16 bits: those at the edges, and every n-th (counted from 1) between them."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     first: int = Field(default=0, ge=0)
     last: int = Field(default=0, ge=0)
@@ -100,7 +100,7 @@ class Source(BaseModel):
     ``text``: a UTF-8 file, documents apart by blank lines; or JSON lines with ``text`` or ``messages``.
     """
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     text: str
     weight: float = Field(default=1.0, gt=0, description="share of the samples, relative to the others")
@@ -109,7 +109,7 @@ class Source(BaseModel):
 class Share(BaseModel):
     """Samples that have to contain a mark, such as ``<think>``."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     mark: str = Field(min_length=1)
     at_least: float = Field(ge=0, le=1, description="share of the samples")
@@ -118,7 +118,7 @@ class Share(BaseModel):
 class Calibration(BaseModel):
     """Calibration data: text on which activations are measured."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     sources: tuple[Source, ...] = Field(min_length=1)
     samples: int = Field(default=256, ge=1)
@@ -132,7 +132,7 @@ class Calibration(BaseModel):
 class Fidelity(BaseModel):
     """Evaluation data: text, other than the calibration data, on which the result is compared with the original."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     text: str = "default"
     windows: int = Field(default=32, ge=2)
@@ -147,7 +147,7 @@ def _rules(value: Any) -> Any:
 class Recipe(BaseModel):
     """A recipe file."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     method: Literal["gptq", "awq", "rtn", "autoround"]
     scheme: Scheme = Scheme.model_validate("W4A16")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, to_floats
 
-MOST_SLICES = 4096  # experts of a layer
+MAX_EXPERTS = 4096  # experts of a layer
 
 _CHUNK_BYTES = 1 << 20  # bytes: what stays in a core's cache between the reductions
 
@@ -31,7 +31,7 @@ _INFINITE = {  # bits of infinity; of E4M3, which has none, of NaN
     "F8_E5M2": 0x7C,
 }
 _SUBNORMAL = 2.0**-14  # float16: below it precision is lost, and
-_VANISHES = 2.0**-25  # up to it, rounding gives zero
+_FLOAT16_UNDERFLOW = 2.0**-25  # up to it, rounding gives zero
 
 # Places of the 16-bit scales within a block, in bytes, of ggml's types; of others the values are not looked at.
 _BLOCK_SCALES: dict[str, tuple[int, ...]] = {
@@ -114,7 +114,7 @@ class Statistics:
 def fused(info: TensorInfo) -> bool:
     """True if a tensor holds all experts of a layer."""
     named = ".experts." in info.name or "_exps." in info.name
-    return named and len(info.shape) == 3 and 1 < info.shape[0] <= MOST_SLICES
+    return named and len(info.shape) == 3 and 1 < info.shape[0] <= MAX_EXPERTS
 
 
 def slices(info: TensorInfo) -> Iterator[TensorInfo]:
@@ -187,7 +187,7 @@ def _of_scales(values: NDArray[np.float32]) -> Statistics:
         smallest=float(live.min(initial=np.inf)) if live.size else 0.0,
         negative=int((values < 0).sum()),
         subnormal=int((live < _SUBNORMAL).sum()),
-        vanishing=int((live <= _VANISHES).sum()),
+        vanishing=int((live <= _FLOAT16_UNDERFLOW).sum()),
     )
 
 

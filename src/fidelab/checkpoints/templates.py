@@ -22,7 +22,7 @@ from fidelab.core.registry import require
 from fidelab.models.bounds import bounded
 
 _MOST_JSON, _MOST_TEMPLATE = 64 << 20, 1 << 20  # bytes
-_MOST_RENDERED = 1 << 20  # characters
+_MAX_RENDERED_LENGTH = 1 << 20  # characters
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MARK = re.compile(r"<\|[^|<>\s]{1,60}\|>|<｜[^｜<>]{1,60}｜>|</?s>|<(?:start|end)_of_turn>|<bos>|<eos>|<unk>")
 
@@ -262,7 +262,7 @@ def _render(chat: _Chat, template: str) -> None:
                 except Exception as error:  # jinja2's errors, and those that templates raise themselves
                     chat.refused[name] = " ".join(str(error).split())[:200] or type(error).__name__
                     continue
-                if len(text) > _MOST_RENDERED:
+                if len(text) > _MAX_RENDERED_LENGTH:
                     chat.exceeded = f"it makes {len(text):,} characters of a short conversation"
                     return
                 chat.texts[name] = text

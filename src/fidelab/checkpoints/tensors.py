@@ -35,14 +35,14 @@ from fidelab.checkpoints.rules import (
     some_are,
     suspicious,
 )
-from fidelab.checkpoints.scan import MOST_SLICES, Statistics, fused, scan, slices
+from fidelab.checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
 
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIERS = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
-_MOST_MISSING = 100_000  # experts that are listed
+_MAX_LISTED_MISSING = 100_000  # experts that are listed
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -419,10 +419,10 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
     gaps: list[str] = []
     fewer: list[str] = []
     for layer, present in numbers.items():
-        if len(gaps) + len(fewer) > _MOST_MISSING:
+        if len(gaps) + len(fewer) > _MAX_LISTED_MISSING:
             break
         last = max(present)
-        for n in range(min(most[leaf_of(layer)] + 1, MOST_SLICES)):
+        for n in range(min(most[leaf_of(layer)] + 1, MAX_EXPERTS)):
             if n not in present:
                 (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
     yield from some_are(gaps, "expert", "not there, and such with higher numbers are")

@@ -8,7 +8,12 @@ from typing import Any
 _AXES = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
 _HARNESS = "lm-eval"
 _BENCHES = {"offline": ("startup", "prefill", "decode", "memory")}
-_FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
+_SMALLER = {
+    "windows": "8",
+    "lengths": "[512]",
+    "trials": "1",
+    "contexts": "[512]",
+}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
 
 
@@ -81,7 +86,7 @@ def _must_have_limit(axis: str, text: str) -> None:
 
     fields = AXES.load(axis).Settings.model_fields
     if "limit" not in fields:
-        ways = ", ".join(f"--set axes.{axis}.{name}={_FEWER[name]}" for name in fields if name in _FEWER)
+        ways = ", ".join(f"--set axes.{axis}.{name}={_SMALLER[name]}" for name in fields if name in _SMALLER)
         raise UsageError(f"--limit {text}: axis {axis} has no limit; it gets smaller with {ways or 'its own settings'}")
 
 

@@ -319,7 +319,7 @@ def _start_and_measure(
         load.most,
         device=engine.device,
         threads=engine.threads,
-        patience=engine.deadline or _PATIENCE,
+        patience=engine.deadline or _SERVER_START_SECONDS,
         output_dir=run.output_dir,
         command=command_line(),
         watch=watcher(),
@@ -329,7 +329,7 @@ def _start_and_measure(
     exit_on(failures(report))
 
 
-_PATIENCE = 1800.0  # seconds until a server must answer: a first start may compile
+_SERVER_START_SECONDS = 1800.0  # seconds until a server must answer: a first start may compile
 
 
 # ----------------------------------------------------------------------------------------- flags → settings

@@ -11,13 +11,13 @@ from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat, Options
 
 KIND = "cross-engine"
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EngineLine(BaseModel):
     """One engine: its 16-bit reference and the candidate that is compared with it."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     engine: EngineConfig = Field(description="engine, or its name, python, image, prefix and pythonpath")
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
@@ -35,7 +35,7 @@ class EngineLine(BaseModel):
 class CrossEngine(BaseModel):
     """One text and its token ids on every engine, and each engine's candidate against its own reference."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     kind: Literal["cross-engine"]
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")

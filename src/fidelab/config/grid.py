@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelab.config.arms import arm_fields, split_commas
 
-_MOST_CELLS = 64
+_MAX_CELLS = 64
 _NO_LEVELS = ("name", "python", "image", "prefix", "pythonpath")
 
 Levels = dict[str, str]
@@ -53,8 +53,8 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
     if vary and all(len(values) == 1 for values in vary.values()):
         raise ValueError(f"{next(iter(vary))} has a single value: nothing varies; give two, or use --candidate")
     cells = math.prod(map(len, vary.values()))
-    if cells > _MOST_CELLS:
-        raise ValueError(f"the grid has {cells} cells, more than {_MOST_CELLS}; vary fewer keys or values")
+    if cells > _MAX_CELLS:
+        raise ValueError(f"the grid has {cells} cells, more than {_MAX_CELLS}; vary fewer keys or values")
 
 
 def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:

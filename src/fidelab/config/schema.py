@@ -29,7 +29,7 @@ from fidelab.core.errors import UsageError
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _default_axes() -> dict[str, dict[str, Any]]:
@@ -42,7 +42,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig(BaseModel):
     """An engine, and the environment in which it runs; a bare name where that is found by itself."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     name: str = Field(description="engine")
     python: str | None = Field(default=None, description="interpreter of the engine's environment")
@@ -142,7 +142,7 @@ class ArmConfig(BaseModel):
     Files may name a ``preset``, too: :mod:`fidelab.config.presets` reads it before this class sees the arm.
     """
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     kv: KVFormat | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
     name: str | None = Field(
@@ -163,7 +163,7 @@ class ArmConfig(BaseModel):
 class ServeConfig(BaseModel):
     """Parts of a server's command line besides the arms; the report's commands repeat them."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     program: tuple[str, ...] = Field(default=(), description="words before the flags; empty: the image starts alone")
     wrapper: tuple[str, ...] = Field(default=(), description="docker run … IMAGE, where the server runs in a container")
@@ -198,7 +198,7 @@ Share = Annotated[float, BeforeValidator(parse_share)]
 class Limits(BaseModel):
     """Requirements for recommending a candidate (allowed loss, saving), and its non-inferiority margin."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
     max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
@@ -235,7 +235,7 @@ def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 class ExecutorConfig(BaseModel):
     """Placement of the arms' processes."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     name: Literal["local", "ray"] = Field(default="local", description="this machine, or a Ray cluster")
     address: str | None = Field(
@@ -266,7 +266,7 @@ class ExecutorConfig(BaseModel):
 class Experiment(BaseModel):
     """One experiment: a reference, a control, candidates, axes and settings."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
     engine: EngineConfig = Field(

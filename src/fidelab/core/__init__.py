@@ -251,7 +251,7 @@ def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 _FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
 _LAYERS = re.compile(r"^(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?$")
-_MOST_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
+_MAX_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def _layers(item: str, whole: str) -> range:
     """``7``, or ``0-6`` with both ends."""
     match = _LAYERS.match(item)
     first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
-    if not first <= last < _MOST_LAYERS:
+    if not first <= last < _MAX_LAYERS:
         raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0 or ranges as 0-6, not {item!r}")
     return range(first, last + 1)
 

@@ -18,7 +18,7 @@ _NARROWEST = 60
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
 _WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
-_TIE = "\N{NO-BREAK SPACE}"  # lines are not broken between a package and its version
+_NBSP = "\N{NO-BREAK SPACE}"  # lines are not broken between a package and its version
 _STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
 
 
@@ -48,7 +48,7 @@ def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
         text += textwrap.wrap(
             detail, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
         )
-    return [*(line.replace(_TIE, " ") for line in text), "", _verdict(diagnosis, width)]
+    return [*(line.replace(_NBSP, " ") for line in text), "", _verdict(diagnosis, width)]
 
 
 def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
@@ -57,7 +57,7 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     together = group == "packages" or group == "axes" or group.startswith("KV formats")
     if together:
         good = [check for check in checks if check.status == "ok"]
-        names = [f"{check.name}{_TIE}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
+        names = [f"{check.name}{_NBSP}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
         status: Finding = "ok" if len(good) == len(checks) else "warning" if good else "broken"
         yield status, group, f"{len(good)} of {len(checks)} work{': ' if good else ''}{', '.join(names)}"
     rest = [check for check in checks if not (together and check.status == "ok")]

@@ -24,7 +24,7 @@ NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16
 SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz", "int8", "int4")  # of a pair on vLLM and SGLang
 _BITS = {"bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
 _KERNEL_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # engines' names of the kernels' formats
-_ALONE = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: also the package's if both sides have it
+_PACKAGE_ONLY = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: also the package's if both sides have it
 _INTEGERS = ("int8", "int4")
 _NATIVE_ALONE = {"vllm": ("bf16", "f16"), "sglang": ("f16",)}  # names that the engines themselves lack
 _PER_HEAD = (("scale", "per-token-head"),)
@@ -62,7 +62,7 @@ def is_pair(kv: KVSpec) -> bool:
     scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
     16-bit format except ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
     """
-    return not kv.same or kv.k.name in _ALONE or kv.k.options in (_PER_HEAD, _KERNELS)
+    return not kv.same or kv.k.name in _PACKAGE_ONLY or kv.k.options in (_PER_HEAD, _KERNELS)
 
 
 def check_pair(kv: KVSpec, engine: str) -> bool:

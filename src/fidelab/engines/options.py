@@ -15,7 +15,7 @@ from fidelab.core import Arm
 from fidelab.core.errors import UsageError
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
-_MOST_LISTED = 40
+_MAX_LISTED = 40
 Value = tuple[Callable[[str], bool], str]  # the check of a value, and the description of valid values
 
 
@@ -96,7 +96,7 @@ def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
     near = get_close_matches(key, names, n=3)
     owners = [other for other in ENGINES.names() if other != engine and key in ENGINES.load(other).options]
     elsewhere = f"; engine {' and '.join(owners)} has" if owners else ""
-    listed = f"; it has: {', '.join(names)}" if len(names) < _MOST_LISTED else "; see --help of its own command line"
+    listed = f"; it has: {', '.join(names)}" if len(names) < _MAX_LISTED else "; see --help of its own command line"
     meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else listed
     return UsageError(f"engine {engine} has no option {key!r}{elsewhere}{meant}")
 

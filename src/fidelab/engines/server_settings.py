@@ -27,7 +27,7 @@ from fidelab.engines.options import switched
 KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
 _NONE = "none"
 _LLAMA_CELLS = 256  # llama.cpp makes caches of whole multiples
-_OWN = ("estimator", "force")  # options of fidelab's own
+_FIDELAB_OPTIONS = ("estimator", "force")  # options of fidelab's own
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # One type under several names.
 _TYPES = {
@@ -103,7 +103,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
         raise EngineError(f"{client.root} is not a server of engine {arm.engine}: look what listens there")
     found = [_kv_finding(arm, said)]
     standard = _STANDARD[arm.engine]
-    options = {key: value for key, value in arm.options if key not in _OWN}
+    options = {key: value for key, value in arm.options if key not in _FIDELAB_OPTIONS}
     for what, key in standard.items():
         declared, effective = options.pop(key, None), said.settings.get(key)
         if what == SPECULATION:
@@ -132,7 +132,7 @@ def preparation_seconds(log: str) -> float | None:
 # ------------------------------------------------------------------------------------------------- comparison
 
 
-_NATIVE = ("bfloat16", "float16", "float32")  # types that "auto" may be
+_NATIVE_TYPES = ("bfloat16", "float16", "float32")  # types that "auto" may be
 
 
 def _kv_finding(arm: Arm, said: _Said) -> Finding:
@@ -143,7 +143,7 @@ def _kv_finding(arm: Arm, said: _Said) -> Finding:
         return Finding(KV, arm.kv.label, None)
     effective = tuple(map(_type, said.kv))
     resolved = [tuple(computed if name == "auto" else name for name in pair) for pair in (declared, effective)]
-    differs = any(a != b and not (a == "auto" and b in _NATIVE) for a, b in zip(*resolved, strict=True))
+    differs = any(a != b and not (a == "auto" and b in _NATIVE_TYPES) for a, b in zip(*resolved, strict=True))
     return Finding(KV, arm.kv.label, _pair(said.kv), differs, said.more.get(KV, ""))
 
 
@@ -253,7 +253,7 @@ def _vllm(client: Client, log: str) -> _Said | None:
 def _k16v8_pair(log: str) -> tuple[str, str] | None:
     """The formats of keys and values of the package's backend; layers that are skipped keep 16 bits on both sides."""
     pairs = [(_type(k), _type(v)) for k, v in _K16V8_PAIR.findall(log)]
-    return next((pair for pair in pairs if not {*pair} <= {*_NATIVE}), pairs[-1] if pairs else None)
+    return next((pair for pair in pairs if not {*pair} <= {*_NATIVE_TYPES}), pairs[-1] if pairs else None)
 
 
 _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #tokens: (\d+)")

@@ -14,7 +14,7 @@ from typing import Any
 from fidelab.core import Speculation
 from fidelab.core.errors import UsageError, nearest_first
 
-_NAMED = 8  # words that an error names
+_MAX_NAMED = 8  # words that an error names
 
 
 @dataclass(frozen=True)
@@ -66,5 +66,5 @@ def known_word(what: str, word: str, known: Collection[str]) -> None:
     """
     if word not in known:
         nearest = nearest_first(word, known)
-        more = ", …" if len(nearest) > _NAMED else ""
-        raise UsageError(f"{what} {word!r} is unknown; there are: {', '.join(nearest[:_NAMED])}{more}")
+        more = ", …" if len(nearest) > _MAX_NAMED else ""
+        raise UsageError(f"{what} {word!r} is unknown; there are: {', '.join(nearest[:_MAX_NAMED])}{more}")

@@ -18,7 +18,7 @@ NODE_PROCESS = "FIDELAB_NODE_PROCESS"
 """Variable of a worker on a cluster's node: the process of the cluster that has its job."""
 
 # Set by a cluster for a worker: owner of the job, and which of the node's equal devices it got.
-_PLACED = (NODE_PROCESS, "RAY_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_PLACEMENT_VARIABLES = (NODE_PROCESS, "RAY_", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Read by all engines: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "LD_PRELOAD", "LD_LIBRARY_PATH"),
@@ -63,7 +63,7 @@ def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[s
     """
     if engine.is_server:
         return {}
-    placed = _PLACED if NODE_PROCESS in environment else ()
+    placed = _PLACEMENT_VARIABLES if NODE_PROCESS in environment else ()
     prefixes = _COMMON + _OF_ENGINE.get(engine.name, (f"{engine.name.upper()}_",))
     return {
         name: _LOGIN.sub("", value)

@@ -30,8 +30,8 @@ from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL, check_text
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
-_GRACE = 5.0  # seconds of grace to end
-_LONGEST = 4 << 20  # bytes of an answer
+_GRACE_SECONDS = 5.0  # seconds of grace to end
+_MAX_LINE_BYTES = 4 << 20  # bytes of an answer
 _KINDS: Mapping[str, Any] = {
     "versions": Mapping[str, str],
     "kv_names": list[str],
@@ -262,7 +262,7 @@ class _There(EngineAnswers):
         self.python = str(greeting.get("python"))
         self._greeted = True
 
-    def end(self, grace: float = _GRACE) -> None:
+    def end(self, grace: float = _GRACE_SECONDS) -> None:
         """End the process and all that the engine started; ``grace``: seconds before it is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -341,8 +341,10 @@ class _There(EngineAnswers):
             if not chunk:
                 raise EngineError(self._obituary(what))
             self._buffer += chunk
-            if len(self._buffer) > _LONGEST:
-                raise EngineError(f"{self._place} prints more than {_LONGEST >> 20} MiB where a line is expected")
+            if len(self._buffer) > _MAX_LINE_BYTES:
+                raise EngineError(
+                    f"{self._place} prints more than {_MAX_LINE_BYTES >> 20} MiB where a line is expected"
+                )
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)

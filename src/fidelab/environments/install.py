@@ -40,7 +40,7 @@ _UNREACHABLE = re.compile(
     r"connection broken by|Max retries exceeded|NewConnectionError|ConnectTimeoutError|ReadTimeoutError"
     r"|ProxyError|Network is unreachable|[Nn]ame resolution|Name or service not known"
 )
-_WANTED = re.compile(
+_REQUIREMENT = re.compile(
     r"satisfies the requirement (\S+)|No matching distribution found for (\S+)|url: /\S*?/([^/\s]+)/? "
 )
 
@@ -283,7 +283,7 @@ def _pip(
         file.seek(before)
         text = file.read().decode("utf-8", "replace")
     if _UNREACHABLE.search(text):
-        named = [next(filter(None, match)) for match in _WANTED.findall(text)]
+        named = [next(filter(None, match)) for match in _REQUIREMENT.findall(text)]
         package = named[-1] if named else arguments[-1]
         raise EngineError(
             f"{recipe.name} is not installed: the package index could not be reached for {package}: "

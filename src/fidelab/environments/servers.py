@@ -25,12 +25,12 @@ from fidelab.core.serial import from_json, to_json
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.workers.causes import explain, explain_exit
 
-_GRACE = 15.0  # seconds between asking a server to end and killing its group
+_GRACE_SECONDS = 15.0  # seconds between asking a server to end and killing its group
 _PAUSE = 0.2  # seconds between two looks whether it answers
 _REMIND = 30.0  # seconds between two lines about a server that does not answer yet
-_TAIL = 12  # lines of a log that are shown
-_MOST_LOG = 4 << 20  # bytes of a log that are read from its beginning, where servers print their settings
-_MOST_RECORD = 1 << 20
+_LOG_TAIL_LINES = 12  # lines of a log that are shown
+_MAX_LOG_BYTES = 4 << 20  # bytes of a log that are read from its beginning, where servers print their settings
+_MAX_RECORD_BYTES = 1 << 20
 _KEPT_STARTS = 5
 _PROC = Path("/proc")
 # The last line of a traceback, after the prefix that engines put before each line of their processes.
@@ -199,8 +199,8 @@ def written_log(path: str, *, last: bool = False) -> str:
     try:
         with Path(path).open("rb") as file:
             if last:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - (_MOST_LOG >> 4)))
-            return file.read(_MOST_LOG).decode("utf-8", "replace")
+                file.seek(max(0, os.fstat(file.fileno()).st_size - (_MAX_LOG_BYTES >> 4)))
+            return file.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
     except (OSError, ValueError):
         return ""
 
@@ -247,7 +247,7 @@ def _is_healthy(client: Client) -> bool:
 
 def _tell_last_lines(server: Served, say: Callable[[str], None]) -> None:
     lines = [line.rstrip() for line in written_log(server.log, last=True).splitlines() if line.strip()]
-    for line in lines[-_TAIL:]:
+    for line in lines[-_LOG_TAIL_LINES:]:
         say(f"  | {line[:300]}")
 
 
@@ -255,7 +255,7 @@ def _end_group(pid: int, gone: Callable[[], bool]) -> None:
     """Ask a process group to end, and kill the rest."""
 
     def wait() -> None:
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _GRACE_SECONDS
         while not gone() and time.monotonic() < deadline:
             time.sleep(_PAUSE / 4)
 
@@ -301,7 +301,7 @@ def _read_records() -> list[Served]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = strict_json(read_file(path, _MOST_RECORD))
+        value = strict_json(read_file(path, _MAX_RECORD_BYTES))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -39,7 +39,7 @@ else:
 
 _TOP = 6.0
 _E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9
-_SMALLEST = 2.0**-149  # of float32
+_SMALLEST_FLOAT32 = 2.0**-149  # of float32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -92,7 +92,7 @@ class Float4(Format):
         s = self.widen(self.block_scales(blocks, scale), scale)
         t = blocks / s
         half = torch.where(t < 2, 0.25, torch.where(t < 4, 0.5, 1.0)) * s
-        bound = torch.maximum(half, blocks - _TOP * s) + blocks * FLOAT32_SLACK + _SMALLEST
+        bound = torch.maximum(half, blocks - _TOP * s) + blocks * FLOAT32_SLACK + _SMALLEST_FLOAT32
         return ungrouped(bound, x.shape[-1])
 
 

@@ -62,7 +62,7 @@ _TABLE_IS_FASTER = frozenset({"float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2fn
 _SMALLEST_NORMAL = 2.0**-126  # of float32
 _MAX_SCALE = 1e30
 _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?")
-_SMALLEST = 2.0**-149  # of float32; one rounding among its subnormals costs at most half of this
+_SMALLEST_FLOAT32 = 2.0**-149  # of float32; one rounding among its subnormals costs at most half of this
 
 
 def create(spec: FormatSpec) -> Format:
@@ -138,7 +138,7 @@ class Float8(Format):
         magnitude = x.abs()
         if s is None:
             return rounding_bound(magnitude, self.dtype)
-        return rounding_bound(magnitude, self.dtype, s) + magnitude * FLOAT32_SLACK + _SMALLEST
+        return rounding_bound(magnitude, self.dtype, s) + magnitude * FLOAT32_SLACK + _SMALLEST_FLOAT32
 
     def _scale(self, x: Tensor, scale: Tensor | None) -> Tensor | None:
         """Divisor of float32 ``x``, in float32; ``None`` for 1."""

@@ -25,7 +25,7 @@ from fidelab.core import FormatSpec
 Parts = tuple[Tensor, ...]
 _Decode = Callable[[Parts, int, Tensor | None], Tensor]
 
-_NATIVE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_NATIVE_NAMES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 # name → bits of the exponent, of the mantissa, bias, and the first code (without sign) that is not a number
 _FLOAT8 = {
     "fp8_e4m3": (4, 3, 7, 0x7F),
@@ -40,7 +40,7 @@ _BLOCKS = {"q8_0": (2, 32), "q5_1": (4, 20), "q5_0": (2, 20), "q4_1": (4, 16), "
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _LLOYD = ("lloyd1", "lloyd2", "lloyd3", "lloyd4")
 _INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(2, 9))
-KNOWN = frozenset((*_NATIVE.values(), *_FLOAT8, *_INTEGERS, *_LLOYD, *_BLOCKS, "nvfp4", "mxfp4"))
+KNOWN = frozenset((*_NATIVE_NAMES.values(), *_FLOAT8, *_INTEGERS, *_LLOYD, *_BLOCKS, "nvfp4", "mxfp4"))
 _GROUP = 32
 # SHA-256, cut, of what a format makes of _vector(); the tests compute these bytes by other means.
 _VECTORS = {
@@ -187,8 +187,8 @@ def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str
     """Names and decoders of the formats that fit the element types, widths and codes of these parts."""
     form = [(part.dtype, part.shape[-1]) for part in parts]
     byte, half = torch.uint8, torch.float16
-    if len(form) == 1 and form[0][0] in _NATIVE and form[0][1] == dim and scale is None:
-        yield _NATIVE[form[0][0]], lambda parts, _dim, _scale: parts[0].float()
+    if len(form) == 1 and form[0][0] in _NATIVE_NAMES and form[0][1] == dim and scale is None:
+        yield _NATIVE_NAMES[form[0][0]], lambda parts, _dim, _scale: parts[0].float()
     for name in _FLOAT8:
         if form == [(byte, dim)]:
             option = {None: "", 1: "[scale=per-tensor]", dim: "[scale=per-channel]"}.get(

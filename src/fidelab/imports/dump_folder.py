@@ -19,7 +19,7 @@ KEY: Final = "log_probs"
 _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
-_MOST_IDS = 1 << 24  # of a vocabulary; whole rows are taken into memory
+_MAX_VOCABULARY = 1 << 24  # of a vocabulary; whole rows are taken into memory
 _CHECKED_ROWS = 4  # rows of each file whose probabilities are summed
 # Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
 _SUM_TOLERANCE = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
@@ -229,7 +229,7 @@ def _open_file(path: Path) -> WindowFile:
         raise InputError(f"{path}: tensor {KEY!r} is of type {kind}; log-probabilities are floating-point numbers")
     if values.ndim != 2 or 0 in values.shape:
         raise InputError(f"{path}: tensor {KEY!r} has shape {list(values.shape)}; expected [rows, vocabulary]")
-    if values.shape[1] > _MOST_IDS:
+    if values.shape[1] > _MAX_VOCABULARY:
         raise InputError(f"{path}: tensor {KEY!r} has {values.shape[1]:,} ids per row, more than any vocabulary")
     return WindowFile(path, array, kind)
 

@@ -14,7 +14,7 @@ from fidelab.core import read_file, strict_json
 from fidelab.core.errors import InputError
 from fidelab.results.measurement import Coordinates, Definition, Metric
 
-_MOST_BYTES = 128 << 20
+_MAX_FILE_BYTES = 128 << 20
 _MAX_COUNT = 1_000_000  # tokens of one answer, chunks: a larger number is not a count
 
 
@@ -104,7 +104,7 @@ def read_json(path: Path, what: str = "file") -> JsonFile:
         not_finite += 1
 
     try:
-        raw = read_file(path, _MOST_BYTES)
+        raw = read_file(path, _MAX_FILE_BYTES)
         data = strict_json(raw.decode("utf-8-sig"), not_finite=absent, half_pairs=True)
     except OSError as error:
         raise InputError(f"{path}: cannot read the {what}: {error.strerror}") from error

@@ -28,7 +28,7 @@ from fidelab.results.decision_record import Certificate, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
 
-_NAMED = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
+_SAMPLES_NAME = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
 _MAX_FILE_BYTES = 1 << 30  # bytes of a file
 _SAMPLE_KEYS = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
 
@@ -116,7 +116,7 @@ def _read(path: Path) -> _Samples:
         raise InputError(f"{path} is not a folder: name what lm_eval --output_path PATH --log_samples wrote")
     files: dict[str, Path] = {}
     for file in sorted(path.rglob("samples_*.jsonl")):
-        if match := _NAMED.fullmatch(file.name):
+        if match := _SAMPLES_NAME.fullmatch(file.name):
             files[match["task"]] = file  # of several runs the last one
     if not files:
         raise InputError(f"{path} holds no samples_TASK_TIME.jsonl: run lm_eval with --log_samples")

@@ -35,7 +35,7 @@ _SHAREGPT = {  # what the parties are called there
     "observation": "tool",
     "function_response": "tool",
 }
-_SHOWN = 3  # bad places that a message lists
+_LISTED = 3  # bad places that a message lists
 _MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
 
@@ -129,9 +129,9 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         images += reader.images
         conversations.append(one)
     if bad and not skip_bad:
-        more = f", and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        more = f", and {len(bad) - _LISTED} more" if len(bad) > _MAX_SHOWN else ""
         raise InputError(
-            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_SHOWN])}{more}; fix them, "
+            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_LISTED])}{more}; fix them, "
             "or skip them with --skip-bad"
         )
     if not conversations:
@@ -377,7 +377,7 @@ _CODE = re.compile(
 _JSON = re.compile(r"^\s*[\[{][\s\S]*\"[\s\S]*[\]}]\s*$")
 _MATHEMATICS = re.compile(r"\\(frac|sum|int|sqrt|begin|cdot|times)|\$[^$\n]+[=^][^$\n]*\$|\b(theorem|lemma|equation)\b")
 _LONG_CHARS = 8_000  # characters
-_FOREIGN_SHARE = 0.3  # share of letters
+_OTHER_SCRIPT_SHARE = 0.3  # share of letters
 
 
 def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -392,7 +392,7 @@ def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
     contents = [str(message.get("content") or "") for message in messages]
     letters = [char for char in "".join(contents)[:20_000] if char.isalpha()]
     foreign = sum(not char.isascii() and not unicodedata.name(char, "").startswith("LATIN") for char in letters)
-    if letters and foreign / len(letters) >= _FOREIGN_SHARE:
+    if letters and foreign / len(letters) >= _OTHER_SCRIPT_SHARE:
         return "non-Latin"
     for domain, pattern in (("code", _CODE), ("JSON", _JSON), ("mathematics", _MATHEMATICS)):
         if any(pattern.search(content) for content in contents):
@@ -439,7 +439,7 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
     kinds = ", ".join(f"{count:,} {domain}" for domain, count in counts.most_common())
     lines = [f"{traffic.name}: conversations: {len(traffic.conversations):,} ({kinds})"]
     if traffic.bad:
-        lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_SHOWN])})")
+        lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_LISTED])})")
     if traffic.failed:
         lines.append(f"failed requests left out: {traffic.failed:,}")
     if traffic.images:

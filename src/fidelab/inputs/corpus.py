@@ -14,7 +14,7 @@ from fidelab.core.errors import InputError, UsageError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 
-_LEAST_CONTEXT = 8  # tokens that a shorter window is worth
+_MIN_CONTEXT = 8  # tokens that a shorter window is worth
 
 Protocol = Literal["half", "full", "sliding"]
 Place = Literal["spread", "start"]
@@ -120,7 +120,7 @@ def _remedy(have: int, n_ctx: int, needed: int) -> str:
         return "use fewer --windows or a longer text"
     times = f"about {math.ceil(needed / have)} times more text" if have else "a text that is not empty"
     fits = 1 << max(have // 2, 1).bit_length() - 1  # two windows
-    return f"use {times}, or --n-ctx {fits}" if fits >= _LEAST_CONTEXT else f"use {times}"
+    return f"use {times}, or --n-ctx {fits}" if fits >= _MIN_CONTEXT else f"use {times}"
 
 
 def _step(protocol: Protocol, n_ctx: int, stride: int | None) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from fidelab.core import read_file, strict_json
 from fidelab.core.errors import InputError
 
-_MOST_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 DATA = Path(__file__).parent / "data"
 
 
@@ -20,7 +20,7 @@ def read_utf8(path: Path, what: str) -> str:
         InputError: no such file, it cannot be read, or it is not UTF-8 (with line and byte).
     """
     try:
-        raw = read_file(path, _MOST_BYTES)
+        raw = read_file(path, _MAX_FILE_BYTES)
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read: {error.strerror or error}") from None
     try:

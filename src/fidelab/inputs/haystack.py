@@ -23,7 +23,7 @@ from fidelab.inputs.files import DATA
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 
-LEAST_SHIFT = 64  # tokens between the haystacks of two trials, at least
+MIN_SHIFT_TOKENS = 64  # tokens between the haystacks of two trials, at least
 _MAX_SENTENCE_CHARS = 400  # characters: text without sentences, such as code or tables, is cut here at the latest
 _PARAGRAPH = re.compile(r"\s*\n\s*\n\s*")
 _LINE = re.compile(r"\s*\n\s*")
@@ -67,7 +67,7 @@ def load_haystack(name: str, tokenizer: Tokenizer, length: int, trials: int, see
     """Enough prose for ``trials`` prompts of up to ``length`` tokens.
 
     ``name``: ``default`` (the package's own text and what :func:`generate_paragraphs` adds), ``wikitext-2``, or a
-    UTF-8 file, which needs ``length`` tokens and :data:`LEAST_SHIFT` more for each further trial.
+    UTF-8 file, which needs ``length`` tokens and :data:`MIN_SHIFT_TOKENS` more for each further trial.
 
     Raises:
         InputError: no such text, or too short; says how many tokens there are and how many are needed.
@@ -84,7 +84,7 @@ def load_haystack(name: str, tokenizer: Tokenizer, length: int, trials: int, see
             ends.append(len(ids))
         if len(ids) >= length * trials:
             break
-    needed = length + LEAST_SHIFT * (trials - 1)
+    needed = length + MIN_SHIFT_TOKENS * (trials - 1)
     if len(ids) < needed:
         raise InputError(
             f"haystack {name} has {len(ids)} tokens, but {trials} trials at length {length} need {needed}: "

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 Pixels = NDArray[np.uint8]  # [height, width, 3]
 
-MOST_BYTES = 8 << 20
+MAX_IMAGE_BYTES = 8 << 20
 """Bytes of an image file, at most."""
-MOST_PIXELS = 1 << 24
+MAX_PIXELS = 1 << 24
 """Pixels of an image, at most: 4,096 by 4,096."""
-MOST_IN_ALL = 64 << 20
+MAX_TOTAL_BYTES = 64 << 20
 """Bytes of all images of a run, at most: captures hold them."""
 
 _PART: Mapping[str, str] = {"type": "image"}
@@ -192,8 +192,8 @@ def read_url(url: str) -> bytes:
         raise InputError(f"the image is {where}, which is not fetched: write it as a data: URL")
     if not comma or not head.endswith(";base64"):
         raise InputError("the data: URL of the image has no base64 in it")
-    if len(body) > MOST_BYTES * 4 // 3 + 4:
-        raise InputError(f"the image has more than {MOST_BYTES >> 20} MiB")
+    if len(body) > MAX_IMAGE_BYTES * 4 // 3 + 4:
+        raise InputError(f"the image has more than {MAX_IMAGE_BYTES >> 20} MiB")
     try:
         data = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
@@ -211,8 +211,8 @@ def _check(data: bytes) -> None:
     try:
         with PIL.Image.open(io.BytesIO(data)) as image:
             width, height = image.size
-            if width * height > MOST_PIXELS:
-                raise InputError(f"the image has {width:,} by {height:,} pixels; at most {MOST_PIXELS:,} in all")
+            if width * height > MAX_PIXELS:
+                raise InputError(f"the image has {width:,} by {height:,} pixels; at most {MAX_PIXELS:,} in all")
             image.convert("RGB")
     except InputError:
         raise

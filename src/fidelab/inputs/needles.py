@@ -20,7 +20,7 @@ from fidelab.inputs.tokens import Tokenizer
 Style = Literal["question", "cloze"]
 
 FIXED_CODE = "APRICOT-7-BLUE"  # REFRACT's
-_LEAST_HAYSTACK = 64  # tokens
+_MIN_HAYSTACK_TOKENS = 64  # tokens
 _NAMES = (
     *("APRICOT", "BADGER", "CACTUS", "DAHLIA", "EMBER", "FALCON", "GINGER", "HARBOR", "IRIS", "JUNIPER", "KESTREL"),
     *("LANTERN", "MAGNET", "NUTMEG", "OYSTER", "PEPPER", "QUARTZ", "RAVEN", "SAFFRON", "THISTLE", "UMBER", "VIOLIN"),
@@ -108,10 +108,10 @@ def build_prompt(
     shares += [(i + 0.5) / len(needles.wrong) for i in range(len(needles.wrong))]
     inserts = [tokenizer.encode(lead + text) for text in lines]
     room = length - len(head) - len(tail) - sum(map(len, inserts))
-    if room < _LEAST_HAYSTACK:
+    if room < _MIN_HAYSTACK_TOKENS:
         raise InputError(
             f"length {length} leaves {max(0, room)} tokens for the haystack besides {len(lines)} needle sentences and "
-            f"the question: at least {length - room + _LEAST_HAYSTACK} tokens"
+            f"the question: at least {length - room + _MIN_HAYSTACK_TOKENS} tokens"
         )
     stretch = haystack.stretch(length, room, trial, trials)
     at = [stretch.nearest(min(max(share * length - len(head), 0), room)) for share in shares]

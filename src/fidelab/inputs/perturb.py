@@ -28,7 +28,7 @@ from fidelab.inputs.prompts import Prompt
 T = TypeVar("T")
 
 _WORD = re.compile(r"[^\W\d_]+")  # a run of letters, of any script
-_SHORTEST = 4  # letters of a word that gets a typing error
+_MIN_TYPO_LETTERS = 4  # letters of a word that gets a typing error
 _CONTEXT_CHARS = 16  # characters shown before and after a change
 _SYNONYM = re.compile(r"([a-z]+) ([=>]) ([a-z]+)")
 
@@ -104,7 +104,7 @@ def _typo(text: str, rng: random.Random) -> str | None:
     words = [
         match
         for match in _WORD.finditer(text)
-        if len(match[0]) >= _SHORTEST and match[0].lower() not in stop_words() and len(set(match[0])) > 1
+        if len(match[0]) >= _MIN_TYPO_LETTERS and match[0].lower() not in stop_words() and len(set(match[0])) > 1
     ]
     if not words:
         return None

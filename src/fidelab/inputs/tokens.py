@@ -175,7 +175,7 @@ class _Bytes:
 
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
-_MOST_REMEMBERED = 256 << 20  # bytes of answers; beyond, the older half is forgotten
+_MAX_CACHED_BYTES = 256 << 20  # bytes of answers; beyond, the older half is forgotten
 
 
 class _Remembered:
@@ -292,7 +292,7 @@ class _Store:
         database = sqlite3.connect(self._path, timeout=1.0)
         database.execute("PRAGMA synchronous = OFF")  # an answer that is lost is computed again
         database.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT)")
-        if self._path.stat().st_size > _MOST_REMEMBERED:
+        if self._path.stat().st_size > _MAX_CACHED_BYTES:
             with database:
                 database.execute("DELETE FROM answers WHERE rowid <= (SELECT MIN(rowid) + COUNT(*) / 2 FROM answers)")
             database.execute("VACUUM")

@@ -30,7 +30,7 @@ RUN = "run"
 _NO_RUNS = frozenset({"captures", "logs", "timed"})  # folders below runs that hold none
 _FAULTS = (Status.FAILED, Status.NOT_ENGAGED)  # that an engine does not support an arm is a finding
 _MAX_DEPTH = 4  # runs/<run>/<run>, runs/<experiment>/<engine>/<run>
-_MOST_BYTES = 64 << 20
+_MAX_INDEX_BYTES = 64 << 20
 _CREATED_LINE = re.compile(r"# created: (\S+)")
 
 
@@ -158,7 +158,7 @@ def _read(folder: Path, path: str) -> LedgerRow:
     row |= {"arms": (), "engines": (), "verdicts": {}, "captures": {}, "kind": RUN, "status": "stopped"}
     row |= {"path": path, "run_id": place.name, "bytes": _size(place)}
     try:
-        text = read_file(place / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
+        text = read_file(place / CONFIG, _MAX_INDEX_BYTES).decode("utf-8", "replace")
         row["kind"] = _setting(text, "kind") or RUN
         row["model"] = _setting(text, "model")
         row["created"] = _utc(match[1]) if (match := _CREATED_LINE.search(text)) else ""
@@ -166,7 +166,7 @@ def _read(folder: Path, path: str) -> LedgerRow:
         if (place / REPORT).is_file():
             row |= _of_report(Report.from_json(place / REPORT))
         if (place / STUDY).is_file():
-            study = strict_json(read_file(place / STUDY, _MOST_BYTES))
+            study = strict_json(read_file(place / STUDY, _MAX_INDEX_BYTES))
             row |= {"created": _utc(study["created"]), "status": "ok"}
     except (FidelabError, OSError, LookupError, ValueError, TypeError, AttributeError) as error:
         row |= {"status": "damaged", "problem": " ".join(str(error).split())[:300]}
@@ -221,7 +221,7 @@ def _captures(place: Path) -> dict[str, int]:
     if not path.is_file():
         return {}
     found: dict[str, int] = {}
-    for arm in strict_json(read_file(path, _MOST_BYTES))["arms"]:
+    for arm in strict_json(read_file(path, _MAX_INDEX_BYTES))["arms"]:
         for capture in arm["captures"].values():
             folder = Path(os.path.normpath(place / capture))
             found[str(folder)] = _size(folder)

@@ -35,10 +35,10 @@ from fidelab.results.values import Record
 
 SCHEMA: Final = "fidelab.receipt/0"
 
-_MOST_BYTES = 128 << 20
+_MAX_RECEIPT_BYTES = 128 << 20
 _TOLERANCE = 1e-6  # relative: what another machine's libraries may round differently
 _FOLDERS = re.compile(r"(?<![\w.~/:\\-])~?/(?:[^\s/:;,'\"]+/)+(?=[^\s/])")  # of an absolute path, up to its last part
-_MOST_FAULTS = 20
+_MAX_LISTED_FAULTS = 20
 
 Recompute = Callable[[RunFolder, Mapping[str, Any] | None], Report]
 """A run's report from its captures, under the limits that are given; raises FidelabError."""
@@ -169,14 +169,14 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     else:
         recomputed, found = _recomputed(receipt, RunFolder.open(run.absolute()), recompute)
         faults += found
-    more = [f"and {len(faults) - _MOST_FAULTS} more"] if len(faults) > _MOST_FAULTS else []
-    return Verified(path, receipt, (*faults[:_MOST_FAULTS], *more), recomputed, remark)
+    more = [f"and {len(faults) - _MAX_LISTED_FAULTS} more"] if len(faults) > _MAX_LISTED_FAULTS else []
+    return Verified(path, receipt, (*faults[:_MAX_LISTED_FAULTS], *more), recomputed, remark)
 
 
 def is_receipt(path: Path) -> bool:
     """Whether a file calls itself a receipt; it may be damaged."""
     try:
-        plain = strict_json(read_file(path, _MOST_BYTES))
+        plain = strict_json(read_file(path, _MAX_RECEIPT_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(plain, dict) and plain.get("schema") == SCHEMA
@@ -197,7 +197,7 @@ def report_of(path: Path) -> Report:
 def _read(path: Path) -> tuple[Receipt, list[str]]:
     """A receipt, and what is wrong with it; captures are not looked at."""
     try:
-        text = read_file(path, _MOST_BYTES).decode("utf-8").removesuffix("\n")
+        text = read_file(path, _MAX_RECEIPT_BYTES).decode("utf-8").removesuffix("\n")
         plain = strict_json(text)
         schema = plain.get("schema") if isinstance(plain, dict) else None
         if schema != SCHEMA:

@@ -35,8 +35,8 @@ FOLDERS = ("captures", "heads", "vocabularies")
 
 _NAME = r"^(captures/[\w.+-]{1,80}/(manifest\.json|probe\.json\.gz|part-\d{5}\.safetensors)"
 _NAME += r"|heads/[0-9a-f]{24}\.safetensors|vocabularies/[0-9a-f]{24}\.json\.gz)$"
-_MOST_MANIFEST = 16 << 20  # bytes
-_MOST_BYTES = 1 << 40  # of all files
+_MAX_MANIFEST = 16 << 20  # bytes
+_MAX_PACK_BYTES = 1 << 40  # of all files
 _SAMPLE = "The naïve café's 1,234.5 %-sum:\n\n\tdef f(x): return x**2  # 東京 🙂 don't"
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -236,8 +236,8 @@ def check_listed(place: str, sizes: Mapping[str, int]) -> None:
     Raises:
         InputError: no manifest, or one that is too large.
     """
-    if not 0 < sizes.get(MANIFEST, 0) <= _MOST_MANIFEST:
-        raise InputError(f"{place} is not a packed reference: it has no {MANIFEST} of up to {_MOST_MANIFEST >> 20} MiB")
+    if not 0 < sizes.get(MANIFEST, 0) <= _MAX_MANIFEST:
+        raise InputError(f"{place} is not a packed reference: it has no {MANIFEST} of up to {_MAX_MANIFEST >> 20} MiB")
 
 
 def read_pack(folder: Path, place: str = "") -> Pack:
@@ -251,7 +251,7 @@ def read_pack(folder: Path, place: str = "") -> Pack:
     if not path.is_file():
         raise InputError(f"{place} is not a packed reference: it has no {MANIFEST}; fidelab share reference makes one")
     try:
-        text = read_file(path, _MOST_MANIFEST)
+        text = read_file(path, _MAX_MANIFEST)
         plain = strict_json(text)
         schema = plain.get("schema") if isinstance(plain, dict) else None
         if schema != SCHEMA:
@@ -264,7 +264,7 @@ def read_pack(folder: Path, place: str = "") -> Pack:
         ) from None
     names = {file.name for file in manifest.files}
     lacking = [name for name in manifest.captures.values() if f"captures/{name}/{MANIFEST}" not in names]
-    if lacking or not manifest.captures or sum(file.bytes for file in manifest.files) > _MOST_BYTES:
+    if lacking or not manifest.captures or sum(file.bytes for file in manifest.files) > _MAX_PACK_BYTES:
         raise CaptureError(f"{place}: {MANIFEST} lists captures without files, or files of more than 1 TiB")
     return Pack(folder, place, manifest, hashlib.sha256(text).hexdigest())
 

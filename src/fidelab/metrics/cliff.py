@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 PER_BIT = 0.1
 """Nats per token and removed bit that make a cliff: where KLD's band FAIL begins."""
 _LEVEL = (0.025, 0.975)
-_LEAST = 3  # clusters
+_MIN_CLUSTERS = 3  # clusters
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
 
     found = int(at(np.ones((1, len(counts))))[0])
     interval = None
-    if len(counts) >= _LEAST:
+    if len(counts) >= _MIN_CLUSTERS:
         low, high = np.quantile(at(resample_weights(len(counts), seed=seed)), _LEVEL, method="inverted_cdf")
         interval = (int(low), int(high))
     return Cliff(found or None, interval)
@@ -82,7 +82,7 @@ def asymmetry(
         clusters: of the rows, [n].
     """
     sums, counts = _by_cluster(np.stack((native, k, v)).astype(np.float64), clusters)
-    if len(counts) < _LEAST:
+    if len(counts) < _MIN_CLUSTERS:
         return None
 
     def changes(weights: Floats) -> Floats:

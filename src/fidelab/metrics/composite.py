@@ -51,11 +51,11 @@ class Bands:
 
 BANDS = {"fidelab": Bands(95.0, 85.0, 70.0), "refract": Bands(90.0, 80.0, 60.0)}
 
-_LEAST_SCORE = 1e-9  # stands for 0 where its reciprocal is wanted
+_MIN_SCORE = 1e-9  # stands for 0 where its reciprocal is wanted
 
 # Upper bounds (nats, exclusive) of the mean KL for each band; from the last one on is FAIL.
 KL_EDGES = (0.01, 0.05, 0.1)
-_ALIKE = 0.1  # of the larger mean: costs that differ by less are taken for the same
+_EQUAL_COST_SHARE = 0.1  # of the larger mean: costs that differ by less are taken for the same
 
 # ------------------------------------------------------------------------------------------- composite
 
@@ -135,7 +135,7 @@ def _composite_interval(
     if any(axis not in intervals for axis in scores):
         return None
     rows = [(intervals[axis][0], score, intervals[axis][1]) for axis, score in scores.items()]
-    most, x, least = (1.0 / np.maximum(np.array(column), _LEAST_SCORE) for column in zip(*rows, strict=True))
+    most, x, least = (1.0 / np.maximum(np.array(column), _MIN_SCORE) for column in zip(*rows, strict=True))
     high = x.sum() - math.hypot(*np.maximum(x - least, 0.0))
     low = x.sum() + math.hypot(*np.maximum(most - x, 0.0))
     ends = (len(x) / low, len(x) / high)
@@ -243,4 +243,4 @@ def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
     span orders of magnitude.  See docs/metrics.md#paired-differences.
     """
-    return difference is not None and max(abs(end) for end in difference) <= _ALIKE * larger
+    return difference is not None and max(abs(end) for end in difference) <= _EQUAL_COST_SHARE * larger

@@ -40,8 +40,8 @@ _COLUMNS = 1 << 14
 _TALL = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
-_LARGEST = 1e100  # of χ² and k3: what is larger has no mean that a float could square
-_LEAST_ROWS = 8  # at the end of windows: fewer are not evidence that a way diverges
+_MAX_STATISTIC = 1e100  # of χ² and k3: what is larger has no mean that a float could square
+_MIN_WINDOW_END_ROWS = 8  # at the end of windows: fewer are not evidence that a way diverges
 
 # ------------------------------------------------------------------------------------------------- head
 
@@ -581,7 +581,7 @@ def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int
     usable = ~rows.failed & np.isfinite(rows.kl)
 
     def mean(values: Floats, known: Bools = usable, most: float = math.inf) -> Estimate:
-        if not known.any() or not (np.abs(values[known]) < _LARGEST).all():
+        if not known.any() or not (np.abs(values[known]) < _MAX_STATISTIC).all():
             return None, None
         items = RatioItems.of(values[known], 1.0, clusters[known])
         return ratio_estimate(items), ratio_interval(items, seed, bounds=(0.0, most))
@@ -653,7 +653,7 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
     total = np.concatenate([[0], np.cumsum(above), np.full(span - 1, above.sum())])  # of the rows before each
     ahead = total[span : span + rows] - total[:rows]
     half, left = span * windows / 2, windows * np.arange(rows, 0, -1)
-    found = (above >= windows / 2) & (ahead >= np.minimum(half, np.maximum(_LEAST_ROWS, 0.75 * left)))
+    found = (above >= windows / 2) & (ahead >= np.minimum(half, np.maximum(_MIN_WINDOW_END_ROWS, 0.75 * left)))
     return int(np.argmax(found)) if found.any() else None
 
 

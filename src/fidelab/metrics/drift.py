@@ -18,7 +18,7 @@ from fidelab.metrics.intervals import mcnemar_exact
 Floats = NDArray[np.float64]
 
 _STEEPNESS = 5.0  # REFRACT's constant: a tenth of the answer costs 39 points
-_TIE = 1e-9  # differences of drifts are fractions of token counts; what is smaller is rounding
+_DRIFT_TOLERANCE = 1e-9  # differences of drifts are fractions of token counts; what is smaller is rounding
 _FEWEST, _NEARLY_ALL, _HALF = 3, 0.9, 0.5  # answers; shares of them that are one and the same
 
 LOWEST_CELL = float(100.0 * np.exp(-_STEEPNESS))  # the score of a cell whose excess is 1
@@ -72,4 +72,4 @@ def sign_test(differences: ArrayLike) -> float:
     See docs/metrics.md#drift-under-perturbation.
     """
     values = np.asarray(differences, dtype=np.float64)
-    return mcnemar_exact(int((values > _TIE).sum()), int((values < -_TIE).sum()))
+    return mcnemar_exact(int((values > _DRIFT_TOLERANCE).sum()), int((values < -_DRIFT_TOLERANCE).sum()))

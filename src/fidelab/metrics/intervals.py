@@ -60,7 +60,7 @@ _RESAMPLES = 2000
 _SKEW_CLUSTERS = 12
 _SKEW_REACH = 1.4
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
-_NEAR = 0.1  # of an interval's width: from here on more resamples are drawn
+_NEAR_MARGIN = 0.1  # of an interval's width: from here on more resamples are drawn
 _BATCHES = 10  # of resamples, then
 _STRIDE = 1_000_003  # between their seeds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
@@ -218,7 +218,7 @@ def settled_interval(
     See docs/metrics.md#intervals.
     """
     first = find(seed)
-    if first is None or min(abs(end - edge) for end in first) > _NEAR * (first[1] - first[0]):
+    if first is None or min(abs(end - edge) for end in first) > _NEAR_MARGIN * (first[1] - first[0]):
         return first, (0.0, 0.0)
     found = [first, *(find(seed + batch * _STRIDE) for batch in range(1, _BATCHES))]
     ends = np.array([interval for interval in found if interval is not None])

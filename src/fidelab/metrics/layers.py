@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 TIMES = 3.0  # multiple of the other layers' root mean square, and of run-to-run noise
-_TAIL = 0.9
+_TAIL_QUANTILE = 0.9
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class LayerCurve:
     def of(cls, errors: Sequence[Floats]) -> LayerCurve:
         """Build a curve from the errors ``[rows]`` of each."""
         with np.errstate(invalid="ignore"):  # the quantile between two infinite rows
-            tail = np.array([np.quantile(e, _TAIL, method="higher") for e in errors])
+            tail = np.array([np.quantile(e, _TAIL_QUANTILE, method="higher") for e in errors])
         rms = np.array([np.sqrt(np.mean(e**2)) for e in errors])
         return cls(np.array([np.median(e) for e in errors]), tail, rms)
 

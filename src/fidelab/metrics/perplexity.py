@@ -24,7 +24,7 @@ from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, rati
 Floats = NDArray[np.float64]
 
 _BLOCK = 1 << 19  # float64 elements at a time: 4 MiB
-_LARGEST = 700.0  # nats: beyond it the exponential overflows a double
+_MAX_EXPONENT = 700.0  # nats: beyond it the exponential overflows a double
 
 
 def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
@@ -90,8 +90,8 @@ def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed:
 
 def exponential(nats: float | None) -> float | None:
     """``exp(nats)``; ``None`` if that is not finite. See docs/metrics.md#perplexity."""
-    return None if nats is None or nats > _LARGEST else math.exp(nats)
+    return None if nats is None or nats > _MAX_EXPONENT else math.exp(nats)
 
 
 def _exponentials(interval: Interval | None) -> Interval | None:
-    return None if interval is None or interval[1] > _LARGEST else (math.exp(interval[0]), math.exp(interval[1]))
+    return None if interval is None or interval[1] > _MAX_EXPONENT else (math.exp(interval[0]), math.exp(interval[1]))

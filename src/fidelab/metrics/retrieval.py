@@ -42,7 +42,7 @@ _BETWEEN = (
 )
 _DENIED_BEFORE = re.compile(rf"{_NOT}(?:\s+(?:{_BETWEEN}))*[\s\"'*`(]*\Z")
 _DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:(?:is|was|does|did|has|could)\s*{_NOT}|cannot\b|can't\b)")
-_REACH = 500  # characters of a clause before and after a mention
+_CLAUSE_SPAN = 500  # characters of a clause before and after a mention
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
@@ -65,9 +65,9 @@ def hits(answer: str, code: str, compat: str | None = None) -> bool:
 
 def _denied(text: str, start: int, end: int) -> bool:
     """Only so far around a mention as a clause reaches: an answer may be nothing but mentions."""
-    near = max(0, start - _REACH)
+    near = max(0, start - _CLAUSE_SPAN)
     clause = max((stop.end() for stop in _CLAUSE_END.finditer(text, near, start)), default=near)
-    return bool(_DENIED_BEFORE.search(text, clause, start) or _DENIED_BEHIND.match(text, end, end + _REACH))
+    return bool(_DENIED_BEFORE.search(text, clause, start) or _DENIED_BEHIND.match(text, end, end + _CLAUSE_SPAN))
 
 
 def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:

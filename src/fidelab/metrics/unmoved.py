@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 RANGES = 4
 """Into how many ranges the positions of windows of one length are divided."""
 
-_LEAST_ROWS = 16  # of a part: fewer rows may be equal by chance
+_MIN_PART_ROWS = 16  # of a part: fewer rows may be equal by chance
 _BY_CHANCE = 0.25  # share of equal rows in some other part up to which that many are not chance: 0.25^16 = 2e-10
 
 Floats = NDArray[np.float64]
@@ -51,7 +51,7 @@ class Unmoved:
 
         Also ``None`` where many rows are equal in every part, as then equality is not evidence.
         """
-        parts = [(name, rows) for name, rows in self._parts() if rows.sum() >= _LEAST_ROWS]
+        parts = [(name, rows) for name, rows in self._parts() if rows.sum() >= _MIN_PART_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]
         if not still:
             return None

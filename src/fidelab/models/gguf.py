@@ -26,10 +26,10 @@ ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 24  # of an array of strings
-_MOST_ROWS = 1 << 20  # of the tables of metadata and of tensors
-_KEPT = 4096  # longest array of numbers that is kept: those with a number per layer
-_MOST_DIMENSIONS = 8
+_MAX_ARRAY_ENTRIES = 1 << 24  # of an array of strings
+_MAX_TABLE_ROWS = 1 << 20  # of the tables of metadata and of tensors
+_MAX_KEPT_ARRAY = 4096  # longest array of numbers that is kept: those with a number per layer
+_MAX_DIMENSIONS = 8
 _ALIGNMENT = 32
 
 # Pre-tokenizers that cut every digit off and then split as GPT-2 does.  Transformers builds plain GPT-2 for
@@ -101,7 +101,7 @@ class _Cursor:
         version = self._number("I")
         if version not in _VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
-        n_tensors, n_values = self._entries(_MOST_ROWS), self._entries(_MOST_ROWS)
+        n_tensors, n_values = self._entries(_MAX_TABLE_ROWS), self._entries(_MAX_TABLE_ROWS)
         metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
         further = bool(metadata.get("split.no"))  # of the files that a model is split into, the first describes it
         if not isinstance(metadata.get("general.architecture"), str) and not further:
@@ -137,7 +137,7 @@ class _Cursor:
         self._at += struct.calcsize(f"<{code}")
         return value
 
-    def _entries(self, most: int = _MOST_ENTRIES) -> int:
+    def _entries(self, most: int = _MAX_ARRAY_ENTRIES) -> int:
         count: int = self._number("Q")
         if count > most:
             raise ValueError(f"it announces {count:,} entries")
@@ -158,7 +158,7 @@ class _Cursor:
 
     def _shape(self) -> tuple[int, ...]:
         count = self._number("I")
-        if count > _MOST_DIMENSIONS:
+        if count > _MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions")
         return tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
 
@@ -181,7 +181,11 @@ class _Cursor:
             raise ValueError(f"an array has entries of type {kind}")
         count = self._number("Q")
         here = self._skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
-        return list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self._content, here)) if count <= _KEPT else count
+        return (
+            list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self._content, here))
+            if count <= _MAX_KEPT_ARRAY
+            else count
+        )
 
 
 def text_folder(file: Path, target: Path) -> Path:

@@ -27,7 +27,7 @@ _EPSILON = 1e-5
 _THETA = 1e6  # rotary base: its slowest channel turns once in about 4 million positions
 _QK_DEVIATION = 1.5  # standard deviation of queries and keys: some positions get more attention than others
 _LOGIT_DEVIATION = 2.0  # standard deviation of the logits
-_SMALLEST = 2.0**-14  # smallest magnitude of a weight: float16 and bfloat16 both hold it exactly
+_SMALLEST_MAGNITUDE = 2.0**-14  # smallest magnitude of a weight: float16 and bfloat16 both hold it exactly
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -139,7 +139,7 @@ def _weights(config: Mapping[str, Any], seed: int) -> Weights:
 def _shared(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Cut to bfloat16's 8 bits of precision; what float16 would hold with fewer becomes 0."""
     cut = (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-    return np.where(np.abs(cut) < _SMALLEST, np.float32(0), cut)
+    return np.where(np.abs(cut) < _SMALLEST_MAGNITUDE, np.float32(0), cut)
 
 
 def _write_tokenizer(folder: Path, pieces: list[str], merges: list[tuple[str, str]], positions: int) -> None:

@@ -32,8 +32,8 @@ _TOKENIZER = (
     "vocab.txt",
 )
 _NOISE = {"transformers_version", "_name_or_path", "_model_name_or_path"}  # of a config: who wrote it, from where
-_MOST_JSON = 64 << 20  # bytes of a config or an index
-_MOST_VALUES = 4_000_000  # of a config or an index
+_MAX_JSON_BYTES = 64 << 20  # bytes of a config or an index
+_MAX_JSON_VALUES = 4_000_000  # of a config or an index
 _CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is not JSON, or not an object.
     """
     try:
-        value = strict_json(read_file(path, _MOST_JSON), not_finite=_in_words, most_values=_MOST_VALUES)
+        value = strict_json(read_file(path, _MAX_JSON_BYTES), not_finite=_in_words, most_values=_MAX_JSON_VALUES)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:

@@ -15,7 +15,7 @@ import yaml
 from fidelab.core import read_file, state_dir
 from fidelab.core.errors import InputError, UsageError, nearest_first
 
-_MOST_BYTES = 2**20
+_MAX_FILE_BYTES = 2**20
 _FIELDS = {"memory", "reported", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
 
 
@@ -132,7 +132,7 @@ def _shipped() -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        table = yaml.safe_load(read_file(path, _MOST_BYTES)) or {}
+        table = yaml.safe_load(read_file(path, _MAX_FILE_BYTES)) or {}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, yaml.YAMLError, RecursionError) as error:

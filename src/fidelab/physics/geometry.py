@@ -89,8 +89,8 @@ def _cannot(file: Path, why: str) -> InputError:
 
 
 _MAX_BUILT = {"layer": 2_000, "expert": 10_000}  # modules that are built one by one
-_MOST_ELSE = 1 << 40  # of any other number
-_MOST_ITEMS = 20_000  # of one list
+_MAX_NUMBER = 1 << 40  # of any other number
+_MAX_LIST_LENGTH = 20_000  # of one list
 
 
 def _check_sizes(value: Any, file: Path, key: str = "") -> None:
@@ -103,12 +103,12 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
         for name, inner in value.items():
             _check_sizes(inner, file, str(name))
     elif isinstance(value, list):
-        if len(value) > _MOST_ITEMS:
-            raise _cannot(file, f"{key} has {len(value):,} items, at most {_MOST_ITEMS:,} are read")
+        if len(value) > _MAX_LIST_LENGTH:
+            raise _cannot(file, f"{key} has {len(value):,} items, at most {_MAX_LIST_LENGTH:,} are read")
         for inner in value:
             _check_sizes(inner, file, key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = next((bound for part, bound in _MAX_BUILT.items() if part in key), _MOST_ELSE)
+        most = next((bound for part, bound in _MAX_BUILT.items() if part in key), _MAX_NUMBER)
         if abs(value) > most:
             raise _cannot(file, f"{key} is {value:,}, at most {most:,} are read")
 

@@ -16,7 +16,7 @@ from fidelab.core.errors import UsageError
 
 _ARRAY_BYTES = 2**29  # of one array: more than any cache holds
 _MATRIX_ROWS = {"cpu": 2048, "cuda": 8192}  # of the largest matrices
-_FEWEST_ROWS = 128
+_MIN_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _matmul_rate(dtype: torch.dtype, most_rows: int, seconds: float, device: str
     The size doubles until one product takes a quarter of ``seconds``. Where the processor has no instructions for
     ``dtype``, a product of 2,048 rows takes a minute.
     """
-    rows = _FEWEST_ROWS
+    rows = _MIN_ROWS
     while True:
         a = torch.ones(rows, rows, dtype=dtype, device=device)
         b, out = torch.ones_like(a), torch.empty_like(a)

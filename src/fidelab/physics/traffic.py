@@ -17,7 +17,7 @@ from fidelab.formats import create
 from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry, KVLayer
 
-_MOST_TOKENS = 2**40
+_MAX_TOKENS = 2**40
 
 
 def _pair(kv: KVSpec, native: str) -> KVSpec:
@@ -179,7 +179,7 @@ def _largest(holds: Callable[[int], bool]) -> int | None:
     low, high = 1, 2
     while holds(high):
         low, high = high, 2 * high
-        if high > _MOST_TOKENS:
+        if high > _MAX_TOKENS:
             return None
     while high - low > 1:
         middle = (low + high) // 2

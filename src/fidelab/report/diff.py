@@ -27,7 +27,7 @@ _STYLES: dict[ChangeOutcome, str] = {
     "improved": "green",
 }
 _COLUMNS = ("outcome", "arm", "metric", "baseline", "now", "change")
-_PLAIN = ("share", "points", "count", "p", "ratio", "")  # no unit need be named
+_UNNAMED_UNITS = ("share", "points", "count", "p", "ratio", "")  # no unit need be named
 _PLACES = {"candidate": "", "floor": " (floor)", "truth": " (truth)", "control": " (control)"}
 _LEGEND = (
     "Change: with its 95% interval where there are repeats or items to take it from. Regressed and improved: the "
@@ -99,7 +99,7 @@ def _rows(diff: Diff) -> list[MetricChange]:
 
 def _cells(change: MetricChange) -> tuple[str, ...]:
     """One cell per column; the change is followed by its interval, or by the reason why it has none."""
-    unit = "" if change.unit in _PLAIN else f" ({change.unit})"
+    unit = "" if change.unit in _UNNAMED_UNITS else f" ({change.unit})"
     flags = f" [{', '.join(change.flags)}]" if change.flags else ""
     why = f" ({change.doubt})" if change.doubt else ""
     ends = "" if change.ci is None else f" ({' to '.join(_signed(end, change) for end in change.ci)})"

@@ -16,8 +16,8 @@ from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
 
-LEFT_OUT = "the tail of KL and the worst positions are left out"
-REMEDY = f"{LEFT_OUT}; where the run's folder is kept, fidelab report --rescore RUN_DIR makes them"
+OMITTED_NOTE = "the tail of KL and the worst positions are left out"
+REMEDY = f"{OMITTED_NOTE}; where the run's folder is kept, fidelab report --rescore RUN_DIR makes them"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _read(report: Report, path: Path | None) -> tuple[list[ReportArm], dict[str,
         measured = read_positions(path, expected, {name: kld.facts.get("n_ctx") for name, kld in klds.values()})
     except (InputError, MissingPackageError) as error:
         imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
-        return [], {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
+        return [], {}, f"{one_line(str(error))}: {OMITTED_NOTE if imported else REMEDY}"
     return list(klds), {arm.id: measured[name] for arm, (name, _) in klds.items()}, ""
 
 

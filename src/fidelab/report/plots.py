@@ -21,7 +21,7 @@ from fidelab.results.record import Report
 WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
 FULL = ChartSize(1120, 430, labels=False)
 FRONTIER = (ChartSize(560, 400), ChartSize(360, 340))
-MOST_LABELS = 6
+MAX_LABELS = 6
 FEW_VALUES = 12
 GROUPS = 6
 """Number of dash patterns, which distinguish the series of an arm."""
@@ -188,11 +188,11 @@ def _drawing(
     size: ChartSize,
     noisy: Report | None = None,
 ) -> Drawing:
-    """The wide and the narrow drawing; up to ``MOST_LABELS`` lines are named where they end, more in a legend.
+    """The wide and the narrow drawing; up to ``MAX_LABELS`` lines are named where they end, more in a legend.
 
     ``noisy``: the report whose noise bands are drawn.
     """
-    few = len(lines) <= MOST_LABELS
+    few = len(lines) <= MAX_LABELS
     wide = replace(size, labels=size.labels and few)
     bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
     rules = RULES if noisy else {}

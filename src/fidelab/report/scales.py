@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fidelab.report.labels import LETTER
 from fidelab.results.numbers import format_bytes
 
-MOST_DECADES = 12
-_LEAST_PLAIN = 9e-7  # an axis that reaches lower has exponents at all of its ticks
+MAX_DECADES = 12
+_MIN_PLAIN_TICK = 9e-7  # an axis that reaches lower has exponents at all of its ticks
 MARGIN = 0.15
 """Decades beyond the extreme values."""
 
@@ -64,7 +64,7 @@ class Scale:
     def ticks(self, most: int) -> tuple[Tick, ...]:
         """At most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
         values = self._round_values(most)
-        plain = not self.log or min(values, default=1.0) >= _LEAST_PLAIN
+        plain = not self.log or min(values, default=1.0) >= _MIN_PLAIN_TICK
         return tuple(Tick(self(value), self._label(value, plain)) for value in values)
 
     def ticks_at(self, values: Sequence[tuple[float, str]]) -> tuple[Tick, ...]:
@@ -112,7 +112,7 @@ def scale_for(values: Iterable[float], axis: ChartAxis, start: float, end: float
         # kept clear of the smallest and largest numbers that exist
         top = min(300.0, math.log10(high) + (MARGIN if axis.high is None else 0))
         bottom = max(-301.0, math.log10(low) - (MARGIN if axis.low is None else 0))
-        bottom = max(top - MOST_DECADES, min(top - 1, bottom))
+        bottom = max(top - MAX_DECADES, min(top - 1, bottom))
         low, high = 10.0**bottom, 10.0**top
     else:
         low, high = max(low, -1e300), min(high, 1e300)

@@ -304,10 +304,10 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
 
 
 _SCALES = ("k_scale", "v_scale")
-_NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_NATIVE_TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
 def _stored(asked: str, dtype: str | None) -> str:
     """``fp8_e4m3 as uint8``: the format, and the type of the tensor that holds it where that has another name."""
     known = one_line(dtype or "")
-    return asked if known in ("", asked, _NATIVE.get(asked)) else f"{asked} as {known}"
+    return asked if known in ("", asked, _NATIVE_TYPES.get(asked)) else f"{asked} as {known}"

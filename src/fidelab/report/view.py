@@ -583,14 +583,14 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
 
 # ---------------------------------------------------------------------------------------------- floor and control
 
-_SAME = {"max": 0.0, "exact_match": 1.0}
+_IDENTICAL_VALUES = {"max": 0.0, "exact_match": 1.0}
 """Metrics whose value alone proves that nothing differed."""
 
 
 def _repeats(measurement: Measurement) -> bool:
     """The reference repeated itself exactly."""
     return measurement.status is Status.IDENTICAL or any(
-        measurement.value(key, {}) == value for key, value in _SAME.items()
+        measurement.value(key, {}) == value for key, value in _IDENTICAL_VALUES.items()
     )
 
 

@@ -36,7 +36,7 @@ Tier = Literal["critical", "supporting", "advisory"]
 
 _LEVEL = 0.025  # one-sided: an end of a 95% interval
 _LARGEST_LOG = 700.0
-_MOST_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a practical size decides
+_MAX_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a practical size decides
 
 
 def _limit(value: Any) -> Any:
@@ -367,11 +367,11 @@ def _size(arm: ArmRecord, key: Key, metric: Metric, evidence: _Evidence, limit: 
         value = (low + high) / 2
     room = abs(limit - value)
     if metric.unit == "share" and value in (0.0, 1.0):
-        return clusters_to_agree(room) if room > 1 / _MOST_SPREADS else None
+        return clusters_to_agree(room) if room > 1 / _MAX_SPREADS else None
     if (sd := _document_spread(arm, key)) is None:
         reach = high - value if limit > value else value - low
         sd = reach * math.sqrt(n) / critical_value(n, cost=cost, upper=limit > value)
-    return clusters_to_certify(sd, room, _LEVEL, POWER, cost=cost) if sd < _MOST_SPREADS * room else None
+    return clusters_to_certify(sd, room, _LEVEL, POWER, cost=cost) if sd < _MAX_SPREADS * room else None
 
 
 def _document_spread(arm: ArmRecord, key: Key) -> float | None:

@@ -28,7 +28,7 @@ _CALLED = {
     "floor": "the share of items captured again for the floor",
 }
 _CAPTURE = re.compile(r"\.?\+\d+(?=\.)")  # kld.+1.items, kld.512+1.items
-_LONGEST = 40  # characters of a value: lists are long
+_MAX_SHOWN_LENGTH = 40  # characters of a value: lists are long
 _VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
 # Fields of the environment and of the runtime on which last bits depend.
 _MACHINE = ("machine", "processor", "usable_cores", "packages", "gpus", "gpu_driver")
@@ -85,7 +85,7 @@ def _short(value: Any) -> str:
     if value is None:
         return "not recorded"
     text = value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[: _MAX_SHOWN_LENGTH - 1]}…"
 
 
 def _control(report: Report, key: Key) -> ArmRecord | None:

@@ -215,7 +215,7 @@ def printable(text: str, *, escaped: bool = False) -> str:
     return text.translate(_ESCAPED if escaped else _REPLACED)
 
 
-_KEPT = "\n\t\u200c\u200d"  # the joiners hold emoji and several scripts together
+_KEPT_CHARACTERS = "\n\t\u200c\u200d"  # the joiners hold emoji and several scripts together
 
 
 class _Table(dict[int, int | str]):
@@ -226,7 +226,7 @@ class _Table(dict[int, int | str]):
 
     def __missing__(self, code: int) -> int | str:
         char = chr(code)
-        if char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs":
+        if char.isprintable() or char in _KEPT_CHARACTERS or unicodedata.category(char) == "Zs":
             self[code] = code
         elif self._escaped:
             units = char.encode("utf-16-be", "surrogatepass").hex()

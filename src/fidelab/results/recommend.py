@@ -39,9 +39,9 @@ LIMITS = {
 _LOSS_LIMITS = ("max_kld", "max_flips", "max_accuracy_loss")  # in the place of the class
 _LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "changed_tokens": "max_flips", "accuracy_loss": "max_accuracy_loss"}
 _RATES = ("isolated", "output_rate")  # of generated tokens, of benches decode and load
-_SLOWER = 0.95  # of another rate: repeats differ by 5%
+_EQUAL_RATE_SHARE = 0.95  # of another rate: repeats differ by 5%
 _LEVEL = 0.99  # of the paired differences that strike a candidate
-_ALIKE_SIZE = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
+_SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
 _RESAMPLES = 2000
 _STABLE = 0.8  # of the resamples
 _CLASSES = ("EXCELLENT", "PASS")
@@ -219,7 +219,7 @@ def _rate(arm: ArmRecord) -> float | None:
 def _slower(arm: ArmRecord, other: ArmRecord) -> bool:
     """A bench shows a lower rate than the other's in some shape of work."""
     own, theirs = _rates(arm), _rates(other)
-    return any(own[at] < _SLOWER * theirs[at] for at in own.keys() & theirs.keys())
+    return any(own[at] < _EQUAL_RATE_SHARE * theirs[at] for at in own.keys() & theirs.keys())
 
 
 # ------------------------------------------------------------------------------------------------- choosing
@@ -324,7 +324,7 @@ class _Field:
         """Mean KL of candidates minus half of that of others that are smaller, but alike in size."""
         found = {}
         for a, b in self._pairs():
-            if self.bytes[b] < self.bytes[a] <= _ALIKE_SIZE * self.bytes[b]:
+            if self.bytes[b] < self.bytes[a] <= _SIMILAR_SIZE_FACTOR * self.bytes[b]:
                 difference = self._difference(a, b, 0.5)
                 if difference is not None:
                     found[a, b] = difference
@@ -694,7 +694,7 @@ def _verdict(verdict: Verdict) -> str:
     return f"verdict {verdict.band}, {', '.join(map(one_line, verdict.because))}"
 
 
-_USUAL = {
+_SCOPE_AXES = {
     "generated text": {"trajectory", "degeneration"},
     "retrieval": {"rniah"},
     "tasks": {"gsm8k", "capability", "lm-eval", "toolcalls", "vision"},
@@ -707,7 +707,7 @@ def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
     measured = {name for arm in arms for name, axis in arm.axes.items() if axis.measured}
     longest = reach(arms)
     parts = [] if longest is None else [f"more than {longest:,} tokens"]
-    parts += [what for what, axes in _USUAL.items() if not axes & measured]
+    parts += [what for what, axes in _SCOPE_AXES.items() if not axes & measured]
     return (*parts, *([] if any(arm.benches for arm in arms) else ["speed"]))
 
 

@@ -42,7 +42,7 @@ NO_REFERENCE: Final = "the reference has no answer"
 STOCK: Final = "stock"
 """``provenance`` of a package whose Python files are as released."""
 
-_MOST_BYTES = 128 << 20  # of a report's file
+_MAX_REPORT_BYTES = 128 << 20  # of a report's file
 
 BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 
@@ -421,7 +421,7 @@ class Report(Document):
         """
         path = Path(path)
         try:
-            text = read_file(path, _MOST_BYTES).decode("utf-8")
+            text = read_file(path, _MAX_REPORT_BYTES).decode("utf-8")
         except OSError as error:
             raise InputError(f"{path}: cannot read the report: {error.strerror}") from error
         except UnicodeDecodeError as error:

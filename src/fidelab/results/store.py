@@ -31,7 +31,7 @@ POSITIONS = "positions.parquet"
 REPORT = "report.json"
 HTML = "report.html"
 _STAMP, _STAMPED = "%Y%m%d-%H%M%S", 15  # how names of runs begin, and characters of that
-_MOST_BYTES = 64 << 20  # of the settings and of the outcomes
+_MAX_FILE_BYTES = 64 << 20  # of the settings and of the outcomes
 _KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are not an experiment
 
 
@@ -73,7 +73,7 @@ class RunFolder:
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
             raise InputError(f"{path} is not a run folder: it {what}")
         try:
-            text = read_file(path / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
+            text = read_file(path / CONFIG, _MAX_FILE_BYTES).decode("utf-8", "replace")
         except OSError as error:
             raise InputError(f"{path / CONFIG}: cannot be read: {error.strerror or error}") from None
         if other := _KIND.search(text):
@@ -162,7 +162,7 @@ class RunFolder:
         """
         path = self.path / OUTCOMES
         try:
-            return dict(strict_json(read_file(path, _MOST_BYTES)))
+            return dict(strict_json(read_file(path, _MAX_FILE_BYTES)))
         except FileNotFoundError:
             raise InputError(
                 f"{self.path} has no finished configuration yet; resume with: fidelab compare --resume {self.path}"

@@ -26,7 +26,7 @@ OVER_CONTROL = "over_control"
 
 _NO_INTERVAL = "no interval"
 _COMPOSITE = Definition("value", "points", "higher")
-_HELD = Definition("bytes_per_token", "bytes", "lower", exact=True)
+_BYTES_PER_TOKEN = Definition("bytes_per_token", "bytes", "lower", exact=True)
 _FAILED = Definition("failed_items", "count", "lower", exact=True)
 
 
@@ -86,7 +86,7 @@ def tabulate(report: Report) -> MetricTable:
             table.metrics[Key(role, arm.name, COMPOSITE, "", mean.key)] = _with_caveat(mean)
         if arm.ran is not None and arm.ran.cache_bytes_per_token is not None:
             size = arm.ran.cache_bytes_per_token
-            table.metrics[Key(role, arm.name, CACHE, "", _HELD.key)] = _HELD(size)
+            table.metrics[Key(role, arm.name, CACHE, "", _BYTES_PER_TOKEN.key)] = _BYTES_PER_TOKEN(size)
         _add(table, (role, arm.name), arm.benches, prefix=BENCH)
     _add(table, ("floor", report.reference.name), report.floor)
     return table
@@ -144,7 +144,7 @@ class Column:
     about: str
 
 
-_ASKED = ("run_id", "role", "name", "engine", "model", "kv", "k", "v")
+_REQUESTED_COLUMNS = ("run_id", "role", "name", "engine", "model", "kv", "k", "v")
 
 Row = dict[str, Any]
 
@@ -185,7 +185,9 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     heads = [_arm_cells(report, role, arm) for role, arm in shown]
     per_arm = [{**arm.axes, **arm.benches} for _, arm in shown]
     if report.floor:
-        heads.append([cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _ASKED])
+        heads.append(
+            [cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _REQUESTED_COLUMNS]
+        )
         per_arm.append(report.floor)
     listed = {column.name: column for column, _ in heads[0]}
     rows = [{column.name: value for column, value in head} for head in heads]

@@ -21,15 +21,15 @@ from fidelab.results.record import ArmRecord, Report, Verdict
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
-_MUCH = 0.5  # share of keys and values from which nothing is claimed
-_LEAST_NATS = 1e-4  # that a sentence writes as a number
+_MAX_UNPROVEN_SHARE = 0.5  # share of keys and values from which nothing is claimed
+_MIN_SHOWN_NATS = 1e-4  # that a sentence writes as a number
 _CONTRADICTED = 0.05  # nats: from here on a better perplexity is not good news
-_NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
+_NATIVE_NAME = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
 def is_native(name: str) -> bool:
     """The format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
-    return _NATIVE.match(name.lower()) is not None
+    return _NATIVE_NAME.match(name.lower()) is not None
 
 
 def judged(report: Report) -> Report:
@@ -306,9 +306,9 @@ def _facts(case: _Case) -> Iterator[str]:
 def _span(interval: tuple[float, float]) -> str:
     """An interval of KLD without exponents: ``0.00002–0.00013``."""
     low, high = interval
-    if high < _LEAST_NATS:
+    if high < _MIN_SHOWN_NATS:
         return "below 0.0001" if high else "0"
-    return format_span(interval) if low >= _LEAST_NATS else f"{low:.5f}–{format_kld(high, digits=2)}"
+    return format_span(interval) if low >= _MIN_SHOWN_NATS else f"{low:.5f}–{format_kld(high, digits=2)}"
 
 
 def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
@@ -360,7 +360,7 @@ def _gain(case: _Case) -> Iterator[str]:
         return
     kv_bytes = n_ctx * ran.cache_bytes_per_token
     kv_share = kv_bytes / (kv_bytes + state)
-    if kv_share < _MUCH:
+    if kv_share < _MAX_UNPROVEN_SHARE:
         share = "less than 1%" if kv_share < 0.005 else f"{kv_share:.0%}"
         kept = f"keys and values are {share} of what a sequence of {n_ctx:,} tokens keeps in this model"
         yield f"{kept}, the rest is recurrent state"

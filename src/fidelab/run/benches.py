@@ -38,7 +38,7 @@ from fidelab.results.request_log import REQUESTS
 from fidelab.run.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.run.deploy import ResolvedArm
 from fidelab.run.estimate import Benched, Work, work_of
-from fidelab.run.pairing import FOREIGN, ArmResult, engaged
+from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, engaged
 from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.run.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
@@ -50,7 +50,7 @@ _UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT, QUERIES)  # diagnostic arms and run-to-
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
 _SHARE = 0.6  # of the available memory that live arms may take together
 _BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache
-_WIDER = 2  # a 16-bit checkpoint computed in 32 bits
+_FLOAT32_FACTOR = 2  # a 16-bit checkpoint computed in 32 bits
 _WARM = "warm-up"  # the folder of answers that are thrown away
 
 Floats = NDArray[np.float64]
@@ -113,7 +113,7 @@ class BenchPlan:
             return False
         if any(one.arm.device.startswith("cuda") for one in own):
             return False  # engines set a pool aside there that takes most of the device
-        sizes = (one.model.weight_bytes * (_WIDER if one.arm.dtype == "float32" else 1) for one in own)
+        sizes = (one.model.weight_bytes * (_FLOAT32_FACTOR if one.arm.dtype == "float32" else 1) for one in own)
         need = sum(_BESIDE_WEIGHTS + size for size in sizes)
         return need <= _SHARE * psutil.virtual_memory().available
 
@@ -310,7 +310,7 @@ class Benching(BenchPlan):
             )
             try:
                 record = self._loaded(arm.arm, bench) or bench.record(answers, facts)
-            except FOREIGN as error:
+            except UNTRUSTED_DATA_ERRORS as error:
                 fault = f"its answers cannot be recorded ({one_line(error)})"
                 record = Measurement(status=Status.FAILED, reason=fault, title=bench.title)
             records[name] = record.model_dump(mode="json")

@@ -31,16 +31,16 @@ from fidelab.run.deploy import ResolvedArm
 
 DEFAULT = "defaults: nothing like it has run on this machine"
 
-_MOST_RUNS = 256  # in the file; the oldest go
-_SHORTEST = 0.05  # seconds; anything shorter gives no rate
+_MAX_STORED_RUNS = 256  # in the file; the oldest go
+_MIN_TIMED_SECONDS = 0.05  # seconds; anything shorter gives no rate
 _CORE_OPERATIONS = 3e10  # per second
 _CORE_FORWARD = 40.0  # a decoding forward on a CPU takes as long as reading so many tokens
 _COMPUTE, _BANDWIDTH = 0.4, 0.7  # shares of a GPU's published rates that engines reach, in prefill and in decoding
-_LIKE_UNKNOWN = "RTX-4090"  # rates of a GPU that the table of devices does not have
+_FALLBACK_DEVICE = "RTX-4090"  # rates of a GPU that the table of devices does not have
 _UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
 _SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second of a CPU
-_LEAST_FP64 = 1e12  # operations per second of a GPU without a figure
+_MIN_FP64_RATE = 1e12  # operations per second of a GPU without a figure
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
 # ---------------------------------------------------------------------------------------------- work and rates
@@ -173,7 +173,7 @@ class Timings:
 
     def add(self, resolved: ResolvedArm, load: float | None, captures: Mapping[str, tuple[Work, float]]) -> None:
         """Keep what an arm took.  Nothing is kept of captures too short to measure, nor of an arm without others."""
-        long = {name: took for name, took in captures.items() if took[1] >= _SHORTEST}
+        long = {name: took for name, took in captures.items() if took[1] >= _MIN_TIMED_SECONDS}
         reading = [(work.read * work.stretch, seconds) for work, seconds in long.values() if not work.forwards]
         decoding = [(work, seconds) for work, seconds in long.values() if work.forwards]
         identity = _identity(resolved.arm)
@@ -195,7 +195,7 @@ class Timings:
         rates = replace(plain, factors={**(before.factors if before else {}), **factors})
         if long:
             others = [run for run in self._stored.runs if run.arm != identity]
-            self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MOST_RUNS:]
+            self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MAX_STORED_RUNS:]
             self._write()
 
     def add_scoring(self, ratio: float) -> None:
@@ -245,11 +245,11 @@ def _speed(arm: Arm) -> _Speed:
 
 
 def _gpu(device: str) -> Device:
-    """The row of a GPU of this machine, or of :data:`_LIKE_UNKNOWN`, such as for a GPU of a cluster."""
+    """The row of a GPU of this machine, or of :data:`_FALLBACK_DEVICE`, such as for a GPU of a cluster."""
     names = graphics().get("gpus", [])
     index = int(device.partition(":")[2] or 0)
     found = device_of(names[index]) if index < len(names) else None
-    return found if found and "bf16" in found.compute else find_device(_LIKE_UNKNOWN)
+    return found if found and "bf16" in found.compute else find_device(_FALLBACK_DEVICE)
 
 
 # ---------------------------------------------------------------------------------------------------- seconds
@@ -354,7 +354,7 @@ def _scoring(jobs: Iterable[PlannedJob]) -> float:
         operations += rows * job.resolved.model.vocab_size * width
     rate = _SCORING_RATE
     if graphics().get("gpus"):  # which scores in float64
-        rate = _COMPUTE * _gpu("cuda").compute.get("fp64", _LEAST_FP64)
+        rate = _COMPUTE * _gpu("cuda").compute.get("fp64", _MIN_FP64_RATE)
     return _SCORING_START + operations / rate
 
 

@@ -34,7 +34,7 @@ from fidelab.models import path as model_path
 from fidelab.run.arms import check_kv_name, native_kv
 from fidelab.run.deploy import Engines, engine_class
 
-_ANSWER = 10.0  # seconds for one address of a server's settings
+_SETTINGS_TIMEOUT = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
 _VLLM = "vllm"
 
@@ -184,7 +184,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
     variables = {name: value for name, value in planned.variables.items() if not name.startswith("PYTHON")}
     starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
-    known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST
+    known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST_START_NOTE
     say(f"starting {arm.name} on engine {arm.engine}; {known}")
     started = start(arm.name, planned.command, planned.variables, planned.url, to_json(arm))
     with _signals_as_exceptions(), started as (server, process):
@@ -229,10 +229,10 @@ def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> l
     Raises:
         EngineError: it cannot be reached, or does not belong to this engine.
     """
-    return findings(arm, Client(url, key, _ANSWER), log)
+    return findings(arm, Client(url, key, _SETTINGS_TIMEOUT), log)
 
 
-_FIRST = "the first start of this command here, which may compile"
+_FIRST_START_NOTE = "the first start of this command here, which may compile"
 
 
 def _seconds(values: list[float]) -> str:

@@ -36,16 +36,16 @@ from fidelab.run.cluster import Cluster, Lost, Needs
 from fidelab.run.resolve import load_axis
 from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
 
-FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
 
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
-_MUCH = 0.01  # share of changed numbers from which on equal rows are not an accident
-_FIRST = 2  # the first token reads its own value alone, whatever its key
+_MAX_EQUAL_SHARE = 0.01  # share of changed numbers from which on equal rows are not an accident
+_FIRST_DECODED = 2  # the first token reads its own value alone, whatever its key
 _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
-_PLACED = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
+_CAPTURE_SUFFIX = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ArmResult:
                     f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "
                     f"{theirs.engine}), not {axis} of {self.role}"
                 )
-            if _PLACED.search(folder.name) and folder.name != key_name(capture):
+            if _CAPTURE_SUFFIX.search(folder.name) and folder.name != key_name(capture):
                 raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
 
 
@@ -182,7 +182,7 @@ def drop_rows_there(
             for handle in running:
                 try:
                     handle.result()
-                except (Lost, *FOREIGN) as error:
+                except (Lost, *UNTRUSTED_DATA_ERRORS) as error:
                     _LOGGER.debug("rows are compared here: %s", error)
 
 
@@ -218,7 +218,7 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
                 pair = Pair.match(ref, test, subset=_is_part(result))
                 if (figures := axis.figures(pair)) is not None:
                     drop_rows(pair, figures)
-            except (FidelabError, *FOREIGN) as error:  # scoring meets it again, and says it
+            except (FidelabError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring meets it again, and says it
                 _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
 
 
@@ -288,10 +288,14 @@ class Scorer:
                     try:
                         test = Capture(folder, verify=False)
                         pair = Pair.match(ref, test, subset=_is_part(result))
-                        worthwhile = is_comparable(ref, test) and operations(ref) >= tiles.WORTHWHILE
+                        worthwhile = is_comparable(ref, test) and operations(ref) >= tiles.MIN_OPERATIONS
                         if worthwhile and next(iter(self.axes[name].compared(pair)), None):
                             tests.append((folder, _is_part(result)))
-                    except (FidelabError, OSError, *FOREIGN) as error:  # scoring meets it again, and says it
+                    except (
+                        FidelabError,
+                        OSError,
+                        *UNTRUSTED_DATA_ERRORS,
+                    ) as error:  # scoring meets it again, and says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
                     asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
@@ -320,7 +324,7 @@ class Scorer:
                 if self.strict and isinstance(error, MismatchError):
                     raise
                 failures[name] = (Status.FAILED, str(error))
-            except FOREIGN as error:
+            except UNTRUSTED_DATA_ERRORS as error:
                 _LOGGER.debug("%s, %s", result.arm.name, name, exc_info=True)
                 failures[name] = (Status.FAILED, f"its answers cannot be scored ({one_line(error)})")
         if status is Status.OK and (unmoved := self._unmoved(result, scores)):
@@ -438,7 +442,7 @@ def _loses_much(result: ArmResult) -> bool:
     if arm.engine not in ENGINES.names() or ENGINES.load(arm.engine).lossless(arm) is not False:
         return False
     shares = [share for side in "kv" if (share := ran.get(f"{side}_changed")) is not None]
-    return not shares or max(shares) >= _MUCH
+    return not shares or max(shares) >= _MAX_EQUAL_SHARE
 
 
 def _exact_tokens(result: ArmResult) -> int:
@@ -447,7 +451,7 @@ def _exact_tokens(result: ArmResult) -> int:
     Tokens that options keep as they are, and those that read nothing but themselves.
     """
     sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
-    return _FIRST + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+    return _FIRST_DECODED + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
 
 
 def _kept(side: Mapping[str, str], option: str) -> int:
@@ -465,7 +469,7 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
     if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
         kl, window, position, n_ctx = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
         return Unmoved(kl, window, position, n_ctx, first).first()
-    if first > _FIRST:  # how long the prompts are is not known here
+    if first > _FIRST_DECODED:  # how long the prompts are is not known here
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)
     return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()

@@ -40,7 +40,7 @@ from fidelab.run.signals import terminate_as_interrupt
 
 SCHEMA, RECORD = "fidelab.quantize/1", "fidelab-quantize.json"
 _TOOL = "llm-compressor"
-_GRACE = 10.0  # seconds between asking the worker to end and killing it
+_GRACE_SECONDS = 10.0  # seconds between asking the worker to end and killing it
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         if process.poll() is None:
             process.terminate()
-            process.wait(_GRACE)
+            process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     finally:

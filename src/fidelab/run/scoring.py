@@ -34,7 +34,7 @@ from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, N
 from fidelab.results.verdict import judged
 from fidelab.run.arms import serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
-from fidelab.run.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
+from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
@@ -178,7 +178,7 @@ class _Summary:
                     found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
                     found = found.model_copy(update={"fails": (*found.fails, *arm.broken.get(name, ()))})
                     axes[name] = _without_texts(found) if self._private else found
-                except FOREIGN as error:
+                except UNTRUSTED_DATA_ERRORS as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"
                     axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
         return axes

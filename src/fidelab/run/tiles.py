@@ -30,7 +30,7 @@ from fidelab.run.resolve import load_axis
 Figures = Mapping[tuple[Path, Path], Mapping[int, Mapping[str, NDArray[np.generic]]]]
 """Columns of rows, by test item, of pairs of folders of captures."""
 
-WORTHWHILE = 1.5e11
+MIN_OPERATIONS = 1.5e11
 """Operations of a capture's product with the head, from which on torch is faster by more than its start takes.
 
 Of one capture, however many are compared with it: an arm's figures do not depend on the other arms of its run.

@@ -45,7 +45,7 @@ from fidelab.studies.study import new_study, write_study
 SKIPS = "skips.json"
 KIND: Final = "profile"
 _GB, _MB = 1e9, 1e6
-_MOST_BYTES = 256 << 20  # of a stage's JSON
+_MAX_STAGE_BYTES = 256 << 20  # of a stage's JSON
 _GRACE_SECONDS = 60.0  # seconds in which a stopped stage leaves what it has
 _STEP = re.compile(r"[^.\[]+|\[[^\]]*\]")
 
@@ -231,7 +231,7 @@ def resume_profile(
     folder = folder.absolute()
     file = folder / CONFIG
     try:
-        content = read_file(file, _MOST_BYTES)
+        content = read_file(file, _MAX_STAGE_BYTES)
         check_own(file, content, "may run any command of fidelab", trusted)
         written = yaml.safe_load(content)
         resolved = Resolved.model_validate(written["resolved"])
@@ -535,7 +535,7 @@ def _study(
 
 def _output(folder: Path, stage: str) -> Any:
     try:
-        return strict_json(read_file(folder / "stages" / stage / "out.json", _MOST_BYTES))
+        return strict_json(read_file(folder / "stages" / stage / "out.json", _MAX_STAGE_BYTES))
     except (OSError, ValueError):
         return None
 

@@ -40,7 +40,7 @@ DIFFERENCE = Definition("plan_minus_uniform", "nats", "lower", "difference of me
 Say = Callable[[str], None]
 Columns = np.ndarray[Any, np.dtype[np.intp]]
 _OPEN = 256  # captures that are open at a time
-_SAID_EVERY = 30.0  # seconds
+_PROGRESS_SECONDS = 30.0  # seconds
 _EXCHANGES = 16  # measured in the second round
 
 
@@ -126,7 +126,7 @@ class Answers:
             captures = [Capture(paths[names[text]]) for text in some]
             parts: list[list[RowComparison]] = []
             for index, window in enumerate(self.request.windows):
-                if time.monotonic() - said >= _SAID_EVERY:
+                if time.monotonic() - said >= _PROGRESS_SECONDS:
                     share = (start + len(some) * index / len(self.request.windows)) / len(found)
                     say(f"scoring {len(found)} answers: {share:.0%}")
                     said = time.monotonic()

@@ -30,7 +30,7 @@ from fidelab.engines.k16v8 import K16V8, meaning
 from fidelab.engines.variables import variables_of
 from fidelab.workers.messages import PROTOCOL
 
-_NATIVE = "bf16"  # of the model that formats are asked about
+_MODEL_DTYPE = "bf16"  # of the model that formats are asked about
 
 
 def main() -> int:
@@ -131,7 +131,7 @@ def _refusal(engine: type[Engine], name: str, device: str) -> str:
     """Reason why the checks of every arm refuse this format; empty if they do not."""
     path = "/model.gguf" if engine.checkpoint_format == "gguf" else "/model"
     try:
-        kv = meaning(KVSpec.parse(name), _NATIVE)
+        kv = meaning(KVSpec.parse(name), _MODEL_DTYPE)
         engine.check_kv(kv)
         verdict = engine.supports(Arm("", engine.name, "the model", path, "", kv, "bfloat16", device, threads=1))
     except FidelabError as error:

@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-_LOST = -signal.SIGKILL  # return code of a worker whose server has gone before it
+_LOST_RETURN_CODE = -signal.SIGKILL  # return code of a worker whose server has gone before it
 
 
 class Forked:
@@ -56,7 +56,7 @@ class Forked:
     def _read(self, report: IO[bytes]) -> None:
         with report:
             code = report.readline()
-        self.returncode = int(code) if code else _LOST
+        self.returncode = int(code) if code else _LOST_RETURN_CODE
         self._ended.set()
 
 

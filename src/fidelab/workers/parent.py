@@ -40,14 +40,14 @@ from fidelab.workers.messages import (
 )
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
-_GRACE = 5.0  # seconds between asking a process group to end and killing it
+_GRACE_SECONDS = 5.0  # seconds between asking a process group to end and killing it
 _EXIT_WAIT = 120.0  # seconds that a worker may take to exit after its last message
 _DRAIN_WAIT = 2.0  # seconds to read the rest of an exited worker's pipe, if another process holds it open
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _DRM = Path("/sys/class/drm")
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
 _LOG_LINES = 12  # of a log that are kept
-_LONGEST = 4 << 20  # bytes of a message
+_MAX_MESSAGE_BYTES = 4 << 20  # bytes of a message
 _REASON = 2000  # characters of a reason
 _WAITING = 256  # messages that are read ahead
 _MOST_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of a log file, and of either end of one that is longer
@@ -227,8 +227,8 @@ class Worker:
                     self._fail(self._obituary(self._process.wait()))
                 return False
             try:
-                if len(line) > _LONGEST:
-                    raise EngineError(f"the worker sent a message of more than {_LONGEST >> 20} MiB")
+                if len(line) > _MAX_MESSAGE_BYTES:
+                    raise EngineError(f"the worker sent a message of more than {_MAX_MESSAGE_BYTES >> 20} MiB")
                 reply = decode(line)
                 self._check_turn(reply)
             except EngineError as error:
@@ -367,7 +367,7 @@ def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], log: Path, 
 
     def pump() -> None:
         assert process.stdout is not None
-        while not is_over() and (line := process.stdout.readline(_LONGEST + 1)):
+        while not is_over() and (line := process.stdout.readline(_MAX_MESSAGE_BYTES + 1)):
             put(line)
 
     ended = threading.Event()
@@ -405,7 +405,7 @@ def _end_group(process: _Process) -> None:
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
-            process.wait(_GRACE)
+            process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         pass
     finally:

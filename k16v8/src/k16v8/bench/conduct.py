@@ -19,7 +19,7 @@ from k16v8.errors import InputError, OutputError
 __all__ = ["SCHEMA", "bench_kernels", "load", "save"]
 
 SCHEMA = "k16v8.bench/0"
-_SAME = ("k16v8", "torch", "triton", "cuda")  # versions that one record must have throughout
+_FIXED_VERSIONS = ("k16v8", "torch", "triton", "cuda")  # versions that one record must have throughout
 
 
 def bench_kernels(
@@ -112,7 +112,7 @@ def _check_same(record: dict[str, Any], device: dict[str, Any], found: dict[str,
     was, now = record["device"]["name"], device["name"]
     if was != now:
         raise InputError(f"{path}: measured on {was}, this is {now}; write to a new file")
-    for name in _SAME:
+    for name in _FIXED_VERSIONS:
         before = record["versions"].get(name)
         if before != found[name]:
             raise InputError(f"{path}: measured with {name} {before}, this is {found[name]}; write to a new file")

@@ -30,7 +30,7 @@ from k16v8.bench.contenders import CONTENDERS, Draw
 from k16v8.bench.serving import LENGTHS, PAGE, Serving
 from k16v8.bench.shapes import GOAL_TOKENS, cells, geometry
 from k16v8.errors import EngineError, K16V8Error, UsageError, one_line
-from k16v8.gates.cases import CASES, LONG
+from k16v8.gates.cases import CASES, LONG_CASES
 from k16v8.gates.compile import KERNELS, PAIRS, TARGETS, compile_kernels
 from k16v8.gates.run import attention_gate
 from k16v8.kernels.dispatch import load_triton
@@ -61,7 +61,7 @@ def units(target: str, *, device: str, page: int = PAGE) -> list[Unit]:
     if device == "cuda":
         found += [Unit("cell", f"{cell.key} {pair}") for cell, pair in _cells(page)]
         found += [Unit("serving", name) for name in _serving()]
-        found += [Unit("case", case.name) for case in (*CASES, *LONG)]
+        found += [Unit("case", case.name) for case in (*CASES, *LONG_CASES)]
     return found
 
 
@@ -94,7 +94,7 @@ def compile_unit(unit: Unit, target: str, device: str, page: int = PAGE) -> None
             if not one.passed:
                 raise EngineError(f"with {one.options} options: {one.error}")
     elif unit.kind == "case":
-        attention_gate(next(case for case in (*CASES, *LONG) if case.name == unit.name), "triton", device=place)
+        attention_gate(next(case for case in (*CASES, *LONG_CASES) if case.name == unit.name), "triton", device=place)
     elif unit.kind == "serving":
         Serving(geometry("llama-3.1-8b"), _serving()[unit.name], place, page=page).call()
     else:

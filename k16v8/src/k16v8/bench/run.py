@@ -31,7 +31,7 @@ T = TypeVar("T")
 Status = Literal["measured", "wrong", "not_supported", "no_memory", "failed", "unfinished"]
 RESERVE = {"cuda": 6 << 30, "cpu": 1 << 28}  # bytes left for what kernels and the check take besides
 _QUERIES = 8  # of an output that are checked, at most
-_CHECKED = 1 << 21  # tokens that the checks of one output attend to, at most, but for one sequence's
+_MAX_CHECKED_TOKENS = 1 << 21  # tokens that the checks of one output attend to, at most, but for one sequence's
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _error(work: Work | WeightWork, out: Tensor, cell: Cell | WeightCell, draw: 
     ratio = cell.shape[0] // cell.shape[1]
     worst = 0.0
     kv_heads = cell.shape[1]
-    for pair in _some(cell.batch * kv_heads, max(4, _CHECKED // cell.tokens), draw):
+    for pair in _some(cell.batch * kv_heads, max(4, _MAX_CHECKED_TOKENS // cell.tokens), draw):
         sequence, head = divmod(pair, kv_heads)
         queries = torch.tensor(_some(cell.queries, _QUERIES, draw), device=draw.device)
         rows = sequence * cell.queries + queries

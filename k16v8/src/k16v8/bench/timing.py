@@ -22,7 +22,7 @@ Calls = Sequence[Callable[[], Tensor]]
 
 _FEWEST, _MOST = 5, 200  # timed repeats
 _GRAPH_SECONDS = 1e-3  # that one replay should at least take: its launch is then small in comparison
-_MOST_ROUNDS = 64
+_MAX_ROUNDS = 64
 _COPIED = {"cuda": (1 << 30, 1 << 31, 1 << 32), "cpu": (1 << 27, 1 << 28)}  # bytes
 
 
@@ -85,7 +85,7 @@ def _on_cuda(calls: Calls, seconds: float) -> tuple[Times, list[Tensor]]:
         graph, outputs[:] = _capture(calls, rounds)
         graph.replay()
         # launches from Python would look longer than they are, and graphs be too short to hide their own launch
-        rounds = max(1, min(_MOST_ROUNDS, math.ceil(_GRAPH_SECONDS / _events(graph.replay, 1)[0])))
+        rounds = max(1, min(_MAX_ROUNDS, math.ceil(_GRAPH_SECONDS / _events(graph.replay, 1)[0])))
         if rounds > 1:
             graph.reset()
             graph, outputs[:] = _capture(calls, rounds)

@@ -9,7 +9,7 @@ from k16v8.cli.common import table
 
 __all__ = ["render"]
 
-_OURS = ("16/16", "16/8", "8/8")
+_K16V8_COLUMNS = ("16/16", "16/8", "8/8")
 _PRODUCTS = ("linear", "experts")
 _SPREAD = 0.1  # of repeats, from the 10th to the 90th percentile, above which a time is marked
 
@@ -69,7 +69,7 @@ def render(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _cells(title: str, found: list[dict[str, Any]]) -> str:
-    columns = ("B", "T", "best 16-bit", *(f"k16v8 {pair}" for pair in _OURS), "best FP8 of others")
+    columns = ("B", "T", "best 16-bit", *(f"k16v8 {pair}" for pair in _K16V8_COLUMNS), "best FP8 of others")
     naive = list(dict.fromkeys(one["name"] for cell in found for one in cell["results"] if one["role"] == "naive"))
     rows = []
     for cell in found:
@@ -78,7 +78,7 @@ def _cells(title: str, found: list[dict[str, Any]]) -> str:
         row = [f"{cell['batch']}", f"{cell['tokens']:,}" if not extend else f"{cell['queries']} of {cell['tokens']:,}"]
         wide, narrow = results.get((cell["best_16"], "16/16")), results.get((cell["best_fp8"], "8/8"))
         row.append(f"{wide['name']} {_micro(wide)}" if wide else "–")
-        row += [_figures(results.get(("k16v8", pair)), extend) for pair in _OURS]
+        row += [_figures(results.get(("k16v8", pair)), extend) for pair in _K16V8_COLUMNS]
         row.append(f"{narrow['name']} {_figures(narrow, extend)}" if narrow else "–")
         row += [_figures(results.get((name, "16/8")), extend) for name in naive]
         rows.append(row)

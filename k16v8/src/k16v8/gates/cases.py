@@ -10,7 +10,7 @@ from torch import Tensor
 from k16v8.kernels.cache import PagedCache, Scaling
 from k16v8.kernels.reference import Attention
 
-__all__ = ["CASES", "LONG", "Case", "Problem", "fill_with_noise"]
+__all__ = ["CASES", "LONG_CASES", "Case", "Problem", "fill_with_noise"]
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ CASES = (
     Case("gather k16 v int4", v_format="int4", head_dim=80, lengths=(50, 9), queries=(17, 9), workspace=30),
 )
 # Not under the interpreter, which is slow.
-LONG = (
+LONG_CASES = (
     Case("decode k16v8 2K", heads=8, kv_heads=2, lengths=(2048, 1025, 1, 700), split=0, outlier=1.0),
     Case("decode k16v8 1K window", heads=8, kv_heads=2, lengths=(1024, 1500), window=512, split=0, head_dim=128),
     Case("extend k16v8 512", heads=8, kv_heads=2, lengths=(1024, 512, 100), queries=(512, 64, 1), head_dim=128),

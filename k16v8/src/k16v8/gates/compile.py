@@ -21,7 +21,7 @@ import torch
 
 from k16v8.errors import UnknownNameError
 from k16v8.kernels.cache import PagedCache, Scaling, storage
-from k16v8.kernels.checks import MOST_ROWS
+from k16v8.kernels.checks import MAX_ROWS
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
@@ -310,7 +310,7 @@ def _variant(
     attention = Attention()
     if full:
         attention = Attention(window=4096, softcap=50.0, sinks=torch.empty(heads, device="meta"))
-    queries = MOST_ROWS // _RATIO if kernel == "verify" else 1
+    queries = MAX_ROWS // _RATIO if kernel == "verify" else 1
     found = variants(cache, heads, torch.bfloat16, attention, target, count=full, queries=queries)
     return next(variant for variant in found if variant.name == ("decode" if kernel == "verify" else kernel))
 

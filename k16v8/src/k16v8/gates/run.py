@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k16v8.gates.cases import CASES, LONG, Case, Problem
+from k16v8.gates.cases import CASES, LONG_CASES, Case, Problem
 from k16v8.gates.mutations import MUTATIONS, Mutation, Spoil
 from k16v8.gates.soak import soak
 from k16v8.gates.weights import weight_gates
@@ -68,7 +68,7 @@ def run_gates(
 
 
 def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:
-    cases = CASES if implementation == "interpreter" else (*CASES, *LONG)
+    cases = CASES if implementation == "interpreter" else (*CASES, *LONG_CASES)
     for case in cases:
         yield attention_gate(case, implementation, device=device, seed=seed)
     for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):

@@ -136,7 +136,7 @@ WEIGHT_CASES = (
     WeightCase("gptq experts g_idx", "gptq", experts=3, rows=7, inputs=128, outputs=40, reordered=True, group=32),
 )
 # Not under the interpreter, which is slow.
-_LONG = (
+_LONG_CASES = (
     WeightCase("awq 4096", rows=1, inputs=4096, outputs=1024, group=128, splits=4, dtype=_F16),
     WeightCase("awq 4096, 129 rows", rows=129, inputs=4096, outputs=1024, group=128),
     WeightCase("gptq 4096", "gptq", rows=16, inputs=4096, outputs=1024, group=128, splits=4),
@@ -148,7 +148,7 @@ _LONG = (
 
 def weight_gates(implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Result]:
     """Group, name, whether it passed, figures, note: every case, then every mutation."""
-    for case in WEIGHT_CASES if implementation == "interpreter" else (*WEIGHT_CASES, *_LONG):
+    for case in WEIGHT_CASES if implementation == "interpreter" else (*WEIGHT_CASES, *_LONG_CASES):
         kernels = _chosen(case, implementation, device)
         problem, exact = case.build(seed, device)
         figures = weight_error(_output(case, kernels, problem), problem)

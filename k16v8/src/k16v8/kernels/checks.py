@@ -18,7 +18,7 @@ from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import QuantizedWeight
 
 __all__ = [
-    "MOST_ROWS",
+    "MAX_ROWS",
     "check_cache",
     "check_decode",
     "check_expert_matmul",
@@ -27,7 +27,7 @@ __all__ = [
     "check_write",
 ]
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Rows of a decode tile: query heads of a KV head, times queries of a sequence."""
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -174,10 +174,10 @@ def check_decode(
     if many % max(1, batch) or bool(many) != bool(batch):
         raise UsageError(f"q holds {many} queries for {batch} sequences")
     queries, ratio = many // max(1, batch), q.shape[1] // cache.kv_heads
-    if queries > 1 and queries * ratio > MOST_ROWS:
+    if queries > 1 and queries * ratio > MAX_ROWS:
         raise UsageError(
             f"q holds {queries} queries of a sequence with {ratio} heads for each KV head; decode takes at most "
-            f"{MOST_ROWS} such rows: call extend"
+            f"{MAX_ROWS} such rows: call extend"
         )
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache
-from k16v8.kernels.checks import MOST_ROWS
+from k16v8.kernels.checks import MAX_ROWS
 from k16v8.kernels.launch import (
     Target,
     attention_constants,
@@ -324,8 +324,8 @@ def plan_decode(
     """
     device, kv_heads = cache.k_cache.device, cache.kv_heads
     rows = heads // kv_heads * queries
-    if queries > 1 and rows > MOST_ROWS:
-        raise UsageError(f"a plan for {queries} queries has {rows} rows of a KV head; decode takes at most {MOST_ROWS}")
+    if queries > 1 and rows > MAX_ROWS:
+        raise UsageError(f"a plan for {queries} queries has {rows} rows of a KV head; decode takes at most {MAX_ROWS}")
     target = target_of(device)
     many = target.multiprocessors if multiprocessors is None else multiprocessors
     if dtype is None:

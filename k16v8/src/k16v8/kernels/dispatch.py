@@ -211,8 +211,8 @@ def _triton_refusal(
             return f"head dimension {dim}; the gates cover {', '.join(map(str, HEAD_DIMS))}"
     if page < 1 or page % PAGE_STEP:
         return f"page size {page}; pages have a multiple of {PAGE_STEP} tokens"
-    if ratio > checks.MOST_ROWS:
-        return f"{ratio} query heads per KV head; the gates cover 1 to {checks.MOST_ROWS}"
+    if ratio > checks.MAX_ROWS:
+        return f"{ratio} query heads per KV head; the gates cover 1 to {checks.MAX_ROWS}"
     return _device_refusal(implementation, device)
 
 

@@ -27,8 +27,8 @@ from k16v8.kernels.weights import QuantizedWeight
 
 __all__ = ["ExpertPlan", "MatmulPlan", "expert_matmul", "matmul", "plan_experts", "plan_matmul", "split_count"]
 
-_MOST_SPLITS = 32
-_SHORTEST = 256  # inputs that a split should at least have
+_MAX_SPLITS = 32
+_MIN_SPLIT_INPUTS = 256  # inputs that a split should at least have
 _SUM_COLUMNS = 1024
 SUM_TILE = Tiles(1, _SUM_COLUMNS, 4, 1)
 
@@ -219,7 +219,7 @@ def depth(weight: QuantizedWeight, tile: Tiles, target: Target) -> int:
 def split_count(rows: int, outputs: int, inputs: int, tile: Tiles, multiprocessors: int) -> int:
     """The fewest splits of the inputs that give every multiprocessor two programs, each with 256 inputs or more."""
     programs = -(-rows // tile.rows) * -(-outputs // tile.tokens)
-    return max(1, min(-(-2 * multiprocessors // programs), inputs // _SHORTEST, _MOST_SPLITS))
+    return max(1, min(-(-2 * multiprocessors // programs), inputs // _MIN_SPLIT_INPUTS, _MAX_SPLITS))
 
 
 def plan_matmul(

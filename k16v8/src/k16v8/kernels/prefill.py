@@ -54,7 +54,9 @@ WORKSPACE = 128 << 20
 """Default bytes of the workspace of one device: 32K tokens of 8 KV heads of 128.  Static, unmeasured."""
 
 _JOINED = 64 << 20  # bytes of numbers while parts are joined
-_SHORT = 128  # queries up to which reading the codes in place is cheaper than writing them out; static, unmeasured
+_IN_PLACE_QUERIES = (
+    128  # queries up to which reading the codes in place is cheaper than writing them out; static, unmeasured
+)
 _FLASH_DIM = 256
 _MODULES = {"fa3": ("flash_attn_interface", "sgl_kernel.flash_attn"), "fa2": ("flash_attn",)}
 _VLLM = "vllm.vllm_flash_attn"
@@ -90,7 +92,7 @@ def prefill_route(
         ``extend``, the Triton kernel, for short continuations, for keys in codes (they would be rounded once more),
         where the workspace is too small for a window, and where no library runs; otherwise the library.
     """
-    if isinstance(arch, str) or arch < 80 or most_queries <= _SHORT:
+    if isinstance(arch, str) or arch < 80 or most_queries <= _IN_PLACE_QUERIES:
         return "extend"
     if storage(cache.k_format).quantized or cache.k_cache.dtype != dtype:
         return "extend"

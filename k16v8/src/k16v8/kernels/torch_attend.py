@@ -21,13 +21,13 @@ from k16v8.kernels.reference import Attention
 __all__ = ["Call", "Last", "attend_last", "attend_sequence"]
 
 # On a CPU; elsewhere so many times more, because starting an operation costs more.
-_ELSEWHERE = 16
+_DEVICE_FACTOR = 16
 _KEYS = 1 << 20  # numbers of keys that are widened at a time
 _LOGITS = 1 << 16  # logits at a time, of no less than one KV head
 _ROWS = 128  # rows of a product: queries times query heads of a KV head
 
-_FEW_ROWS = 32  # with fewer, a product is bound by memory
-_VAIN = 8  # of a block of keys, so much may be padding where that saves products: one part in so many
+_MEMORY_BOUND_ROWS = 32  # with fewer, a product is bound by memory
+_MAX_PADDING_SHARE = 8  # of a block of keys, so much may be padding where that saves products: one part in so many
 _NONE, _ALL = float("-inf"), slice(None)
 # An e4m3 moved to where float16 has its exponent and fraction is a float16, so many times too small.
 _UNITS = {"fp8_e4m3": 2.0**8, "fp8_e4m3fnuz": 2.0**7}
@@ -59,7 +59,7 @@ class Call:
 
     def at_once(self, limit: int) -> int:
         """A limit on this device."""
-        return limit if self.q.device.type == "cpu" else limit * _ELSEWHERE
+        return limit if self.q.device.type == "cpu" else limit * _DEVICE_FACTOR
 
     def queries(self, q: Tensor) -> Tensor:
         """``[Q, heads, D]`` as float32 ``[kv_heads, Q, ratio, D]``, with what scales all logits."""
@@ -189,7 +189,7 @@ def _parts(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
     longest = 0
     for last in sorted(lasts, key=lambda last: last.length):
         tokens = min(last.length, window or last.length)
-        if part and (len(part) * (tokens - longest) > most // _VAIN or (len(part) + 1) * tokens > most):
+        if part and (len(part) * (tokens - longest) > most // _MAX_PADDING_SHARE or (len(part) + 1) * tokens > most):
             yield part
             part = []
         part.append(last)
@@ -249,7 +249,7 @@ def _weighted(logits: Tensor, block: _Block) -> tuple[Tensor, Tensor]:
 
 def _product(one: Tensor, other: Tensor) -> Tensor:
     """``[H, R, n]`` times ``[H, n, m]``, float32."""
-    linear = _linear() if len(one) == 1 and one.shape[1] >= _FEW_ROWS and one.device.type == "cpu" else None
+    linear = _linear() if len(one) == 1 and one.shape[1] >= _MEMORY_BOUND_ROWS and one.device.type == "cpu" else None
     if linear is None:
         return torch.bmm(one, other)
     found: Tensor = linear(one[0], other[0].t(), None, "none", [], "")

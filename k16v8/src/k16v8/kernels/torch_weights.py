@@ -13,7 +13,7 @@ from k16v8.kernels.weights import QuantizedWeight, zero_points
 
 __all__ = ["dequantize", "expert_matmul", "matmul", "one_expert"]
 
-_AT_ONCE = 1 << 20  # codes that are float32 at a time: 4 MB, which processors' own caches hold
+_CODES_PER_CHUNK = 1 << 20  # codes that are float32 at a time: 4 MB, which processors' own caches hold
 
 
 def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """
     out = torch.empty(weight.inputs, weight.outputs, dtype=dtype, device=weight.qweight.device)
     zeros, scales = zero_points(weight).float(), weight.scales.float()
-    step = max(1, _AT_ONCE // (weight.group * weight.outputs))
+    step = max(1, _CODES_PER_CHUNK // (weight.group * weight.outputs))
     for first in range(0, len(scales), step):
         rows = slice(first * weight.group, min((first + step) * weight.group, weight.inputs))
         values = torch.empty(rows.stop - rows.start, weight.outputs, device=out.device)
@@ -89,7 +89,7 @@ def _product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     scales = weight.scales.float()
     total = torch.zeros(len(x), weight.outputs, device=x.device)
     whole, size = weight.inputs // weight.group, weight.group
-    many = max(1, _AT_ONCE // (size * weight.outputs))
+    many = max(1, _CODES_PER_CHUNK // (size * weight.outputs))
     # runs of groups, the last of which may be shorter
     runs = [(first, min(first + many, whole), size) for first in range(0, whole, many)]
     if whole < len(scales):

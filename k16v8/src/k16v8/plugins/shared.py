@@ -68,7 +68,7 @@ _SCALE_BYTES = 2
 _BITS = {NATIVE: 16, "bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
 _INTEGERS = ("int8", "int4")
 _16_BIT = {"torch.bfloat16": "bf16", "torch.float16": "f16"}  # types, and the kernels' names of them
-_STORED = {"fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fnuz": "float8_e4m3fnuz"}  # names of torch, else of k16v8
+_STORAGE_TYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fnuz": "float8_e4m3fnuz"}  # names of torch, else of k16v8
 _SIDE = re.compile(r"([a-z0-9_]+)(?:\[([^\[\]]*)\])?")
 _LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
@@ -291,7 +291,7 @@ def _installed(package: str) -> str:
 
 
 _PLANS: dict[tuple[object, ...], Any] = {}
-_MOST_PLANS = 1024  # for FlashInfer tables of SGLang grow with their sequences
+_MAX_PLANS = 1024  # for FlashInfer tables of SGLang grow with their sequences
 _BUFFERS: dict[torch.device, Tensor] = {}
 
 
@@ -337,7 +337,7 @@ def decode_step(
     shape = batch, queries, *q.shape[1:], cache.kv_heads, cache.v_dim, longest
     key = kernels.implementation, device, *shape, *kind, *options
     if key not in _PLANS:
-        if len(_PLANS) == _MOST_PLANS:
+        if len(_PLANS) == _MAX_PLANS:
             _PLANS.clear()
         buffer = decode_buffer(device)
         _PLANS[key] = kernels.plan(batch, heads, cache, attention, queries=queries, dtype=q.dtype, buffer=buffer)
@@ -356,9 +356,9 @@ def decode_queries(ratio: int, drafts: int) -> int:
 
     ``ratio``: query heads of a KV head.
     """
-    from k16v8.kernels.checks import MOST_ROWS
+    from k16v8.kernels.checks import MAX_ROWS
 
-    return 1 + drafts if ratio * (1 + drafts) <= MOST_ROWS and _named_kernels() == "triton" else 1
+    return 1 + drafts if ratio * (1 + drafts) <= MAX_ROWS and _named_kernels() == "triton" else 1
 
 
 def _named_kernels() -> str:
@@ -562,7 +562,7 @@ def read_back(
     ]
     held = [byte for x in found.tensors for byte in _addresses(x[blocks[0]])]
     stored = [
-        str(x.dtype).removeprefix("torch.") if name in _16_BIT.values() else _STORED.get(name, name)
+        str(x.dtype).removeprefix("torch.") if name in _16_BIT.values() else _STORAGE_TYPES.get(name, name)
         for x, name in ((found.keys, found.k_format), (found.values, found.v_format))
     ]
     return {

@@ -40,7 +40,7 @@ from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exac
 from fidelab.results.measurement import Cell, Definition
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
-_WORSE = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
+_HARM_POINTS = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
 _BATCH = 8
 _PARALLEL_TOKENS = 32
 _SHORTEST_LONG = 256  # minimum tokens of a long prompt
@@ -295,7 +295,7 @@ def _lowers(good: Sequence[CheckResult], seed: int) -> tuple[str, ...]:
     """
     answered = [result for result in good if result.check.judge is not None]
     interval = _change(answered, seed).interval if answered else None
-    if interval is None or interval[1] >= _WORSE:
+    if interval is None or interval[1] >= _HARM_POINTS:
         return ()
     lost, had = sum(r.outcome == "lost" for r in answered), sum(bool(r.ref.passed) for r in answered)
     return (

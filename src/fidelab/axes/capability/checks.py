@@ -111,9 +111,9 @@ def _program(task: Task) -> Judge:
 
 _NUMBER_ONLY = "Answer with the number only."
 _ONE_WORD = "Answer with one word."
-_SAME = "Repeat the following exactly, and write nothing else:"
+_REPEAT_INSTRUCTION = "Repeat the following exactly, and write nothing else:"
 _PASSWORD = "harbor"
-_FOREIGN = "naïve façade — 東京 · Ελλάδα · 🙂"
+_UNICODE_SAMPLE = "naïve façade — 東京 · Ελλάδα · 🙂"
 _MARKUP = '{"a": [1, -2.5], "b": null, "{{c}}": "<d>&amp;</d>"}'
 
 _SUMS = (
@@ -146,7 +146,7 @@ _TOPICS = (
     "List the days of the week, beginning with Monday, separated by commas.",
     "Write the first two sentences of a story about a lighthouse and the person who keeps it.",
 )
-_WEATHER = "What is the weather in Paris right now? Use the tool."
+_WEATHER_QUESTION = "What is the weather in Paris right now? Use the tool."
 _TRAIN = f"A train has 4 cars with 12 seats each, and 5 seats are taken. How many are free? {_NUMBER_ONLY}"
 
 TOOL: dict[str, Any] = {
@@ -190,14 +190,14 @@ CHECKS: tuple[Check, ...] = (
     Check("knowledge-7", "knowledge", f"{_YEAR} {_NUMBER_ONLY}", "1969", _number("1969")),
     Check("edge-empty", "edge", "", "some words", _words),
     Check("edge-long", "edge", long_prompt(0), _PASSWORD, _name(_PASSWORD, "river", "mill", "meadow")),
-    Check("edge-unicode", "edge", f"{_SAME} {_FOREIGN}", _FOREIGN, _line(_FOREIGN)),
+    Check("edge-unicode", "edge", f"{_REPEAT_INSTRUCTION} {_UNICODE_SAMPLE}", _UNICODE_SAMPLE, _line(_UNICODE_SAMPLE)),
     Check("edge-spaces", "edge", _SPACES, "7", _number("7")),
-    Check("edge-markup", "edge", f"{_SAME} {_MARKUP}", _MARKUP, _json(_MARKUP)),
+    Check("edge-markup", "edge", f"{_REPEAT_INSTRUCTION} {_MARKUP}", _MARKUP, _json(_MARKUP)),
     *(Check(f"parallel-{n}", "parallel", topic, "as when alone", None) for n, topic in enumerate(_TOPICS, 1)),
     *(
         Check(f"vision-{n}", "vision", question.text, question.right, _name(question.right, *question.wrong))
         for n, question in enumerate(QUESTIONS, 1)
     ),
-    Check("tool-call", "tool call", _WEATHER, "get_weather(city='Paris')", _weather),
+    Check("tool-call", "tool call", _WEATHER_QUESTION, "get_weather(city='Paris')", _weather),
     Check("thinking", "thinking", _TRAIN, "an end, then 43", _number("43")),
 )

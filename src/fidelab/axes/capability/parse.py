@@ -43,7 +43,7 @@ _BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSO
 _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
-_REACH = 200  # characters in which "not" is looked for before a name
+_NEGATION_SPAN = 200  # characters in which "not" is looked for before a name
 
 
 def first_number(text: str) -> Decimal | None:
@@ -70,7 +70,7 @@ def named(text: str, names: Sequence[str]) -> list[str]:
         folded = _fold(sentence)
         places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
         if places:
-            matches = [n for at, n in sorted(places) if not _NEGATED.search(folded, max(0, at - _REACH), at)]
+            matches = [n for at, n in sorted(places) if not _NEGATED.search(folded, max(0, at - _NEGATION_SPAN), at)]
             return list(dict.fromkeys(matches))
     return []
 

@@ -39,13 +39,13 @@ from fidelab.engines.openai.http import cleaner, said, split_url
 
 BEHIND = 0.050  # seconds: p99 of sent − due above which an open loop did not keep its rate
 
-_TICK = 0.010  # seconds between looks at the clock
+_POLL_SECONDS = 0.010  # seconds between looks at the clock
 _PROGRESS_TICKS = 20
 _EARLY = 3  # failures in a row, alike, before anything was answered, after which the rest would fail as well
-_GONE = 50  # refused connections in a row after which a server has gone
-_HELD = 400_000_000  # bytes of raw answers kept; beyond, answers are read as they end
+_MAX_REFUSALS = 50  # refused connections in a row after which a server has gone
+_MAX_BUFFERED_BYTES = 400_000_000  # bytes of raw answers kept; beyond, answers are read as they end
 _PIECE = 100  # bytes that a chunk of an answer takes besides its own
-_LARGEST = 1 << 20  # bytes of an answer
+_MAX_ANSWER_BYTES = 1 << 20  # bytes of an answer
 _PER_TOKEN = 1 << 12  # and of each token that was asked; servers write about 300
 _PATIENT = (408, 425, 429)  # refusals that are about the moment, not about the request
 _NO_EVENTS: NDArray[np.float64] = np.empty(0)
@@ -288,7 +288,7 @@ class _Client:
             raise
         self._land(flight)
         self._refused = self._refused + 1 if flight.error == "connect" else 0
-        if self._refused >= max(_GONE, 2 * self._limit):
+        if self._refused >= max(_MAX_REFUSALS, 2 * self._limit):
             self._queue.clear()
         if not self._answered:
             self._judge(flight)
@@ -296,7 +296,7 @@ class _Client:
     async def _attempt(self, flight: _Flight) -> None:
         """Send it once and keep what is answered; what goes wrong is noted in the flight."""
         flight.sent, flight.error, flight.detail = 0.0, None, ""
-        most = _LARGEST + _PER_TOKEN * flight.request.max_tokens
+        most = _MAX_ANSWER_BYTES + _PER_TOKEN * flight.request.max_tokens
         try:
             async with (
                 asyncio.timeout(None) as flight.deadline,
@@ -343,7 +343,7 @@ class _Client:
         flight.deadline, flight.ended = None, monotonic()
         flight.sent = flight.sent or flight.ended
         self._held += flight.size + _PIECE * len(flight.parts)
-        if self._held <= _HELD:
+        if self._held <= _MAX_BUFFERED_BYTES:
             self._landed.append(flight)
         else:
             self._exchanges.append(self._read(flight))
@@ -353,13 +353,13 @@ class _Client:
 
         A loop that stood still over several ticks was late for each of them.
         """
-        due, ticks = monotonic() + _TICK, 0
+        due, ticks = monotonic() + _POLL_SECONDS, 0
         while True:
             await _sleep_until(due)
             now = monotonic()
             while due <= now:
                 self._late.append(now - due)
-                due += _TICK
+                due += _POLL_SECONDS
             ticks += 1
             if self._on_progress is not None and ticks % _PROGRESS_TICKS == 0:
                 self._on_progress(len(self._landed) + len(self._exchanges), len(self._load.requests))

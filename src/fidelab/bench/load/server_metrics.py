@@ -22,10 +22,10 @@ import numpy as np
 from fidelab.engines.openai.http import Session, TooLargeError
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
-_LARGEST = 4 << 20  # bytes that are read of one answer
+_MAX_ANSWER_BYTES = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are not of interest
-_KEPT = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
-_MOST = 2.0**63  # of a number that counts anything
+_MAX_KEPT_BYTES = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
+_MAX_VALUE = 2.0**63  # of a number that counts anything
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
 _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 
@@ -127,8 +127,8 @@ _KINDS: Mapping[str, _Names] = {
         drafts=("llamacpp:spec_decode_num_drafts",),
     ),
 }
-_WANTED = tuple(name.encode() for names in _KINDS.values() for name in names.all())
-_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (b"|".join(map(re.escape, _WANTED)), _LINE), re.MULTILINE)
+_METRIC_NAMES = tuple(name.encode() for names in _KINDS.values() for name in names.all())
+_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (b"|".join(map(re.escape, _METRIC_NAMES)), _LINE), re.MULTILINE)
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
 
 
@@ -199,7 +199,9 @@ class Scraper:
     def _get(self) -> tuple[int, bytes]:
         """The status, and the lines that are looked at later: some hundred bytes of some hundred thousand."""
         try:
-            answer = self._session.ask("GET", self._url, seconds=_TIMEOUT, largest=_LARGEST, headers=self._headers)
+            answer = self._session.ask(
+                "GET", self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers
+            )
         except TooLargeError as error:
             answer = error.answer
         return answer.status, b"".join(_of_interest(answer.content))
@@ -210,7 +212,7 @@ def _of_interest(page: bytes) -> Iterator[bytes]:
     kept = 0
     for match in _INTEREST.finditer(page):
         kept += len(match[0])
-        if kept > _KEPT:
+        if kept > _MAX_KEPT_BYTES:
             return
         yield match[0]
 
@@ -328,14 +330,14 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     """Name without ``_total`` → values, one per engine; empty where the text is not of Prometheus."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    wanted = {name.decode() for name in _WANTED}
+    wanted = {name.decode() for name in _METRIC_NAMES}
     counters: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     try:
         for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 # SGLang counts requests by priority, too, in addition to the count of all
-                if name not in wanted or not abs(sample.value) < _MOST or sample.labels.get("priority"):
+                if name not in wanted or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
                 engines = counters.setdefault(name, {})

@@ -25,9 +25,9 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Mea
 from fidelab.results.plots import TablePlot
 
 TITLE = "How much does its server take?"
-MOST = 256  # requests at once that are tried, unless specified
-_FIRST = 256  # tokens of the first prompt, where the server does not say how many it takes
-_LONGEST = 1 << 20
+MAX_CONCURRENCY = 256  # requests at once that are tried, unless specified
+_FIRST_PROMPT_TOKENS = 256  # tokens of the first prompt, where the server does not say how many it takes
+_MAX_PROMPT_TOKENS = 1 << 20
 _FINE = 16  # tokens: the longest context is found to within a block of this size, or 2%
 _INTERVAL = 0.1  # seconds between readings of the server's metrics: loads are short
 _ATTAINED = 0.9  # of the requests are to meet every target
@@ -56,7 +56,7 @@ class _Border:
 
 
 def measure_capacity(
-    contact: Contact, contexts: Sequence[int] = (), most: int = MOST, *, watch: ServingWatch | None = None
+    contact: Contact, contexts: Sequence[int] = (), most: int = MAX_CONCURRENCY, *, watch: ServingWatch | None = None
 ) -> Measurement:
     """Find the longest context, and for each of some contexts how many requests the server takes at once.
 
@@ -103,11 +103,11 @@ class _Search:
     def _find_longest(self, contexts: Sequence[int]) -> _Border | None:
         """The longest prompt that one request may have, and what bounds it."""
         output, limit = self._settings.output, self._contact.limit
-        most = (limit or _LONGEST) - output
+        most = (limit or _MAX_PROMPT_TOKENS) - output
         good, bad, border = 0, most + 1, None
         if limit is not None:
             border = _Border("limit", f"the server's limit is {limit:,} tokens, of which {output:,} are the answer's")
-        tokens = most if limit is not None else min([_FIRST, *contexts])
+        tokens = most if limit is not None else min([_FIRST_PROMPT_TOKENS, *contexts])
         while tokens > 0 and bad - good > max(_FINE, good // 50):
             found = self._try(tokens, 1)
             if self._gone:

@@ -30,7 +30,7 @@ _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
 )
 _ABOUT_REQUEST = (400, 413, 422)
-_WORDLESS = {"no-stream", "aborted", "server"}  # of exchanges whose stream came to nothing
+_EMPTY_STREAM_CAUSES = {"no-stream", "aborted", "server"}  # of exchanges whose stream came to nothing
 
 
 class ServingWatch:
@@ -208,7 +208,7 @@ class _Sweep:
         kinds, first = {exchange.error for exchange in driven.measured}, driven.measured[:1]
         if kinds and kinds <= {f"http-{status}" for status in _ABOUT_REQUEST}:
             words = first[0].detail
-        elif kinds and kinds <= _WORDLESS:
+        elif kinds and kinds <= _EMPTY_STREAM_CAUSES:
             words = self._contact.explain(driven.requests[0]) or ""
         else:
             return None

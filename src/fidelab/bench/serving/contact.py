@@ -40,9 +40,9 @@ PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 _UNITS = (24, 192)  # tokens or words of the trial prompts; a template of the server's comes on top
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # of the trial prompts: no load begins as they do
-_LONGEST = 30.0  # seconds for a single question
+_QUESTION_TIMEOUT = 30.0  # seconds for a single question
 _ATTEMPTS = 3
-_PATIENCE = 5.0  # seconds of attempts
+_CONNECT_SECONDS = 5.0  # seconds of attempts
 _NOT_TAKEN = (400, 422)
 _TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "*.jinja", "config.json", "generation_config.json"]
 _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
@@ -92,7 +92,7 @@ class Contact:
 
     def client(self) -> Client:
         """Return a client for single questions."""
-        return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
+        return Client(self.settings.base_url, self.key, min(_QUESTION_TIMEOUT, self.settings.timeout))
 
     def scraper(self, interval: float = 1.0) -> Scraper:
         """Return a reader of the server's own metrics; ``interval``: seconds."""
@@ -371,7 +371,7 @@ class _Trial:
 
     def _retried(self, ask: Callable[[], Answer]) -> Answer:
         """Answers that break off now and then are asked for again; slow failures and refusals are not."""
-        began, patience = time.monotonic(), min(_PATIENCE, self._contact.settings.timeout / 2)
+        began, patience = time.monotonic(), min(_CONNECT_SECONDS, self._contact.settings.timeout / 2)
         for left in reversed(range(_ATTEMPTS)):
             try:
                 return ask()

@@ -14,8 +14,8 @@ from fidelab.results.speculation import Arrival
 
 Tokens = Annotated[int, Field(ge=1)]
 
-_FEWEST = 8  # requests of a cell
-_MOST = 10_000  # requests made for a load that a duration ends
+_MIN_REQUESTS = 8  # requests of a cell
+_MAX_TIMED_REQUESTS = 10_000  # requests made for a load that a duration ends
 _TOKENS = 20_000_000  # and their tokens together
 
 
@@ -92,5 +92,5 @@ class ServingSettings(BaseModel):
         if self.duration is not None and self.request_rate is not None:
             return max(1, math.ceil(self.duration * self.request_rate))
         if self.duration is not None:
-            return max(_FEWEST, min(_MOST, _TOKENS // asked.context))
-        return max(_FEWEST, 2 * (asked.concurrency or 0))
+            return max(_MIN_REQUESTS, min(_MAX_TIMED_REQUESTS, _TOKENS // asked.context))
+        return max(_MIN_REQUESTS, 2 * (asked.concurrency or 0))

@@ -22,7 +22,7 @@ from fidelab.core.errors import ConfigError, UnknownNameError, UsageError, neare
 
 _PROFILE_DIR = Path(__file__).parent
 _EXPERIMENTS = _PROFILE_DIR / "experiments"
-_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+_STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
 _FOLDERS = ("folder", "stages")  # known only when a stage is run
@@ -34,7 +34,7 @@ Value = str | int | float
 class Needs(BaseModel):
     """Requirements of a stage on the machine. Sizes are in GB (10^9 bytes); all GPUs are alike."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     device: Literal["cpu", "gpu", "cuda", "rocm"] | None = Field(default=None, description="kind of device")
     gpus: Annotated[int, Field(ge=1)] | None = Field(default=None, description="number of GPUs")
@@ -53,7 +53,7 @@ class Needs(BaseModel):
 class Source(BaseModel):
     """Source of the protocol and the expected figures."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     title: str = Field(description="title of the document")
     url: str = Field(default="", description="public address; empty where the profile repeats nobody's measurement")
@@ -63,7 +63,7 @@ class Source(BaseModel):
 class Pins(BaseModel):
     """Versions with which the profile was written."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     models: dict[str, str | None] = Field(
         default_factory=dict, description="checkpoint → revision; null where its source names none"
@@ -74,7 +74,7 @@ class Pins(BaseModel):
 class StageChange(BaseModel):
     """Replacements of a variant."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     needs: Needs | None = Field(default=None, description="needs, replacing the stage's")
     experiment: dict[str, Any] | None = Field(default=None, description="settings that override the experiment's")
@@ -84,7 +84,7 @@ class StageChange(BaseModel):
 class Stage(BaseModel):
     """An experiment, or the words of a command of fidelab."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     name: str = Field(pattern=_NAME, description="name, unique in the profile")
     about: str = Field(default="", description="what it measures, in one line")
@@ -107,7 +107,7 @@ class Stage(BaseModel):
 class Figure(BaseModel):
     """A figure of the source, and where a stage's JSON has ours."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     name: str = Field(description="name of the figure")
     stage: str = Field(description="stage that measures it")
@@ -119,7 +119,7 @@ class Figure(BaseModel):
 class Variant(BaseModel):
     """The same protocol at another size."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     about: str = Field(description="purpose, in one line")
     needs: Needs = Field(default_factory=Needs, description="default needs of stages in this variant")
@@ -130,7 +130,7 @@ class Variant(BaseModel):
 class Profile(BaseModel):
     """A profile as its file has it."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     kind: Literal["profile"] = Field(description="profile")
     purpose: str = Field(description="question that the profile answers")
@@ -183,7 +183,7 @@ class Profile(BaseModel):
 class Resolved(BaseModel):
     """A profile in one variant, its parameters put in; :func:`fidelab.studies.profiles.run_profile` takes it."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
 
     name: str
     variant: str | None

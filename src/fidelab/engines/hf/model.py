@@ -40,7 +40,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # largest relative change of logits by rounding
 
-_PLAIN = {
+_SUPPORTED_ATTENTION = {
     None,
     "eager",
     "sdpa",
@@ -158,7 +158,7 @@ class HFModel:
             elsewhere = self._arm.device == "cpu" or {"device_map", "tp_plan"} & opened.keys()
             if not elsewhere and find_spec("accelerate") is not None:
                 opened["device_map"] = {"": self._arm.device}  # without a copy of the weights on the host
-            if not _attentions(config) <= _PLAIN:
+            if not _attentions(config) <= _SUPPORTED_ATTENTION:
                 _leave_attention_open(config)
                 opened["config"] = config
             model, report = auto.from_pretrained(

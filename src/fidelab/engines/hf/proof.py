@@ -43,7 +43,7 @@ _SENTINELS = 3  # layers that are observed where not all are
 _POSITIONS = 256  # of a layer, that are compared: where there are more, drawn ones and the last
 _QUERIES = 256  # the first ones, that attention is computed again for
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
-_UNSEEN = "attention makes keys and values of its own from what the cache hands over"
+_RECOMPUTED_KEYS = "attention makes keys and values of its own from what the cache hands over"
 _PART = "no forward through an empty cache was seen, which alone tells what the kernels read"
 
 
@@ -177,7 +177,7 @@ class Proof:
 
     def unseen(self) -> list[tuple[int, int]]:
         """(layer, side) of the sentinels whose attention got no tensors that can be compared with the cache's."""
-        if self._seen.opened.get("received") != _UNSEEN:
+        if self._seen.opened.get("received") != _RECOMPUTED_KEYS:
             return []
         return [(layer, side) for layer in self._drawn(self._seen.layers) for side in (0, 1)]
 
@@ -249,7 +249,7 @@ class Proof:
         with _tapped(cache, updated, attended):
             yield
         if set(evidence.layers) - evidence.received:
-            evidence.opened.setdefault("received", _UNSEEN)
+            evidence.opened.setdefault("received", _RECOMPUTED_KEYS)
         if evidence.layers and (not self._seen.layers or len(evidence.opened) <= len(self._seen.opened)):
             self._seen = evidence
         self._layers.update(evidence.layers)
@@ -361,7 +361,7 @@ class Proof:
         """Compare the arguments of attention with the tensors that the cache returned."""
         for side, (written, out, tensor) in enumerate(zip(inputs, outputs, received, strict=True)):
             if tensor.shape != out.shape:
-                evidence.opened["received"] = _UNSEEN
+                evidence.opened["received"] = _RECOMPUTED_KEYS
             elif tensor is not out and not equal_bits(tensor, out):
                 what = "untouched" if equal_bits(tensor[:, :, -written.shape[2] :], written) else "other"
                 self.refute("received", f"attention of layer {layer} got {what} {_WORDS[side]}, not the cache's")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fidelab.engines.hf.model import HFModel
     from fidelab.engines.hf.paged import ArmCache
 
-_TOGETHER = 8  # windows that are decoded together
+_DECODE_BATCH = 8  # windows that are decoded together
 
 
 def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]:
@@ -55,8 +55,8 @@ class _Serving:
             case "batch":
                 yield from self._batches()
             case "decode" if len({*map(len, windows)}) == 1:
-                for start in range(0, len(windows), _TOGETHER):
-                    yield from self._decoded(windows[start : start + _TOGETHER])
+                for start in range(0, len(windows), _DECODE_BATCH):
+                    yield from self._decoded(windows[start : start + _DECODE_BATCH])
             case _:
                 yield from map(self._answer, windows)
 

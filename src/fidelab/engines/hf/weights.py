@@ -34,7 +34,7 @@ WEIGHTS, NATIVE = "weights", "native"  # the option's name, and its value that r
 _SPAN = re.compile(r"(?P<first>[0-9]{1,6})(?:-(?P<last>[0-9]{1,6}))?")
 _PATTERN = re.compile(r"[\w*?-]+(?:\.[\w*?-]+)*")
 _ROUTERS = ("router", "gate", "shared_expert_gate", "shared_expert_gating")
-_MOST_LISTED = 12
+_MAX_LISTED = 12
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _known(pattern: str, weights: Sequence[ModelWeight]) -> str:
     if _SPAN.fullmatch(pattern):
         return f"its layers are 0–{max((weight.layer for weight in weights if weight.layer is not None), default=0)}"
     kinds = list(dict.fromkeys(weight.kind for weight in weights if weight.usual))
-    return f"its linear weights are {', '.join(kinds[:_MOST_LISTED])}{', …' if len(kinds) > _MOST_LISTED else ''}"
+    return f"its linear weights are {', '.join(kinds[:_MAX_LISTED])}{', …' if len(kinds) > _MAX_LISTED else ''}"
 
 
 def _names(pattern: str, weight: ModelWeight) -> bool:

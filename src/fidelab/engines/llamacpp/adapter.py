@@ -71,11 +71,11 @@ from fidelab.engines.timing import time_prompts
 _PACKAGE = "llama-cpp-python"
 _LIBRARY = "LLAMA_CPP_LIB_PATH"
 _UNROTATED = "LLAMA_ATTN_ROT_DISABLE"
-_WIDE = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
+_UNQUANTIZED = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
 _ALL_LAYERS = 0x7FFFFFFF
 _CHUNK = 512  # llama.cpp's own n_ubatch
-_MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
-_TRIED = 4  # tokens that a cache and the head are tried with
+_MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_TRIAL_TOKENS = 4  # tokens that a cache and the head are tried with
 _SENTINEL_ROWS = 8
 _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
@@ -154,7 +154,7 @@ class LlamaCppEngine(Engine):
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
             return Support(False, "llama.cpp computes in the types of the file, not in float32: leave --dtype away")
-        if not _flash(arm) and arm.kv.v.name not in _WIDE:
+        if not _flash(arm) and arm.kv.v.name not in _UNQUANTIZED:
             return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
         return Support(True)
 
@@ -323,7 +323,7 @@ class LlamaCppEngine(Engine):
             )
         except EngineError:  # this build lacks one of them: no proof by bytes, but by name
             return
-        first, original = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
+        first, original = (read_state(x, _TRIAL_TOKENS, self._seen.layers) for x in (state, exact))
         self._read_layers = int(None not in (first, original))
         self._proof = proof(
             formats, first, original, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
@@ -337,9 +337,9 @@ class LlamaCppEngine(Engine):
         """Bytes that one more token adds to the saved state of a sequence, and that state."""
         is_first = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
         watched = {"cb_eval": self._reads.callback} if is_first else {}
-        with self._context(_TRIED, k=k, v=v, **watched) as context:
+        with self._context(_TRIAL_TOKENS, k=k, v=v, **watched) as context:
             sizes = []
-            for token in range(_TRIED):
+            for token in range(_TRIAL_TOKENS):
                 context.step({0: token})
                 sizes.append(context.stored_bytes())
             if (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name):
@@ -364,9 +364,9 @@ class LlamaCppEngine(Engine):
             weight, tensor = self._reads.head
             tap = States(tensor)
             tap.stop = False
-            with self._context(_TRIED, states=tap) as context:
-                live = np.concatenate(list(context.feed(range(_TRIED), range(_TRIED))))
-                self._head = LlamaHead(self._model, Path(self._arm.path), weight, tensor, tap.take(_TRIED), live)
+            with self._context(_TRIAL_TOKENS, states=tap) as context:
+                live = np.concatenate(list(context.feed(range(_TRIAL_TOKENS), range(_TRIAL_TOKENS))))
+                self._head = LlamaHead(self._model, Path(self._arm.path), weight, tensor, tap.take(_TRIAL_TOKENS), live)
         return self._head
 
     def _rows(self, context: LlamaContext, blocks: Iterable[Floats], *, check: bool = False) -> dict[str, Array]:
@@ -421,7 +421,7 @@ class LlamaCppEngine(Engine):
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
         together = min(request.batch, len(request.prompts))
-        if together > (most := min(self._chunk, _MOST_SEQUENCES)):
+        if together > (most := min(self._chunk, _MAX_SEQUENCES)):
             raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
         cells = max(map(len, request.prompts), default=1) + request.n
         with self._contexts(cells, max(1, together)) as (context, drafter):
@@ -436,8 +436,8 @@ class LlamaCppEngine(Engine):
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         """Windows in one of the ways in which llama.cpp's server computes them, by the same calls of its library."""
         sequences = 1 + len(request.others) if request.way == "batch" else 1
-        if sequences > _MOST_SEQUENCES:
-            raise NotSupportedError(f"llama.cpp answers at most {_MOST_SEQUENCES} prompts together")
+        if sequences > _MAX_SEQUENCES:
+            raise NotSupportedError(f"llama.cpp answers at most {_MAX_SEQUENCES} prompts together")
         other = len(request.others[0]) if request.way == "prefix-other" else 0
         with self._context(max(map(len, (*request.windows, *request.others))) + other, sequences) as context:
             self._seen = context.seen
@@ -608,7 +608,7 @@ def _size(name: str, values: float) -> float:
 def _batches(request: Generate, most: int) -> Iterator[list[int]]:
     """Prompts of similar length together: each sequence of a context has room for the longest."""
     order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
-    size = min(request.batch, most, _MOST_SEQUENCES)
+    size = min(request.batch, most, _MAX_SEQUENCES)
     yield from (order[start : start + size] for start in range(0, len(order), size))
 
 

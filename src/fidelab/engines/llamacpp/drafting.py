@@ -16,7 +16,7 @@ from fidelab.engines.options import is_count
 from fidelab.engines.speculation import Drafts, known_word
 
 _TYPES = ("ngram-simple",)
-_MOST = 16  # tokens of a draft, llama-server's default; so is the next
+_MAX_DRAFT_TOKENS = 16  # tokens of a draft, llama-server's default; so is the next
 _N_GRAM = 12
 _DRAFT, _MAX, _TYPE, _SIZE = "model-draft", "draft-max", "spec-type", "spec-ngram-size-n"
 
@@ -40,7 +40,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     for name in (_MAX, _SIZE):
         if name in options and not is_count(options[name]):
             raise UsageError(f"{name}={options[name]!r} is not a number of tokens")
-    most, n = int(options.get(_MAX, _MOST)), int(options.get(_SIZE, _N_GRAM))
+    most, n = int(options.get(_MAX, _MAX_DRAFT_TOKENS)), int(options.get(_SIZE, _N_GRAM))
     if draft:
         return Speculation("draft_model", most, None, draft, names)
     known_word(_TYPE, str(kind), _TYPES)

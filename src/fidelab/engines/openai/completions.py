@@ -39,7 +39,7 @@ _ADDITIONS: dict[str, Any] = {
     "add_special_tokens": False,
     "skip_special_tokens": False,
 }
-_SAME = 0.05  # nats: the same distribution, computed in another batch
+_BATCH_TOLERANCE = 0.05  # nats: the same distribution, computed in another batch
 
 
 class Completions(Dialect):
@@ -247,7 +247,7 @@ class Completions(Dialect):
             plain, _ = self._tops(self._post(ids, max_tokens=1, logprobs=self.top)[1])
             n = len(positions)
             gaps = [_gap(plain[0], reported[at]) if plain and at < len(reported) else 1.0 for at in (n, n - 1)]
-            if min(gaps) > _SAME:
+            if min(gaps) > _BATCH_TOLERANCE:
                 raise Refused("the log-probabilities of an echoed prompt are not those that follow it")
             self._shifts[kind] = int(gaps[1] < gaps[0])
         return self._shifts[kind]

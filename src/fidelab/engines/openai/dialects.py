@@ -17,7 +17,7 @@ NO_LOGPROBS = "gives no log-probabilities of prompts"
 SAMPLE = "The quick brown fox"  # prompt that a server is tried out with
 _ZERO = -9999.0  # vLLM's value for the logarithm of 0
 _ENTRY = 1 << 10  # bytes of JSON for one token and for each of its log-probabilities; servers write about 100
-_MOST = 1 << 53  # of an integer that a float holds exactly; no count of tokens comes near
+_MAX_EXACT_INTEGER = 1 << 53  # of an integer that a float holds exactly; no count of tokens comes near
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
 def number(answer: Mapping[str, Any], key: str) -> int | None:
     """Count in a server's answer; ``None`` if it is absent, of another type, or not a possible count."""
     value = answer.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXACT_INTEGER else None
 
 
 def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:

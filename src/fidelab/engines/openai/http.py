@@ -222,12 +222,12 @@ def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
 
 _NAMES = 8
 _SPELLING = 24  # characters that one character of a secret may be spelled with
-_SHORT = 8  # characters below which a key may be a part of any word
+_MIN_KEY_LENGTH = 8  # characters below which a key may be a part of any word
 
 
 def _spelled(secret: str) -> str:
     pattern = "".join(map(_spellings, secret))
-    if len(secret) < _SHORT:
+    if len(secret) < _MIN_KEY_LENGTH:
         return rf"(?<![^\W_])(?:{pattern})(?![^\W_])"
     return f"{pattern}|{'|'.join(_encoded(secret))}"
 
@@ -363,7 +363,7 @@ class Client:
 
     def holds_key(self, text: str) -> bool:
         """Whether a text contains the key.  A short key is not searched, since any text may contain it."""
-        return bool(self.key and len(self.key) >= 2 * _SHORT and re.search(_spelled(self.key), text))
+        return bool(self.key and len(self.key) >= 2 * _MIN_KEY_LENGTH and re.search(_spelled(self.key), text))
 
     # ------------------------------------------------------------------------------------------ one request
 

@@ -43,7 +43,7 @@ from fidelab.engines.sglang.launch import (
     DTYPES,
     K16V8,
     OPTIONS,
-    SPARE,
+    RESERVED_TOKENS,
     arguments,
     context,
     drafts_on_cpu,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.head import ReplayedHead
 
-_TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
+_PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
 _UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm without speculation"
@@ -136,7 +136,7 @@ class SGLangEngine(Engine):
         prepare(arm, ranks)
         self._context = context(arm)
         serving = "served" in self.foreseen
-        passed = {**arguments(arm, serving=serving), "context_length": self._context + SPARE}
+        passed = {**arguments(arm, serving=serving), "context_length": self._context + RESERVED_TOKENS}
         logprobs = self._estimator is Estimator.LOGPROBS
         self._session = SGLangSession(passed, self.mark, logprobs=logprobs, serving=serving)
         try:
@@ -186,7 +186,7 @@ class SGLangEngine(Engine):
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         prompts = [window[: request.last + 1] for window in request.windows]  # no row of later tokens is requested
-        for batch in self._batches([(len(window), 1) for window in prompts], _TOGETHER[self._kind]):
+        for batch in self._batches([(len(window), 1) for window in prompts], _PREFILL_TOKENS[self._kind]):
             requests = [SGLangRequest(prompts[i], first=request.first, live=self._sentinel(i)) for i in batch]
             for index, response in zip(batch, self._ask(requests), strict=True):
                 sink.add(index, self._stored(response.rows, request.n_rows))
@@ -325,7 +325,7 @@ class SGLangEngine(Engine):
     @property
     def _room(self) -> int:
         """Tokens of the cache that are available to requests."""
-        return int(self._about["cache_tokens"]) - SPARE - int(self._about["page_size"])
+        return int(self._about["cache_tokens"]) - RESERVED_TOKENS - int(self._about["page_size"])
 
     # ---------------------------------------------------------------------------------------- distributions
 

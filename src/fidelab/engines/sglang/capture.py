@@ -50,7 +50,7 @@ FOLDER = "FIDELAB_CAPTURE"  # environment variable: folder of instructions and a
 LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
 SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving
 PREFIX = "fidelab-"  # of the requests that may have instructions
-_SPARE = 16  # free tokens that a request finds in a cache that is called full
+_MIN_FREE_TOKENS = 16  # free tokens that a request finds in a cache that is called full
 _CHUNK = 256  # rows of log-probabilities at a time
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -122,8 +122,8 @@ class _Capture:
         scheduler.chunked_prefill_size = asked.get("chunk") or self._chunk[0]
         if asked.get("squeeze") and self._withheld is None:
             allocator, page = scheduler.token_to_kv_pool_allocator, scheduler.page_size
-            missing = len(request.input_ids) + _SPARE - int(scheduler.tree_cache.evictable_size())
-            left = -(-max(_SPARE, missing) // page) + 1  # else it would wait for ever
+            missing = len(request.input_ids) + _MIN_FREE_TOKENS - int(scheduler.tree_cache.evictable_size())
+            left = -(-max(_MIN_FREE_TOKENS, missing) // page) + 1  # else it would wait for ever
             self._withheld = allocator, allocator.free_pages[left:]
             allocator.free_pages = allocator.free_pages[:left]
 

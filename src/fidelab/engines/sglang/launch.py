@@ -38,7 +38,7 @@ __all__ = [
     "DTYPES",
     "K16V8",
     "OPTIONS",
-    "SPARE",
+    "RESERVED_TOKENS",
     "arguments",
     "context",
     "drafts_on_cpu",
@@ -55,7 +55,7 @@ __all__ = [
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
-SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts requests to that
+RESERVED_TOKENS = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts requests to that
 _PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
 _CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -84,7 +84,7 @@ OPTIONS: Mapping[str, Value] = {
     "estimator": one_of("hidden", "logprobs"),
     TRUST: YES_NO,
 }
-_ALONE = "fidelab asks one engine in one process"
+_ONE_PROCESS = "fidelab asks one engine in one process"
 CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("model", "model-path"), "write model=…"),
     "dtype": "write dtype=…",
@@ -98,7 +98,7 @@ CONTROLLED: Mapping[str, str] = {
     "disable-overlap-schedule": "a capture reads the states of one step before the next begins",
     "enable-return-hidden-states": "captures are made of these states",
     **dict.fromkeys(("random-seed", "sampling-defaults"), "decoding is greedy"),
-    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ALONE),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ONE_PROCESS),
     **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "only concerns serving"),
 }
 _PASSED: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # options → arguments of sglang.Engine and their types

@@ -13,7 +13,7 @@ from fidelab.engines.base import device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
-_STORED = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
+_STORAGE_TYPES = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
 _BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
 _BYTES |= {"fp4_mx_block16": 9 / 16}
 
@@ -83,8 +83,8 @@ def _found(asked: str, about: Mapping[str, Any]) -> str | None:
     elif scaled:
         name = str(cache["method"])
     else:
-        stored = _STORED.get(asked, (about["compute_dtype"],))
-        name = asked if asked in (*_STORED, "auto") and cache["dtype"] in stored else str(cache["dtype"])
+        stored = _STORAGE_TYPES.get(asked, (about["compute_dtype"],))
+        name = asked if asked in (*_STORAGE_TYPES, "auto") and cache["dtype"] in stored else str(cache["dtype"])
     return name
 
 

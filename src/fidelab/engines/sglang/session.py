@@ -29,7 +29,7 @@ from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
 
 _INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
-_AT_ONCE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
+_COLOCATED_VARIABLE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
@@ -97,7 +97,7 @@ class SGLangSession:
         self._engine: Any = None
         os.environ[FOLDER] = str(self._folder)
         os.environ.update({LOGPROBS: "1"} if logprobs else {})
-        os.environ.update({SERVING: "1", _AT_ONCE: "1"} if serving else {})
+        os.environ.update({SERVING: "1", _COLOCATED_VARIABLE: "1"} if serving else {})
         try:
             self._engine = self._start(arguments)
         except BaseException:
@@ -314,14 +314,14 @@ class SGLangSession:
         return rows
 
 
-_COUNTED = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
+_DRAFT_COUNTERS = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
 _IDLE = 10.0  # seconds after its last answer, at most
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 def _counted(meta: Mapping[str, Any]) -> Drafts:
     """SGLang's counts of one request's drafts."""
-    return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _COUNTED))
+    return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _DRAFT_COUNTERS))
 
 
 def _told_apart(engine: Any, seconds: float) -> dict[str, float]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: the workers' output folder; unset: capture is off
-_CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
+_CHECKED_ATTRIBUTE = "_fidelab_checked"  # a model whose parameters were all filled
 _CHUNK = 256  # rows of log-probabilities at a time
 _EXACT = 0.999  # share of equal numbers that identifies a rounding mode
 
@@ -75,7 +75,7 @@ def register() -> None:
                 original(self, model, model_config)
             finally:
                 object.__delattr__(model, "load_weights")
-        object.__setattr__(model, _CHECKED, True)
+        object.__setattr__(model, _CHECKED_ATTRIBUTE, True)
 
     setattr(load_weights, KEY, True)
     DefaultModelLoader.load_weights = load_weights
@@ -116,7 +116,7 @@ class FidelabWorker:
         return {
             "runner": self._fidelab.wrapped.version,
             "architecture": type(model).__name__,
-            "unfilled": 0 if getattr(model, _CHECKED, False) else None,
+            "unfilled": 0 if getattr(model, _CHECKED_ATTRIBUTE, False) else None,
             "threads": torch.get_num_threads(),
             "vocabulary": processor.org_vocab_size,
             "softcap": processor.soft_cap,

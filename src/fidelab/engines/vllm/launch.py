@@ -44,7 +44,7 @@ _QUIET = {  # before vLLM is imported; the user's values stay
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the requested number of threads, on any core
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_OURS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # required by the capture
+_REQUIRED_ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # required by the capture
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"  # unset: vLLM chooses
 _RUNNERS = {"v1": "0", "v2": "1"}
 SKIP_LAYERS = "kv_cache_dtype_skip_layers"  # argument of vLLM for the layers that keep the compute type
@@ -82,7 +82,11 @@ def prepare(arm: Arm) -> None:
     set_switch(arm.kv)
     # vLLM looks n-grams up with Numba, which would raise the OpenMP threads of vLLM's own kernels to all cores.
     os.environ.update(
-        {**_OURS, **runner_variables(arm), **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads))}
+        {
+            **_REQUIRED_ENVIRONMENT,
+            **runner_variables(arm),
+            **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads)),
+        }
     )
     _, colon, number = arm.device.partition(":")
     if colon:

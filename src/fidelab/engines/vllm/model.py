@@ -39,9 +39,9 @@ SEQUENCES = 16  # default number in one batch
 _SERVED = 64  # the same where requests are answered as servers do
 _WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
 _SENTINEL_ROWS = 8
-_TRIED = 8  # tokens whose keys and values are read back
+_TRIAL_TOKENS = 8  # tokens whose keys and values are read back
 _COUNTERS = "vllm:spec_decode_num_"
-_COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
+_DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
 _SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention backend found")
 
 
@@ -187,7 +187,7 @@ class VLLMModel:
     def _try_out(self) -> None:
         """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""
         self.llm.collective_rpc("fidelab_watch")
-        tokens = range(min(_TRIED, self.about["vocabulary"]))
+        tokens = range(min(_TRIAL_TOKENS, self.about["vocabulary"]))
         [(_, _, key)] = self.run([VLLMRequest(tokens, 1, first=0, last=len(tokens) - 1, sentinel=True)])
         if not self.cache()[0]["layers"]:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in vLLM")
@@ -466,7 +466,7 @@ class VLLMModel:
         if self.config.speculative_config is None:
             return Drafts()
         named = {metric.name.removeprefix(_COUNTERS): metric for metric in self.llm.get_metrics()}
-        return Drafts(*(int(getattr(named.get(name), "value", 0)) for name in _COUNTED))
+        return Drafts(*(int(getattr(named.get(name), "value", 0)) for name in _DRAFT_COUNTERS))
 
     def close(self) -> None:
         """End the workers."""

@@ -23,7 +23,7 @@ def _size(text: str) -> bool:
         return False
 
 
-_ALONE = "fidelab asks one engine in one process"
+_ONE_PROCESS = "fidelab asks one engine in one process"
 _GREEDY = "decoding is greedy"
 CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("model", "model-tag"), "write model=…"),
@@ -37,7 +37,7 @@ CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("generation-config", "override-generation-config"), _GREEDY),
     **dict.fromkeys(("max-logprobs", "logprobs-mode"), "captures hold the whole vocabulary"),
     "disable-log-stats": "counters are read",
-    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), _ALONE),
+    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), _ONE_PROCESS),
     **dict.fromkeys(("served-model-name", "headless"), "only concerns serving"),
     "hf-token": "set the variable HF_TOKEN",
 }
