@@ -14,7 +14,7 @@ from fidelab.engines import k16v8
 NAME = k16v8.K16V8  # engine option attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, also on a GPU
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
-_NATIVE_TYPE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_NATIVES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
 _INTEGERS = ("int8", "int4")
 _GROUP = 32  # of integers, by default
@@ -39,7 +39,7 @@ def refusal(arm: Arm) -> str | None:
     except NotSupportedError as error:
         return str(error)
     for spec in (arm.kv.k, arm.kv.v):
-        if _NATIVE_TYPE.get(spec.name, arm.dtype) != arm.dtype:
+        if _NATIVES.get(spec.name, arm.dtype) != arm.dtype:
             return f"attention={NAME} copies {spec.name} as it is, the model computes in {arm.dtype}"
         head_dim = shape_of(arm.path).head_dim
         group = int(dict(spec.options).get("group", _GROUP))
@@ -62,7 +62,7 @@ def _scaling(spec: FormatSpec) -> str:
         raise NotSupportedError(f"attention={NAME} does not hold {spec}: its kernels have no rotation")
     if kept := [key for key in ("sinks", "tail") if key in options]:
         raise NotSupportedError(f"attention={NAME} does not hold {spec}: its kernels have no {kept[0]}")
-    if spec.name in _NATIVE_TYPE:
+    if spec.name in _NATIVES:
         return "none"
     if spec.name in _INTEGERS:  # where the group is as large as a head: seen at the first write
         return "per-token-head"
@@ -70,7 +70,7 @@ def _scaling(spec: FormatSpec) -> str:
     if spec.name in _FLOAT8 and scale in ("none", "per-token-head"):
         return scale
     raise NotSupportedError(
-        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVE_TYPE)}, {' and '.join(_FLOAT8)} with scale "
+        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVES)}, {' and '.join(_FLOAT8)} with scale "
         f"none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
     )
 
