@@ -129,7 +129,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         images += reader.images
         conversations.append(one)
     if bad and not skip_bad:
-        more = f", and {len(bad) - _LISTED} more" if len(bad) > _MAX_SHOWN else ""
+        more = f", and {len(bad) - _LISTED} more" if len(bad) > _LISTED else ""
         raise InputError(
             f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_LISTED])}{more}; fix them, "
             "or skip them with --skip-bad"
