@@ -75,7 +75,7 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
         if arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys():
             return by_default(resolved, servers)
         variables = runner._variables(resolved)
-        if "PYTHONPATH" in variables or environment.prefix or environment.image:
+        if "PYTHONPATH" in variables or environment.image:
             return by_default(resolved, servers)
         return lambda log: LocalWorker(log, variables)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fidelab.axes.answers import tool_calls
 from fidelab.axes.base import AxisInputs
-from fidelab.axes.capability.parse import tool_calls
 from fidelab.axes.toolcalls import ToolCalls, fits_schema
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair

@@ -19,7 +19,6 @@ from fidelab.captures.requests import ImageForced
 from fidelab.inputs.images import draw, drawn_prompts, png
 from fidelab.models.tiny import make_tiny
 from fidelab.results.measurement import Measurement
-from fidelab.results.plots import TablePlot
 from tests.engines.openai_server import serving
 from tests.run.harness import Done, cli, write_inputs
 
@@ -56,9 +55,8 @@ def done(tmp_path_factory: pytest.TempPathFactory, llava: Path, text_model: Path
     """A coarse cache, a second exact one, and a model that takes no images."""
     more = ("--kv", "int4", "--kv", "f32", "--candidate", f"model={text_model},name=words")
     found = run(
-        *(tmp_path_factory.mktemp("run"), llava, "vision,capability,trajectory", *more, "--control", "none"),
-        *("--set", 'axes.capability.kinds=["vision", "knowledge"]', "--set", "axes.capability.limit=3", "--limit", 2),
-        *("--n-predict", 4, "--set", "axes.vision.n_predict=4", "--set", "axes.vision.limit=4"),
+        *(tmp_path_factory.mktemp("run"), llava, "vision,trajectory", *more, "--control", "none"),
+        *("--limit", 2, "--n-predict", 4, "--set", "axes.vision.n_predict=4", "--set", "axes.vision.limit=4"),
     )
     assert found.code in (0, 1), found.err
     return found
@@ -137,19 +135,6 @@ def test_an_arm_that_takes_no_images_is_told_apart_and_answers_the_rest(done: Do
     assert words["axes"]["trajectory"]["status"] in ("ok", "identical")
     assert "no part for images" not in str(words["axes"]["trajectory"]["reason"])
     assert done.axis("int4", "trajectory").value("score") is not None
-    checks = done.axis("words", "capability")
-    assert {cell.reason for cell in checks.cells} == {vision["reason"]}
-    assert value(checks, "applicable") == 3  # of knowledge
-
-
-def test_vision_checks_are_asked_and_judged(done: Done) -> None:
-    found = done.axis("int4", "capability")
-    table = next(plot for plot in found.plots if isinstance(plot, TablePlot) and plot.title == "All checks")
-    outcomes = {str(row[0]): row[1] for row in table.rows}
-    asked = [outcome for name, outcome in outcomes.items() if name.startswith("vision-")]
-    assert len(asked) == 3
-    assert "not applicable" not in asked
-    assert value(found, "not_applicable") == 0
 
 
 def test_scores_can_be_computed_again_from_the_captures(done: Done) -> None:

@@ -232,7 +232,7 @@ def test_brackets_in_help_are_shown(shown: Callable[..., Done]) -> None:
 
 def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
     text = shown("compare", "--help-all").out
-    flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
+    flags = """--reference --kv --candidate --engine --python --image --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
         --benches        --deadline --output-dir --json --dry-run --resume --file --only"""

@@ -342,7 +342,7 @@ def test_stop_asks_which_of_several(tmp_path: Path, own: Callable[..., Path]) ->
     ("changes", "shown"),
     [
         ({"env": {"LD_PRELOAD": "x.so"}}, "env.LD_PRELOAD 'x.so' is a variable that would be set"),
-        ({"engine": {"name": "vllm", "prefix": "sh wrap.sh"}}, "prefix 'sh wrap.sh' is a command"),
+        ({"engine": {"name": "vllm", "python": "./python"}}, "python './python' is a program"),
         ({"serve": {"tool-parser-plugin": "parser.py"}}, "tool-parser-plugin 'parser.py' is an option that may load"),
     ],
 )

@@ -240,7 +240,7 @@ def given(group: type[Options], **fields: Any) -> Any:
 def test_an_engine_says_its_place_and_its_options() -> None:
     options = given(ServableEngineOptions, engine="openai", base_url="http://x/v1", engine_arg=["a=1"], deadline=5.0)
     assert options.settings() == {
-        "engine": {"name": "openai", "python": None, "image": None, "prefix": None, "pythonpath": []},
+        "engine": {"name": "openai", "python": None, "image": None, "pythonpath": []},
         "engine_args": {"a": "1", "base-url": "http://x/v1"},
         "env": {},
         "dtype": "auto",

@@ -61,8 +61,8 @@ def test_half_an_arm_is_refused_in_one_line(text: str, says: str) -> None:
 def test_an_engine_is_a_name_or_a_name_with_its_environment() -> None:
     short = validate({**BASE, "engine": "vllm"}, "file")
     assert (short.engine.name, short.engine.python) == ("vllm", None)
-    long = validate({**BASE, "engine": {"name": "vllm", "prefix": "ssh host", "pythonpath": ["shims"]}}, "file")
-    assert (long.engine.prefix, long.engine.pythonpath) == ("ssh host", ("shims",))
+    long = validate({**BASE, "engine": {"name": "vllm", "image": "a/b:1", "pythonpath": ["shims"]}}, "file")
+    assert (long.engine.image, long.engine.pythonpath) == ("a/b:1", ("shims",))
 
 
 def test_a_resolved_file_says_an_engine_as_short_as_it_was_said() -> None:

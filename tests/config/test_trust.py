@@ -37,7 +37,6 @@ def room(tmp_path: Path) -> Path:
     (folder / "shims").mkdir(parents=True)
     mark = folder / "mark"
     (folder / "shims" / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    (folder / "wrap.sh").write_text(f'touch "{mark}"\nexec "$@"\n')
     (folder / "python").write_text(f'#!/bin/sh\ntouch "{mark}"\nexec "{sys.executable}" "$@"\n')
     (folder / "python").chmod(0o755)
     (folder / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(60)))
@@ -63,19 +62,18 @@ def fake(**where: Any) -> dict[str, Any]:
     return {"name": "fake", **where}
 
 
-PREFIX = {"prefix": "sh wrap.sh", "python": sys.executable}
-LINE = f"kv=tilt,engine=fake,prefix=sh wrap.sh,python={sys.executable}"
+PYTHON = {"python": "./python"}
+LINE = "kv=tilt,engine=fake,python=./python"
 PROGRAMS: dict[str, dict[str, Any]] = {
-    "prefix": {"engine": fake(**PREFIX)},
-    "python": {"engine": fake(python="./python")},
+    "python": {"engine": fake(**PYTHON)},
     "pythonpath": {"engine": fake(pythonpath=["shims"])},
-    "of-the-reference": {"reference": {"kv": "exact", "engine": fake(**PREFIX)}},
-    "of-the-control": {"control": {"kv": "tilt[q=0.51]", "engine": fake(**PREFIX)}},
-    "of-a-candidate": {"candidates": ["tilt[q=0.7]", {"kv": "tilt", "engine": fake(**PREFIX)}]},
+    "of-the-reference": {"reference": {"kv": "exact", "engine": fake(**PYTHON)}},
+    "of-the-control": {"control": {"kv": "tilt[q=0.51]", "engine": fake(**PYTHON)}},
+    "of-a-candidate": {"candidates": ["tilt[q=0.7]", {"kv": "tilt", "engine": fake(**PYTHON)}]},
     "in-one-line": {"candidates": [LINE]},
     "of-a-cross-engine": {
         "kind": "cross-engine",
-        "engines": [{"engine": fake(**PREFIX), "candidate": "tilt"}],
+        "engines": [{"engine": fake(**PYTHON), "candidate": "tilt"}],
     },
 }
 CROSS = ("model", "axes", "floor", "text", "kind", "engines")
@@ -103,7 +101,7 @@ def test_a_program_of_a_file_is_named_and_not_started(where: str, flags: tuple[s
     line = refused(
         cli("compare", "-f", "experiment.yaml", *flags, cwd=room), "--trust experiment.yaml", "Nothing was run"
     )
-    assert any(words in line for words in ("prefix 'sh wrap.sh'", "python './python'", "pythonpath 'shims'"))
+    assert any(words in line for words in ("python './python'", "pythonpath 'shims'"))
     assert sorted(room.rglob("*")) == before
 
 
@@ -120,7 +118,7 @@ def test_words_that_a_report_would_tell_people_to_run_are_asked_for(room: Path) 
 
 
 def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> None:
-    file = write(room, engine=fake(**PREFIX))
+    file = write(room, engine=fake(**PYTHON))
     first = cli("compare", "-f", file, "--trust", file, cwd=room)
     assert first.code == 0, first.err
     assert (room / "mark").exists()
@@ -130,37 +128,34 @@ def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> No
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"seed": 7}, "prefix 'sh wrap.sh'"), ({"engine": fake(prefix="sh other.sh")}, "prefix 'sh other.sh'")],
+    [({"seed": 7}, "python './python'"), ({"engine": fake(python="./other")}, "python './other'")],
     ids=["anything", "the-command"],
 )
 def test_a_trusted_file_that_was_changed_is_asked_for_again(change: dict[str, Any], said: str, room: Path) -> None:
-    assert cli("compare", "-f", write(room, engine=fake(**PREFIX)), "--dry-run", "--trust", room, cwd=room).code == 0
-    refused(cli("compare", "-f", write(room, **{"engine": fake(**PREFIX), **change}), "--dry-run", cwd=room), said)
+    assert cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--dry-run", "--trust", room, cwd=room).code == 0
+    refused(cli("compare", "-f", write(room, **{"engine": fake(**PYTHON), **change}), "--dry-run", cwd=room), said)
 
 
 def test_trust_of_relative_words_holds_for_the_programs_they_named(room: Path, tmp_path: Path) -> None:
-    for words in ({"pythonpath": ["shims"]}, PREFIX, {"python": "./python"}):
+    for words in ({"pythonpath": ["shims"]}, PYTHON):
         file = write(room, engine=fake(**words))
         assert cli("compare", "-f", file, "--dry-run", "--trust", file, cwd=room).code == 0
     other = tmp_path / "other"
     shutil.copytree(room, other)
     refused(cli("compare", "-f", "experiment.yaml", "--dry-run", cwd=other), "python './python'")
-    write(other, engine=fake(**PREFIX))
-    refused(cli("compare", "-f", "experiment.yaml", "--dry-run", cwd=other), "prefix 'sh wrap.sh'")
 
 
 def test_another_file_that_is_trusted_does_not_help(room: Path) -> None:
     (room / "mine.yaml").write_text("model: fake")
     refused(
-        cli("compare", "-f", write(room, engine=fake(**PREFIX)), "--trust", "mine.yaml", cwd=room),
-        "prefix 'sh wrap.sh'",
+        cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--trust", "mine.yaml", cwd=room),
+        "python './python'",
     )
 
 
 def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
-    file = write(room, engine=fake(**PREFIX))
-    flags = ("--set", "engine.prefix=sh wrap.sh", "--set", f"engine.python={sys.executable}")
-    refused(cli("compare", "-f", file, "--dry-run", *flags[:2], cwd=room), "python ")
+    file = write(room, engine=fake(**PYTHON))
+    flags = ("--set", "engine.python=./python")
     assert cli("compare", "-f", file, "--dry-run", *flags, cwd=room).code == 0
     assert cli("compare", "-f", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
     line = write(room, candidates=[LINE])
@@ -271,7 +266,7 @@ def started(room: Path, *flags: str) -> Path:
     "flags",
     [
         pytest.param((), id="text"),
-        pytest.param(("--prefix", "sh wrap.sh", "--python", sys.executable), id="prefix"),
+        pytest.param(("--python", "./python"), id="python"),
         pytest.param(("--pythonpath", "shims"), id="pythonpath", marks=pytest.mark.full),
     ],
 )
@@ -285,7 +280,7 @@ def test_ones_own_run_is_gone_on_with_unasked(flags: tuple[str, ...], room: Path
 @pytest.fixture
 def strange(room: Path, memory: Path) -> Path:
     """The same, of somebody else: a command was put into it, and nothing of it is remembered here."""
-    folder = started(room, "--prefix", "sh wrap.sh", "--python", sys.executable)
+    folder = started(room, "--python", "./python")
     for left in (memory, room / "mark"):
         left.unlink()
     return folder
@@ -293,7 +288,7 @@ def strange(room: Path, memory: Path) -> Path:
 
 def test_a_folder_of_somebody_else_starts_nothing(strange: Path, room: Path) -> None:
     before = sorted(strange.rglob("*"))
-    said = ("prefix 'sh wrap.sh'", f"--trust {strange / 'config.resolved.yaml'}", "text ")
+    said = ("python './python'", f"--trust {strange / 'config.resolved.yaml'}", "text ")
     refused(cli("compare", "--resume", strange, cwd=room), *said)
     refused(cli("compare", "-f", strange / "config.resolved.yaml", "--dry-run", cwd=room), *said)
     refused(cli("compare", "-f", strange / "config.resolved.yaml", "--set", "runs=2", cwd=room), *said)
@@ -307,9 +302,9 @@ def test_a_folder_of_somebody_else_is_gone_on_with_once_trusted(strange: Path, r
 
 
 def test_a_folder_of_somebody_else_is_gone_on_with_by_the_same_flags(strange: Path, room: Path) -> None:
-    flags = ("--prefix", "sh wrap.sh", "--python", sys.executable, "--text", room / "text.txt")
+    flags = ("--python", "./python", "--text", room / "text.txt")
     assert cli("compare", "--resume", strange, *flags, cwd=room).code == 0
-    refused(cli("compare", "--resume", strange, *flags[:4], cwd=room), "text ")
+    refused(cli("compare", "--resume", strange, *flags[:2], cwd=room), "text ")
     refused(cli("compare", "--resume", strange, *flags, "--pythonpath", "shims", cwd=room), "does not ask for it")
 
 
@@ -318,14 +313,14 @@ def test_trust_alone_is_no_flag_of_a_new_run(room: Path) -> None:
 
 
 def test_a_repeat_of_somebody_else_starts_nothing_and_ones_own_goes_on(room: Path, memory: Path) -> None:
-    file = write(room, engine=fake(**PREFIX))
+    file = write(room, engine=fake(**PYTHON))
     done = cli("compare", "-f", file, "--set", "runs=2", "--trust", file, cwd=room)
     assert done.code == 0, done.err
     folder = done.folder
     assert cli("compare", "--resume", folder, cwd=room).code == 0
     for left in (memory, room / "mark", *folder.glob("*/report.json")):
         left.unlink()
-    refused(cli("compare", "--resume", folder, cwd=room), "prefix 'sh wrap.sh'", f"--trust {folder}")
+    refused(cli("compare", "--resume", folder, cwd=room), "python './python'", f"--trust {folder}")
     assert not (room / "mark").exists()
     done = cli("compare", "--resume", folder, "--trust", folder, cwd=room)  # the runs in it have files of their own
     assert (done.code, "config.resolved.yaml asks for" in done.err) == (2, True)
@@ -412,5 +407,5 @@ def test_a_file_elsewhere_is_asked_for_and_one_beside_is_not(key: str, way: str,
 
 
 def test_what_a_file_asks_for_cannot_hide_in_control_characters(room: Path) -> None:
-    line = refused(cli("compare", "-f", write(room, engine=fake(prefix="sh wrap.sh \x1b[2K\x1b]0;x\x07")), cwd=room))
+    line = refused(cli("compare", "-f", write(room, engine=fake(python="./python \x1b[2K\x1b]0;x\x07")), cwd=room))
     assert line.isprintable()

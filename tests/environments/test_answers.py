@@ -14,7 +14,7 @@ import pytest
 from fidelab.core import KVSpec
 from fidelab.core.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.environments.answers import EngineAnswers, ask
-from fidelab.environments.environment import Environment, link_folder, locate
+from fidelab.environments.environment import Environment, locate
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample
 from tests.environments.conftest import Second
@@ -63,16 +63,6 @@ def test_another_interpreter_gives_the_answers_of_this_one(there: EngineAnswers)
         assert (there.supports(arm).ok, there.supports(refused).ok) == (True, False)
         assert there.control_for(EXACT, "bf16") == here.control_for(EXACT, "bf16")
         assert (there.about.provenance, there.about.shims) == (here.about.provenance, here.about.shims)
-
-
-def test_behind_a_prefix_the_variables_are_those_of_that_place(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_HERE", "1")
-    monkeypatch.setenv("FAKE_KEY", "hunter2")
-    link = {"PYTHONPATH": str(link_folder())}
-    words = ["env", "-u", "FAKE_HERE", "FAKE_THERE=", *(f"{name}={value}" for name, value in link.items())]
-    with ask(locate("fake", prefix=words, python=second.python)) as there, ask(locate("fake")) as here:
-        seen = [{name: v for name, v in a.about.variables.items() if "FAKE" in name} for a in (here, there)]
-    assert seen == [{"FAKE_HERE": "1"}, {"FAKE_THERE": ""}]
 
 
 @pytest.mark.parametrize("kv", ["tilt[q=7]", "tilt[z=1]"])
@@ -159,18 +149,6 @@ def failure(environment: Environment, limit: float = 20) -> str:
     assert isinstance(error.value, EngineError)
     assert "\n" not in str(error.value)
     return str(error.value)
-
-
-def test_a_prefix_whose_program_is_not_there_is_named() -> None:
-    said = failure(locate("fake", prefix="no-such-runner --flag"))
-    assert said == "the environment of engine fake (no-such-runner --flag python3) cannot be started: " + (
-        "No such file or directory (no-such-runner)"
-    )
-
-
-def test_an_interpreter_without_fidelab_says_so(second: Second) -> None:
-    said = failure(locate("fake", prefix="env -u PYTHONPATH", python=second.python))
-    assert "has no fidelab: install fidelab" in said
 
 
 def test_an_interpreter_without_numpy_says_so(tmp_path: Path) -> None:

@@ -272,17 +272,6 @@ def test_a_trial_in_an_image_runs_each_format_and_keeps_nothing(docker: FakeDock
     assert docker.alive() == []
 
 
-def test_behind_ssh_the_command_is_one_line_for_its_shell(docker: FakeDocker, room: Path) -> None:
-    ssh = docker.folder / "ssh"
-    ssh.write_text('#!/bin/sh\nshift\nexec sh -c "$*"\n')  # as sshd does: the words become one line for a shell
-    ssh.chmod(0o755)
-    arm = "kv=tilt[q=0.6],engine=fake,image=engine:1,prefix=ssh host,name=there,env.FAKE_MODE=it's $HOME"
-    done = compare(room, "tilt[q=0.7]", flags=["--candidate", arm, "--no-floor"], windows=4, limit=2)
-    assert done.arm("there")["status"] == "ok", done.arm("there")
-    [run] = docker.runs("fidelab.workers.child")
-    assert run.env["FAKE_MODE"] == "it's $HOME"
-
-
 def test_a_shim_folder_of_the_user_goes_before_the_packages_of_the_image(docker: FakeDocker, room: Path) -> None:
     shim = room / "shim"
     shim.mkdir(parents=True)
@@ -349,7 +338,7 @@ def test_a_daemon_that_does_not_answer_is_not_waited_for(
 def test_the_program_can_be_chosen(docker: FakeDocker, room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = FakeDocker(docker.folder.with_name("other"), sys.executable, [], name="mine")
     monkeypatch.setenv("FIDELAB_CONTAINER", str(other.file))
-    assert find_image("engine:1").program == (str(other.file),)
+    assert find_image("engine:1").program == str(other.file)
     monkeypatch.setenv("FIDELAB_CONTAINER", "no-such-program")
     refused(compare(room, "tilt", flags=IMAGE), "FIDELAB_CONTAINER=no-such-program")
 
@@ -381,14 +370,6 @@ def test_a_file_that_names_an_image_is_asked_for_first(
     refused(cli("compare", "-f", file, cwd=room), "image 'engine:1' is an image whose programs would be run", "--trust")
     assert docker.calls == []
     assert cli("compare", "-f", file, "--trust", file, cwd=room).code == 0
-
-
-def test_the_shell_of_a_remote_machine_says_that_there_is_no_docker(docker: FakeDocker) -> None:
-    ssh = docker.folder / "ssh"
-    ssh.write_text("#!/bin/sh\necho 'sh: 1: docker: not found' >&2\nexit 127\n")
-    ssh.chmod(0o755)
-    with pytest.raises(EngineError, match=r"docker or podman, and neither is there behind the prefix 'ssh host'"):
-        find_image("engine:1", ["ssh", "host"])
 
 
 def test_the_flags_of_an_image_belong_to_an_engine() -> None:

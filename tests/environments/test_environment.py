@@ -92,24 +92,7 @@ def test_an_environment_that_was_not_completed_is_passed_over(cache: Path) -> No
     assert locate("vllm").python == str(folder / "bin" / "python")
 
 
-# -------------------------------------------------------------------------------------------------- prefix, shims
-
-
-def test_a_prefix_is_split_as_a_shell_does_and_runs_python3_of_its_place() -> None:
-    found = locate("vllm", prefix="docker run -i -v '/my models:/m' image")
-    assert found.command("m") == ["docker", "run", "-i", "-v", "/my models:/m", "image", "python3", "-m", "m"]
-    assert found.variables() == {}
-    assert locate("vllm", prefix=["ssh", "host"], python="/opt/p").command("m") == ["ssh", "host", "/opt/p", "-m", "m"]
-
-
-def test_a_prefix_that_no_shell_could_read_is_refused() -> None:
-    with pytest.raises(UsageError, match="no closing quotation"):
-        locate("fake", prefix="ssh 'host")
-
-
-def test_shim_folders_are_not_lost_behind_a_prefix_but_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="env PYTHONPATH"):
-        locate("fake", prefix="ssh host", pythonpath=[str(tmp_path)])
+# -------------------------------------------------------------------------------------------------- shims
 
 
 @pytest.mark.parametrize("name", ["absent", "file"])

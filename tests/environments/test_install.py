@@ -19,9 +19,7 @@ from pathlib import Path
 
 import pytest
 
-import fidelab
 from fidelab.config.experiment import validate
-from fidelab.config.schema import EngineConfig
 from fidelab.core.errors import EngineError, OutputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
@@ -35,7 +33,6 @@ from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.environments.trial import try_out
 from fidelab.models.cache import cache_dir
 from fidelab.models.tiny import make_tiny
-from fidelab.run.deploy import Engines
 from fidelab.run.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
@@ -811,26 +808,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("it did not happen within a minute")
-
-
-def test_behind_a_prefix_that_stays_here_the_environment_of_the_engine_is_found(quick: None) -> None:
-    made("")
-    with Engines() as engines:
-        config = EngineConfig(name="odd", prefix="nice -n 1")
-        assert engines.ask(config).formats() == {"any": "", "some": "", "every": "every is odd on cpu"}
-        python = str(environment.engines_dir() / "odd" / "bin" / "python")
-        assert engines.ask(config).environment.command("m") == ["nice", "-n", "1", python, "-m", "m"]
-
-
-def test_where_nothing_behind_a_prefix_has_the_engine_each_interpreter_that_was_tried_is_named(quick: None) -> None:
-    made("")
-    python = environment.engines_dir() / "odd" / "bin" / "python"
-    with Engines() as engines, pytest.raises(EngineError) as error:
-        engines.ask(EngineConfig(name="odd", prefix="env -u PYTHONPATH"))
-    assert str(error.value) == (
-        f"engine odd was not found behind the prefix: (env -u PYTHONPATH python3) has no fidelab: install fidelab "
-        f"{fidelab.__version__} there; (env -u PYTHONPATH {python}) has no fidelab: install fidelab "
-        f"{fidelab.__version__} there; name its interpreter there with --python"
-    )
-    with Engines() as engines, pytest.raises(EngineError, match=r"\(no-such-command python3\) cannot be started"):
-        engines.ask(EngineConfig(name="odd", prefix="no-such-command"))

@@ -164,13 +164,6 @@ def _answers(table: str) -> list[tuple[str, str]]:
 
             prose = load_text("default").content.encode("ascii", "ignore").decode()
             return [(f"prompt {i}", prose[3000 * i : 3000 * i + 180]) for i in range(8)]
-        case "checks":
-            from fidelab.axes.capability.checks import CHECKS
-
-            kinds = ("arithmetic", "knowledge", "edge")
-            return [("The password is", "harbor")] + [
-                (c.prompt, c.expected) for c in CHECKS if c.kind in kinds and c.prompt and c.expected
-            ]
         case "calls":
             call = '<tool_call>{"name": "forecast", "arguments": {"city": "%s"}}</tool_call>'
             return [(f"city {i}", call % f"City {i}") for i in range(6)]

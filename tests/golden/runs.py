@@ -323,14 +323,6 @@ RUNS: Mapping[str, GoldenRun] = {
         ),
         {**_PLAIN, "text.txt": "".join(f"line {i} of a text\n" for i in range(200))},
     ),
-    "capability": GoldenRun(
-        _fake(
-            {"capability": {"kinds": ["arithmetic", "knowledge", "edge", "parallel"], "n_predict": 32, "long": 256}},
-            *("exact", "forget[every=2]", "forget[every=8]", "missing"),
-        ),
-        _PLAIN,
-        answers="checks",
-    ),
     "tasks": GoldenRun(
         _fake(
             {"lm-eval": {"tasks": ["colours", "echo", "prose"], "include_path": "tasks"}},

@@ -120,13 +120,6 @@ def test_a_shim_folder_is_recorded_with_its_hash_and_makes_another_capture(tmp_p
     assert str(tmp_path) not in json.dumps(again.report["reference"])
 
 
-def test_a_prefix_starts_the_child(tmp_path: Path, second: Second) -> None:
-    link = f"env PYTHONPATH={Path(__file__).parents[2] / 'src'}"
-    engine = {"name": "fake", "python": second.python, "prefix": link}
-    done = run(tmp_path, engine=engine, candidates=["tilt[q=0.6]"])
-    assert done.arm("tilt[q=0.6]")["status"] == "ok"
-
-
 def test_a_candidate_whose_engine_is_not_installed_leaves_the_others_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

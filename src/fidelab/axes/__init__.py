@@ -17,7 +17,6 @@ AXES = Registry(
         "lm-eval": "fidelab.axes.lm_eval:LMEval",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
         "vision": "fidelab.axes.vision:Vision",
-        "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",
 )

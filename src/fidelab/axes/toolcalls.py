@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
+from fidelab.axes.answers import tool_calls
 from fidelab.axes.base import (
     OVER_CONTROL,
     Axis,
@@ -24,7 +25,6 @@ from fidelab.axes.base import (
     select_groups,
     texts,
 )
-from fidelab.axes.capability.parse import tool_calls
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fidelab.axes.answers import named
 from fidelab.axes.base import (
     OVER_CONTROL,
     Axis,
@@ -33,7 +34,6 @@ from fidelab.axes.base import (
     texts,
     written_text,
 )
-from fidelab.axes.capability.parse import named
 from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture

@@ -210,7 +210,7 @@ def compare(
     show.check()
     flags = ("as_json", "details", "markdown", "trusted")
     if resume_dir is not None:
-        named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
+        named = ("python", "image", "pythonpath", "engine_arg", "text", "prompts", "traffic")
         options.refuse_beside(context, "resume_dir", "run", (*flags, *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), show)
         return
@@ -349,7 +349,7 @@ def _pasted(
         check_pasted(served.settings(), served.file, Trust(trusted))
     own, given = served.settings(), flags.settings()
     place = given["engine"]
-    if place["image"] is None and place["prefix"] is None:
+    if place["image"] is None:
         place["python"] = place["python"] or program_python(served)
     flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
     data = {
@@ -531,7 +531,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     from fidelab.config.trust import Trust
 
     settings = engine.settings()
-    words = {(key, value) for key in ("python", "image", "prefix") if (value := settings["engine"][key]) is not None}
+    words = {(key, value) for key in ("python", "image") if (value := settings["engine"][key]) is not None}
     words |= {("pythonpath", folder) for folder in settings["engine"]["pythonpath"]}
     words |= set(settings["engine_args"].items())
     words |= {(f"env.{name}", value) for name, value in settings["env"].items()}

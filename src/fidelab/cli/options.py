@@ -286,10 +286,6 @@ Python = Annotated[
     str | None,
     typer.Option(help="Python of the engine's environment (default: auto-detect).", show_default=False),
 ]
-Prefix = Annotated[
-    str | None,
-    typer.Option(help="Command prefix for Python or docker, e.g. 'ssh host' or 'srun …'.", show_default=False),
-]
 Image = Annotated[
     str | None,
     typer.Option(help="Container image with the engine, for docker or podman.", show_default=False),
@@ -314,7 +310,6 @@ class EngineOptions(Options, panel=ENGINE):
     ] = "hf"
     python: Python = None
     image: Image = None
-    prefix: Prefix = None
     pythonpath: PythonPath = None
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")
@@ -336,7 +331,6 @@ class EngineOptions(Options, panel=ENGINE):
                 "name": engine_name(self.engine),
                 "python": self.python,
                 "image": self.image,
-                "prefix": self.prefix,
                 "pythonpath": self.pythonpath or [],
             },
             "engine_args": {key: value for key, value in given.items() if not key.startswith(_ENV)},

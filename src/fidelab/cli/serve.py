@@ -53,7 +53,6 @@ class PresetOptions(options.Options, panel="Preset"):
         ),
     ] = None
     python: options.Python = None
-    prefix: options.Prefix = None
     pythonpath: options.PythonPath = None
     device: options.Device = "auto"
     threads: options.Threads = None
@@ -86,7 +85,7 @@ class PresetOptions(options.Options, panel="Preset"):
         preset = load_preset(found, _for_server(changes, load_preset(found)))
         if engine not in (None, preset.engine_name):
             raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
-        given = {"python": self.python, "prefix": self.prefix, "pythonpath": self.pythonpath}
+        given = {"python": self.python, "pythonpath": self.pythonpath}
         place = {key: value for key, value in given.items() if value}
         if place:
             preset = preset.model_copy(update={"engine": preset.engine.model_copy(update={**place, **_folders(place)})})

@@ -11,7 +11,7 @@ from typing import Any
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
 _ARM_KEYS = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
-_OF_ENGINE = ("python", "image", "prefix", "pythonpath")
+_OF_ENGINE = ("python", "image", "pythonpath")
 _ENV = "env."
 
 
@@ -36,7 +36,7 @@ def arm_fields(text: str) -> dict[str, Any]:
     """The fields of an arm's settings.
 
     Raises:
-        ValueError: a part has no value, or ``python``, ``image``, ``prefix`` or ``pythonpath`` come without ``engine``.
+        ValueError: a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.
     """
     if not _PAIRS.match(text.strip()):
         return {"kv": text}

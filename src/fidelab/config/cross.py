@@ -19,7 +19,7 @@ class EngineLine(BaseModel):
 
     model_config = _STRICT_CONFIG
 
-    engine: EngineConfig = Field(description="engine, or its name, python, image, prefix and pythonpath")
+    engine: EngineConfig = Field(description="engine, or its name, python, image and pythonpath")
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
     reference: KVFormat | None = Field(default=None, description="KV format of the reference; the engine's native one")
     candidate: KVFormat = Field(description="KV format of the candidate: the engine's 8-bit cache")

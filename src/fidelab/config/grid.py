@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.config.arms import arm_fields, split_commas
 
 _MAX_CELLS = 64
-_NO_LEVELS = ("name", "python", "image", "prefix", "pythonpath")
+_NO_LEVELS = ("name", "python", "image", "pythonpath")
 
 Levels = dict[str, str]
 """One value of each key."""

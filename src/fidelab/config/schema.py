@@ -47,7 +47,6 @@ class EngineConfig(BaseModel):
     name: str = Field(description="engine")
     python: str | None = Field(default=None, description="interpreter of the engine's environment")
     image: str | None = Field(default=None, description="container image with the engine, run by docker or podman")
-    prefix: str | None = Field(default=None, description="command prefix: ssh host, srun …")
     pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules precede the engine's")
 
     @field_validator("name")
@@ -73,7 +72,6 @@ class EngineConfig(BaseModel):
             "name": self.name,
             "python": self.python,
             "image": self.image,
-            "prefix": self.prefix,
             **({"pythonpath": list(self.pythonpath)} if self.pythonpath else {}),
         }
 
@@ -82,7 +80,6 @@ class EngineConfig(BaseModel):
         environment = {
             "python": self.python,
             "image": self.image,
-            "prefix": self.prefix,
             "pythonpath": list(self.pythonpath),
         }
         environment = {key: value for key, value in environment.items() if value}

@@ -9,7 +9,6 @@ that it leads to from the current folder.  The content of programs and shims is 
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine
 Asking = Experiment | CrossEngine | Preset
 
 _TRUST_FILE = "trusted-files"  # in the user's state: per line a hash and the file that had it
-_COMMANDS = ("prefix", "python", "image", "pythonpath")
+_COMMANDS = ("python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 _TASK_KEY = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
@@ -278,23 +277,13 @@ def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], M
 
 
 def _programs(engine: EngineConfig) -> Iterator[Demand]:
-    if engine.prefix:
-        yield Demand("prefix", engine.prefix, "is a command that would be started", _command(engine.prefix))
     if engine.image:
         yield Demand("image", engine.image, "is an image whose programs would be run")
     if engine.python:
-        there = "" if engine.prefix or engine.image else str(expand(shutil.which(engine.python) or engine.python))
+        there = "" if engine.image else str(expand(shutil.which(engine.python) or engine.python))
         yield Demand("python", engine.python, "is a program that would be started", there)
     for folder in engine.pythonpath:
         yield Demand("pythonpath", folder, "is a folder of code that would be run", str(expand(folder)))
-
-
-def _command(prefix: str) -> str:
-    """The words of a command that name files from the current folder, as absolute paths."""
-    with contextlib.suppress(ValueError):
-        words = [word.rpartition("=")[2] for word in shlex.split(prefix)]
-        return " ".join(str(Path(word).absolute()) for word in words if word and os.path.lexists(word))
-    return ""
 
 
 def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) -> Iterator[Demand]:

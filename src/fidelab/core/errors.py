@@ -12,8 +12,7 @@ FidelabError                  anything a user can fix; one line, exit code 2
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or request (status ``not_supported``)
 ├── MissingPackageError       an optional package that is not installed; names its extra
-├── OutputError               an output folder that cannot be written
-└── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
+└── OutputError               an output folder that cannot be written
 """
 
 from __future__ import annotations

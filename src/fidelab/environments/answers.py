@@ -159,7 +159,7 @@ def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = 
     ``limit``: seconds for one answer.  ``files``: files in the questions, which an engine in a container has to see.
 
     Raises:
-        EngineError: its interpreter does not start, has no fidelab or another protocol version of it.
+        EngineError: its interpreter does not start, or speaks another protocol version.
     """
     with start(environment, limit, files) as asked:
         asked.greet()
@@ -353,9 +353,7 @@ class _There(EngineAnswers):
         except (ValueError, RecursionError):
             pass
         text = line[:80].decode("utf-8", "replace")
-        raise EngineError(
-            f"{self._place} prints what is not an answer ({text!r}): its prefix or start-up files must be silent"
-        )
+        raise EngineError(f"{self._place} prints what is not an answer ({text!r}): its start-up files must be silent")
 
     def _obituary(self, what: str) -> str:
         """Reason why the process ended before its answer."""
@@ -363,10 +361,6 @@ class _There(EngineAnswers):
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode("utf-8", "replace").splitlines() if line.strip()]
         last = lines[-1][:300] if lines else f"it ended with status {code}"
-        if "No module named 'fidelab'" in last or last.endswith("No module named fidelab"):
-            return f"{self._place} has no fidelab: install fidelab {fidelab.__version__} there"
-        if "No module named 'fidelab" in last or last.endswith("No module named fidelab.workers.ask"):
-            return f"{self._place} has another fidelab: install fidelab {fidelab.__version__} there"
         if "No module named 'numpy'" in last:
             return f"{self._place} has no numpy: install numpy there"
         if "StrEnum" in last or "SyntaxError" in last:

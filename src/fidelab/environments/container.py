@@ -12,7 +12,6 @@ import csv
 import io
 import json
 import os
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,8 +23,7 @@ from fidelab.core.errors import EngineError, UsageError
 
 CHOICE = "FIDELAB_CONTAINER"
 _PROGRAMS = ("docker", "podman")
-_LIMIT = 60.0  # seconds for an answer of docker over ssh while its daemon starts
-_NOT_FOUND = 127  # a shell's status for a missing program
+_LIMIT = 60.0  # seconds for an answer of docker while its daemon starts
 _NVIDIA, _AMD, _DRI = "/dev/nvidiactl", "/dev/kfd", "/dev/dri"
 _RENDER = f"{_DRI}/renderD128"
 # Containers start with 64 MiB, which tensor parallelism exceeds; unused shared memory costs nothing.
@@ -41,7 +39,7 @@ class Image:
         name: as the user wrote it.
         id: containers are started by it, so that all of a run have the same content.
         digest: the published one where the image was pulled, else ``id``; the same on every machine that pulled it.
-        program: ``docker`` or ``podman`` with the prefix before it.
+        program: ``docker`` or ``podman``.
         rootless: docker's daemon runs as the user, who is root in its containers.
         gpus: flags that pass the machine's GPUs on; empty without GPUs.
     """
@@ -49,19 +47,14 @@ class Image:
     name: str
     id: str
     digest: str
-    program: tuple[str, ...]
+    program: str
     podman: bool = False
     rootless: bool = False
     gpus: tuple[str, ...] = ()
 
-    @property
-    def remote(self) -> bool:
-        """True if the command passes through a remote shell (ssh) and must be quoted twice."""
-        return any(Path(word).name == "ssh" for word in self.program[:-1])
-
     def call(self, *words: str) -> list[str]:
         """Command line of this container for docker."""
-        return _call(self.program[:-1], [self.program[-1], *words])
+        return [self.program, *words]
 
 
 @dataclass(frozen=True)
@@ -121,33 +114,32 @@ def new_name() -> str:
     return f"fidelab-{uuid4().hex[:12]}"
 
 
-def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
+def find_image(name: str) -> Image:
     """An image that was pulled or built; nothing is pulled.
 
     Args:
         name: a name that docker accepts: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
-        prefix: a command before docker, such as ``ssh host``.
 
     Raises:
         UsageError: ``FIDELAB_CONTAINER`` names a missing program.
         EngineError: the image is missing, docker and podman are, or they do not answer; names the remedy.
     """
-    program = _program(prefix)
-    done = _run(prefix, [program, "image", "inspect", name])
+    program = _program()
+    done = _run([program, "image", "inspect", name])
     if done.returncode:
-        raise EngineError(_why_not(name, program, prefix, done))
+        raise EngineError(_why_not(name, program, done))
     try:
         [record] = json.loads(done.stdout)
         identity, published = str(record["Id"]), [str(text) for text in record.get("RepoDigests") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise EngineError(f"{_shown(prefix, program)} image inspect {name}: its answer cannot be read") from None
-    podman = "podman" in _run(prefix, [program, "--version"]).stdout.lower()  # docker may be another name of it
-    rootless = not podman and "rootless" in _run(prefix, [program, "info", "--format", "{{.SecurityOptions}}"]).stdout
+        raise EngineError(f"{program} image inspect {name}: its answer cannot be read") from None
+    podman = "podman" in _run([program, "--version"]).stdout.lower()  # docker may be another name of it
+    rootless = not podman and "rootless" in _run([program, "info", "--format", "{{.SecurityOptions}}"]).stdout
     repository = name.partition("@")[0]
     repository = repository.rpartition(":")[0] if ":" in repository.rpartition("/")[2] else repository
     own = [text for text in published if text.partition("@")[0].endswith(repository)] or sorted(published)
     digest = own[0].rpartition("@")[2] if own else identity
-    return Image(name, identity, digest, (*prefix, program), podman, rootless, _gpu_flags(prefix, podman))
+    return Image(name, identity, digest, program, podman, rootless, _gpu_flags(podman))
 
 
 def named_paths(values: Iterable[str]) -> list[str]:
@@ -198,49 +190,30 @@ def _mount(path: str, *, read_only: bool) -> str:
     return row.getvalue()
 
 
-def _call(prefix: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Command after a prefix, quoted for a shell if ssh runs it."""
-    if any(Path(word).name == "ssh" for word in prefix):
-        return [*prefix, shlex.join(words)]
-    return [*prefix, *words]
-
-
-def _shown(prefix: Sequence[str], program: str) -> str:
-    return shlex.join([*prefix, program])
-
-
-def _program(prefix: Sequence[str]) -> str:
+def _program() -> str:
     """docker or podman, whichever is there.
 
     Raises:
         UsageError, EngineError: as :func:`find_image`.
     """
     chosen = os.environ.get(CHOICE)
-    names = (chosen,) if chosen else _PROGRAMS
-    for name in names:
-        if prefix:
-            if _run(prefix, [name, "--version"]).returncode != _NOT_FOUND:
-                return name
-        elif shutil.which(name):
+    for name in (chosen,) if chosen else _PROGRAMS:
+        if shutil.which(name):
             return name
-    where = f" behind the prefix {shlex.join(prefix)!r}" if prefix else ""
     if chosen:
-        raise UsageError(f"{CHOICE}={chosen}: no such program{where}; set it to docker or podman, or to a path")
-    raise EngineError(
-        f"an image needs docker or podman, and neither is there{where}: install one, or name it in {CHOICE}"
-    )
+        raise UsageError(f"{CHOICE}={chosen}: no such program; set it to docker or podman, or to a path")
+    raise EngineError(f"an image needs docker or podman, and neither is there: install one, or name it in {CHOICE}")
 
 
-def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Output of a short command.
 
     Raises:
         EngineError: it has no output, or cannot be started.
     """
-    shown = shlex.join([*prefix, *words[:1]])
     try:
         return subprocess.run(
-            _call(prefix, words),
+            words,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -250,29 +223,26 @@ def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedPro
         )
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"{shown} did not answer within {_LIMIT:g} s: does its daemon run? ({_shown(prefix, words[0])} info)"
+            f"{words[0]} did not answer within {_LIMIT:g} s: does its daemon run? ({words[0]} info)"
         ) from None
     except OSError as error:
-        raise EngineError(f"{shown} cannot be started: {error.strerror}") from None
+        raise EngineError(f"{words[0]} cannot be started: {error.strerror}") from None
 
 
-def _why_not(name: str, program: str, prefix: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
+def _why_not(name: str, program: str, done: subprocess.CompletedProcess[str]) -> str:
     """Reason why an image cannot be inspected, and the remedy."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     said = lines[-1][:300] if lines else f"it ended with status {done.returncode}"
-    shown = _shown(prefix, program)
     if any(words in said.lower() for words in ("no such", "not known", "not found", "unable to find")):
-        return f"image {name} is not there: {shown} pull {name} (fidelab pulls nothing by itself)"
+        return f"image {name} is not there: {program} pull {name} (fidelab pulls nothing by itself)"
     if any(words in said.lower() for words in ("daemon", "permission denied", "connect")):
-        return (
-            f"{shown} cannot be used: {said}; start its daemon, or join its group ({shown} info shows whether it works)"
-        )
-    return f"{shown} image inspect {name}: {said}"
+        return f"{program} cannot be used: {said}; start its daemon, or join its group (try: {program} info)"
+    return f"{program} image inspect {name}: {said}"
 
 
-def _gpu_flags(prefix: Sequence[str], podman: bool) -> tuple[str, ...]:
+def _gpu_flags(podman: bool) -> tuple[str, ...]:
     """Flags that pass on the GPUs of the machine where containers run."""
-    listed = _run(prefix, ["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # files that are there, with their groups
+    listed = _run(["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # files that are there, with their groups
     rows = {fields[-1]: fields for line in listed.splitlines() if len(fields := line.split()) > 4}
     if _NVIDIA in rows:
         return ("--device", "nvidia.com/gpu=all") if podman else ("--gpus", "all")

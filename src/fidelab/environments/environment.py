@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,32 +34,24 @@ _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry poi
 class Environment:
     """Environment in which one engine runs.
 
-    ``prefix`` is a command that starts the interpreter on another machine (docker, ssh, srun), or on this one
-    (``local``: env, nice, numactl); ``pythonpath`` are the user's shim folders, which the engine's environment sees
-    before its own packages.  ``image``: it runs in a container of this image, started by the prefix.
+    ``pythonpath`` are the user's shim folders, which the engine's environment sees before its own packages.
+    ``image``: it runs in a container of this image.
     """
 
     engine: str
     python: str
-    prefix: tuple[str, ...] = ()
     pythonpath: tuple[str, ...] = ()
-    local: bool = False
     image: Image | None = None
 
     @property
     def own(self) -> bool:
         """Environment of the running interpreter."""
-        return not self.prefix and not self.pythonpath and self.image is None and self._here
+        return not self.pythonpath and self.image is None and self._here
 
     @property
     def interpreter(self) -> str:
-        """The interpreter as it is called, prefix included, for messages."""
-        place = f" in image {self.image.name}" if self.image else ""
-        return shlex.join([*self.prefix, self.python]) + place
-
-    @property
-    def _elsewhere(self) -> bool:
-        return self.image is not None or (bool(self.prefix) and not self.local)
+        """The interpreter as it is called, for messages."""
+        return shlex.quote(self.python) + (f" in image {self.image.name}" if self.image else "")
 
     @property
     def _here(self) -> bool:
@@ -70,7 +62,7 @@ class Environment:
     @property
     def folder(self) -> Path | None:
         """Folder of an environment that fidelab made and completed; ``None`` for all others."""
-        if self._elsewhere:
+        if self.image is not None:
             return None
         folder = Path(self.python).parents[1]
         return folder if read_marker(folder) else None
@@ -141,15 +133,15 @@ class Environment:
 
     def command(self, module: str, container: Container | None = None) -> list[str]:
         """Command line that runs a module there; ``container``: the result of :meth:`container`."""
-        return container.command(self.python, module) if container else [*self.prefix, self.python, "-m", module]
+        return container.command(self.python, module) if container else [self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
-        """Variables to set on top of this process' own; none on other machines, where fidelab is installed.
+        """Variables to set on top of this process' own; none for an image, whose container has its own.
 
         Raises:
             OutputError: the link folder cannot be made.
         """
-        if self._elsewhere:
+        if self.image is not None:
             return {}
         safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are not modules
         if self.own:
@@ -163,7 +155,6 @@ def locate(
     engine: str,
     *,
     python: str | None = None,
-    prefix: str | Sequence[str] | None = None,
     pythonpath: Sequence[str] = (),
     image: str | None = None,
 ) -> Environment:
@@ -171,28 +162,20 @@ def locate(
 
     Args:
         engine: a name of the registry.
-        python: an interpreter, by its path or its name on PATH; with a prefix, its name there.
-        prefix: a command to start it with, as one shell-like string or in parts.
+        python: an interpreter, by its path or its name on PATH.
         pythonpath: the user's shim folders; those of an environment's recipe come after them.
         image: a container image that has the engine, with ``python`` as it is called there.
 
     Raises:
         UnknownNameError: there is no such engine.
-        UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
+        UsageError: the interpreter does not exist.
         InputError: a shim folder does not exist.
         EngineError: the engine is not installed, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
-    parts = _split(prefix)
     shims = tuple(shim(folder) for folder in pythonpath)
     if image is not None:
-        return Environment(engine, python or "python3", parts, shims, image=find_image(image, parts))
-    if parts:
-        if shims:
-            raise UsageError(
-                "shim folders cannot be handed through a prefix: end it with 'env PYTHONPATH=FOLDER' instead"
-            )
-        return Environment(engine, python or "python3", parts)
+        return Environment(engine, python or "python3", shims, image=find_image(image))
     if python is not None:
         named = interpreter(python)
         return Environment(engine, named, pythonpath=(*shims, *recipe_shims(Path(named).parents[1])))
@@ -203,29 +186,6 @@ def locate(
         if os.access(executable, os.X_OK) and (not (folder / MARKER).exists() or read_marker(folder) is not None):
             return Environment(engine, str(executable), pythonpath=(*shims, *recipe_shims(folder)))
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
-
-
-def candidates(
-    engine: str,
-    *,
-    python: str | None = None,
-    prefix: str | Sequence[str] | None = None,
-    pythonpath: Sequence[str] = (),
-    image: str | None = None,
-) -> list[Environment]:
-    """Environments in which the engine may be; arguments and errors as in :func:`locate`.
-
-    With a prefix and no interpreter it is ``python3`` there, and then, for prefixes that stay on this machine, the
-    interpreter that a run would take here.
-    """
-    first = locate(engine, python=python, prefix=prefix, pythonpath=pythonpath, image=image)
-    if first.image or not first.prefix or python is not None or shutil.which(first.prefix[0]) is None:
-        return [first]
-    try:
-        here = locate(engine)
-    except EngineError:
-        return [first]
-    return [first, replace(here, prefix=first.prefix, local=True)]
 
 
 def provided_here(cls: type[Engine]) -> bool:
@@ -332,15 +292,6 @@ def _about(name: str) -> tuple[str, str, str, str]:
 def engines_dir() -> Path:
     """Default folder of environments made by ``fidelab setup install``."""
     return cache_dir() / "engines"
-
-
-def _split(prefix: str | Sequence[str] | None) -> tuple[str, ...]:
-    if not isinstance(prefix, str):
-        return tuple(prefix or ())
-    try:
-        return tuple(shlex.split(prefix))
-    except ValueError as error:
-        raise UsageError(f"prefix {prefix!r}: {str(error).lower()}; quote it as for a shell") from None
 
 
 def shim(folder: str) -> str:

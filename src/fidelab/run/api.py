@@ -29,8 +29,8 @@ def compare(
         reference, control, candidates: KV formats (a name, ``K/V``, options in brackets) or whole arms
             (``{"kv": "fp8_e4m3", "model": "./awq"}``, ``"kv=fp8_e4m3,block-size=32"``); the engine's native format
             where no reference is named.  A single candidate needs no list.
-        engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``image``, ``prefix`` or
-            ``pythonpath``: ``{"name": "vllm", "python": PATH}``.
+        engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``image`` or ``pythonpath``:
+            ``{"name": "vllm", "python": PATH}``.
         axes: a name, names, or name → settings (``{"kld": {"windows": 8}}``).
         progress: ``True`` prints a line on standard error for each arm and each tenth of the run, also in a notebook.
             A function is called with what is being done and the share of the tokens that are processed, 0 to 1.

@@ -366,9 +366,9 @@ def _check_placed(settings: Settings) -> None:
     for arm in settings.roles.values():
         needs_of(arm, executor.gpus)
     for name, resolved in settings.resolved.items():
-        if resolved.environment.image or resolved.environment.prefix:
+        if resolved.environment.image:
             raise UsageError(
-                f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
+                f"arm {name} runs in an image, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
 

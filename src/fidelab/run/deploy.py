@@ -17,7 +17,7 @@ from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.answers import Assumed, EngineAnswers, ask
-from fidelab.environments.environment import Environment, candidates
+from fidelab.environments.environment import Environment, locate
 from fidelab.models import Model
 
 _STOCK = "stock"
@@ -98,46 +98,17 @@ class Engines:
         """
         if config not in self._found:
             try:
-                found = candidates(
-                    config.name,
-                    python=config.python,
-                    prefix=config.prefix,
-                    pythonpath=config.pythonpath,
-                    image=config.image,
+                environment = locate(
+                    config.name, python=config.python, pythonpath=config.pythonpath, image=config.image
                 )
             except EngineError as error:
                 if not self._assume:
                     raise
                 self._found[config] = Assumed(Environment(config.name, sys.executable), str(error))
                 return self._found[config]
-            guessed = bool(config.prefix) and config.python is None and config.image is None
-            self._found[config] = self._first(found) if guessed else self._enter(found[0])
+            files = self._files() if environment.image else ()
+            self._found[config] = self._stack.enter_context(ask(environment, files=files))
         return self._found[config]
-
-    def _enter(self, environment: Environment) -> EngineAnswers:
-        files = self._files() if environment.image else ()
-        return self._stack.enter_context(ask(environment, files=files))
-
-    def _first(self, environments: Sequence[Environment]) -> EngineAnswers:
-        """Return the process of the first interpreter after a prefix that has the engine.
-
-        Raises:
-            EngineError: none has; names each that was tried.
-        """
-        failures = []
-        for environment in environments:
-            try:
-                asked = self._enter(environment)
-                asked.versions()
-            except EngineError as error:
-                why = str(error).removeprefix(f"the environment of engine {environment.engine} ")
-                failures.append(why if environment.interpreter in why else f"({environment.interpreter}) {why}")
-            else:
-                return asked
-        raise EngineError(
-            f"engine {environments[0].engine} was not found behind the prefix: {'; '.join(failures)}; "
-            "name its interpreter there with --python"
-        )
 
 
 def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:

@@ -109,7 +109,7 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     port = _port(host, port)
     words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
     if environment is None:
-        environment = locate(engine.name, python=engine.python, prefix=engine.prefix, pythonpath=engine.pythonpath)
+        environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
     command = _there(environment, arm, words, host, port)
     shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return Plan(
@@ -291,14 +291,12 @@ def _there(environment: Environment, arm: Arm, words: list[str], host: str, port
     if words[0] == _VLLM:
         return [*environment.command("fidelab.engines.vllm.serve"), *words[1:]]
     if words[0] == llamacpp_serve.PROGRAM:
-        if environment.prefix:
-            return [*environment.prefix, *words]
         if (program := shutil.which(words[0])) is not None:
             return [program, *words[1:]]
         words = llamacpp_serve.python_server(arm, host, port)
     if words[:2] == [_PYTHON, "-m"]:
         return [*environment.command(words[2]), *words[3:]]
-    return [*environment.prefix, *words]
+    return words
 
 
 def _installed_versions(command: tuple[str, ...]) -> dict[str, str]:

@@ -431,7 +431,7 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
     It is what forks them, started now where it is the first of its kind.
     """
     environment = resolved.environment
-    if servers is None or environment.prefix or environment.image:  # where descriptors do not lead, perhaps
+    if servers is None or environment.image:  # where descriptors do not lead, perhaps
         return None
     command = environment.command("fidelab.workers.fork_server")
     server = servers.get(command, resolved.arm.engine, _variables(resolved))
@@ -481,8 +481,7 @@ def absent(folder: Path) -> str:
         except CaptureError as error:
             return str(error)
     return (
-        f"the worker reported its answer, but none is in {folder}: do both sides see this folder? "
-        "Behind a --prefix (docker, ssh, srun) it has to be shared, under the same path"
+        f"the worker reported its answer, but none is in {folder}: do both sides see this folder, under the same path?"
     )
 
 

@@ -1,7 +1,6 @@
 """Typed parent–child messages: one JSON object per line, over the child's standard input and output.
 
-The version is checked when the child greets, because it may run in an environment with another fidelab.  After a
-prefix it may be any program, so every field is checked for its type.
+The version is checked when the child greets, and every field for its type: an engine's environment may hold anything.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ProbeTask:
 class Job:
     """Parent → child: an arm to open, and its first tasks.
 
-    ``env``: variables to set before the engine is imported (a command prefix may not pass them on).  ``about``: goes
+    ``env``: variables to set before the engine is imported (a container does not inherit them).  ``about``: goes
     into the runtime info.
     """
 

@@ -34,8 +34,6 @@ from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import choose
 from k16v8.kernels.reference import Attention
 
-__all__ = ["IMPLEMENTATIONS", "Implementation", "implementation"]
-
 _PAGE = 16
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float8_e4m3fn: "fp8_e4m3"}
 _NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says where it has none for these inputs

@@ -27,8 +27,6 @@ from k16v8.audit.implementations import Implementation
 from k16v8.errors import EngineError, InputError, NotSupportedError, one_line
 from k16v8.kernels.reference import Attention, attend
 
-__all__ = ["DTYPES", "KV_LENGTHS", "Finding", "Inputs", "audit", "random_inputs", "recorded_inputs", "tolerance"]
-
 KV_LENGTHS = (128, 1024, 4096, 16384)
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-16}

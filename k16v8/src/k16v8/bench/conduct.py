@@ -16,8 +16,6 @@ from k16v8.bench.shapes import Geometry, has_goal
 from k16v8.bench.timing import bandwidth
 from k16v8.errors import InputError, OutputError
 
-__all__ = ["SCHEMA", "bench_kernels", "load", "save"]
-
 SCHEMA = "k16v8.bench/0"
 _FIXED_VERSIONS = ("k16v8", "torch", "triton", "cuda")  # versions that one record must have throughout
 

@@ -28,19 +28,6 @@ from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import attend_prompts, prompt_route
 
-__all__ = [
-    "CONTENDERS",
-    "FLASH",
-    "REQUIRED",
-    "Contender",
-    "Draw",
-    "Role",
-    "WeightWork",
-    "Work",
-    "flash_attention_3",
-    "flash_attention_3_call",
-]
-
 Role = Literal["ours", "rival", "naive"]
 _ATTENTION: tuple[Kind, ...] = ("decode", "extend")
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-3 paged", "sdpa-flash")  # implementations of FlashAttention

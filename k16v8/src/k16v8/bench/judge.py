@@ -15,8 +15,6 @@ from typing import Any, Literal
 from k16v8.bench.contenders import FLASH, REQUIRED
 from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell, WeightCell
 
-__all__ = ["GOALS", "Goal", "best", "judge", "judge_goals"]
-
 _ALLOWANCE = 0.02  # by which a measured speed-up may exceed its ceiling before it is flagged
 Verdict = Literal["met", "missed", "unmeasured"]
 Entry = dict[str, Any]  # a cell of the record

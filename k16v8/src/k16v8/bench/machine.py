@@ -25,8 +25,6 @@ import k16v8
 from k16v8.errors import K16V8Error, NotSupportedError, one_line
 from k16v8.kernels.dispatch import PAGE_STEP
 
-__all__ = ["capability_notes", "describe", "driver_version", "main", "no_gpu", "slug", "versions"]
-
 _PACKAGES = (
     *("torch", "triton", "transformers", "vllm", "sglang", "sglang-kernel"),
     *("flash_attn", "flash_attn_3", "flashinfer-python"),

@@ -35,8 +35,6 @@ from k16v8.gates.compile import KERNELS, PAIRS, TARGETS, compile_kernels
 from k16v8.gates.run import attention_gate
 from k16v8.kernels.dispatch import load_triton
 
-__all__ = ["Unit", "compile_all", "compile_unit", "default_workers", "main", "units"]
-
 _GEOMETRIES = ("qwen2.5-7b", "llama-3.1-8b")
 _WORKERS, _WORKER_BYTES = 8, 8 << 30  # on a GPU, at most; of device memory for each, a goal cell and its context
 

@@ -25,8 +25,6 @@ from k16v8.errors import EngineError, NotSupportedError, UsageError, one_line
 from k16v8.gates.run import RELATIVE_L2
 from k16v8.kernels.reference import Attention, attend
 
-__all__ = ["RESERVE", "Result", "Settings", "Status", "caches_needed", "check_device", "check_memory", "run", "run_one"]
-
 T = TypeVar("T")
 Status = Literal["measured", "wrong", "not_supported", "no_memory", "failed", "unfinished"]
 RESERVE = {"cuda": 6 << 30, "cpu": 1 << 28}  # bytes left for what kernels and the check take besides

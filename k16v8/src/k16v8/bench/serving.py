@@ -41,8 +41,6 @@ from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import Formats, prompt_route
 from k16v8.plugins.vllm.plugin import pages
 
-__all__ = ["HOST_MICROSECONDS", "LENGTHS", "PAGE", "VARIANTS", "Serving", "main", "measure"]
-
 LENGTHS = {"cuda": (0, 1, 15, 16, 17, 4097, 32768), "cpu": (0, 1, 15, 16, 17)}
 # of prompts: tokens, queries among them, and tokens that are gathered at once
 PROMPTS = {

@@ -17,8 +17,6 @@ import runpy
 import sys
 from importlib import import_module
 
-__all__ = ["BENCH", "NO_GRAPHS", "main"]
-
 BENCH = "sglang.benchmark.one_batch"
 NO_GRAPHS = "--disable-cuda-graph"
 

@@ -9,25 +9,6 @@ from typing import Literal
 from k16v8.errors import UnknownNameError, UsageError
 from k16v8.kernels.cache import storage
 
-__all__ = [
-    "EXPERT_GEOMETRIES",
-    "FORMATS",
-    "GEOMETRIES",
-    "GOAL_TOKENS",
-    "Cell",
-    "ExpertGeometry",
-    "Geometry",
-    "Kind",
-    "Shape",
-    "WeightCell",
-    "cells",
-    "expert_geometry",
-    "formats",
-    "geometry",
-    "has_goal",
-    "weight_cells",
-]
-
 Kind = Literal["decode", "extend", "linear", "experts"]
 Shape = tuple[int, int, int]  # query heads, KV heads, head dimension
 

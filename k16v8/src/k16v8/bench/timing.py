@@ -16,8 +16,6 @@ from torch import Tensor
 
 from k16v8.errors import one_line
 
-__all__ = ["Bandwidth", "Times", "bandwidth", "free_bytes", "last_level_cache", "measure"]
-
 Calls = Sequence[Callable[[], Tensor]]
 
 _FEWEST, _MOST = 5, 200  # timed repeats

@@ -23,8 +23,6 @@ from k16v8.kernels import torch_weights, weights
 from k16v8.kernels.dispatch import choose_weights
 from k16v8.kernels.weights import LAYOUTS, Layout, QuantizedWeight
 
-__all__ = ["WEIGHT_CONTENDERS"]
-
 _DTYPE = torch.bfloat16
 _KINDS: tuple[Kind, ...] = ("linear", "experts")
 

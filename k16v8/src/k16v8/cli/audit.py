@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
     from k16v8.audit.run import Finding
 
-__all__ = ["add_arguments", "read_tensors", "run"]
-
 _HEADER = 8  # bytes of a safetensors file before its JSON: the length of that
 
 

@@ -25,8 +25,6 @@ from k16v8.cli.bench_tables import render
 from k16v8.cli.common import add_json, add_operations, at_least, check_device, counts, note, operations, show_json
 from k16v8.errors import UnknownNameError, UsageError
 
-__all__ = ["add_arguments", "run"]
-
 # default shapes: a GPU takes ten minutes, a CPU two
 _DEFAULTS: dict[str, dict[str, str]] = {
     "cuda": {"batch": "1,4,8,16,32,64", "lengths": "2k,8k,32k,128k", "prefixes": "2k,8k,32k"},

@@ -7,8 +7,6 @@ from typing import Any
 
 from k16v8.cli.common import table
 
-__all__ = ["render"]
-
 _K16V8_COLUMNS = ("16/16", "16/8", "8/8")
 _PRODUCTS = ("linear", "experts")
 _SPREAD = 0.1  # of repeats, from the 10th to the 90th percentile, above which a time is marked

@@ -11,23 +11,6 @@ from typing import Any, TypeVar
 
 from k16v8.errors import UnknownNameError, UsageError
 
-__all__ = [
-    "add_json",
-    "add_operations",
-    "at_least",
-    "check_device",
-    "counts",
-    "device_name",
-    "finite",
-    "note",
-    "operations",
-    "parse_numbers",
-    "show_json",
-    "table",
-    "versions",
-]
-
-
 Number = TypeVar("Number", int, float)
 
 

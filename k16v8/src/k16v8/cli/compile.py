@@ -20,8 +20,6 @@ from k16v8.errors import UsageError
 if TYPE_CHECKING:
     from k16v8.gates.compile import Compiled
 
-__all__ = ["add_arguments", "run"]
-
 _TARGETS = "sm_90,sm_120,gfx942,gfx1201,gfx1100"
 _CODE = ("options", "shared", "regs", "spill", "programs", "load", "status")
 _HEADINGS = ("target", "kernel", "K", "V", "dim", "page", *_CODE)

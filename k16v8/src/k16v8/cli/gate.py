@@ -33,8 +33,6 @@ from k16v8.cli.common import (
 if TYPE_CHECKING:
     from k16v8.gates.run import Gate
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""

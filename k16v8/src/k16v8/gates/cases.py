@@ -10,8 +10,6 @@ from torch import Tensor
 from k16v8.kernels.cache import PagedCache, Scaling
 from k16v8.kernels.reference import Attention
 
-__all__ = ["CASES", "LONG_CASES", "Case", "Problem", "fill_with_noise"]
-
 
 @dataclass(frozen=True)
 class Problem:

@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from k16v8.kernels.launch import Target, Tiles
     from k16v8.kernels.variants import Variant
 
-__all__ = [
-    "KERNELS",
-    "OPTIONS",
-    "PAIRS",
-    "TARGETS",
-    "WEIGHT_KERNELS",
-    "Compiled",
-    "compile_kernels",
-    "compile_weight_kernels",
-]
-
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
 OPTIONS = ("plain", "all")
 KERNELS = ("write", "schedule", "decode", "verify", "extend", "gather")

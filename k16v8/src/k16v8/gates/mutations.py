@@ -13,8 +13,6 @@ from k16v8.kernels import prefill
 from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.reference import Attention
 
-__all__ = ["MUTATIONS", "Mutation", "Spoil"]
-
 Attend = Callable[..., tuple[Tensor, Tensor]]
 Spoil = Callable[[Any, Tensor], None]
 """Changes the plan or the work list of a decode before its launch."""

@@ -25,8 +25,6 @@ from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.kernels.prefill import PrefillBatch, prefill, torch_attention
 from k16v8.kernels.reference import Attention
 
-__all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
-
 COSINE, RELATIVE_L2, LSE = 0.99999, 0.0035, 1e-3
 # expected value and half-width over seeds
 _PAPER = {"decode": (0.0254, 0.0015), "prefill": (0.0255, 0.0015)}

@@ -15,8 +15,6 @@ from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention, attend
 
-__all__ = ["soak"]
-
 
 def soak(
     kernels: Kernels, case: Case, *, steps: int, device: torch.device | str = "cpu", seed: int = 0

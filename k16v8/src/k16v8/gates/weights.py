@@ -17,8 +17,6 @@ from k16v8.kernels import weights
 from k16v8.kernels.dispatch import WeightKernels, choose_weights
 from k16v8.kernels.weights import Layout, QuantizedWeight
 
-__all__ = ["WEIGHT_CASES", "WEIGHT_MUTATIONS", "WeightCase", "weight_error", "weight_gates"]
-
 Result = tuple[str, str, bool, dict[str, float], str]
 COSINE = 0.99999
 # float16 outputs have three bits more

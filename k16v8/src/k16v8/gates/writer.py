@@ -13,8 +13,6 @@ from k16v8.gates.cases import Case
 from k16v8.kernels.cache import PagedCache, Scaling, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels
 
-__all__ = ["writer_gates"]
-
 Result = tuple[str, bool, dict[str, float], str]
 _CASES = (
     Case("k16v8", lengths=(37,)),

@@ -11,8 +11,6 @@ float32 under the interpreter, and conversions the interpreter gets wrong are do
 import triton
 import triton.language as tl
 
-__all__ = ["encode_fp8", "encode_int", "narrow", "nearest", "token_scale", "widen"]
-
 
 @triton.jit
 def widen(raw, ODD: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr):

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from k16v8.errors import UnknownNameError
 
-__all__ = ["STORAGES", "PagedCache", "Scaling", "Storage", "codes_to_values", "dequantize", "scaling_of", "storage"]
-
 Scaling = Literal["none", "per-tensor", "per-token-head"]
 
 

@@ -17,16 +17,6 @@ from k16v8.kernels.cache import PagedCache, scaling_of, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.weights import QuantizedWeight
 
-__all__ = [
-    "MAX_ROWS",
-    "check_cache",
-    "check_decode",
-    "check_expert_matmul",
-    "check_extend",
-    "check_matmul",
-    "check_write",
-]
-
 MAX_ROWS = 16
 """Rows of a decode tile: query heads of a KV head, times queries of a sequence."""
 

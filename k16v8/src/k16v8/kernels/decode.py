@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Decode in Triton: the last queries of each sequence over its paged cache, in splits that the last program merges.
 
@@ -48,8 +48,6 @@ from k16v8.kernels.occupancy import FALLBACK_PROGRAMS, resident_programs
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
-
-__all__ = ["BUFFER", "DecodePlan", "decode", "decode_programs", "plan_decode"]
 
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
 _COUNTERS = 1 << 14  # of sequences and KV heads, at the front of a buffer that several plans share

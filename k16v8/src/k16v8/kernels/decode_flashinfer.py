@@ -20,8 +20,6 @@ from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels.cache import FLOAT8, PagedCache
 from k16v8.kernels.reference import Attention
 
-__all__ = ["FlashInferPlan", "decode", "plan_decode", "refusal"]
-
 MODULE = "flashinfer.attention.prims_ts"
 _CAPABILITIES = ((10, 0), (10, 3), (10, 7))
 _DIMS = (64, 128, 256)

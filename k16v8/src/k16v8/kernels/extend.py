@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Extend in Triton: chunks of queries over a paged prefix that already holds the chunk itself, causal.
 
@@ -27,8 +27,6 @@ from k16v8.kernels.launch import (
 )
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
-
-__all__ = ["extend", "program_count"]
 
 
 @triton.jit(

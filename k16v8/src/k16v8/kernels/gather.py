@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Gather in Triton: tokens of a paged cache as numbers of 16 bits, contiguous, as libraries take them."""
 
@@ -10,8 +10,6 @@ from torch import Tensor
 from k16v8.kernels.bits import narrow, widen
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.launch import Target, Tiles, cache_arguments, cache_constants, launch, target_of
-
-__all__ = ["gather"]
 
 
 @triton.jit

@@ -17,19 +17,6 @@ from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache, Scaling, scaling_of, storage
 from k16v8.kernels.reference import Attention
 
-__all__ = [
-    "Target",
-    "Tiles",
-    "current",
-    "interpreted",
-    "launch",
-    "power_of_two",
-    "scale_code",
-    "scale_strides",
-    "target_of",
-    "tiles",
-]
-
 _HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950", "gfx1200", "gfx1201"), "fp8_e4m3")
 _SCALES: dict[Scaling, int] = {"none": 0, "per-tensor": 1, "per-token-head": 2}
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Products with 4-bit weights in Triton, read as AWQ and GPTQ checkpoints store them: one linear layer, or all experts.
 
@@ -24,8 +24,6 @@ from k16v8.errors import UsageError
 from k16v8.kernels.bits import narrow, widen
 from k16v8.kernels.launch import Target, Tiles, launch, target_of
 from k16v8.kernels.weights import QuantizedWeight
-
-__all__ = ["ExpertPlan", "MatmulPlan", "expert_matmul", "matmul", "plan_experts", "plan_matmul", "split_count"]
 
 _MAX_SPLITS = 32
 _MIN_SPLIT_INPUTS = 256  # inputs that a split should at least have

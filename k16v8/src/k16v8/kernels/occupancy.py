@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from k16v8.errors import UsageError
 from k16v8.kernels.launch import Target
 
-__all__ = ["FALLBACK_PROGRAMS", "resident_programs"]
-
 FALLBACK_PROGRAMS = 2
 """Programs for each multiprocessor where nothing is compiled: under the interpreter, and for tensors on the CPU."""
 

@@ -30,25 +30,6 @@ from k16v8.kernels.cache import PagedCache, codes_to_values, scaling_of, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.upload import upload
 
-__all__ = [
-    "WORKSPACE",
-    "Attend",
-    "Call",
-    "Libraries",
-    "Piece",
-    "PrefillBatch",
-    "Route",
-    "capacity",
-    "gather",
-    "installed",
-    "library_attention",
-    "plan_pieces",
-    "prefill",
-    "prefill_route",
-    "scratch_bytes",
-    "torch_attention",
-]
-
 Route = Literal["extend", "fa2", "fa3"]
 WORKSPACE = 128 << 20
 """Default bytes of the workspace of one device: 32K tokens of 8 KV heads of 128.  Static, unmeasured."""

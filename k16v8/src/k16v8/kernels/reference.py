@@ -20,8 +20,6 @@ from torch import Tensor
 
 from k16v8.kernels.cache import PagedCache, dequantize
 
-__all__ = ["Attention", "attend", "decode", "extend"]
-
 
 @dataclass(frozen=True)
 class Attention:

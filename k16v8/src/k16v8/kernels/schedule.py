@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """The work list of a decode step, written on the device: which split of which sequence each program takes.
 
@@ -18,8 +18,6 @@ from torch import Tensor
 
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.launch import Target, Tiles, launch, target_of, tiles
-
-__all__ = ["ROUNDS", "SCHEDULE_TILE", "round_tokens", "schedule", "schedule_arguments", "schedule_constants"]
 
 ROUNDS = 2  # of programs on the device that a list may have besides one item of each sequence; static, unmeasured
 _SHORTEST = 256  # tokens of a split at least: below, merging costs more than it gains; static, unmeasured

@@ -13,8 +13,6 @@ import triton.language as tl
 
 from k16v8.kernels.bits import narrow, widen
 
-__all__ = ["attend_tokens", "finished", "split_queries", "store_rows"]
-
 
 @triton.jit
 def split_queries(x, factor, Q_FORMAT: tl.constexpr, K_PAIRS: tl.constexpr, QK: tl.constexpr):

@@ -18,8 +18,6 @@ from torch import Tensor
 from k16v8.kernels.cache import PagedCache, codes_to_values, scaling_of
 from k16v8.kernels.reference import Attention
 
-__all__ = ["Call", "Last", "attend_last", "attend_sequence"]
-
 # On a CPU; elsewhere so many times more, because starting an operation costs more.
 _DEVICE_FACTOR = 16
 _KEYS = 1 << 20  # numbers of keys that are widened at a time

@@ -14,8 +14,6 @@ from k16v8.kernels.cache import FLOAT8, PagedCache, Storage, scaling_of, storage
 from k16v8.kernels.reference import Attention
 from k16v8.kernels.torch_attend import Call, Last, attend_last, attend_sequence
 
-__all__ = ["decode", "extend", "to_codes", "token_scale", "write"]
-
 _HALF_MIN, _HALF_MAX = 2.0**-24, 65504.0
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from k16v8.kernels.weights import QuantizedWeight, zero_points
 
-__all__ = ["dequantize", "expert_matmul", "matmul", "one_expert"]
-
 _CODES_PER_CHUNK = 1 << 20  # codes that are float32 at a time: 4 MB, which processors' own caches hold
 
 

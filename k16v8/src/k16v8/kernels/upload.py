@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["upload"]
-
 _ALIGNED = 4  # numbers: 16 bytes, at which libraries may read several at once
 
 

@@ -22,8 +22,6 @@ from k16v8.kernels.reference import Attention
 from k16v8.kernels.schedule import SCHEDULE_TILE, schedule_arguments, schedule_constants, schedule_kernel
 from k16v8.kernels.write import write_arguments, write_constants, write_kernel
 
-__all__ = ["VARIANTS", "Variant", "variants", "warm_up"]
-
 VARIANTS = ("write", "schedule", "decode", "extend", "gather")
 
 

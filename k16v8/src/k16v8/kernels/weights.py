@@ -23,20 +23,6 @@ from torch import Tensor
 
 from k16v8.errors import UsageError
 
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "QuantizedWeight",
-    "awq",
-    "codes",
-    "dequantize",
-    "expert_matmul",
-    "gptq",
-    "matmul",
-    "pack",
-    "zero_points",
-]
-
 Layout = Literal["awq", "gptq"]
 LAYOUTS: tuple[Layout, ...] = ("awq", "gptq")
 # The column (AWQ) or row (GPTQ) of eight that each nibble of a word holds, from the lowest bits.

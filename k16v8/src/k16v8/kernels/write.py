@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001, ANN201
 # Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """The cache writer in Triton: one program per token; K and V each in its own format.
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from k16v8.kernels.bits import encode_fp8, encode_int, token_scale
 from k16v8.kernels.cache import PagedCache, storage
 from k16v8.kernels.launch import launch, power_of_two, scale_code, scale_strides, target_of, tiles
-
-__all__ = ["write"]
 
 
 @triton.jit

@@ -37,27 +37,6 @@ if TYPE_CHECKING:
     from k16v8.kernels.prefill import PrefillBatch, Route
     from k16v8.kernels.reference import Attention
 
-__all__ = [
-    "COUNT_SWITCH",
-    "KERNELS_SWITCH",
-    "LABEL",
-    "SWITCH",
-    "Engine",
-    "Formats",
-    "Pages",
-    "Side",
-    "attend_prompts",
-    "counters",
-    "decode_buffer",
-    "decode_queries",
-    "decode_step",
-    "prefill_workspace",
-    "prompt_route",
-    "read_back",
-    "reserve",
-    "switched",
-]
-
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
 COUNT_SWITCH = "K16V8_COUNT"  # environment variable

@@ -46,28 +46,6 @@ from torch import Tensor
 
 from k16v8.errors import K16V8Error, UnknownNameError, UsageError
 
-__all__ = [
-    "CRC",
-    "HEADER",
-    "LAYOUTS",
-    "MAGIC",
-    "SCALES",
-    "ChunkError",
-    "ChunkKeyError",
-    "ChunkSpec",
-    "CorruptError",
-    "DtypeError",
-    "FingerprintError",
-    "ForeignError",
-    "LayoutError",
-    "ModelError",
-    "ScaleError",
-    "ShapeError",
-    "TrailingError",
-    "TruncatedError",
-    "VersionError",
-]
-
 LAYOUTS = ("2LTHD", "L2THD", "LT2HD", "2LHTD")  # order of sides (2), layers, tokens, heads, head dimension
 SCALES = ("none", "per-token-head")
 

@@ -32,8 +32,6 @@ from k16v8.plugins.lmcache.chunk import (
     TruncatedError,
 )
 
-__all__ = ["decode", "encode", "encode_into", "verify"]
-
 Buffer = bytes | bytearray | memoryview
 Bytes = NDArray[np.uint8]
 _VALUES = storage("fp8_e4m3")

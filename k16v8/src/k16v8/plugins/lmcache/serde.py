@@ -36,8 +36,6 @@ from k16v8.errors import EngineError, NotSupportedError, UnknownNameError, Usage
 from k16v8.plugins.lmcache.chunk import SCALES, ChunkSpec
 from k16v8.plugins.lmcache.codec import decode, encode_into, verify
 
-__all__ = ["NAME", "K16V8Deserializer", "K16V8Serializer", "create", "register"]
-
 NAME = "k16v8"
 
 

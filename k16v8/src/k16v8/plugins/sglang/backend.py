@@ -26,8 +26,6 @@ from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import LABEL, Formats, Pages, attend_prompts, counters, decode_step, read_back, switched
 
-__all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
-
 _log = logging.getLogger(f"sglang.{__name__}")
 
 

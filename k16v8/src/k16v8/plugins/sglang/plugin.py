@@ -25,17 +25,6 @@ from typing import Any
 from k16v8.errors import K16V8Error, NotSupportedError
 from k16v8.plugins.shared import LABEL, Engine, Formats, switched
 
-__all__ = [
-    "BACKEND",
-    "PAGES",
-    "SGLANG",
-    "cell_bytes",
-    "lacking",
-    "pool_class",
-    "refusal",
-    "register",
-]
-
 BACKEND = "k16v8"  # --attention-backend
 PAGES = (16, 32, 64, 128)  # tokens; what the Triton kernels are gated for
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"

@@ -17,8 +17,6 @@ from torch import Tensor
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.reference import Attention
 
-__all__ = ["NAME", "Handed", "attend", "hand", "padding_mask", "register_attention"]
-
 NAME = "k16v8"
 _NOT_DONE = ("position_bias", "sinks", "head_mask", "alibi", "indices")  # what attention functions may be given besides
 

@@ -34,8 +34,6 @@ from k16v8.kernels.reference import Attention
 from k16v8.plugins.transformers.attention import NAME, hand
 from k16v8.plugins.transformers.steps import Pages, Step
 
-__all__ = ["K16V8Cache", "PagedKVCache", "bytes_per_place"]
-
 _NATIVE = {stored.dtype: name for name, stored in STORAGES.items() if not stored.quantized}
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.upload import upload
 
-__all__ = ["Pages", "Queries", "Step"]
-
 _GROWTH = 8  # blocks added at once: one for so many; more is memory that holds nothing, less is copying
 
 

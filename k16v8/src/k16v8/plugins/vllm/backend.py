@@ -49,8 +49,6 @@ from k16v8.plugins.shared import (
 )
 from k16v8.plugins.vllm.plugin import pages
 
-__all__ = ["K16V8Backend"]
-
 _log = init_logger(f"vllm.{__name__}")
 _PAGE = 64  # tokens: fewer cost more loads of the block table; static, unmeasured
 _DTYPES = [torch.bfloat16, torch.float16]

