@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.run.api import compare
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = ["Report", "__version__", "compare"]
 
 _LAZY = {"compare": "fidelab.run.api", "Report": "fidelab.results.record"}
