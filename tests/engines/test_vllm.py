@@ -488,10 +488,6 @@ def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list
         _Small()._must_fit_together(sizes)
 
 
-def test_prompts_that_fill_the_cache_are_a_timed_group() -> None:
-    _Small()._must_fit_together([17, 16, 16])
-
-
 class _Write:
     """An attention implementation that writes apart from attention, as k16v8's and most of vLLM's do."""
 

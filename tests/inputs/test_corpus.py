@@ -105,10 +105,6 @@ def test_protocol_says_which_rows_are_scored(protocol: Protocol, first: int, las
     assert [len(units) for units in found.units] == [last - first + 1] * 2
 
 
-def test_half_scores_255_of_512(fake: Tokenizer) -> None:
-    assert len(make_windows(fake, _text("x" * 512), 512, 1).units[0]) == 255
-
-
 def test_guide_has_204800_rows(fake: Tokenizer) -> None:
     text = _text("x" * (99 * 512 + 2048))
     found = make_windows(fake, text, n_ctx=2048, n_windows=100, protocol="sliding", stride=512)
