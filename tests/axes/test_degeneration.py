@@ -161,21 +161,6 @@ def test_an_answer_that_ends_after_garbage_is_judged_without_its_end(tmp_path: P
     assert (found["degenerate"], found["median onset"], found["median length"]) == (8, 100, LENGTH)
 
 
-def test_tokens_after_the_onset_are_a_share_of_all_tokens(tmp_path: Path) -> None:
-    found = _values(_score(tmp_path, CLEAN, [_loop(0, 100), *CLEAN[1:]]))
-    assert found["tokens after onset"] == pytest.approx((LENGTH - 100) / (8 * LENGTH))
-    assert found["tokens after onset, reference"] == 0.0
-
-
-def test_a_failed_prompt_is_counted_and_left_out(tmp_path: Path) -> None:
-    score = _score(tmp_path, CLEAN, [*CLEAN[:7], []], {7: "empty output"})
-    assert (score.measurement().n_items, score.measurement().n_failed, score.mean()) == (8, 1, 0.0)
-
-
-def test_equal_ids_are_identical(tmp_path: Path) -> None:
-    assert _score(tmp_path, CLEAN, CLEAN).identical
-
-
 def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) -> None:
     curve, table = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).found.plots[:2]
     assert isinstance(curve, Curve)
@@ -224,17 +209,6 @@ def test_around_the_onset_there_is_text(run: Done) -> None:
     first = texts.pairs[0]
     assert first.candidate == "\x07" * 64
     assert first.reference == PROSE.encode("ascii", "ignore").decode()[:64]
-
-
-def test_shorter_answers_are_no_harm(run: Done) -> None:
-    found = run.axis("short[at=90]", "degeneration")
-    named = ("degenerate", "median_length", "median_length_reference")
-    assert [found.value(name) for name in named] == [0, 90, 300]
-    assert run.arm("short[at=90]")["verdict"]["band"] == "EXCELLENT"
-
-
-def test_the_reference_as_candidate_is_identical(run: Done) -> None:
-    assert run.arm("exact")["axes"]["degeneration"]["status"] == "identical"
 
 
 # ------------------------------------------------------------------------------------- the real model

@@ -131,12 +131,6 @@ def test_an_answer_has_room_for_all_needles() -> None:
     assert _main(_axis(needles=4, lengths=[2000])).max_tokens > 4 * len("APRICOT-7-BLUE")
 
 
-def test_the_batch_is_no_part_of_the_comparability_key() -> None:
-    one, two = _main(_axis(batch=1)), _main(_axis(batch=2))
-    assert (one.settings, one.prompts) == (two.settings, two.prompts)
-    assert one.batch == 1
-
-
 def test_the_floor_keeps_the_trials_of_a_cell_together() -> None:
     axis = _axis(lengths=[600, 700], trials=3)
     floor = axis.repeated(_main(axis), 0.25)
@@ -190,19 +184,7 @@ def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> Non
     assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
 
 
-def test_a_given_style_needs_no_follow_up() -> None:
-    axis = _axis()
-    assert axis.requests(_inputs()).keys() == {"main"}
-    assert axis.follow_up(_inputs(), {}) == {}
-
-
 # --------------------------------------------------------------------------------------------- scoring
-
-
-def test_equal_answers_are_identical_and_score_100(tmp_path: Path) -> None:
-    score = _score(tmp_path, _axis(), [True] * 9, [True] * 9)
-    assert (score.identical, score.found.value("score"), score.found.downgrades) == (True, 100.0, ())
-    assert score.found.ci("score") == pytest.approx((100 * 0.025 ** (1 / 9), 100.0))
 
 
 def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -> None:
@@ -248,13 +230,6 @@ def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> No
     assert (score.found.value("score"), score.found.ci("score"), score.score(0).value) == (None, None, None)
 
 
-def test_a_failed_trial_is_counted_and_left_out(tmp_path: Path) -> None:
-    score = _score(tmp_path, _axis(), [True] * 9, [None, *[True] * 8])
-    assert (score.measurement().n_items, score.measurement().n_failed, score.found.value("score")) == (9, 1, 100.0)
-    assert not score.identical
-    assert not _score(tmp_path / "all", _axis(), [True] * 9, [None] * 9).usable.any()
-
-
 def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_not(tmp_path: Path) -> None:
     axis = _axis(distractors=2, lengths=[900], positions=[0.5])
     wrong = json.loads(_main(axis).notes[0])["wrong"][0]
@@ -269,16 +244,6 @@ def test_harm_needs_an_interval_wholly_below_minus_5_points(tmp_path: Path) -> N
     hard = _score(tmp_path, _axis(), [True] * 9, [False] * 9)
     assert hard.found.downgrades[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
     assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).found.downgrades == ()
-
-
-def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: Path) -> None:
-    control = _score(tmp_path / "a", _axis(), [True] * 9, [*[True] * 8, False])
-    candidate = _score(tmp_path / "b", _axis(), [True] * 9, [*[False] * 3, *[True] * 5, False])
-    excess = candidate.excess_over(control, 0)
-    assert excess is not None
-    assert excess.estimate == pytest.approx(-100 / 3)
-    low, high = excess.interval or (0.0, 0.0)
-    assert low < -100 / 3 < high
 
 
 def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path: Path) -> None:
@@ -346,17 +311,6 @@ def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None
 def test_an_arm_without_output_fails(run: Done) -> None:
     axis = run.axis("missing", "rniah")
     assert (axis.status, axis.reason) == ("failed", "no item was usable")
-
-
-def test_the_floor_of_a_deterministic_engine_finds_the_same(run: Done) -> None:
-    floor = run.floor("rniah")
-    assert (floor.value("score"), floor.n_items) == (100.0, 6)
-
-
-def test_scores_come_again_from_the_captures_alone(run: Done) -> None:
-    before = run.report["candidates"]
-    assert cli("report", "--rescore", run.folder, cwd=run.cwd).code == 0
-    assert run.report["candidates"] == before
 
 
 def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:

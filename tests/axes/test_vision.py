@@ -107,14 +107,6 @@ def test_dependence_on_the_image_is_the_kl_between_right_and_wrong_of_one_model(
     assert total / tokens > 1e-3  # the tiny model looks at the image
 
 
-def test_an_exact_cache_keeps_all_of_the_dependence(done: Done) -> None:
-    exact, coarse = done.axis("f32", "vision"), done.axis("int4", "vision")
-    for other in ("wrong", "none"):
-        assert value(exact, f"dependence_kept_{other}") == 1
-        kept = value(coarse, f"dependence_{other}") / value(coarse, f"dependence_{other}_reference")
-        assert value(coarse, f"dependence_kept_{other}") == pytest.approx(kept)
-
-
 def test_all_three_texts_behind_images_are_the_same(done: Done) -> None:
     parts = {part: captured(done, "reference", part).request for part in ("right", "wrong", "none")}
     assert all(isinstance(request, ImageForced) for request in parts.values())
@@ -135,13 +127,6 @@ def test_an_arm_that_takes_no_images_is_told_apart_and_answers_the_rest(done: Do
     assert words["axes"]["trajectory"]["status"] in ("ok", "identical")
     assert "no part for images" not in str(words["axes"]["trajectory"]["reason"])
     assert done.axis("int4", "trajectory").value("score") is not None
-
-
-def test_scores_can_be_computed_again_from_the_captures(done: Done) -> None:
-    before = done.axis("int4", "vision")
-    again = cli("report", "--rescore", done.folder, cwd=done.cwd)
-    assert again.code in (0, 1), again.err
-    assert done.axis("int4", "vision").metrics == before.metrics
 
 
 def test_a_reference_without_vision_is_one_line(tmp_path: Path, text_model: Path) -> None:

@@ -15,7 +15,6 @@ from fidelab.bench.prefill import PrefillBench, PrefillSettings
 from fidelab.bench.startup import COLD, WARM, Startup, StartupSettings
 from fidelab.captures.requests import Tokens
 from fidelab.core import Status
-from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Bars, Curve
 
 
@@ -173,13 +172,6 @@ def test_speeds_are_plotted_against_the_length_and_headed_by_the_longest_of_the_
     assert isinstance(four, Curve)
     assert (one.key, one.series, four.series, one.log_x) == ("prefill", "batch 1", "batch 4", True)
     assert (one.x, one.y, one.low, one.high) == ((10, 1000), (10, 1000), (5, 500), (20, 2000))
-
-
-def test_what_a_bench_found_is_the_same_after_json() -> None:
-    bench = Decode(DecodeSettings(depths=(0, 64), n=2))
-    times = {f"{n}.b1{end}": [[1.0, 1.5, 2.0][: 1 if end else 3]] * 3 for n in (0, 64) for end in ("", ".alone")}
-    record = bench.record(by_part(bench.questions(INPUTS), times), Facts())
-    assert Measurement.model_validate_json(record.model_dump_json(), strict=True) == record
 
 
 def test_every_answer_has_prompts_of_its_own() -> None:

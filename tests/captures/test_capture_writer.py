@@ -196,15 +196,6 @@ def test_a_failed_item_needs_no_answer_and_keeps_its_reason(tmp_path: Path) -> N
     assert Capture(out.finish("logprobs", {}, {})).items[1]["failed"] == "time-out"
 
 
-def test_nan_in_the_engines_facts_becomes_null(tmp_path: Path) -> None:
-    out = sample.writer(tmp_path)
-    for item in range(3):
-        out.add(item, sample.rows(item))
-    folder = out.finish("logprobs", {"bytes": float("inf"), "deep": [{"x": float("nan")}]}, {"cosine": float("nan")})
-    manifest = json.loads((folder / "manifest.json").read_text(), parse_constant=pytest.fail)
-    assert (manifest["ran"], manifest["facts"]) == ({"bytes": None, "deep": [{"x": None}]}, {"cosine": None})
-
-
 def test_one_head_of_one_content_is_kept_once(tmp_path: Path) -> None:
     head = {"weight": np.eye(4, dtype=np.float32)}
     first, second = store_head(tmp_path, head, 30.0, 2.0), store_head(tmp_path, head, 30.0, 2.0)

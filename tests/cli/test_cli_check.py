@@ -284,16 +284,6 @@ def drawn(found: Check, **options: object) -> str:
     return console.file.getvalue()
 
 
-def test_no_color_leaves_no_colour_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = decided(sample_report(candidates=(WAS,)), sample_report(candidates=(WORSE,)))
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    coloured = re.compile(r"\x1b\[[0-9;]*3[0-9]m")
-    assert coloured.search(drawn(found, force_terminal=True))
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert not coloured.search(drawn(found, force_terminal=True))
-
-
 def hostile(text: str) -> Check:
     """Hostile text on both sides, with something worse, lost, refused and beside."""
     was = hostile_report(text)

@@ -192,10 +192,6 @@ def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
 # ----------------------------------------------------------------------------------------- settings refused
 
 
-def test_an_unknown_attention_is_refused(checkpoint: Checkpoint) -> None:
-    assert "abacus" in refused(checkpoint("llama"), attention="abacus")
-
-
 def test_an_attention_that_the_machine_lacks_is_refused(checkpoint: Checkpoint) -> None:
     assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
 
@@ -293,11 +289,6 @@ def test_the_record_names_versions_device_threads_and_skipped_layers(checkpoint:
 
 def test_the_tokenizer_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
     assert tiny.opened(checkpoint("llama")).tokenize("w7 w63 w5") == [7, 63, 5]
-
-
-def test_the_control_of_a_32_bit_reference_is_the_native_cache_and_a_16_bit_one_has_none() -> None:
-    assert HFEngine.control_for(KVSpec.parse("f32"), "bf16") == "bf16"
-    assert HFEngine.control_for(KVSpec.parse("bf16"), "bf16") is None
 
 
 def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:

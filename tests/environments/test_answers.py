@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -189,7 +188,3 @@ def test_an_error_class_that_is_unknown_here_is_an_engine_error(tmp_path: Path) 
     for kind, cls in (("NewError", EngineError), ("InputError", InputError), ("annotations", EngineError)):
         with ask(stand_in(tmp_path, script % kind), 20) as asked, pytest.raises(cls, match=r"^why$"):
             asked.versions()
-
-
-def test_the_second_interpreter_is_another_one(second: Second) -> None:
-    assert second.run("import sys; print(sys.prefix)") != sys.prefix

@@ -704,13 +704,6 @@ def test_a_tool_that_is_no_engine_is_installed_when_its_packages_can_be_imported
     assert not (tmp_path / "broken").exists()
 
 
-def test_each_version_is_kept_in_one_place() -> None:
-    text = Path(recipes.__file__).read_text()
-    versions = re.findall(r'^_\w+ = "([\d.]+)"$', text, re.MULTILINE)
-    assert versions
-    assert [version for version in versions if text.count(version) > 1] == []
-
-
 def test_an_unknown_recipe_names_those_that_there_are() -> None:
     for arguments, said in (
         (("hf", "cpu"), "vllm, sglang, llamacpp, llm-compressor"),

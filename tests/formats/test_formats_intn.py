@@ -101,12 +101,6 @@ def test_codes_lie_packed_from_the_lowest_bits(name: str, values: list[int], pac
     assert codes.flatten().tolist() == packed
 
 
-def test_ties_go_to_even() -> None:
-    x = torch.tensor([7, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 6.5]).view(1, 1, 1, 8)
-    fmt = make("int4")
-    assert fmt.decode(fmt.encode(x), 8, torch.float32).flatten().tolist() == [7, 0, 2, 2, 0, -2, -2, 6]
-
-
 @each
 def test_groups_have_scales_of_their_own(name: str) -> None:
     x = torch.cat([torch.full((8,), 1000.0), torch.full((3,), 0.01)]).view(1, 1, 1, 11)
@@ -121,11 +115,6 @@ def test_a_group_longer_than_the_head_is_one_group(name: str) -> None:
 
 
 @each
-def test_zeros_have_a_positive_scale(name: str) -> None:
-    assert make(name).encode(torch.zeros(1, 1, 1, 64))[1].min() > 0
-
-
-@each
 def test_values_beyond_the_largest_scale_saturate(name: str) -> None:
     fmt = make(name)
     out = fmt.decode(fmt.encode(torch.full((1, 1, 1, 32), -3e38)), 32, torch.float32)
@@ -135,12 +124,6 @@ def test_values_beyond_the_largest_scale_saturate(name: str) -> None:
 @pytest.mark.parametrize(("name", "size"), [("int8", 128 + 8), ("int4", 64 + 8), ("int2", 32 + 8), ("int5", 128 + 8)])
 def test_bytes_at_head_dim_128(name: str, size: int) -> None:
     assert create(FormatSpec(name)).token_bytes(128) == size
-
-
-@each
-@pytest.mark.parametrize("dim", [64, 80, 128])
-def test_packed_bytes_are_the_bits_and_the_scales(name: str, dim: int) -> None:
-    assert make(name).packed_token_bytes(dim) == dim * BITS[name] // 8 + 2 * -(-dim // 32)
 
 
 @each

@@ -42,10 +42,6 @@ def test_every_code_decodes_to_its_level() -> None:
     assert out == [level / 2 for level in (*LEVELS, *LEVELS[::-1])]
 
 
-def test_the_levels_are_ggufs() -> None:
-    assert gguf.quants.IQ4_NL.kvalues == LEVELS
-
-
 def test_codes_are_the_nearest_levels_under_the_first_scale() -> None:
     x = content(500)
     first = x[np.arange(500), np.abs(x).argmax(-1)].astype(np.float64) / -127

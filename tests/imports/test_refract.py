@@ -303,21 +303,6 @@ def test_what_comes_in_is_a_run_that_the_report_command_shows(tmp_path: Path) ->
     assert Report.from_json(done.folder / "report.json").candidates[0].name == "q8_0/q4_0"
 
 
-def test_json_output_is_the_report_alone(tmp_path: Path) -> None:
-    done = cli("import", "refract", write(tmp_path, refract_report()), "--json", "--name", "mine", cwd=tmp_path)
-    assert json.loads(done.out)["candidates"][0]["name"] == "mine"
-
-
-def test_text_from_the_file_is_escaped_in_html(tmp_path: Path) -> None:
-    evil = "<script>alert(1)</script>"
-    report = refract_report(model=evil, candidate=f"ctk={evil},ctv={evil}", diagnosis=[evil], timestamp=evil)
-    report["axes"]["gtm"]["per_prompt"][0] |= {"id": evil, "category": evil, "prompt": evil}
-    report["axes"]["plad"]["per_prompt"][0]["perturbation"] = evil
-    page = (imported(tmp_path, report).folder / "report.html").read_text()
-    assert evil not in page
-    assert "&lt;script&gt;" in page
-
-
 def test_a_lone_surrogate_does_not_stop_the_import(tmp_path: Path) -> None:
     report = refract_report(model="broken \ud800 name")
     assert candidate(tmp_path, report).model == "broken ? name"

@@ -66,21 +66,10 @@ def test_default_text_is_the_packages_own() -> None:
     assert (titles[0], titles[-1]) == ("# The Eel's Errand", "# Report on the Fall of the Winter Garden")
 
 
-@pytest.mark.parametrize("content", ["", " \n\n"])
-def test_empty_text_is_refused(content: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"t\.txt is empty"):
-        _load(tmp_path, content)
-
-
 def test_other_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"ab\nc\nd\xe9f\n")
     with pytest.raises(InputError, match=r"not UTF-8: byte 0xe9 in line 3 \(byte 6 of the file\)"):
         load_text(tmp_path / "t.txt")
-
-
-def test_missing_text_names_what_there_is() -> None:
-    with pytest.raises(InputError, match="no text 'wikitext': write default, domains, wikitext-2 or the path"):
-        load_text("wikitext")
 
 
 # ----------------------------------------------------------------------------------------------- windows
@@ -103,10 +92,6 @@ def test_protocol_says_which_rows_are_scored(protocol: Protocol, first: int, las
     found = make_windows(fake, _text("x" * 1024), n_ctx=512, n_windows=2, protocol=protocol)
     assert (found.first, found.last) == (first, last)
     assert [len(units) for units in found.units] == [last - first + 1] * 2
-
-
-def test_half_scores_255_of_512(fake: Tokenizer) -> None:
-    assert len(make_windows(fake, _text("x" * 512), 512, 1).units[0]) == 255
 
 
 def test_guide_has_204800_rows(fake: Tokenizer) -> None:
@@ -229,12 +214,6 @@ def test_short_text_says_how_many_tokens_are_needed(fake: Tokenizer) -> None:
 def test_last_overlapping_window_counts_once(fake: Tokenizer) -> None:
     with pytest.raises(InputError, match="has 7 tokens, but 3 windows of n_ctx 4 need 8"):
         make_windows(fake, _text("x" * 7), n_ctx=4, n_windows=3, protocol="sliding", stride=2)
-
-
-def test_window_beyond_the_models_limit_is_refused(fake: Tokenizer) -> None:
-    short = replace(fake, model=replace(fake.model, max_positions=256))
-    with pytest.raises(UsageError, match="n_ctx 512 is beyond the limit of fake: at most 256 positions"):
-        make_windows(short, _text("x" * 512), n_ctx=512, n_windows=1)
 
 
 @pytest.mark.parametrize(

@@ -56,20 +56,6 @@ def test_a_candidate_that_only_stops_early_scores_100_in_compat_alone() -> None:
     assert trajectory_score(pairs) == 40.0
 
 
-def test_the_score_is_a_ratio_of_sums_not_a_mean_of_ratios() -> None:
-    pairs = [first_divergence([1], [1]), first_divergence([1, 2, 3, 4], [9, 9, 9, 9])]
-    assert trajectory_score(pairs) == pytest.approx(20.0)
-
-
-def test_an_unknown_compat_is_refused() -> None:
-    with pytest.raises(ValueError, match="refract"):
-        trajectory_score([], compat="other")
-
-
-def test_exact_match_rate_counts_equal_items() -> None:
-    assert exact_match_rate([first_divergence(TEN, TEN), first_divergence(TEN, EIGHT)]) == 0.5
-
-
 def test_positional_agreement_sees_what_agrees_after_the_divergence() -> None:
     pairs = [first_divergence([1, 2, 3, 4], [1, 9, 3, 4, 5])]
     assert positional_agreement(pairs) == pytest.approx(3 / 5)

@@ -34,11 +34,6 @@ def test_first_width_is_held_against_the_native_cache() -> None:
     assert cliff(bits, losses, CLUSTERS, native=32).bits is None
 
 
-def test_order_of_widths_does_not_matter() -> None:
-    bits, losses = _steady({3: 2.0, 8: 0.0, 5: 0.05, 4: 0.4})
-    assert cliff(bits, losses, CLUSTERS, native=16) == cliff(bits[::-1], losses[::-1], CLUSTERS, native=16)
-
-
 def test_interval_holds_the_cliff_and_is_one_width_where_all_documents_agree() -> None:
     bits, losses = _steady({5: 0.0, 4: 1.0, 3: 3.0})
     assert cliff(bits, losses, CLUSTERS, native=16).interval == (4, 4)
@@ -53,11 +48,6 @@ def test_interval_holds_the_cliff_and_is_one_width_where_all_documents_agree() -
 def test_too_few_documents_have_no_interval() -> None:
     bits, losses = _steady({5: 0.0, 4: 1.0})
     assert cliff(bits, losses, CLUSTERS % 2, native=16).interval is None
-
-
-def test_widths_have_to_be_distinct() -> None:
-    with pytest.raises(ValueError, match="distinct"):
-        cliff([4, 4], np.zeros((2, len(CLUSTERS))), CLUSTERS, native=16)
 
 
 def test_asymmetry_is_the_ratio_of_changes_of_perplexity() -> None:

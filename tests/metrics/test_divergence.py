@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy.special import log_softmax, rel_entr
 
@@ -89,36 +87,6 @@ def test_head_keeps_only_the_first_ids_of_a_cut_vocabulary() -> None:
 def test_kl_agrees_with_a_float64_oracle(noise: float) -> None:
     ref, test = random_pair(37, 5003, noise)
     np.testing.assert_allclose(compare(ref, test).kl, oracle(ref, test), rtol=1e-6, atol=3e-8)
-
-
-@pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.9, 0.1), (0.999, 0.5), (0.3, 0.3)])
-def test_kl_of_two_level_distributions_is_bernoullis(p: float, q: float) -> None:
-    # one token with mass p, the other V − 1 share the rest evenly: the even shares cancel
-    vocab = 1001
-    spread = math.log(vocab - 1)
-    ref, test = np.zeros((1, vocab), np.float32), np.zeros((1, vocab), np.float32)
-    ref[0, 0], test[0, 0] = math.log(p / (1 - p)) + spread, math.log(q / (1 - q)) + spread
-    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-    assert compare(ref, test).kl[0] == pytest.approx(expected, rel=1e-6, abs=3e-8)  # logits round too
-
-
-@pytest.mark.parametrize(("a", "b"), [(0.9, 0.8), (0.5, 0.99), (0.99, 0.999)])
-def test_kl_of_truncated_geometric_distributions_is_the_closed_form(a: float, b: float) -> None:
-    vocab = 500
-    ids = np.arange(vocab, dtype=np.float64)
-    # P(x) = a^x / Z(a), Z(a) = (1 − a^V)/(1 − a); KL = E[x]·log(a/b) − log Z(a) + log Z(b)
-    za, zb = ((1 - r**vocab) / (1 - r) for r in (a, b))
-    mean = a / (1 - a) - vocab * a**vocab / (1 - a**vocab)
-    expected = mean * math.log(a / b) - math.log(za) + math.log(zb)
-    ref, test = ((ids * math.log(r)).astype(np.float32)[None] for r in (a, b))
-    got = compare(ref, test)
-    assert got.kl[0] == pytest.approx(expected, rel=1e-6, abs=3e-8)
-
-
-def test_bit_identical_rows_give_exactly_zero() -> None:
-    ref, _ = random_pair(50, 4099)
-    ref[7, 100:200] = -INF
-    assert (compare(ref, ref.copy()).kl == 0.0).all()
 
 
 def test_shifted_scores_are_the_same_distribution_and_never_negative() -> None:
@@ -217,13 +185,6 @@ def test_the_probability_that_is_cut_off_with_ids_of_one_side_alone_is_kept(long
     assert np.isnan(compare(ref, test).cut).all()
 
 
-def test_different_vocabularies_are_cut_to_the_common_size_and_renormalised() -> None:
-    ref, test = random_pair(9, 130)
-    test = test[:, :100]
-    for a, b in ((ref, test), (test, ref)):
-        np.testing.assert_allclose(compare(a, b).kl, oracle(a[:, :100], b[:, :100]), rtol=1e-6, atol=3e-8)
-
-
 def test_what_is_cut_away_cannot_fail_a_row() -> None:
     got = compare(rows([0.0, 1.0, NAN]), rows([0.0, 1.0]))
     assert not got.failed[0]
@@ -262,25 +223,6 @@ def test_a_broken_test_row_keeps_the_references_columns() -> None:
     assert np.isnan([got.nll_test[0], got.dp[0]]).all()
 
 
-def test_chunks_concatenate_to_the_whole() -> None:
-    ref, test = random_pair(10, 53)
-    whole = compare(ref, test)
-    parts = RowComparison.concat([compare(ref[:4], test[:4]), compare(ref[4:], test[4:])])
-    assert len(parts) == 10
-    np.testing.assert_array_equal(whole.kl, parts.kl)
-    np.testing.assert_array_equal(whole.top1, parts.top1)
-
-
-def test_zero_rows_are_an_empty_comparison() -> None:
-    assert len(compare(np.empty((0, 5)), np.empty((0, 5)))) == 0
-
-
-@pytest.mark.parametrize(("ref", "test", "n"), [((3, 5), (2, 5), 3), ((3, 5), (3, 5), 2), ((3, 0), (3, 5), 3)])
-def test_shapes_that_do_not_fit_are_refused(ref: tuple[int, int], test: tuple[int, int], n: int) -> None:
-    with pytest.raises(ValueError, match="rows"):
-        compare_rows(np.zeros(ref), np.zeros(test), first_ids(n))
-
-
 # ----------------------------------------------------------------------------------- the other divergences
 
 
@@ -301,22 +243,6 @@ def test_all_divergences_agree_with_their_definitions(noise: float) -> None:
     for row in range(31):
         first, second = (set(np.argsort(-side[row])[:10].tolist()) for side in (ref, test))
         assert got.overlap[row] == len(first & second) / 10
-
-
-def test_divergences_keep_the_inequalities_between_them() -> None:
-    got = compare(*random_pair(64, 503, 0.7))
-    assert (2 * got.tv**2 <= np.minimum(got.kl, got.reverse_kl) + 1e-12).all()  # Pinsker
-    assert (got.kl <= np.log1p(got.chi2) + 1e-12).all()  # Jensen
-    assert (got.jsd <= math.log(2) * got.tv + 1e-12).all()  # Lin, 1991
-
-
-def test_equal_rows_have_no_divergence_of_any_kind() -> None:
-    ref, _ = random_pair(8, 301)
-    ref[3, 50:90] = -INF
-    got = compare(ref, ref.copy())
-    for column in (got.reverse_kl, got.jsd, got.tv, got.chi2):
-        assert (column == 0.0).all()
-    assert (got.overlap == 1.0).all()
 
 
 def test_a_token_masked_on_both_sides_changes_no_divergence() -> None:
@@ -366,30 +292,10 @@ def test_top_tokens_far_below_a_certain_one_are_found() -> None:
 # ------------------------------------------------------------------------------------------------- top-k
 
 
-@settings(deadline=None, max_examples=200)
-@given(
-    st.lists(st.tuples(st.floats(-8, 8), st.floats(-8, 8)), min_size=2, max_size=30),
-    st.integers(1, 30),
-    st.integers(1, 30),
-)
-def test_topk_bound_is_never_above_the_true_kl(scores: list[tuple[float, float]], k_ref: int, k_test: int) -> None:
-    log_p, log_q = log_softmax(np.array(scores).T, axis=-1)
-    top_p, top_q = np.argsort(-log_p)[:k_ref], np.argsort(-log_q)[:k_test]
-    bound = topk_lower_bound(top_p, log_p[top_p], top_q, log_q[top_q])
-    truth = float(rel_entr(np.exp(log_p), np.exp(log_q)).sum())
-    assert 0.0 <= bound <= truth + 1e-9
-
-
 def test_topk_keeps_common_tokens_and_puts_the_rest_into_one_bucket() -> None:
     # P = .5 .3 | .2, Q = .4 .4 | .2 over tokens 7, 8; 9 is on one side only and joins the bucket
     bound = topk_lower_bound([7, 8, 9], np.log([0.5, 0.3, 0.1]), [8, 7], np.log([0.4, 0.4]))
     assert bound == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.0)
-
-
-def test_topk_over_the_whole_vocabulary_is_the_kl() -> None:
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
-    bound = topk_lower_bound([0, 1, 2], np.log(p), [0, 1, 2], np.log(q))
-    assert bound == pytest.approx(float(rel_entr(p, q).sum()), abs=1e-6)
 
 
 def test_topk_without_a_common_token_knows_nothing() -> None:
@@ -509,11 +415,6 @@ def test_a_flip_is_real_from_a_margin_of_a_tenth_nat_on() -> None:
     )
 
 
-def test_flips_leave_failed_positions_out() -> None:
-    found = summarise_flips(rows_of([True, False, False], [0.0, 0.5, NAN]), np.arange(3))
-    assert found.real_flips == 0.5
-
-
 def test_without_a_flip_the_interval_of_the_agreement_is_the_exact_one() -> None:
     found = summarise_flips(rows_of([True] * 8, [0.0] * 8), np.repeat(np.arange(4), 2))
     low = 0.025**0.25  # four documents that agree
@@ -527,18 +428,6 @@ def test_an_unknown_margin_leaves_real_flips_unknown() -> None:
     assert rows.margin.tolist() == [0.0, pytest.approx(NAN, nan_ok=True)]
     found = summarise_flips(rows, np.arange(2))
     assert (found.real_flips, found.real_flips_ci) == (None, None)
-
-
-def test_a_coarser_candidate_flips_more() -> None:
-    # Gaussian noise on the logits: KL grows as its square, flips with it
-    rng = np.random.default_rng(0)
-    ref = 3 * rng.standard_normal((600, 997), dtype=np.float32)
-    noise = rng.standard_normal((600, 997), dtype=np.float32)
-    found = [compare(ref, ref + scale * noise) for scale in (0.1, 0.2, 0.4, 0.8)]
-    same = [rows.top1.mean() for rows in found]
-    kls = [rows.kl.mean() for rows in found]
-    assert kls == sorted(kls)
-    assert same == sorted(same, reverse=True)
 
 
 @pytest.mark.parametrize("n", [0, 3])
@@ -573,10 +462,6 @@ def test_position_bins_lose_failed_rows_but_keep_their_edges() -> None:
     assert got.edges == (0.0, 2.0, 4.0)
     assert got.means == (1.5, None)
     assert got.counts == (2, 0)
-
-
-def test_no_positions_have_no_bins() -> None:
-    assert kl_by_position(np.empty(0, int), np.empty(0)).edges == ()
 
 
 def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:

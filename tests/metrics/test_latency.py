@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -94,20 +92,3 @@ def test_repeats_are_steady_where_the_last_three_differ_by_less_than_5_percent(
 @given(values=st.lists(positive, min_size=3, max_size=6), power=st.integers(-20, 20))
 def test_whether_repeats_are_steady_does_not_depend_on_the_unit(values: list[float], power: int) -> None:
     assert is_steady([value * 2.0**power for value in values]) is is_steady(values)
-
-
-@pytest.mark.parametrize(
-    "seconds", [[], [[]], [1.0, 2.0], [[math.nan, 1.0]], [[-1.0, 1.0]], [[2.0, 1.0]], [[1.0, math.inf]]]
-)
-def test_what_no_clock_gives_is_refused(seconds: list[object]) -> None:
-    with pytest.raises(ValueError, match="timestamps are"):
-        decode_rate_isolated(seconds)  # type: ignore[arg-type]
-
-
-def test_no_rate_is_made_of_no_token_or_no_time() -> None:
-    with pytest.raises(ValueError, match="no token"):
-        decode_rate_isolated([[1.0]])
-    with pytest.raises(ValueError, match="no token"):
-        decode_rate_by_subtraction([2.0], [1.0], 0)
-    with pytest.raises(ValueError, match="no time"):
-        decode_rate_isolated([[1.0, 1.0]])

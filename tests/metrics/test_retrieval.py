@@ -165,24 +165,6 @@ def test_the_chance_score_is_the_mean_over_all_ways_to_swap_the_answers(compat: 
     assert chance_score(cells, compat=compat) == pytest.approx(np.mean([s for s in scores if s is not None]), abs=1.0)
 
 
-def test_arms_that_do_not_differ_have_the_chance_score_on_average() -> None:
-    rng, cell = np.random.default_rng(5), np.repeat(np.arange(9), 3)
-    found = []
-    for seed in range(300):
-        base, cand = (rng.random((2, 27)) < 0.5).astype(float)
-        cells = Cells(base, cand, cell)
-        found.append((retrieval_score(cells), chance_score(cells, seed), accuracy_difference(cells).estimate))
-    score, chance, difference = np.mean(np.array(found, dtype=np.float64), axis=0)
-    assert score == pytest.approx(82, abs=1)  # as the module says
-    assert chance == pytest.approx(score, abs=1)
-    assert difference == pytest.approx(0, abs=2)
-
-
-def test_equal_answers_leave_nothing_to_chance() -> None:
-    assert chance_score(_cells(([1, 0, 1 / 3], [1, 0, 1 / 3]), ([0], [0]))) == 100.0
-    assert chance_score(_cells(([0], [1]))) is None
-
-
 # ------------------------------------------------------------------------------------------- intervals
 
 
@@ -202,10 +184,6 @@ def test_more_losses_never_raise_an_end_of_the_interval() -> None:
         found.append(retrieval_interval(_cells(*(([1.0] * 3, cand[i : i + 3]) for i in (0, 3, 6)))))
     ends = np.array(found)
     assert (np.diff(ends, axis=0) <= 1e-9).all()
-
-
-def test_one_trial_has_no_interval() -> None:
-    assert retrieval_interval(_cells(([1], [1]), ([0], [0]))) is None
 
 
 def test_the_interval_covers_what_unlike_cells_would_give_on_average() -> None:

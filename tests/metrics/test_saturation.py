@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fidelab.metrics.serving import saturation
 
@@ -32,14 +30,3 @@ def test_a_step_of_exactly_the_threshold_still_pays() -> None:
 @pytest.mark.parametrize("points", [([], []), ([4], [10.0])])
 def test_fewer_than_two_points_tell_nothing(points: tuple[list[int], list[float]]) -> None:
     assert saturation(*points) == (None, None)
-
-
-@given(st.permutations([(1, 10.0), (2, 18.0), (4, 18.5), (8, 30.0)]))
-def test_the_order_of_the_points_does_not_matter(points: list[tuple[int, float]]) -> None:
-    assert saturation([at for at, _ in points], [rate for _, rate in points])[0] == 2
-
-
-@pytest.mark.parametrize(("at", "rates"), [([1, 1], [2.0, 3.0]), ([1, 2], [0.0, 3.0]), ([1, 2], [float("nan"), 1.0])])
-def test_points_that_are_no_curve_are_refused(at: list[int], rates: list[float]) -> None:
-    with pytest.raises(ValueError, match="saturation needs"):
-        saturation(at, rates)

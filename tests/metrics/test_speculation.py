@@ -17,11 +17,6 @@ def test_rho_is_the_joint_speedup_over_the_product_of_both() -> None:
     assert compose([40], [50], [80], [90]).rho == pytest.approx(2.25 / (1.25 * 2.0))
 
 
-def test_speedups_that_multiply_have_rho_one_in_any_unit() -> None:
-    assert compose([3], [6], [9], [18]).rho == pytest.approx(1.0)
-    assert compose([3e9], [6e9], [9e9], [18e9]).rho == pytest.approx(1.0)
-
-
 def test_repeats_are_averaged_as_logarithms() -> None:
     composed = compose([10, 40], [20, 20], [20, 20], [20, 20])
     assert composed.rates == pytest.approx((20, 20, 20, 20))

@@ -155,10 +155,6 @@ def test_log_ticks_are_decades_or_finer_in_a_short_range() -> None:
     assert [tick.label for tick in short.ticks(6)] == ["0.02", "0.05", "0.1", "0.2"]
 
 
-def test_percent_ticks_read_as_percentages() -> None:
-    assert [tick.label for tick in Scale(0, 1, 0, 1, percent=True).ticks(2)] == ["0%", "50%", "100%"]
-
-
 # ------------------------------------------------------------------------------------------------ lines
 
 
@@ -192,13 +188,6 @@ def test_stairs_hold_each_value_until_the_next_abscissa(values: list[float]) -> 
             assert corners[index + 1] == (x(n), y(after))
 
 
-def test_an_area_reaches_down_to_the_axis() -> None:
-    chart = draw_lines([line([1.0, 2.0], area=True)], ChartAxis("x"), ChartAxis("y"), SIZE)
-    [stroke] = parts(chart, "g", "stroke")
-    left, _, _, bottom = ends(chart)
-    assert shape_of(stroke) == f"{path_of(stroke)}V{bottom:g}H{left:g}Z"
-
-
 def test_the_spread_reaches_from_the_lowest_to_the_highest_repeat() -> None:
     drawn = line([3.0, 2.0], low=(2.0, 1.5), high=(4.0, 2.5))
     chart = draw_lines([drawn], ChartAxis("x"), ChartAxis("y", low=0, high=5), BARE)
@@ -206,16 +195,6 @@ def test_the_spread_reaches_from_the_lowest_to_the_highest_repeat() -> None:
     y = Scale(0, 5, bottom, top)
     corners = points_of(shape_of(parts(chart, "g", "stroke")[0]).removesuffix("Z"))
     assert corners == [(left, y(4)), (right, y(2.5)), (right, y(1.5)), (left, y(2))]
-
-
-@given(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max_size=8).filter(any))
-def test_a_spread_is_one_closed_shape_per_run_of_values(low: list[float | None]) -> None:
-    high = tuple(None if value is None else value + 1 for value in low)
-    [stroke] = parts(
-        draw_lines([line(low, low=tuple(low), high=high)], ChartAxis("x"), ChartAxis("y"), BARE), "g", "stroke"
-    )
-    runs = "".join(" " if value is None else "x" for value in low).split()
-    assert shape_of(stroke).count("M") == shape_of(stroke).count("Z") == len(runs)
 
 
 def test_what_does_not_count_is_hollow_says_why_and_no_line_runs_through_it() -> None:

@@ -17,7 +17,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Bars, Curve, Plot
 from fidelab.results.record import Report
 from tests.report.sample import arm, kld_axis, sample_report
-from tests.report.sample_benches import bench_report, memory, rich_report, startup
+from tests.report.sample_benches import bench_report, rich_report, startup
 from tests.report.test_charts import box_of, ends, number, parts, path_of, points_of, x_ticks, y_ticks
 
 
@@ -142,11 +142,6 @@ def test_a_single_arms_series_have_colours() -> None:
     assert [name for name, *_ in drawing.legend] == ["short", "long"]
 
 
-def test_a_single_abscissa_is_no_chart() -> None:
-    report = bench_report("a", mine=Measurement(status=Status.OK, plots=(curve((128,)),)))
-    assert drawings(report) == {}
-
-
 def test_hollow_points_are_explained_below_the_chart() -> None:
     assert "Hollow" in drawn(curve((1, 2, 3), doubts=("", "not valid", ""))).caption
     assert "Hollow" not in drawn(curve((1, 2, 3))).caption
@@ -201,8 +196,3 @@ def test_a_bar_shows_its_total_and_without_one_the_sum_of_its_parts(totals: tupl
     bars = Bars(key="speed", title="t", y_label="s", labels=("cold",), parts={"a": (1.0,), "b": (2.0,)}, totals=totals)
     bar = parts(drawn(bars).charts[0], "g", "bar")[0]
     assert [text.text for text in bar.findall("text")] == ["a, cold", figure]
-
-
-def test_without_plots_there_is_no_chart() -> None:
-    assert drawings(sample_report(reference=arm("a"), candidates=(), control=None, floor={})) == {}
-    assert drawings(bench_report("a", memory=memory(9).model_copy(update={"plots": ()}))) == {}

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fidelab.core import KVSpec, Status
+from fidelab.core import Status
 from fidelab.core.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
@@ -35,15 +35,6 @@ def test_a_report_survives_the_round_trip(tmp_path: Path) -> None:
 def test_hostile_text_survives_the_round_trip(tmp_path: Path) -> None:
     report = sample_report(command=HOSTILE, settings={HOSTILE: [HOSTILE]})
     assert Report.from_json(report.write(tmp_path / "report.json")) == report
-
-
-def test_absent_is_null() -> None:
-    reference = json.loads(sample_report().to_json())["reference"]
-    assert (reference["axes"], reference["composite"]) == ({}, None)
-
-
-def test_schema_name_comes_first() -> None:
-    assert next(iter(json.loads(sample_report().to_json()).items())) == ("schema", "fidelab.report/1")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -173,24 +164,9 @@ def test_two_candidates_of_one_name_are_refused() -> None:
         sample_report(candidates=(twin, twin))
 
 
-def test_a_record_cannot_be_edited() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
-        sample_report().run_id = "x"
-
-
-def test_free_fields_hold_what_json_gives_back() -> None:
-    assert RuntimeRecord.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
-
-
 def test_a_kv_spec_is_read_as_it_was_written() -> None:
     written = arm("int4[group=32,skip-layers=0,29]/f16")
     assert ArmRecord.model_validate_json(written.model_dump_json(), strict=True) == written
-
-
-@pytest.mark.parametrize("kv", ["int4", {"k": "int4"}, {"label": "x", "k": "<b>", "v": "x", "skip_layers": []}])
-def test_what_is_no_kv_spec_is_refused(kv: Any) -> None:
-    with pytest.raises(ValidationError, match="KVSpec"):
-        ArmRecord.model_validate({**arm("a").model_dump(), "kv": kv})
 
 
 def test_the_stored_schema_is_current() -> None:
@@ -199,12 +175,6 @@ def test_the_stored_schema_is_current() -> None:
 
 def test_the_sample_is_valid_under_the_stored_schema() -> None:
     jsonschema.validate(json.loads(sample_report().to_json()), json.loads(SCHEMA_FILE.read_text()))
-
-
-def test_the_stored_schema_refuses_unknown_keys() -> None:
-    plain = {**json.loads(sample_report().to_json()), "colour": "red"}
-    with pytest.raises(jsonschema.ValidationError, match="colour"):
-        jsonschema.validate(plain, json.loads(SCHEMA_FILE.read_text()))
 
 
 def test_every_field_says_what_it_is() -> None:
@@ -237,8 +207,3 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="cannot write"):
         sample_report().write(tmp_path / "file" / "report.json")
-
-
-def test_a_candidate_that_ran_nothing_is_complete() -> None:
-    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVSpec.parse("a"), status=Status.FAILED, reason="x")
-    assert failed.ran is None

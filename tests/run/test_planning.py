@@ -15,7 +15,7 @@ from fidelab.config.experiment import validate
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.serve import read_change, read_served
 from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
-from fidelab.core.errors import ConfigError, EngineError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.errors import ConfigError, EngineError, InputError, UnknownNameError, UsageError
 from fidelab.engines.fake import FakeEngine
 from fidelab.models import pull, resolve
 from fidelab.run.arms import native_kv, same_attention
@@ -101,15 +101,6 @@ def test_a_candidate_given_twice_is_refused(tmp_path: Path, twins: list[str]) ->
         _settings(tmp_path, candidates=twins)
 
 
-def test_one_format_under_two_spellings_is_one_candidate(tmp_path: Path, tiny: Path) -> None:
-    with pytest.raises(UsageError, match="means the same as 'k16v8'"):
-        _hf(tmp_path, tiny, candidates=["k16v8", "bf16/fp8_e4m3"])
-
-
-def test_the_reference_may_be_a_candidate(tmp_path: Path) -> None:
-    assert _settings(tmp_path, candidates=["exact"]).candidates[0].kv == KVSpec.parse("exact")
-
-
 def test_an_unknown_format_lists_what_exists_nearest_first(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError) as error:
         _hf_unknown(tmp_path)
@@ -141,16 +132,6 @@ def test_what_cannot_be_is_found_before_anything_runs(
 ) -> None:
     with pytest.raises(error, match=words.replace("[", r"\[")):
         _settings(tmp_path, **change)
-
-
-def test_an_unsupported_candidate_is_kept_with_its_reason(tmp_path: Path) -> None:
-    assert "refuses this format" in _settings(tmp_path, candidates=["tilt", "refused"]).unsupported["refused"]
-
-
-def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="is a file"):
-        _settings(tmp_path, output_dir=str(tmp_path / "file" / "runs"))
 
 
 # ------------------------------------------------------------------------------------------- attention
@@ -280,12 +261,6 @@ def test_a_candidate_whose_queries_may_be_quantized_gets_a_diagnostic_arm_withou
     assert not any(job.role.startswith("queries") for job in plan.jobs)
 
 
-def test_an_identical_candidate_gets_a_capture_of_its_own(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, candidates=["exact"])
-    folders = {capture.folder for job in plan.jobs for capture in job.captures}
-    assert len(folders) == 3 * 2
-
-
 def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
     floor, reference = plan.job("floor"), plan.job("reference")
@@ -295,35 +270,8 @@ def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) ->
     assert part == (whole[0], whole[7])
 
 
-def test_without_a_floor_the_reference_runs_once(tmp_path: Path) -> None:
-    assert [job.role for job in _plan(tmp_path, floor=0).jobs] == ["reference", "candidate:tilt"]
-
-
-def test_an_unsupported_candidate_has_no_job(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, candidates=["tilt", "refused"])
-    assert [job.role for job in plan.jobs] == ["reference", "candidate:tilt", "floor"]
-
-
-def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
-    one = _plan(tmp_path)
-    two = _plan(tmp_path, axes={"kld": {"windows": 8, "n_ctx": 16}})
-    assert one.jobs[0].captures[0].folder != two.jobs[0].captures[0].folder
-
-
 def _folders(tmp_path: Path) -> set[Path]:
     return {capture.folder for job in _plan(tmp_path).jobs for capture in job.captures}
-
-
-@pytest.mark.parametrize(("was", "now"), [(None, ""), ("", "1"), ("1", "2")])
-def test_captures_made_under_another_variable_are_other_captures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: str | None, now: str
-) -> None:
-    if was is not None:
-        monkeypatch.setenv("FAKE_MOOD", was)
-    before = _folders(tmp_path)
-    assert _folders(tmp_path) == before
-    monkeypatch.setenv("FAKE_MOOD", now)
-    assert not _folders(tmp_path) & before
 
 
 @pytest.mark.parametrize(
@@ -375,13 +323,6 @@ def test_captures_made_with_other_heads_that_draft_are_other_captures(
     assert _folders(tmp_path) == before
     heads.write_bytes(b"two")
     assert not _folders(tmp_path) & before
-
-
-def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
-    text = tmp_path / "short.txt"
-    text.write_text("too short")
-    with pytest.raises(InputError, match=r"9 tokens.*need 256"):
-        _plan(tmp_path, text=str(text))
 
 
 # ------------------------------------------------------------------------------------------- GGUF files

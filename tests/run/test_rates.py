@@ -133,10 +133,6 @@ def test_of_several_arms_the_one_of_this_model_counts_and_of_equals_the_newest(t
     assert timings.rates(resolved(kv=KVSpec.parse("int8"))).source == "the last run of int4 in float32 on hf"
 
 
-def test_another_engine_of_the_same_model_gives_no_rates(timings: Timings) -> None:
-    assert timings.rates(resolved(engine="vllm")).source == DEFAULT
-
-
 def test_nothing_known_is_said_to_be_a_default_and_loads_as_the_engine_does(tmp_path: Path) -> None:
     rates = {name: Timings(tmp_path / "none").rates(resolved(engine=name)) for name in ("hf", "vllm")}
     assert {one.source for one in rates.values()} == {DEFAULT}
@@ -182,12 +178,6 @@ def test_a_file_that_cannot_be_read_is_an_empty_one(text: str, tmp_path: Path) -
     path = tmp_path / "timings.json"
     path.write_text(text)
     assert Timings(path).rates(resolved()).source == DEFAULT
-
-
-def test_a_cache_that_cannot_be_written_costs_nothing_but_the_estimate(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    Timings(tmp_path / "file" / "timings.json").add(resolved(), LOAD, took(prefill(4, 64)))
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.7, 1.7), (0.01, 0.5), (90.0, 4.0)])

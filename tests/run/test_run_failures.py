@@ -16,20 +16,11 @@ def test_a_crash_and_a_hang_leave_the_other_arms_their_results(broken: Done) -> 
     assert (fine["status"], fine["verdict"]["band"]) == ("ok", "PASS")
 
 
-def test_a_failed_arm_makes_the_exit_code_1(broken: Done) -> None:
-    assert broken.code == 1
-
-
 def test_a_crash_is_explained_with_the_last_line_of_its_log(broken: Done) -> None:
     arm = broken.arm("tilt[q=0.7]")
     assert arm["status"] == "failed"
     assert arm["reason"].startswith("the worker was ended by SIGABRT")
     assert "crashing as asked" in arm["reason"]
-
-
-def test_a_hang_is_explained_with_the_deadline(broken: Done) -> None:
-    arm = broken.arm("tilt[q=0.8]")
-    assert (arm["status"], arm["reason"]) == ("failed", "not finished within the deadline of 3 s (--deadline)")
 
 
 @pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])

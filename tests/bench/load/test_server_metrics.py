@@ -120,10 +120,6 @@ def test_gauges_are_of_the_readings_within() -> None:
     assert found.kv_usage_max == 0.3
 
 
-def test_a_share_is_at_most_one() -> None:
-    assert said([(2.0, vllm(0, usage=1.0001))]).kv_usage_max == 1
-
-
 def test_a_counter_that_began_anew_gives_no_rate() -> None:
     assert said([(1.0, vllm(500)), (2.0, vllm(10)), (3.0, vllm(900))]).output_rate is None
 
@@ -188,10 +184,6 @@ def spec(drafts: float, drafted: float, accepted: float, suffix: str = "_total")
 def test_what_was_drafted_and_accepted_is_counted_over_the_measured_part(suffix: str) -> None:
     texts = [(1.0, vllm(0) + spec(10, 50, 20, suffix)), (3.0, vllm(9) + spec(30, 150, 60, suffix))]
     assert said(texts).speculation == SpeculationReading(drafted=100, accepted=40, drafts=20, acceptance_length=3)
-
-
-def test_a_server_without_such_counters_says_nothing_of_speculation() -> None:
-    assert said([(1.0, vllm(0)), (3.0, vllm(9))]).speculation is None
 
 
 def test_counters_that_stand_still_tell_that_nothing_was_proposed() -> None:

@@ -15,7 +15,7 @@ from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell, why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
-from fidelab.results.measurement import Cell, Measurement
+from fidelab.results.measurement import Cell
 from fidelab.results.plots import Curve
 
 ASKED = LoadAsked(context=100, output=10, concurrency=1)
@@ -123,10 +123,6 @@ def test_repeats_are_pooled_and_stand_apart() -> None:
     assert repeats["TTFT p50"] == pytest.approx((500, 1000))
     assert load.value("ttft_p50") == pytest.approx(750)
     assert not repeats["requests"]
-
-
-def test_a_single_drive_has_no_repeats() -> None:
-    assert not any(metric.repeats for metric in load_cell(ASKED, [drive(row(2))]).metrics)
 
 
 def test_a_percentile_that_few_values_lie_beyond_says_so() -> None:
@@ -319,10 +315,6 @@ def test_saturation_is_found_per_context_among_valid_cells() -> None:
     assert large.facts["gain"] == 1
 
 
-def test_one_valid_cell_has_no_saturation() -> None:
-    assert serving_measurement([_cell(1, 10), _cell(2, 20, valid=False)], {}).metric("saturation") is None
-
-
 def test_the_highest_valid_load_at_the_smallest_context_stands_for_the_server() -> None:
     [head] = serving_measurement([*CELLS, _cell(16, 50, valid=False)], {}).headlines
     assert (head.name, head.value, head.cell["context"], head.cell["concurrency"]) == ("output rate", 41, 128, 8)
@@ -343,9 +335,3 @@ def test_rates_are_plotted_against_latency_by_points_named_after_their_load() ->
     assert set(curves) == {"throughput", "ttft", "tpot", "latency-throughput"}
     assert curves["latency-throughput"].names == ("1", "2")
     assert curves["latency-throughput"].x == pytest.approx((100, 200))
-
-
-def test_loads_are_the_same_after_json() -> None:
-    server = ServerReading("vllm", 10.0, 0.2, 0.4, 1.0, 2.0, 0.0, 5, SpeculationReading(90, 60, 30, 3.0))
-    found = serving_measurement([load_cell(ASKED, [drive(row(2), server=server)] * 2)], {"target": "http://a"})
-    assert Measurement.model_validate_json(found.model_dump_json(), strict=True) == found
