@@ -485,11 +485,11 @@ class _Small(VLLMModel):
 )
 def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list[int], said: str) -> None:
     with pytest.raises(EngineError, match=f"^{said}$"):
-        _Small()._must_fit_together(sizes)
+        _Small()._check_batch(sizes)
 
 
 def test_prompts_that_fill_the_cache_are_a_timed_group() -> None:
-    _Small()._must_fit_together([17, 16, 16])
+    _Small()._check_batch([17, 16, 16])
 
 
 class _Write:

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 _HARM_POINTS = -5.0  # points
-_TAIL = 16  # tokens at a prompt's end in which reasoning may begin
+_REASONING_TAIL_TOKENS = 16  # tokens at a prompt's end in which reasoning may begin
 
 
 class AxisSettings(BaseModel):
@@ -424,7 +424,7 @@ def written_text(capture: Capture, item: int) -> str:
 def answer_text(capture: Capture, item: int) -> str:
     """The generated text without the stop token and without reasoning."""
     request = capture.request
-    prompt = capture.text(request.prompts[item][-_TAIL:]) if isinstance(request, Generate) else ""
+    prompt = capture.text(request.prompts[item][-_REASONING_TAIL_TOKENS:]) if isinstance(request, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
 
 

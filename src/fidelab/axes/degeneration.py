@@ -192,15 +192,15 @@ def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
 
 def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
     """The reason for a failure: over half of the texts that the reference begins well degenerate at once."""
-    sound = [item for item in items if not _at_once(item.ref)]
-    broken = sum(_at_once(item.test) for item in sound)
+    sound = [item for item in items if not _degenerates_early(item.ref)]
+    broken = sum(_degenerates_early(item.test) for item in sound)
     what = (
         f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
     )
     return (what,) if 2 * broken > len(sound) else ()
 
 
-def _at_once(text: _Text) -> bool:
+def _degenerates_early(text: _Text) -> bool:
     return text.onset is not None and text.onset.at < EARLIER
 
 

@@ -209,7 +209,7 @@ class ForcedDecode(Axis):
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
-                *_turn_words(pair, rows, clusters, seed),
+                *_turn_word_metrics(pair, rows, clusters, seed),
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
@@ -248,7 +248,7 @@ def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
 
 
-def _turn_words(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
+def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
     """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
     request = pair.ref.request
     assert isinstance(request, Forced)

@@ -154,7 +154,7 @@ class LMEval(Axis):
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         request = pair.test.request
-        if not isinstance(request, Forced) or _top_tokens_alone(pair):
+        if not isinstance(request, Forced) or _topk_refusal(pair):
             return None
         return (
             (t, dict(zip(_COLUMNS, _rows(pair.test, t, request.continuations[t]), strict=True))) for _, t in pair.items
@@ -164,7 +164,7 @@ class LMEval(Axis):
         if (nothing := not_measurable(pairs.values())) is not None:
             return nothing
         for pair in pairs.values():
-            if (reason := _top_tokens_alone(pair)) and isinstance(pair.ref.request, Forced):
+            if (reason := _topk_refusal(pair)) and isinstance(pair.ref.request, Forced):
                 return unmeasurable(reason)
         answers = [_Answers(), _Answers()]
         for pair in pairs.values():
@@ -185,7 +185,7 @@ class LMEval(Axis):
                     name: {"version": task.VERSION, "shots": task.config.num_fewshot or 0}
                     for name, task in tasks.items()
                 },
-                **({} if not (odd := _left_out(ref)) else {"left_out": odd}),
+                **({} if not (odd := _non_numeric_metrics(ref)) else {"left_out": odd}),
             },
         )
 
@@ -544,7 +544,7 @@ def _text(capture: Capture, item: int, note: _Note) -> str:
     return text
 
 
-def _top_tokens_alone(pair: Pair) -> str:
+def _topk_refusal(pair: Pair) -> str:
     """Reason why log-likelihoods cannot be read from a pair; empty if they can."""
     for capture in (pair.test, pair.ref):
         if capture.estimator is Estimator.TOPK:
@@ -586,7 +586,9 @@ def _scored(
         class Replay(LM):  # type: ignore[misc]  # the harness has no types
             """Answers the harness' requests from a capture."""
 
-            def _given(self, requests: Sequence[Any], task_name: str = name, own: Sequence[int] = own) -> list[Any]:
+            def _recorded_answers(
+                self, requests: Sequence[Any], task_name: str = name, own: Sequence[int] = own
+            ) -> list[Any]:
                 given, counts = [], Counter[int]()
                 seen: dict[int, int] = {}
                 for request in requests:
@@ -603,10 +605,10 @@ def _scored(
                     given.append(value)
                 return given
 
-            loglikelihood = generate_until = _given
+            loglikelihood = generate_until = _recorded_answers
 
             def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[Any]:
-                return [value[0] for value in self._given(requests)]
+                return [value[0] for value in self._recorded_answers(requests)]
 
         with _quiet():
             from lm_eval.evaluator import evaluate
@@ -638,7 +640,7 @@ def _number(value: Any) -> Value | None:
     return (float(value[0]), float(value[1])) if pair else None
 
 
-def _left_out(table: Table) -> list[str]:
+def _non_numeric_metrics(table: Table) -> list[str]:
     """Metrics whose values on a document are not numbers."""
     return sorted(_label(key) for key, values in table.items() if not values)
 

@@ -60,7 +60,7 @@ class PerplexitySettings(AxisSettings):
     )
 
     @model_validator(mode="after")
-    def _strides_fit(self) -> Self:
+    def _check_stride(self) -> Self:
         if self.place == "spread" and self.mode == "strided":
             raise ValueError("strided windows overlap, from the text's start: leave out place")
         if self.stride is not None and self.mode == "chunked":

@@ -154,7 +154,7 @@ class Vision(Axis):
             UnavailableError: the reference cannot read images, or the log has none.
             InputError: an image of the log cannot be used, or a question has no room.
         """
-        s, asked = self.settings, self._asked(inputs)
+        s, asked = self.settings, self._tokenized_prompts(inputs)
         source = "traffic" if asked and not asked[0][0].right else "drawn"
         images, shows = image_files([prompt.images for prompt, _ in asked])
         return {
@@ -188,7 +188,7 @@ class Vision(Axis):
         return self._forced(inputs, ids)
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        n = len(self._asked(inputs))
+        n = len(self._tokenized_prompts(inputs))
         return self._forced(inputs, [(0,) * self.settings.n_predict] * n)
 
     def available(self, inputs: AxisInputs) -> int:
@@ -200,7 +200,7 @@ class Vision(Axis):
         answers = _Answers.of(pairs[_ANSWER])
         forced = {part: pairs[part] for part in _FORCED if part in pairs}
         if not_measurable(forced.values()) is not None:
-            return _answers_alone(answers, pairs[_ANSWER], forced, seed)
+            return _answers_only_score(answers, pairs[_ANSWER], forced, seed)
         if forced.keys() != {*_FORCED}:
             raise CaptureError("the text behind right, wrong and no image was not put to both arms; capture again")
         found = {part: _rows(pair) for part, pair in forced.items()}
@@ -243,7 +243,7 @@ class Vision(Axis):
             raise UnavailableError(f"axes.vision.images=traffic takes the images of a log (--traffic): {name}")
         return own or drawn_prompts()
 
-    def _asked(self, inputs: AxisInputs) -> list[tuple[ImagePrompt, PromptTokens]]:
+    def _tokenized_prompts(self, inputs: AxisInputs) -> list[tuple[ImagePrompt, PromptTokens]]:
         """The questions, and their tokens with and without images."""
         s = self.settings
         if inputs.no_images:
@@ -273,7 +273,7 @@ class Vision(Axis):
 
     def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens]) -> dict[str, Request]:
         """Requests with the same text after the right image, a wrong one, and none."""
-        s, asked = self.settings, self._asked(inputs)
+        s, asked = self.settings, self._tokenized_prompts(inputs)
         if len(asked) != len(answers):
             raise CaptureError(f"the reference answered {len(answers)} questions about images, not {len(asked)}")
         written = [inputs.tokenizer.decode(answer) for answer in answers]
@@ -406,7 +406,7 @@ class _Answers:
             ids.append((pair.ref.ids(r), pair.test.ids(t)))
             usable.append(pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None)
             sides = ((pair.ref, r), (pair.test, t))
-            right.append([_is_right(answer_text(*side), note) if usable[-1] else math.nan for side in sides])
+            right.append([_judge_answer(answer_text(*side), note) if usable[-1] else math.nan for side in sides])
         return cls(pair.items, tuple(ids), np.array(usable, dtype=bool), np.array(right).reshape(-1, 2))
 
     @property
@@ -444,13 +444,13 @@ class _Answers:
         )
 
 
-def _is_right(answer: str, note: Mapping[str, Any]) -> float:
+def _judge_answer(answer: str, note: Mapping[str, Any]) -> float:
     if not note["right"]:
         return math.nan
     return float(named(answer, (note["right"], *note["others"])) == [note["right"]])
 
 
-def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
+def _answers_only_score(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
     """Score for an engine that cannot score text after images: without KL and dependence."""
     nothing = not_measurable(forced.values())
     same = answers.same

@@ -444,15 +444,15 @@ class Awq(Layout):
             raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
         zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
         return {
-            "qweight": StoredArray(self._words(linear.codes.T), "I32"),
-            "qzeros": StoredArray(self._words(zeros.T), "I32"),
+            "qweight": StoredArray(self._pack_fields(linear.codes.T), "I32"),
+            "qzeros": StoredArray(self._pack_fields(zeros.T), "I32"),
             "scales": _stored_scales(linear.scales.T, linear.scale_dtype),
         }
 
     @classmethod
     def some_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
         """``qweight`` or ``qzeros`` of these columns alone, a multiple of eight."""
-        return cls._words(cls._columns(words)[:, columns])
+        return cls._pack_fields(cls._columns(words)[:, columns])
 
     @staticmethod
     def _columns(words: NDArray[Any]) -> NDArray[np.uint8]:
@@ -462,7 +462,7 @@ class Awq(Layout):
         return fields.reshape(len(fields), -1, 8)[:, :, _AWQ_PLACES].reshape(fields.shape)
 
     @staticmethod
-    def _words(fields: NDArray[np.uint8]) -> NDArray[np.int32]:
+    def _pack_fields(fields: NDArray[np.uint8]) -> NDArray[np.int32]:
         places = fields.reshape(len(fields), -1, 8)[:, :, _AWQ_COLUMNS]
         return pack_words(places.reshape(fields.shape), 4, axis=1)
 

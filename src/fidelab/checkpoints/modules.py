@@ -179,7 +179,7 @@ class Module:
         if packed is None or scales is None or len(packed.shape) != 2:
             return None
         if "qweight" in self.parts:
-            return self._words(packed, scales)
+            return self._word_packing(packed, scales)
         if len(scales.shape) != 2 or scales.shape[1] == 0:
             return None
         n, per_row = packed.shape
@@ -189,7 +189,7 @@ class Module:
             return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
         return Packing("words", n, None, None, scales.shape[1], per_row)
 
-    def _words(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
+    def _word_packing(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
         """GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
         if len(scales.shape) != 2 or 0 in scales.shape:
             return None

@@ -53,7 +53,7 @@ def _quantized(subject: Subject) -> list[Module]:
     return [module for module in subject.modules.values() if module.quantized]
 
 
-def _seen(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
+def _tensor_statistics(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
     """A tensor's statistics: its own, or those of every expert in it."""
     if not fused(info):
         return [(info.name, subject.statistics[info.name])] if info.name in subject.statistics else []
@@ -71,7 +71,7 @@ def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[
             if part not in SCALES and not blocks:
                 continue
             if experts is None or experts == (module.expert is not None or fused(info)):
-                for name, statistics in _seen(subject, info):
+                for name, statistics in _tensor_statistics(subject, info):
                     if statistics.size:
                         yield module, part, name, statistics
 
@@ -109,7 +109,7 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
     found = [
         (name, statistics)
         for info in subject.checkpoint.tensors.values()
-        for name, statistics in _seen(subject, info)
+        for name, statistics in _tensor_statistics(subject, info)
         if not statistics.finite and name not in scales and not name.endswith(_MASKS)
     ]
     if found:
@@ -262,7 +262,7 @@ def _overflow_float16(subject: Subject) -> Iterator[Finding]:
         (name, statistics.largest)
         for info in subject.checkpoint.tensors.values()
         if info.dtype in ("BF16", "F32", "F64") and subject.checkpoint.format != "gguf"  # llama.cpp keeps these types
-        for name, statistics in _seen(subject, info)
+        for name, statistics in _tensor_statistics(subject, info)
         if statistics.largest > _FLOAT16_MAX and name not in scales
     ]
     if found:
@@ -301,7 +301,7 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
         if "" in module.parts and not fused(info):  # a parameter of a kind that may well begin, and stay, at zero
             continue
         blocks = info.dtype not in RAW
-        for name, s in _seen(subject, info):
+        for name, s in _tensor_statistics(subject, info):
             if s.size and s.finite and (s.dead if not module.quantized or blocks else s.same and s.size > 1):
                 live = subject.base is not None and not _zero_in_base(subject, module)
                 (lived if live else dead if subject.base is None else []).append(name)
@@ -497,7 +497,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     check="every tensor is in the file that the index names for it",
     command="rewrite the checkpoint: fidelab checkpoint convert",
 )
-def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
+def _index_names_other_file(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
     homes: dict[str, set[str]] = defaultdict(set)
     for info in (*checkpoint.tensors.values(), *checkpoint.copies):
@@ -513,7 +513,7 @@ def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     check="the parts of every quantized module are in one file",
     command="convert with a tool that looks for parts in all files, such as fidelab checkpoint convert",
 )
-def _scale_apart(subject: Subject) -> Iterator[Finding]:
+def _scale_in_other_file(subject: Subject) -> Iterator[Finding]:
     apart = [
         info.name
         for module in _quantized(subject)
@@ -709,7 +709,7 @@ _EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token 
     check="every linear layer that the method would quantize and that is stored in 16 bits is on the list",
     command="add the names to the list in config.json",
 )
-def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
+def _unquantized_not_ignored(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
     if scheme.method in (None, "mxfp4", "modelopt") or not _quantized(subject):
         return
@@ -931,14 +931,14 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
             elif (k // tp) % group:
                 found[f"{k} / {tp} = {k // tp} inputs are {k / tp / group:g} groups of {group}"].append(module.name)
         elif module.parallel == "outputs":
-            parts = _parts(subject.checkpoint, module, tp)
+            parts = _shard_count(subject.checkpoint, module, tp)
             if packing.n % parts or (packing.n // parts) % 8:
                 found[f"{packing.n} / {parts} outputs are not a multiple of 8"].append(module.name)
     for text, names in found.items():
         yield Finding(f"{text} in {counted(names, 'module')}: {and_more(names)}", names)
 
 
-def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
+def _shard_count(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     """Into how many parts the outputs of a layer go; heads of keys and values are repeated where they are too few."""
     heads = text_config(checkpoint.config).get("num_key_value_heads")
     few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
@@ -1273,11 +1273,11 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
     if len(tables) != 1 or len(heads) != 1 or heads[0].quantized or "weight" not in heads[0].parts:
         return
     head, [table] = heads[0].parts["weight"], tables
-    if head.shape != table.shape or not _same_numbers(checkpoint, head, table):
+    if head.shape != table.shape or not _equal_values(checkpoint, head, table):
         yield Finding(f"tie_word_embeddings is true and {head.name} is not {table.name}", [head.name])
 
 
-def _same_numbers(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
     """True if two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
         return _equal(checkpoint, one, other)

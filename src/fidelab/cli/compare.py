@@ -219,7 +219,7 @@ def compare(
         _run_file(file, overrides or [], trusted or [], show, dry_run)
         return
     if only is _Phase.SCORE:
-        allowed = (*_SCORED, *vars(scoring), *vars(limits), *vars(runs))
+        allowed = (*_RESCORE_PARAMETERS, *vars(scoring), *vars(limits), *vars(runs))
         options.refuse_beside(context, "only", "saved outputs", allowed)
         _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, show)
         return
@@ -385,7 +385,7 @@ def _run_file(
 
 # ------------------------------------------------------------------------------------------- one phase alone
 
-_SCORED = ("reference", "candidate", "as_json", "details", "markdown")
+_RESCORE_PARAMETERS = ("reference", "candidate", "as_json", "details", "markdown")
 _NOT_CAPTURED = frozenset(
     (
         "control",
@@ -443,7 +443,7 @@ def _score(
 
     if reference is None or not candidates:
         raise UsageError("name folders of saved outputs: --only score --reference DIR --candidate DIR")
-    named = [_named_folder(text) for text in candidates]
+    named = [_parse_named_folder(text) for text in candidates]
     report, folder = score_captures(
         Path(reference),
         named,
@@ -456,7 +456,7 @@ def _score(
     exit_on(failures(report))
 
 
-def _named_folder(text: str) -> tuple[str | None, Path]:
+def _parse_named_folder(text: str) -> tuple[str | None, Path]:
     """``NAME=DIR``, or a folder alone."""
     name, _, path = text.rpartition("=")
     return (name, Path(path)) if name and not Path(text).exists() else (None, Path(text))

@@ -61,7 +61,7 @@ def list_runs(
         table.add_column(name, overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_plain, _cells(row)))
+        table.add_row(*map(_plain_text, _cells(row)))
     open_console(400).print(table)
 
 
@@ -124,7 +124,7 @@ def _cells(row: LedgerRow) -> tuple[str, ...]:
     )
 
 
-def _plain(text: str) -> Any:
+def _plain_text(text: str) -> Any:
     from rich.text import Text
 
     return Text(text)

@@ -117,7 +117,7 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
 def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, trust: Trust) -> None:
     left = [demand for demand in asked if not _inside(demand, file)]
     known = _hash(written, asked)
-    if not left or known in _known():
+    if not left or known in _trusted_digests():
         return
     if any(_place(path) in (_place(file), _place(file.parent)) for path in trust.files):
         _note(known, file)
@@ -143,7 +143,7 @@ def load_trusted(
     data = deepcopy(written)
     apply_overrides(data, overrides)
     settings = read(data, str(file))
-    check_trust(settings, written, file, Trust(files, _words(overrides)))
+    check_trust(settings, written, file, Trust(files, _override_pairs(overrides)))
     return settings
 
 
@@ -165,7 +165,7 @@ def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> N
         ConfigError: it is not remembered (:func:`remember_own`), and not trusted.
     """
     known = digest(content)
-    if known in _known():
+    if known in _trusted_digests():
         return
     if any(_place(path) in (_place(file), _place(file.parent)) for path in files):
         _note(known, file)
@@ -181,7 +181,7 @@ def remember_own(file: Path, content: bytes) -> None:
     _note(digest(content), file)
 
 
-def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
+def _override_pairs(overrides: Sequence[str]) -> set[tuple[str, str]]:
     """Key and value of everything that ``a.b=c`` overrides say, arms in one line included."""
     pairs: set[tuple[str, str]] = set()
     for text in overrides:
@@ -333,7 +333,7 @@ def _memory() -> Path:
     return state_dir() / _TRUST_FILE
 
 
-def _known() -> set[str]:
+def _trusted_digests() -> set[str]:
     with contextlib.suppress(OSError, RuntimeError):
         lines = _memory().read_text("utf-8", errors="replace").splitlines()
         return {line.partition(" ")[0] for line in lines}
@@ -342,7 +342,7 @@ def _known() -> set[str]:
 
 def _note(known: str, file: Path) -> None:
     """Append a hash; where that cannot be written, the person is asked again next time."""
-    if known in _known():
+    if known in _trusted_digests():
         return
     with contextlib.suppress(OSError, RuntimeError):
         _memory().parent.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ class Pair:
             return ""
         met = []
         for name, condition in self.conditions.items():
-            version = next((version for version in facts.get(name, ()) if _meets(version, condition)), None)
+            version = next((version for version in facts.get(name, ()) if _satisfies(version, condition)), None)
             if version is None:
                 return ""
             text = f"{version} {name}" if name == "GPUs" else f"{name} {version}"
@@ -49,7 +49,7 @@ class Pair:
         return " with ".join(met)
 
 
-def _meets(version: str, condition: str) -> bool:
+def _satisfies(version: str, condition: str) -> bool:
     parts = [_CONDITION.fullmatch(part) for part in condition.split(",")]
     if not all(parts):
         return version == condition

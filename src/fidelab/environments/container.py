@@ -140,7 +140,7 @@ def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
         [record] = json.loads(done.stdout)
         identity, published = str(record["Id"]), [str(text) for text in record.get("RepoDigests") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise EngineError(f"{_shown(prefix, program)} image inspect {name}: its answer cannot be read") from None
+        raise EngineError(f"{_command_text(prefix, program)} image inspect {name}: its answer cannot be read") from None
     podman = "podman" in _run(prefix, [program, "--version"]).stdout.lower()  # docker may be another name of it
     rootless = not podman and "rootless" in _run(prefix, [program, "info", "--format", "{{.SecurityOptions}}"]).stdout
     repository = name.partition("@")[0]
@@ -205,7 +205,7 @@ def _call(prefix: Sequence[str], words: Sequence[str]) -> list[str]:
     return [*prefix, *words]
 
 
-def _shown(prefix: Sequence[str], program: str) -> str:
+def _command_text(prefix: Sequence[str], program: str) -> str:
     return shlex.join([*prefix, program])
 
 
@@ -250,7 +250,7 @@ def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedPro
         )
     except subprocess.TimeoutExpired:
         raise EngineError(
-            f"{shown} did not answer within {_LIMIT:g} s: does its daemon run? ({_shown(prefix, words[0])} info)"
+            f"{shown} did not answer within {_LIMIT:g} s: does its daemon run? ({_command_text(prefix, words[0])} info)"
         ) from None
     except OSError as error:
         raise EngineError(f"{shown} cannot be started: {error.strerror}") from None
@@ -260,7 +260,7 @@ def _why_not(name: str, program: str, prefix: Sequence[str], done: subprocess.Co
     """Reason why an image cannot be inspected, and the remedy."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     said = lines[-1][:300] if lines else f"it ended with status {done.returncode}"
-    shown = _shown(prefix, program)
+    shown = _command_text(prefix, program)
     if any(words in said.lower() for words in ("no such", "not known", "not found", "unable to find")):
         return f"image {name} is not there: {shown} pull {name} (fidelab pulls nothing by itself)"
     if any(words in said.lower() for words in ("daemon", "permission denied", "connect")):

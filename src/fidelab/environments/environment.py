@@ -58,7 +58,7 @@ class Environment:
         return shlex.join([*self.prefix, self.python]) + place
 
     @property
-    def _elsewhere(self) -> bool:
+    def _is_isolated(self) -> bool:
         return self.image is not None or (bool(self.prefix) and not self.local)
 
     @property
@@ -70,7 +70,7 @@ class Environment:
     @property
     def folder(self) -> Path | None:
         """Folder of an environment that fidelab made and completed; ``None`` for all others."""
-        if self._elsewhere:
+        if self._is_isolated:
             return None
         folder = Path(self.python).parents[1]
         return folder if read_marker(folder) else None
@@ -149,7 +149,7 @@ class Environment:
         Raises:
             OutputError: the link folder cannot be made.
         """
-        if self._elsewhere:
+        if self._is_isolated:
             return {}
         safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are not modules
         if self.own:

@@ -99,7 +99,7 @@ def import_samples(
                 name=label,
                 axes=axes,
                 certificates=certificates,
-                verdict=Verdict(sentence="; ".join(_said(name, axes[name], certificates[name]) for name in axes)),
+                verdict=Verdict(sentence="; ".join(_summarize(name, axes[name], certificates[name]) for name in axes)),
                 **bare,
             )
         )
@@ -218,7 +218,7 @@ def _unpaired(ref: NDArray[np.float64], test: NDArray[np.float64]) -> float | No
     return None if error == 0.0 else math.erfc(abs(test.mean() - ref.mean()) / error / math.sqrt(2))
 
 
-def _said(name: str, axis: Measurement, certificate: Certificate) -> str:
+def _summarize(name: str, axis: Measurement, certificate: Certificate) -> str:
     [claim] = certificate.claims
     words = {
         "holds": f"a loss of {100 * claim.margin:g} points is ruled out",

@@ -101,7 +101,7 @@ class Tokenizer:
         if template == "chat" and self.template == "chat":
             return self.backend.chat(messages, tools)
         bos = () if self.bos_id is None else (self.bos_id,)
-        return (*bos, *self.encode(_plain(messages)))
+        return (*bos, *self.encode(_join_messages(messages)))
 
     def render(
         self,
@@ -120,7 +120,7 @@ class Tokenizer:
         """
         if self.template == "chat":
             return self.backend.render(messages, tools, generation=generation, private=private)
-        return _plain(messages) + ("\n\n" if generation else "")
+        return _join_messages(messages) + ("\n\n" if generation else "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included, nothing cleaned up."""
@@ -145,7 +145,7 @@ class Tokenizer:
         return Vocabulary(len(pieces), digest(*pieces))
 
 
-def _plain(messages: Sequence[ChatMessage]) -> str:
+def _join_messages(messages: Sequence[ChatMessage]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 

@@ -294,14 +294,14 @@ def _differences(place: str, receipt: Any, run: Any, counts: list[int]) -> Itera
         if not _close(receipt, run):
             yield f"{place}: the receipt says {receipt}, the captures give {run}"
     elif receipt != run:
-        yield f"{place}: the receipt says {_short(receipt)}, the run {_short(run)}"
+        yield f"{place}: the receipt says {_shorten(receipt)}, the run {_shorten(run)}"
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = canonical_json(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 

@@ -37,7 +37,7 @@ TOP = 10
 # calls that threads wait for the interpreter's lock: twice the time with two threads.
 _BLOCK = 1 << 18
 _COLUMNS = 1 << 14
-_TALL = 64
+_TOP_K_FOLD = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
 _MAX_STATISTIC = 1e100  # of χ² and k3: what is larger has no mean that a float could square
@@ -297,10 +297,12 @@ class _Work:
             columns[6:] = np.nan
         else:
             columns[10] = _shared_top(ref, test)
-            columns[7:10] = self._others(p, q, sum_p, sum_q, columns[0])
+            columns[7:10] = self._other_divergences(p, q, sum_p, sum_q, columns[0])
         return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
 
-    def _others(self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats) -> tuple[Floats, Floats, Floats]:
+    def _other_divergences(
+        self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         """Jensen–Shannon divergence, total variation and χ² of unnormalised rows; overwrites ``q``."""
         # With ρ = P/Q: JSD = log 2 + ½KL − ½Σ (P + Q)·log(1 + ρ), because log(1 + 1/ρ) = log(1 + ρ) − log ρ.
         shared, logs, squares = sums = np.zeros((3, len(p)))
@@ -342,13 +344,13 @@ def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
 def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
     """The ids ``[n, count]`` of the largest scores of each row ``[n, V]``; of equals, any."""
     n, vocab = scores.shape
-    width = vocab // _TALL
+    width = vocab // _TOP_K_FOLD
     if width <= count:
         return _largest(scores, count)
     # They are in columns with the largest maxima, or after the table: four times as fast as to partition all.
-    inside = width * _TALL
-    columns = _largest(scores[:, :inside].reshape(n, _TALL, width).max(axis=1), count)
-    within = (np.arange(_TALL)[:, None] * width + columns[:, None, :]).reshape(n, -1)
+    inside = width * _TOP_K_FOLD
+    columns = _largest(scores[:, :inside].reshape(n, _TOP_K_FOLD, width).max(axis=1), count)
+    within = (np.arange(_TOP_K_FOLD)[:, None] * width + columns[:, None, :]).reshape(n, -1)
     ids = np.concatenate([within, np.broadcast_to(np.arange(inside, vocab), (n, vocab - inside))], axis=1)
     return np.take_along_axis(ids, _largest(np.take_along_axis(scores, ids, axis=1), count), axis=1)
 

@@ -34,7 +34,7 @@ _STEP = 1 << 11  # columns of a product
 _WIDTH = 64  # columns of a block, whose largest logit is kept
 _CPU_PART = 1 << 16  # logits that are compared at once: the buffers of them stay in the cache of a core
 _DEVICE_PART = 1 << 22
-_NEAR = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
+_MAX_SERIES_T2 = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
 _FAR = 0.9  # t² beyond which 1 − t² has lost digits: odds of 40
 _NOTHING = -1e30  # logit of ids that are not tokens
 
@@ -80,7 +80,7 @@ class TileScorer:
         start = 0
         with _float32_products(self._threads):
             while start < n:
-                rows = min(self._rows_that_fit(ref[1], len(sides)), n - start)
+                rows = min(self._max_tile_rows(ref[1], len(sides)), n - start)
                 at = slice(start, start + rows)
                 try:
                     found = self._tile([(states[at], head) for states, head in sides], targets[at], kl_alone)
@@ -94,7 +94,7 @@ class TileScorer:
                 start += rows
         return [RowComparison.concat(part) for part in parts]
 
-    def _rows_that_fit(self, head: Head, sides: int) -> int:
+    def _max_tile_rows(self, head: Head, sides: int) -> int:
         """Rows of each side in a tile."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else _free_memory()
         each = len(head.weight) * 4 * sides
@@ -321,7 +321,7 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
             torch.add(shift, torch.sub(q.columns[number], x, out=u), alpha=0.5, out=u)
             torch.mul(torch.tanh(u, out=t), t, out=squares)
             most = squares.amax().item()
-            near, far = most <= _NEAR, not most <= _FAR  # far, too, where one is NaN
+            near, far = most <= _MAX_SERIES_T2, not most <= _FAR  # far, too, where one is NaN
             if far:  # 1 − t² has lost digits
                 ratio = torch.mul(u, 2.0, out=half).exp_()
                 rest = 4 * ratio / (1 + ratio).square()

@@ -170,9 +170,9 @@ def _asides(diff: Diff) -> Iterator[str]:
     for text in diff.unmeasured:
         yield one_line(f"measured on neither side: {text}")
     for other in diff.beside:
-        yield one_line(f"differs: {other.where}, {other.field}: {_short(other.baseline)} → {_short(other.now)}")
+        yield one_line(f"differs: {other.where}, {other.field}: {_shorten(other.baseline)} → {_shorten(other.now)}")
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = "not recorded" if value is None else plain(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[: _MAX_VALUE_CHARS - 1]}…"

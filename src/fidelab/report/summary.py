@@ -236,7 +236,7 @@ def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
     for name, axis in arm.axes.items():
         if name != DECIDING and axis.measured:
             base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
-            headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
+            headline = next((metric for metric in axis.headlines if _is_counted(axis, metric)), None)
             said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
             lines.append(f"{one_line(name)}: {said}")
     return tuple(lines)
@@ -268,7 +268,12 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
     known = [measurement for measurement in measurements if measurement is not None and measurement.measured]
     shapes = [at for measurement in known for at in measurement.shapes()]
     leading = next(
-        (heads for measurement in known if (heads := [m for m in measurement.headlines if _shown(measurement, m)])), []
+        (
+            heads
+            for measurement in known
+            if (heads := [m for m in measurement.headlines if _is_counted(measurement, m)])
+        ),
+        [],
     )
     columns = []
     for metric in leading:
@@ -279,7 +284,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
             for measurement in measurements
         ]
         shown = [
-            m if m and measurement and _shown(measurement, m) else None
+            m if m and measurement and _is_counted(measurement, m) else None
             for m, measurement in zip(cells, measurements, strict=True)
         ]
         at = f", {one_line(label(varied))}" if varied else ""
@@ -288,7 +293,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
     return columns
 
 
-def _shown(measurement: Measurement, metric: Metric) -> bool:
+def _is_counted(measurement: Measurement, metric: Metric) -> bool:
     return metric.value is not None and counts(measurement, metric.cell)
 
 
@@ -311,7 +316,7 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
     for name in names:
         for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
             mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-            columns[head] = [_beside(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
+            columns[head] = [_with_ratio(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
             about = one_line(known[0].about).rstrip(".")
@@ -368,7 +373,7 @@ def _against(own: Metric, base: Metric | None) -> str:
     return f" ({', '.join(part for part in (ratio, word) if part)})"
 
 
-def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
+def _with_ratio(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
     """A value, and its ratio to the reference's."""
     if metric is None:
         return Estimate()
@@ -400,7 +405,7 @@ def attribution_of(report: Report) -> TextTable | None:
     """Candidate × (mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
-    rows = [_parts(split) for split in report.attribution]
+    rows = [_attribution_lines(split) for split in report.attribution]
     kept = [0, *(n for n in range(1, len(_PARTS)) if any(row[n] != ABSENT for row in rows))]
     if len(kept) < 3:
         return None  # the arm's own KLD alone, which the main table has
@@ -424,7 +429,7 @@ def truth_line(report: Report) -> str:
     return f"{twin}: {cost} nats away"
 
 
-def _parts(split: Attribution) -> tuple[str, ...]:
+def _attribution_lines(split: Attribution) -> tuple[str, ...]:
     parts = split.here, split.kernel, split.format, split.native_queries
     contrasts = (
         split.here_minus_kernel,

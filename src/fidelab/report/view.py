@@ -598,7 +598,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
     """Count of repeated items; else the distance of the reference from itself."""
     measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
     same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
-    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
+    parts = [_repeatability_text(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
         verb = "are" if len(same) > 1 else "is"
         parts = [f"{joined(same)} {verb} deterministic on this machine", *parts]
@@ -629,7 +629,7 @@ def _repeated(name: str, measurement: Measurement) -> str:
     return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 
 
-def _apart(name: str, measurement: Measurement) -> str:
+def _repeatability_text(name: str, measurement: Measurement) -> str:
     """Figures of the difference between the two captures."""
     heads = [
         f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None

@@ -78,10 +78,10 @@ def in_words(field: str, baseline: Any, now: Any) -> str:
     if name in _MEANINGS and axis:
         return f"{axis}: {_MEANINGS[name]}"
     what = _CALLED.get(field) or field.replace(".settings.", ": ")
-    return f"{what} was {_short(baseline)} in the baseline and is {_short(now)} now"
+    return f"{what} was {_shorten(baseline)} in the baseline and is {_shorten(now)} now"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if value is None:
         return "not recorded"
     text = value if isinstance(value, str) else canonical_json(value)
@@ -115,7 +115,7 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
     known = {(role, arm.name): arm for role, arm in arms(baseline)}
     for role, arm in arms(now):
         if (role, arm.name) in known:
-            yield from _differences(arm.name, _told(known[role, arm.name]), _told(arm))
+            yield from _differences(arm.name, _arm_facts(known[role, arm.name]), _arm_facts(arm))
 
 
 def same_place(baseline: Report, now: Report) -> bool:
@@ -126,7 +126,7 @@ def same_place(baseline: Report, now: Report) -> bool:
     )
 
 
-def _told(arm: ArmRecord) -> dict[str, Any]:
+def _arm_facts(arm: ArmRecord) -> dict[str, Any]:
     """Settings and runtime info of an arm, flat."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric

@@ -115,7 +115,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
         change=estimate,
         ci=interval,
         relative=relative,
-        allowed=_words(allowance, was),
+        allowed=_format_allowance(allowance, was),
         basis=basis,
         outcome=verdict,
         counts=better is not None,
@@ -191,7 +191,7 @@ def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: s
     )
 
 
-def _words(allowance: Allowance, metric: Metric) -> str:
+def _format_allowance(allowance: Allowance, metric: Metric) -> str:
     if metric.better is None:
         return ""
     parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
@@ -259,7 +259,7 @@ def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
-def _asked(report: Report) -> dict[str, Any]:
+def _question_sources(report: Report) -> dict[str, Any]:
     """Source of a report's questions, as far as its settings state it."""
     asked = {"the model": report.reference.model, "the engine": report.reference.engine}
     asked |= {f"the {name}": report.settings[name] for name in ("text", "prompts") if name in report.settings}
@@ -271,7 +271,7 @@ def _asked(report: Report) -> dict[str, Any]:
 
 def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable], reports: tuple[Report, Report]) -> str:
     if refused:
-        was, is_ = map(_asked, reports)
+        was, is_ = map(_question_sources, reports)
         named = [in_words(what, was[what], is_[what]) for what in was if what in is_ and was[what] != is_[what]]
         named = list(dict.fromkeys((*named, *(in_words(r.field, r.baseline, r.now) for r in refused))))
         return "; ".join(named[:4]) + (f" (and {len(named) - 4} more)" if len(named) > 4 else "")

@@ -119,7 +119,7 @@ def drop_compared_rows(
     then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
     """
     for result, base in _to_drop(results, roles):
-        with _alone(readers, result) as alone:
+        with _exclusive(readers, result) as alone:
             if alone:
                 _drop(axes, result, base, (Estimator.LOGPROBS,))
 
@@ -138,12 +138,12 @@ def drop_reference_rows(
         if not base_of(base.role) and len(done) == len(others):
             captures = {name: folder for name, folder in base.captures.items() if _were_compared(name, folder, done)}
             itself = replace(base, captures=captures)
-            with _alone(readers, itself) as alone:
+            with _exclusive(readers, itself) as alone:
                 if alone:
                     _drop(axes, itself, itself, (Estimator.LOGPROBS,))
 
 
-def _alone(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
+def _exclusive(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
     """Whether no other run reads this arm's captures."""
     folder = next(iter(result.captures.values()), None)
     return nullcontext(False) if folder is None else readers.alone(folder.parent)
@@ -175,7 +175,7 @@ def drop_rows_there(
         running = []
         with ExitStack() as held:
             for result, base in _to_drop(results, ()):
-                if result in wave and held.enter_context(_alone(readers, result)):
+                if result in wave and held.enter_context(_exclusive(readers, result)):
                     arms = {"result": result.record(folder), "base": base.record(folder)}
                     ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
                     running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
@@ -351,7 +351,7 @@ class Scorer:
             return None
         two = (result, reference)
         where = "everywhere" if all(score.identical for score in rows) and not all(map(_lossless, two)) else None
-        if where is None and any(map(_loses_much, two)):
+        if where is None and any(map(_is_lossy, two)):
             first = max(map(_exact_tokens, two))
             where = next(filter(None, (_unmoved_part(score, first) for score in rows)), None)
         if where is None:
@@ -436,7 +436,7 @@ def _lossless(result: ArmResult) -> bool:
     return ran.get("k_changed") == 0 == ran.get("v_changed") if lossless is None else bool(lossless)
 
 
-def _loses_much(result: ArmResult) -> bool:
+def _is_lossy(result: ArmResult) -> bool:
     """Whether this arm's formats change so many numbers that every row has to differ."""
     arm, ran = result.arm, result.ran or {}
     if arm.engine not in ENGINES.names() or ENGINES.load(arm.engine).lossless(arm) is not False:
@@ -451,10 +451,12 @@ def _exact_tokens(result: ArmResult) -> int:
     Tokens that options keep as they are, and those that read nothing but themselves.
     """
     sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
-    return _FIRST_DECODED + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+    return _FIRST_DECODED + max(
+        sum(_unquantized_tokens(side, name) for name in ("sinks", "tail", "group")) for side in sides
+    )
 
 
-def _kept(side: Mapping[str, str], option: str) -> int:
+def _unquantized_tokens(side: Mapping[str, str], option: str) -> int:
     """Tokens that an option of a format leaves as they are; ``group`` those that wait until a block of them is full."""
     if option == "group" and side.get("axis") != "channel":
         return 0

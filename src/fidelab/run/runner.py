@@ -98,27 +98,27 @@ class Told(Silent):
         self._share = 0.0
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        self._say(self._what)
+        self._report(self._what)
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        self._say(job.role.removeprefix("candidate:"))
+        self._report(job.role.removeprefix("candidate:"))
 
     def bench(self, text: str, done: int, total: int) -> None:
-        self._say(text)
+        self._report(text)
 
     def scoring(self) -> None:
-        self._say("scoring")
+        self._report("scoring")
 
     def close(self) -> None:
         if self._what == "scoring":
             self._share = 1.0
-            self._say(self._what)
+            self._report(self._what)
 
     def advanced(self, done: float, total: float) -> None:
         self._share = min(1.0, done / total) if total else 1.0
-        self._say(self._what)
+        self._report(self._what)
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self._what = what
         self._tell(what, self._share)
 

@@ -369,7 +369,7 @@ def _conduct(
     chosen = _chosen(resolved, only)
     for number, stage in enumerate(chosen, 1):
         place = f"{stage.name} ({number} of {len(chosen)})"
-        kept = _kept(folder, stage)
+        kept = _finished_row(folder, stage)
         lacking = [] if kept else judge(stage, machine, {name: row.status for name, row in ended.items()})
         if kept is not None:
             watch(f"{place}: done before")
@@ -405,7 +405,7 @@ def _stage(
     return StudyRow(status=status, reason=reason, at={**at}, metrics=tuple(metrics), facts=facts)
 
 
-def _kept(folder: Path, stage: Stage) -> StudyRow | None:
+def _finished_row(folder: Path, stage: Stage) -> StudyRow | None:
     """The row of a stage that ended well in this folder before."""
     try:
         row = StudyRow.model_validate(strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20)))

@@ -473,12 +473,12 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
         yield f"No mixture of these formats promises less in this budget.{smaller}"
     elif plan.uniform is not None and plan.uniform_measured is not None and plan.uniform_size is not None:
         yield (
-            f"{plan.uniform} everywhere takes {_beyond(plan.uniform_size - plan.size, plan.unit)} and costs "
+            f"{plan.uniform} everywhere takes {_format_size_difference(plan.uniform_size - plan.size, plan.unit)} and costs "
             f"{_cost(plan.uniform_measured)}."
         )
 
 
-def _beyond(more: float, unit: str) -> str:
+def _format_size_difference(more: float, unit: str) -> str:
     """Size of a rival, seen from the plan."""
     if not more:
         return "the same bytes" if unit == "bytes" else "the same bits"

@@ -152,7 +152,7 @@ def measure(
             found["figures"][name] = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         keep(found)
 
-    check("decode", _right(step))
+    check("decode", _accuracy(step))
     if kernels == "triton":
         check("drafts", _drafts(step))
     if kernels == "triton":
@@ -163,11 +163,11 @@ def measure(
         figure("uneven", lambda: _uneven(model, device, kernels, page))
         figure("variants", lambda: _variants(model, device, kernels, page))
         if kernels != "triton" and found["passed"]:
-            figure("beside", lambda: _beside(model, device, kernels, page))
+            figure("beside", lambda: _compare_kernels(model, device, kernels, page))
     return found
 
 
-def _right(step: Serving) -> dict[str, Any]:
+def _accuracy(step: Serving) -> dict[str, Any]:
     """The relative L2 of each sequence; an empty one gives zeros."""
     out = step.call().float()
     exact = reference.decode(step.q, step.cache)[0].float()
@@ -260,7 +260,7 @@ def _microseconds(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _beside(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
+def _compare_kernels(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
     """Microseconds of a step of the goal's cell, replayed from graphs in turns, and bytes of the cache a second.
 
     Both read one cache, which is larger than any cache of a device.

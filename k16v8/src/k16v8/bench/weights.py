@@ -29,7 +29,7 @@ _DTYPE = torch.bfloat16
 _KINDS: tuple[Kind, ...] = ("linear", "experts")
 
 
-def _ours(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
+def _k16v8_work(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
     """Our kernels on a checkpoint's layout."""
     weight = _drawn(cell, _layout(name), draw)
     chosen = choose_weights(kernels, layout=name, dtype=_DTYPE, device=draw.device)
@@ -182,8 +182,8 @@ def _dense(weight: QuantizedWeight, expert: int, columns: slice) -> Tensor:
 
 
 WEIGHT_CONTENDERS = (
-    Contender("k16v8", "awq", "ours", _ours, _KINDS),
-    Contender("k16v8", "gptq", "ours", _ours, _KINDS),
+    Contender("k16v8", "awq", "ours", _k16v8_work, _KINDS),
+    Contender("k16v8", "gptq", "ours", _k16v8_work, _KINDS),
     Contender("torch matmul", "bf16", "rival", _torch, _KINDS),
     Contender("torch int4", "int4", "rival", _torch_int4, _KINDS, scratch=2),
     Contender("marlin", "awq", "rival", _marlin, _KINDS, scratch=1),

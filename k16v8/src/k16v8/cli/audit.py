@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         findings, failed = [one for one, _ in judged], [one for one, right in judged if not right]
     else:
         every = [name for name in IMPLEMENTATIONS if name != "eager"]
-        audited = [implementation(name) for name in (_names(options.implementation) or every)]
+        audited = [implementation(name) for name in (_parse_names(options.implementation) or every)]
         if path is not None:
             tensors, metadata = read_tensors(path)
             inputs = audit.recorded_inputs(tensors, kv_lengths, device=device)
@@ -180,7 +180,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     return tensors, metadata
 
 
-def _names(text: str | None) -> list[str]:
+def _parse_names(text: str | None) -> list[str]:
     """Return the names in the given order, each once; modules of the current folder can be imported."""
     if not text:
         return []

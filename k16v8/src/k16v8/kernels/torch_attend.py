@@ -174,7 +174,7 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 def attend_last(call: Call, lasts: list[Last]) -> None:
     """Sequences with one query each: those that are alike in length together."""
-    for part in _parts(call, lasts):
+    for part in _batches(call, lasts):
         if len(part) == 1:
             row, length, place = part[0]
             attend_sequence(call, row, length, slice(place, place + 1))
@@ -182,7 +182,7 @@ def attend_last(call: Call, lasts: list[Last]) -> None:
             _attend_padded(call, part)
 
 
-def _parts(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
+def _batches(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
     """Together are sequences whose keys are one block and that waste little when they are padded to the longest."""
     most, window = call.tokens_at_once, call.attention.window
     part: list[Last] = []
@@ -299,7 +299,7 @@ def _widened(codes: Tensor, name: str) -> Tensor:
     """``[kv_heads, B, n, page, dim]`` as float32 ``[kv_heads * B, n * page, dim]``, without scale and unit."""
     if name not in _UNITS:
         values = _float32(codes_to_values(codes, name) if name == "int4" else codes)
-    elif _holds_nan(codes, name):
+    elif _contains_nan(codes, name):
         values = _table(name).to(codes.device)[codes.int()]
     else:
         moved = torch.empty(codes.shape, dtype=torch.int16, device=codes.device).copy_(codes.view(torch.int8))
@@ -313,7 +313,7 @@ def _float32(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
-def _holds_nan(codes: Tensor, name: str) -> bool:
+def _contains_nan(codes: Tensor, name: str) -> bool:
     signed = codes.view(torch.int8)
     if name == "fp8_e4m3":  # 0x7f and 0xff
         return int(signed.amax()) == 127 or int(codes.amax()) == 255

@@ -197,7 +197,9 @@ class Capability(Axis):
         elif check.kind == "thinking":
             ids, note["ends"] = thinking_prompt(inputs.tokenizer, messages)
         elif check.id == "edge-long":
-            ids = self._long(inputs, self.settings.long if room is None else min(self.settings.long, room))
+            ids = self._long_prompt_tokens(
+                inputs, self.settings.long if room is None else min(self.settings.long, room)
+            )
         else:
             ids = inputs.tokenizer.chat(messages, self.settings.template)
         if not ids:
@@ -206,7 +208,7 @@ class Capability(Axis):
             raise NotApplicable(f"prompt and answer do not fit the model's {inputs.max_positions} positions")
         return _Item(ids, canonical_json(note))
 
-    def _long(self, inputs: AxisInputs, most: int) -> Tokens:
+    def _long_prompt_tokens(self, inputs: AxisInputs, most: int) -> Tokens:
         """The longest of the long prompts that has at most ``most`` tokens."""
         if most < _SHORTEST_LONG:
             raise NotApplicable(f"the model has no room for a prompt of {_SHORTEST_LONG} tokens")

@@ -83,7 +83,7 @@ def _json(expected: str) -> Judge:
     return judge
 
 
-def _words(text: str) -> Judged:
+def _judge_words(text: str) -> Judged:
     """Whether a text is neither noise nor a few repeated words."""
     words = re.findall(r"[^\W\d_]+", text.casefold())
     if not words:
@@ -188,7 +188,7 @@ CHECKS: tuple[Check, ...] = (
         for n, (question, right, *wrong) in enumerate(_FACTS, 1)
     ),
     Check("knowledge-7", "knowledge", f"{_YEAR} {_NUMBER_ONLY}", "1969", _number("1969")),
-    Check("edge-empty", "edge", "", "some words", _words),
+    Check("edge-empty", "edge", "", "some words", _judge_words),
     Check("edge-long", "edge", long_prompt(0), _PASSWORD, _name(_PASSWORD, "river", "mill", "meadow")),
     Check("edge-unicode", "edge", f"{_REPEAT_INSTRUCTION} {_UNICODE_SAMPLE}", _UNICODE_SAMPLE, _line(_UNICODE_SAMPLE)),
     Check("edge-spaces", "edge", _SPACES, "7", _number("7")),

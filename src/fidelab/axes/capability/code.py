@@ -142,7 +142,7 @@ def _judge(task: Task, output: str) -> tuple[bool, str]:
     if not isinstance(report, list) or len(report) != len(task.cases):
         return False, str(report)[:60]
     for (arguments, expected), (returned, result) in zip(task.cases, report, strict=True):
-        if not returned or not _same(result, expected):
+        if not returned or not _is_equal(result, expected):
             call = f"{task.name}({', '.join(map(repr, arguments))})"
             return False, f"{call} {'gave' if returned else 'raised'} {_cut(repr(result))}, not {expected!r}"
     return True, ""
@@ -152,8 +152,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     """Whether two results are equal; truth values are not numbers."""
     if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

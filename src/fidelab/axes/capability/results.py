@@ -96,7 +96,7 @@ def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, s
     ends = asked[0][3].get("ends")
     ref = [(pair.ref, r) for pair, r, _, _ in asked]
     test = [(pair.test, t) for pair, _, t, _ in asked]
-    side_of = _seen if check.kind == "vision" else _side
+    side_of = _judge_vision if check.kind == "vision" else _side
     (judged, text), (other, other_text) = (side_of(check, side, ends) for side in (ref, test))
     return CheckResult(
         check,
@@ -112,7 +112,7 @@ def _usable(places: Sequence[tuple[Capture, int]]) -> bool:
     return all(capture.items[item]["failed"] is None for capture, item in places)
 
 
-def _seen(check: Check, places: Sequence[tuple[Capture, int]], _ends: str | None) -> tuple[Judged, str]:
+def _judge_vision(check: Check, places: Sequence[tuple[Capture, int]], _ends: str | None) -> tuple[Judged, str]:
     """One side of a vision check: right to the image, and another answer to the control, which shows something else."""
     assert check.judge is not None
     image, control = (answer_text(*place) for place in places)

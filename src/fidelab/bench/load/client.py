@@ -186,7 +186,7 @@ class _Client:
             ended=max((exchange.ended for exchange in exchanges if not exchange.warmup), default=started),
             lag=np.asarray(self._late[ticks:]),
             cpu_seconds=cpu,
-            behind=self._load.open_loop and _is_behind(exchanges),
+            behind=self._load.open_loop and _is_late(exchanges),
         )
 
     def _open(self) -> aiohttp.ClientSession:
@@ -415,7 +415,7 @@ class _Client:
         return exchange
 
 
-def _is_behind(exchanges: list[Exchange]) -> bool:
+def _is_late(exchanges: list[Exchange]) -> bool:
     """Whether the p99 of ``sent - due`` is above :data:`BEHIND`."""
     late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
     return bool(late) and float(np.percentile(late, 99)) > BEHIND

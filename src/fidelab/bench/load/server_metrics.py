@@ -253,8 +253,8 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         return None
     names = _KINDS[kind]
     within = [sample for sample in samples if started <= sample.at <= ended]
-    running = _told(sample.total(names.running) for sample in within)
-    usage = [min(share, 1.0) for share in _told(sample.mean(names.usage) for sample in within)]
+    running = _without_none(sample.total(names.running) for sample in within)
+    usage = [min(share, 1.0) for share in _without_none(sample.mean(names.usage) for sample in within)]
     generated = _increase(samples, names, names.generated, started, ended)
     return ServerReading(
         kind=kind,
@@ -263,7 +263,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         kv_usage_max=max(usage, default=None),
         running_mean=_mean(running),
         running_max=max(running, default=None),
-        waiting_max=max(_told(sample.total(names.waiting) for sample in within), default=None),
+        waiting_max=max(_without_none(sample.total(names.waiting) for sample in within), default=None),
         samples=len(within),
         speculation=_speculation(samples, within, names, started, ended),
         preemptions=_increase(samples, names, names.preempted, started, ended),
@@ -306,7 +306,7 @@ def _increase(
     around = samples[before[-1] : after[0] + 1]
     totals = [sample.total(counter) for sample in around]
     values = [total or 0.0 for total in totals]
-    if not _told(totals) or (np.diff(values) < 0).any():
+    if not _without_none(totals) or (np.diff(values) < 0).any():
         return None
     at = [sample.at for sample in around]
     # A server at rest counts what it counted when the load began or ended; before it there may have been a warm-up.
@@ -323,7 +323,7 @@ def _increase(
 def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: Sequence[str]) -> float | None:
     """Mean of a gauge over the readings with requests at work; rates add up over engines, lengths and shares do not."""
     busy = (sample for sample in within if sample.total(names.running) != 0)
-    return _mean(_told((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
+    return _mean(_without_none((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
 
 
 def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
@@ -347,7 +347,7 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     return {name: tuple(engines.values()) for name, engines in counters.items()}
 
 
-def _told(values: Iterable[float | None]) -> list[float]:
+def _without_none(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 

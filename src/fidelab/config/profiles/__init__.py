@@ -96,7 +96,7 @@ class Stage(BaseModel):
     variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Stage:
+    def _check_kind(self) -> Stage:
         if (self.experiment is None) == (self.command is None):
             raise ValueError("a stage has either 'experiment' or 'command'")
         if self.command is not None and not self.command:

@@ -495,7 +495,7 @@ class LlamaCppEngine(Engine):
             pending[sequence] = _last(context, request.prompts[index], sequence)
             sink.progress(len(request.prompts[index]))
             if request.rows:
-                kept[sequence] = self._kept(context, pending[sequence])
+                kept[sequence] = self._capture_rows(context, pending[sequence])
         while True:
             for sequence, logits in list(pending.items()):
                 ids = generated[sequence]
@@ -520,7 +520,7 @@ class LlamaCppEngine(Engine):
                 logits = context.step(tokens)
                 pending = dict(zip(tokens, logits[:, None], strict=True))
                 if request.rows:
-                    kept = dict(zip(tokens, self._kept(context, logits)[:, None], strict=True))
+                    kept = dict(zip(tokens, self._capture_rows(context, logits)[:, None], strict=True))
             else:
                 texts = {sequence: [*request.prompts[batch[sequence]], *generated[sequence]] for sequence in pending}
                 pending = verified(context, drafter, texts)
@@ -530,7 +530,7 @@ class LlamaCppEngine(Engine):
             sink.progress(n, decoded=n)
         yield from zip(generated, rows, failed, strict=True)
 
-    def _kept(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
+    def _capture_rows(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
         """Rows that a capture keeps, from the logits [n, V] of the context's last call."""
         if self._head is None or context.states is None:
             return _logprobs(logits)

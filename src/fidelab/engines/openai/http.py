@@ -355,7 +355,7 @@ class Client:
         try:
             answer = self._send("POST", path, body, api, largest, self._timeout, stream=True)
         except OSError as error:
-            raise EngineError(self._gone(error)) from None
+            raise EngineError(self._connection_error(error)) from None
         if answer.status != 200:
             raise self._refusal(answer, path)
         data = [(at, line[5:].strip()) for at, line in answer.arrived if line.startswith(b"data:")]
@@ -378,7 +378,7 @@ class Client:
             except OSError as error:
                 hopeless = isinstance(_root(error), ConnectionRefusedError | ssl.SSLError)
                 if not left or hopeless or pause > over - time.monotonic():
-                    raise EngineError(self._gone(error)) from None
+                    raise EngineError(self._connection_error(error)) from None
             else:
                 if answer.status == 200:
                     return answer.content
@@ -465,7 +465,7 @@ class Client:
         """A part of a server's answer, cleaned as :attr:`clean` does."""
         return self.clean(_text(found))
 
-    def _gone(self, error: Exception) -> str:
+    def _connection_error(self, error: Exception) -> str:
         root = _root(error)
         if isinstance(root, ConnectionRefusedError):
             return f"{self.root} refuses connections: start the server, or correct base-url"

@@ -29,7 +29,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
         k_format, v_format = _pair_as(arm, about)
         k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
     else:
-        k_format = v_format = _found(arm.kv.k.name, about)
+        k_format = v_format = _stored_format(arm.kv.k.name, about)
         k_dtype = v_dtype = cache["dtype"]
     return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
@@ -72,7 +72,7 @@ def _observed_layers(cache: Mapping[str, Any], matches: float | None) -> int:
     return int(cache["read_back"].get("layers", matches is not None))
 
 
-def _found(asked: str, about: Mapping[str, Any]) -> str | None:
+def _stored_format(asked: str, about: Mapping[str, Any]) -> str | None:
     """Format of the arm if the storage proves it, else the format found."""
     cache = about["cache"]
     if cache["matches"] is not None and cache["matches"] < 1:

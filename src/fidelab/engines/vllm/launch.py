@@ -296,7 +296,7 @@ def check_speculation(arm: Arm) -> None:
 
     for name in json_object(SPECULATIVE, dict(arm.options)[SPECULATIVE]):
         known_word(f"{SPECULATIVE}: field", name, sorted(SpeculativeConfig.__dataclass_fields__))
-    known_word(f"{SPECULATIVE}: method", speculation.method, sorted(_words(SpeculativeMethod)))
+    known_word(f"{SPECULATIVE}: method", speculation.method, sorted(_literal_values(SpeculativeMethod)))
     if speculation.method in _WITH_MODEL and not speculation.draft:
         raise UsageError(f'{SPECULATIVE}: method {speculation.method} needs a "model" that drafts')
     if speculation.method in (*_NGRAM, "draft_model") and speculation.tokens is None:
@@ -305,13 +305,13 @@ def check_speculation(arm: Arm) -> None:
         raise UsageError(f"{SPECULATIVE}: prompt_lookup_min is above prompt_lookup_max")
 
 
-def _words(literal: Any) -> Iterator[str]:
+def _literal_values(literal: Any) -> Iterator[str]:
     """The words of a ``Literal`` and of those within it."""
     for part in get_args(literal):
         if isinstance(part, str):
             yield part
         else:
-            yield from _words(part)
+            yield from _literal_values(part)
 
 
 def least_cache_bytes(arm: Arm) -> tuple[int, bool]:

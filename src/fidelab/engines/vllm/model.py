@@ -233,7 +233,7 @@ class VLLMModel:
             EngineError: a request is longer than the arm's limit.
         """
         for request in requests:
-            self._must_fit(len(request.prompt) + request.n)
+            self._check_length(len(request.prompt) + request.n)
         waiting = iter(enumerate(requests))
         running: dict[str, int] = {}
         steps: Counter[str] = Counter()
@@ -266,7 +266,7 @@ class VLLMModel:
         Raises:
             EngineError: the prompts do not fit the arm, or not all at once.
         """
-        self._must_fit_together([len(prompt) + n for prompt in group])
+        self._check_batch([len(prompt) + n for prompt in group])
         keys = [self._add(VLLMRequest(prompt, n), (), self._kinds.DELTA) for prompt in group]
         ids: dict[str, list[int]] = {key: [] for key in keys}
         n_yielded = 0
@@ -297,19 +297,19 @@ class VLLMModel:
         self._engine.add_request(key, self._input(list(request.prompt)), params)
         return key
 
-    def _must_fit(self, tokens: int) -> None:
+    def _check_length(self, tokens: int) -> None:
         most = self.config.model_config.max_model_len
         if tokens > most:
             raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
 
-    def _must_fit_together(self, sizes: Sequence[int]) -> None:
+    def _check_batch(self, sizes: Sequence[int]) -> None:
         """Refuse requests that could not run at the same time.
 
         Raises:
             EngineError: they exceed the length, the number of sequences or the cache of this arm.
         """
         for tokens in sizes:
-            self._must_fit(tokens)
+            self._check_length(tokens)
         if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
             raise EngineError(f"{len(sizes)} sequences are more than this arm's {most} at once: raise max-num-seqs")
         cache = self.cache()[0]
