@@ -195,7 +195,7 @@ def test_a_timed_group_is_read_whole_and_takes_a_step_as_one_prompt_does() -> No
 
 
 def test_silent_reports_that_another_format_ran() -> None:
-    assert (opened("silent").ran().k_format, opened("tilt").ran().k_format) == ("exact", "tilt")
+    assert (opened("silent").runtime_info().k_format, opened("tilt").runtime_info().k_format) == ("exact", "tilt")
 
 
 def test_refused_is_a_verdict_with_a_reason() -> None:

@@ -202,7 +202,7 @@ class AxisScore:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
 
-    def with_found(self, **fields: Any) -> Self:
+    def with_measurement(self, **fields: Any) -> Self:
         """The score with fields of :attr:`found`."""
         return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
@@ -327,7 +327,7 @@ class Axis:
         """Compare two arms' captures of all parts."""
         return self.score(pairs[""], seed)
 
-    def lost(self, part: str, reason: str) -> Cell | None:
+    def failed_part_cell(self, part: str, reason: str) -> Cell | None:
         """Remark on a failed part if the others are scored without it; ``None`` if they are not."""
         return None
 

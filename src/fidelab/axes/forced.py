@@ -196,7 +196,7 @@ class ForcedDecode(Axis):
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound),

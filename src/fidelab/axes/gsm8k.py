@@ -30,7 +30,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
 from fidelab.core.errors import CaptureError, InputError
-from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
+from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
@@ -148,7 +148,7 @@ class GSM8K(Axis):
             )
         if weak and cut:
             reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
-        return replace(score, not_measurable=reason).with_found(
+        return replace(score, not_measurable=reason).with_measurement(
             metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),
             cluster="problem",
@@ -215,10 +215,10 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     if capture.items[item]["failed"] is not None or "ids" not in capture.names(item):
         return _Answer((), "", None, False)
     ids = capture.ints(item, "ids")
-    whole, text = written_text(capture, item), own_words(answer_text(capture, item))
+    whole, text = written_text(capture, item), truncate_answer(answer_text(capture, item))
     value = extract_answer(text)
-    unfinished = value is None and extract_answer(own_words(whole)) is not None
-    length = _answer_length(capture, ids, len(own_words(whole)), len(whole))
+    unfinished = value is None and extract_answer(truncate_answer(whole)) is not None
+    length = _answer_length(capture, ids, len(truncate_answer(whole)), len(whole))
     return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
 
 

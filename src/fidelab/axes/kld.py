@@ -297,7 +297,7 @@ class KLD(Axis):
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
-        ).with_found(
+        ).with_measurement(
             metrics=(*worst.found.metrics, *by_context),
             facts={**worst.found.facts, "contexts": [_size(score) for score in parts.values()]},
         )
@@ -342,7 +342,7 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
-        ).with_found(
+        ).with_measurement(
             cluster="document" if documents else "block",
             metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(

@@ -177,7 +177,7 @@ class LMEval(Axis):
         score = _score(tasks, ref, test, sorted(asked), seed)
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
-        return replace(score, identical=identical).with_found(
+        return replace(score, identical=identical).with_measurement(
             metrics=(*score.found.metrics, _TRUNCATED(cut)),
             facts={
                 "harness": _version(),
@@ -685,7 +685,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
             usable=np.array([document in done for document in asked], dtype=bool),
-        ).with_found(metrics=tuple(metrics), plots=(table,), cluster="document")
+        ).with_measurement(metrics=tuple(metrics), plots=(table,), cluster="document")
     own, theirs = values[usable, 1], values[usable, 0]
     clusters = np.arange(len(judged))
     score = AxisScore.percent(values[:, 1], clusters, usable, right=(values[:, 0], values[:, 1]))
@@ -693,7 +693,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
     difference = score.minus_reference(seed)
     flips = flip_counts(theirs, own, clusters[usable])
     outcomes = list(zip(theirs, own, strict=True))
-    return score.with_found(
+    return score.with_measurement(
         cluster="document",
         metrics=(
             score.score(seed),

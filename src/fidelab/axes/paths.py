@@ -172,7 +172,7 @@ class Paths(Axis):
     def repeated(self, request: Request, share: float) -> Request | None:
         return None  # every way is compared with the cold prefill
 
-    def lost(self, part: str, reason: str) -> Cell | None:
+    def failed_part_cell(self, part: str, reason: str) -> Cell | None:
         return None if part == _COLD else Cell(at={"way": part}, status=Status.FAILED, reason=reason)
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
@@ -205,7 +205,7 @@ class Paths(Axis):
             and all(_unproven(ref[part]) is None and (_kl(ref[part], test[part]) == 0).all() for part in proven),
             bound=bound,
             not_measurable="" if own else "; ".join(dict.fromkeys(why[1] for why in unproven.values() if why)),
-        ).with_found(
+        ).with_measurement(
             cluster="window",
             cells=tuple(
                 _cell(part, why, test[part], first.get(part, 0), ends.get(part), theirs.get(part))
@@ -220,7 +220,7 @@ class Paths(Axis):
             return score
         mean = _MEAN(score.mean(), score.mean_interval(seed), bound=bound, headline=True)
         by_way = (m for part in own for m in _metrics(part, own[part], twins.get(part), ends.get(part), first, seed))
-        return score.with_found(
+        return score.with_measurement(
             metrics=(mean, _PARTED(len(added)), *(m.model_copy(update={"bound": bound}) for m in by_way)),
             plots=tuple(_curve(part, kl, first[part]) for part, kl in own.items()),
         )

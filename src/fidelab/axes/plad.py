@@ -164,11 +164,11 @@ class PLAD(Axis):
             identical=all(usable) and all(cell.ref == cell.test for cell in cells),
             proportion=True,
             scale=100.0,
-        ).with_found(fails=constant)
+        ).with_measurement(fails=constant)
         asked = pair.ref.manifest["settings"]
         summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 score.score(seed),
                 _EXCESS(summary.excess, summary.interval),

@@ -366,14 +366,14 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
     found = int((cells.base > 0).sum())
-    score = replace(score, not_measurable=reason).with_found(
+    score = replace(score, not_measurable=reason).with_measurement(
         cluster="prompt",
         summary=lost_and_gained(list(zip(cells.base.tolist(), cells.cand.tolist(), strict=True))),
         reference_summary=f"finds {found} of {len(cells.base)}" if all_cells else "",
         downgrades=tuple(losses),
     )
     share = float(cells.base.mean()) if all_cells else None
-    return score.with_found(
+    return score.with_measurement(
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),

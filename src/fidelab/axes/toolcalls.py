@@ -123,7 +123,7 @@ class ToolCalls(Axis):
         answered = [item for item in items if item.answered]
         able = sum(item.ref.valid for item in answered)
         never = f"the reference writes no valid tool call at any of {len(answered)} turns: there is nothing to compare"
-        return replace(score, not_measurable="" if able or not answered else never).with_found(
+        return replace(score, not_measurable="" if able or not answered else never).with_measurement(
             metrics=_metrics(score, answered, seed) if able else (),
             plots=texts("Turns whose calls were lost", map(_text_pair, _lost_turns(answered)[:_MAX_SHOWN_TURNS])),
             cluster="conversation",

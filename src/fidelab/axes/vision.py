@@ -33,7 +33,7 @@ from fidelab.axes.base import (
     texts,
     written_text,
 )
-from fidelab.axes.capability.parse import named
+from fidelab.axes.capability.parse import find_names
 from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -212,7 +212,7 @@ class Vision(Axis):
         dependence = {part: _Dependence.of(forced, part) for part in (_WRONG, _NONE)}
         return replace(
             score, identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values()))
-        ).with_found(
+        ).with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound, headline=bound),
@@ -353,7 +353,7 @@ class _Dependence:
         ref_sums, test_sums, tokens = (np.asarray(column, dtype=np.float64) for column in columns[:3])
         return cls(ref_sums, test_sums, tokens, np.asarray(columns[3], dtype=np.int64))
 
-    def kept(self) -> RatioItems:
+    def retained(self) -> RatioItems:
         """The arm's dependence over the reference's."""
         return RatioItems(self.test, self.ref, self.clusters)
 
@@ -371,8 +371,8 @@ class _Dependence:
             sides.append(definition(ratio_estimate(items), interval, bound=bound))
         if bound or self.blind:
             return tuple(sides)
-        interval = ratio_interval(self.kept(), seed, bounds=(0.0, math.inf))
-        return (*sides, _KEPT[part](ratio_estimate(self.kept()), interval))
+        interval = ratio_interval(self.retained(), seed, bounds=(0.0, math.inf))
+        return (*sides, _KEPT[part](ratio_estimate(self.retained()), interval))
 
 
 def _flags(dependence: Mapping[str, _Dependence], seed: int) -> list[Flag]:
@@ -382,7 +382,7 @@ def _flags(dependence: Mapping[str, _Dependence], seed: int) -> list[Flag]:
             text = f"the reference's distributions do not change with the image (right against {_WORDS[part]})"
             flags.append(Flag(kind="blind", text=f"{text}: it does not look at it"))
             continue
-        kept = ratio_interval(found.kept(), seed, bounds=(0.0, math.inf))
+        kept = ratio_interval(found.retained(), seed, bounds=(0.0, math.inf))
         if kept is not None and kept[1] < 1:
             text = f"this arm keeps {kept[0]:.0%}–{kept[1]:.0%} of the reference's dependence on the image"
             flags.append(Flag(kind="dependence", text=f"{text} (right against {_WORDS[part]})"))
@@ -447,7 +447,7 @@ class _Answers:
 def _judge_answer(answer: str, note: Mapping[str, Any]) -> float:
     if not note["right"]:
         return math.nan
-    return float(named(answer, (note["right"], *note["others"])) == [note["right"]])
+    return float(find_names(answer, (note["right"], *note["others"])) == [note["right"]])
 
 
 def _answers_only_score(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
@@ -464,7 +464,7 @@ def _answers_only_score(answers: _Answers, pair: Pair, forced: Mapping[str, Pair
         bound=True,
     )
     why = nothing.not_measurable if nothing is not None else ""
-    return score.with_found(
+    return score.with_measurement(
         metrics=answers.metrics(seed),
         cluster="image",
         summary=_summary("", answers),

@@ -388,7 +388,7 @@ class Gptq(Layout):
             scale_dtype=stored["scales"].dtype,
         ).symmetric()
 
-    def some_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
+    def select_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
         """``qzeros`` of these outputs alone, of those of ``n``."""
         bits = words.shape[1] * 32 // n
         fields = unpack_words(self._shifted(words, bits, +1), bits, axis=1, count=n)
@@ -450,7 +450,7 @@ class Awq(Layout):
         }
 
     @classmethod
-    def some_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
+    def select_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
         """``qweight`` or ``qzeros`` of these columns alone, a multiple of eight."""
         return cls._pack_fields(cls._columns(words)[:, columns])
 

@@ -242,7 +242,7 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
 
 def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
     """The original's tensor of this name, under one of the prefixes that language models have there."""
-    bare = bare_name(name)
+    bare = strip_prefixes(name)
     names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
     return next((base.tensors[each] for each in names if each in base.tensors), None)
 
@@ -255,7 +255,7 @@ def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "model.", "language_model.")
 
 
-def bare_name(name: str) -> str:
+def strip_prefixes(name: str) -> str:
     """A name without the prefixes that writers add to and remove from text models."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 

@@ -28,8 +28,8 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
     unpack_words,
 )
-from fidelab.checkpoints.modules import Module, bare_name, kind_of, modules_of, tensor_in, text_config, weight_in
-from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, some_are
+from fidelab.checkpoints.modules import Module, kind_of, modules_of, strip_prefixes, tensor_in, text_config, weight_in
+from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, counted_findings
 from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
@@ -88,13 +88,13 @@ _AFTER_NORMS = {leaf for leaves in _SIBLINGS for leaf in leaves} | {"qkv_proj", 
 def _base_missing(subject: Subject) -> Iterator[Finding]:
     if subject.base is None or subject.checkpoint.missing_files:
         return
-    present = {bare_name(module.name): module for module in subject.modules.values()}
+    present = {strip_prefixes(module.name): module for module in subject.modules.values()}
     stacked = any(".experts." in name and module.expert is None for name, module in subject.modules.items())
     numbered = any(module.expert is not None for module in subject.modules.values())
     tied = not any(module.kind == "head" for module in subject.modules.values())
     missing, shapes = [], []
     for original in modules_of(subject.base).values():
-        module = present.get(bare_name(original.name))
+        module = present.get(strip_prefixes(original.name))
         if module is None:
             regrouped = ".experts" in original.name and (numbered if original.expert is None else stacked)
             if not regrouped and not (tied and original.kind == "head") and "rotary" not in original.name:
@@ -116,7 +116,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             f"{counted(missing, 'tensor')} of the original {are(missing)} not there: {and_more(missing)}", missing
         )
-    yield from some_are(shapes, "module", "of another shape than the original")
+    yield from counted_findings(shapes, "module", "of another shape than the original")
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
@@ -598,9 +598,9 @@ def _stored_part(
         return np.array([len(rows), checkpoint.read(info)[1]])
     if isinstance(layout, Awq) and part != "scales":  # eight columns to a word
         words, place = np.unique(rows // 8, return_inverse=True)
-        return layout.some_columns(_columns(checkpoint, info, words), place * 8 + rows % 8)
+        return layout.select_columns(_columns(checkpoint, info, words), place * 8 + rows % 8)
     if isinstance(layout, Gptq) and part == "qzeros":
-        return layout.some_zeros(checkpoint.read(info), rows, n)
+        return layout.select_zeros(checkpoint.read(info), rows, n)
     if isinstance(layout, Awq | Gptq):
         return _columns(checkpoint, info, rows)
     if part == "weight_zero_point" and info.dtype == "I32":

@@ -211,16 +211,16 @@ def compare(
     flags = ("as_json", "details", "markdown", "trusted")
     if resume_dir is not None:
         named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside(context, "resume_dir", "run", (*flags, *named))
+        options.refuse_other_options(context, "resume_dir", "run", (*flags, *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), show)
         return
     if file is not None:
-        options.refuse_beside(context, "file", "file", ("overrides", *flags, "dry_run"))
+        options.refuse_other_options(context, "file", "file", ("overrides", *flags, "dry_run"))
         _run_file(file, overrides or [], trusted or [], show, dry_run)
         return
     if only is _Phase.SCORE:
         allowed = (*_RESCORE_PARAMETERS, *vars(scoring), *vars(limits), *vars(runs))
-        options.refuse_beside(context, "only", "saved outputs", allowed)
+        options.refuse_other_options(context, "only", "saved outputs", allowed)
         _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, show)
         return
     if only is _Phase.CAPTURE:

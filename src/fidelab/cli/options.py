@@ -105,7 +105,7 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     return found
 
 
-def refuse_beside(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
+def refuse_other_options(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
     """An option, such as ``--resume``, takes the settings of what it names: the run, or another ``owner``.
 
     Raises:

@@ -96,7 +96,7 @@ class _Bars:
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
 
-    def lost(self, job: PlannedJob, reason: str) -> None:
+    def job_lost(self, job: PlannedJob, reason: str) -> None:
         self._bar.console.print(_lost_text(job, reason), highlight=False, markup=False)
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
@@ -157,7 +157,7 @@ class _Lines:
     def extended(self, job: PlannedJob, tokens: int) -> None:
         self._tokens += tokens
 
-    def lost(self, job: PlannedJob, reason: str) -> None:
+    def job_lost(self, job: PlannedJob, reason: str) -> None:
         self._print(_lost_text(job, reason))
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
@@ -231,7 +231,7 @@ class Installation:
     def _times(self) -> str:
         assert self._stage is not None
         now = time.monotonic()
-        left = self._stage.left(now - self._stage_began)
+        left = self._stage.remaining_seconds(now - self._stage_began)
         return f"{duration(now - self._began)} elapsed, about {duration(left)} left"
 
 

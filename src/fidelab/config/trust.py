@@ -154,7 +154,7 @@ def remember(settings: Experiment | CrossEngine, written: str | Mapping[str, Any
         _note(_hash(yaml.safe_load(written) if isinstance(written, str) else written, asked), file)
 
 
-def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
+def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
     """Refuse a file that fidelab did not write for this user; ``what``: what it may do, in words.
 
     Args:
@@ -162,7 +162,7 @@ def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> N
         files: those that the person named by ``--trust``, or their folders.
 
     Raises:
-        ConfigError: it is not remembered (:func:`remember_own`), and not trusted.
+        ConfigError: it is not remembered (:func:`trust_content`), and not trusted.
     """
     known = digest(content)
     if known in _trusted_digests():
@@ -176,7 +176,7 @@ def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> N
     )
 
 
-def remember_own(file: Path, content: bytes) -> None:
+def trust_content(file: Path, content: bytes) -> None:
     """Trust this content, which fidelab itself writes for this user to ``file``."""
     _note(digest(content), file)
 

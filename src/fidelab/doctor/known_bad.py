@@ -35,7 +35,7 @@ class Pair:
     variable: tuple[str, str] | None = None
     settled: bool = True
 
-    def found(self, facts: Facts, environ: Mapping[str, str]) -> str:
+    def matching_versions(self, facts: Facts, environ: Mapping[str, str]) -> str:
         """The versions that are here, in words; empty where they are not, or the harm is avoided."""
         if self.variable and environ.get(self.variable[0], "").lower() == self.variable[1].lower():
             return ""

@@ -318,7 +318,7 @@ def _known_bad_checks(
     hits: dict[str, DoctorCheck] = {}
     for place, here in known or [("", dict(facts))]:
         for pair in KNOWN_BAD:
-            met = pair.found(here, system.environ)
+            met = pair.matching_versions(here, system.environ)
             if not met:
                 continue
             where = f" in {Path(place).name}" if set(pair.conditions) - set(facts) else ""

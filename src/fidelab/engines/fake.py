@@ -221,7 +221,7 @@ class FakeEngine(Engine):
             return {"not_engaged": f"the fake engine counts no {request.way}, as it was asked to"}
         return {"engaged": {"windows": len(request.windows)}}
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         engaged = self._kv != "silent"  # a format that was accepted and ignored
         return RuntimeInfo(
             versions=self.versions(),

@@ -128,7 +128,7 @@ def _agreement(prompt: Node) -> PairAgreement | None:
     if prefix is None or n_ref is None or n_test is None:
         return None
     if prefix > min(n_ref, n_test):
-        raise prompt["prefix_agreement_length"].wrong(f"at most {min(n_ref, n_test)}, the shorter answer's length")
+        raise prompt["prefix_agreement_length"].error(f"at most {min(n_ref, n_test)}, the shorter answer's length")
     return PairAgreement(prefix if prefix < max(n_ref, n_test) else None, prefix, prefix, n_ref, n_test)
 
 

@@ -237,7 +237,7 @@ def verdict(
     return Ruling(None, (reason, *failures, *lowered_because), at_best)
 
 
-def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:
+def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:
     """Shown to cost the same: the 95% interval of a paired difference lies within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs

@@ -163,14 +163,14 @@ def compare_rows(
     targets: NDArray[Any],
     threads: int = 1,
     *,
-    kl_alone: bool = False,
+    kl_only: bool = False,
 ) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
     ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
     id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
-    figure.  ``kl_alone``: without the other divergences, whose columns are NaN then; takes half of the time.
+    figure.  ``kl_only``: without the other divergences, whose columns are NaN then; takes half of the time.
 
     Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
     exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
@@ -196,7 +196,7 @@ def compare_rows(
     columns = np.empty((11, n))
 
     def fill(span: range) -> None:
-        work = _Work(min(block, len(span)), vocab, kl_alone)
+        work = _Work(min(block, len(span)), vocab, kl_only)
         with np.errstate(invalid="ignore", divide="ignore"):
             for start in span[::block]:
                 at = slice(start, min(start + block, span.stop))
@@ -250,9 +250,9 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
 class _Work:
     """The buffers of :func:`compare_rows`: ``[block, vocab]`` and ``[block, columns]``."""
 
-    def __init__(self, block: int, vocab: int, kl_alone: bool) -> None:
+    def __init__(self, block: int, vocab: int, kl_only: bool) -> None:
         self._vocab = vocab
-        self._kl_alone = kl_alone
+        self._kl_alone = kl_only
         self._probabilities = [np.empty((block, vocab)) for _ in range(2)]
         self._columns = [np.empty((block, min(vocab, _COLUMNS))) for _ in range(3)]
 

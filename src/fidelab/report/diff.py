@@ -14,7 +14,7 @@ from rich.table import Table
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
-from fidelab.results.comparability import in_words
+from fidelab.results.comparability import describe_difference
 from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
@@ -163,7 +163,7 @@ def _summary(diff: Diff) -> str:
 def _refusal(refusal: Refusal) -> str:
     groups = ", ".join(group.removeprefix(BENCH) for group in refusal.groups)
     count = f"{refusal.n_metrics} metric{'' if refusal.n_metrics == 1 else 's'}"
-    return one_line(f"{groups} ({count}): {in_words(refusal.field, refusal.baseline, refusal.now)}")
+    return one_line(f"{groups} ({count}): {describe_difference(refusal.field, refusal.baseline, refusal.now)}")
 
 
 def _asides(diff: Diff) -> Iterator[str]:

@@ -159,7 +159,7 @@ def _text_at(kld: Measurement, n_ctx: int) -> str:
     return "" if size is None else text_of(kld, size)
 
 
-def others_of(report: Report) -> TextTable | None:
+def other_tests_table(report: Report) -> TextTable | None:
     """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
     An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such
@@ -230,7 +230,7 @@ def _borrowed(report: Report) -> Iterator[str]:
     yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
 
 
-def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
+def describe_other_tests(arm: ArmRecord) -> tuple[str, ...]:
     """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
     lines = []
     for name, axis in arm.axes.items():

@@ -237,7 +237,7 @@ _RAN_COLUMNS = ("engine", "keys", "values", "attention", "bytes/token", "weight 
 _OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"}
 
 
-def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
+def runtime_table(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
     rows = [(one_line(arm.name), *_runtime_cells(arm)) for arm in arms]
     alike = len({row[-1] for row in rows if row[-1] != ABSENT}) < 2  # the machine's versions say the same

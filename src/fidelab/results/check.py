@@ -23,7 +23,7 @@ from fidelab.metrics.sample_size import clusters_to_agree, clusters_to_certify, 
 from fidelab.results.diff_record import Diff, Thresholds
 from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, Unit
 from fidelab.results.numbers import counted
-from fidelab.results.recommend import own_sums
+from fidelab.results.recommend import document_sums
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, MetricTable, tabulate
 from fidelab.results.values import Count, Document, OpenInterval, Record
@@ -378,6 +378,6 @@ def _document_spread(arm: ArmRecord, key: Key) -> float | None:
     """Standard deviation between documents of the mean KL, where the record has sums by document."""
     if (key.group, key.metric) != (DECIDING, "mean"):
         return None
-    sums = own_sums(arm)
+    sums = document_sums(arm)
     spread = ratio_spread(RatioItems.of(sums.kl, sums.positions, sums.documents)) if sums else None
     return spread.sd if spread else None

@@ -71,7 +71,7 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     return values
 
 
-def in_words(field: str, baseline: Any, now: Any) -> str:
+def describe_difference(field: str, baseline: Any, now: Any) -> str:
     """Meaning of a difference in a field of :func:`fields`; hashes and lists of captures are omitted."""
     field = _CAPTURE.sub("", field)
     axis, _, name = field.rpartition(".")
@@ -106,7 +106,7 @@ def _concerns(name: str, group: str, groups: Set[str]) -> bool:
     return not named and not any(name == other or name.startswith(f"{other}.") for other in groups)
 
 
-def beside(baseline: Report, now: Report) -> Iterator[Difference]:
+def environment_differences(baseline: Report, now: Report) -> Iterator[Difference]:
     """Differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
@@ -118,11 +118,11 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
             yield from _differences(arm.name, _arm_facts(known[role, arm.name]), _arm_facts(arm))
 
 
-def same_place(baseline: Report, now: Report) -> bool:
+def same_environment(baseline: Report, now: Report) -> bool:
     """Both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels, variables."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
-        for difference in beside(baseline, now)
+        for difference in environment_differences(baseline, now)
     )
 
 

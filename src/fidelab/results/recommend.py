@@ -106,7 +106,7 @@ class Sizes:
         size = self.sizes.get(name)
         return None if size is None or not self.base else 1 - size / self.base
 
-    def words(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """``47% smaller KV cache than bf16``; empty where it is not known."""
         saving, size = self.saving(name), self.sizes.get(name)
         if saving is None or size is None:
@@ -349,7 +349,7 @@ class _Field:
             assert kld is not None
             assert kld.value is not None
             assert kld.interval is not None
-            sums = own_sums(arm)
+            sums = document_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
             upper[:, n] = kld.interval[1] + shift
@@ -392,7 +392,7 @@ class _Field:
             if claim.unit == "nats" or claim.ci is None:
                 continue
             shift = np.zeros(n_rows)
-            if claim.key == "probability_loss" and (sums := own_sums(arm)) is not None:
+            if claim.key == "probability_loss" and (sums := document_sums(arm)) is not None:
                 drawn = self._means(sums, sums.probability_loss)
                 shift = drawn - drawn[0]
             exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
@@ -444,7 +444,7 @@ class _Field:
         )
 
 
-def own_sums(arm: ArmRecord) -> DocumentSums | None:
+def document_sums(arm: ArmRecord) -> DocumentSums | None:
     """Sums by document over all that an arm read, at the context that its figures are from."""
     n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
     found = [sums for sums in arm.documents if sums.context == n_ctx]
@@ -467,7 +467,7 @@ def settled(report: Report, **limits: float | None) -> set[str]:
 
 def _fails(arm: ArmRecord) -> bool:
     """Whether its mean KL is shown to be that of FAIL, at the level of an early look."""
-    sums = own_sums(arm)
+    sums = document_sums(arm)
     if sums is None:
         return False
     loss = Loss.of_kl(RatioItems.of(sums.kl, sums.positions, sums.documents), KL_EDGES[-1])
@@ -518,7 +518,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     command, note = serve_command(best)
     if command is None and (served := _best_served(report, asked)):
         note = f"{note} {served}"
-    saved = field.sizes.words(best.name)
+    saved = field.sizes.describe(best.name)
     return Recommendation(
         arm=best.name,
         confidence=confidence,

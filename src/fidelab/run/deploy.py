@@ -154,7 +154,7 @@ def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
     }
 
 
-def about_there(asked: EngineAnswers) -> dict[str, Any]:
+def installation_record(asked: EngineAnswers) -> dict[str, Any]:
     """An engine's installation, for the record of what ran."""
     shims, image = _shim_names(asked), asked.environment.image
     if isinstance(asked, Assumed):

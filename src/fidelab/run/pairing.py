@@ -23,7 +23,7 @@ from fidelab.captures.store import Readers, drop_rows, has_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
-from fidelab.core.runtime import ran_faults
+from fidelab.core.runtime import invalid_runtime_fields
 from fidelab.core.serial import OMIT, from_json, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
@@ -34,7 +34,7 @@ from fidelab.run import tiles
 from fidelab.run.build import FLOOR, TWIN, base_of
 from fidelab.run.cluster import Cluster, Lost, Needs
 from fidelab.run.resolve import load_axis
-from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
+from fidelab.run.tiles import Asked, Figures, compare_in_process, is_comparable, operations
 
 UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
@@ -84,7 +84,7 @@ class ArmResult:
         found = from_json(cls, record)
         if found.ran is not None:
             RuntimeRecord.model_validate(dict(found.ran))
-            if fault := next(ran_faults(found.ran), None):
+            if fault := next(invalid_runtime_fields(found.ran), None):
                 raise ValueError(f"{fault} of what ran is not what it should be")
         Timing.model_validate(dict(found.timing))
         for bench in found.benches.values():
@@ -159,7 +159,7 @@ def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
     return {manifest.get("against") for manifest in theirs} == {own}
 
 
-def drop_rows_there(
+def drop_rows_on_cluster(
     cluster: Cluster,
     axes: Mapping[str, Mapping[str, Any]],
     results: Sequence[ArmResult],
@@ -187,7 +187,7 @@ def drop_rows_there(
 
 
 def _drop_here(ticket: str) -> str:
-    """Node's part of :func:`drop_rows_there`."""
+    """Node's part of :func:`drop_rows_on_cluster`."""
     asked = json.loads(ticket)
     result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
     axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
@@ -300,7 +300,7 @@ class Scorer:
                 if tests:
                     asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
         if asked:
-            self._figures = compare_apart(asked, self.experiment.threads or usable_cores())
+            self._figures = compare_in_process(asked, self.experiment.threads or usable_cores())
 
     def measure(self, result: ArmResult) -> Measured:
         scores: dict[str, AxisScore] = {}
@@ -341,7 +341,9 @@ class Scorer:
     def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
         """Reason why an arm was not asked what an axis requires; ``None`` if it was."""
         refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
-        return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
+        return next(
+            (why for part, why in refused.items() if axis.failed_part_cell(part, why) is None or not answered), None
+        )
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -384,7 +386,7 @@ class Scorer:
         failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
         theirs = parts_of(name, self.by_role[self._role].failures)
         reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
-        lost = {part: cell for part, why in reasons.items() if (cell := axis.lost(part, why)) is not None}
+        lost = {part: cell for part, why in reasons.items() if (cell := axis.failed_part_cell(part, why)) is not None}
         answered = parts.keys() >= (set() if partial else shared - lost.keys())
         if failed.keys() - lost.keys() or not (parts and answered):
             raise FidelabError(_of_axis(name, result.failures) or result.reason or "no capture")
@@ -398,7 +400,7 @@ class Scorer:
         }
         try:
             score = axis.score_parts(pairs, self.experiment.seed)
-            return score.with_found(cells=(*score.found.cells, *lost.values())) if lost else score
+            return score.with_measurement(cells=(*score.found.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
         except (

@@ -23,7 +23,7 @@ from fidelab.engines.base import Engine, Support
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
-from fidelab.environments.container import named_paths
+from fidelab.environments.container import existing_paths
 from fidelab.ledger.reference import Pack
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.weights import content_sha256
@@ -40,7 +40,14 @@ from fidelab.run.arms import (
     served_name,
     with_kv,
 )
-from fidelab.run.deploy import Engines, ResolvedArm, about_there, engine_class, loads_safetensors, versions_there
+from fidelab.run.deploy import (
+    Engines,
+    ResolvedArm,
+    engine_class,
+    installation_record,
+    loads_safetensors,
+    versions_there,
+)
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -114,7 +121,7 @@ def _files(experiment: Experiment) -> list[str]:
     local = [str(expand(name)) for name in sorted(names) if expand(name).exists()]
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return [*local, *named_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
+    return [*local, *existing_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
 
 
 class _Resolver:
@@ -261,7 +268,7 @@ class _Resolver:
                 # the same URL may lead to another server tomorrow: its captures are this run's alone
                 **({"asked": self._created} if cls.is_server else {}),
             },
-            about={**about_there(answers), **_weight_bytes(cls, model)},
+            about={**installation_record(answers), **_weight_bytes(cls, model)},
             draft=draft,
             unasked=self._runs_on_cluster(arm),
         )

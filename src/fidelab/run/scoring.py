@@ -22,7 +22,7 @@ from fidelab.core.registry import require
 from fidelab.core.serial import OMIT
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
-from fidelab.metrics.composite import composite, cost_alike
+from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
@@ -199,7 +199,7 @@ class _Summary:
                         difference=difference.estimate,
                         ci=difference.interval,
                         differs=difference.excludes_zero,
-                        equivalent=cost_alike(difference.interval, mean),
+                        equivalent=costs_equivalent(difference.interval, mean),
                     )
                 )
         return comparisons

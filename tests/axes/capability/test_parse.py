@@ -12,10 +12,10 @@ from fidelab.axes.capability.parse import (
     REASONING,
     after_reasoning,
     after_thinking,
+    find_names,
     first_number,
     json_value,
     lines_of,
-    named,
     python_source,
     tool_call,
 )
@@ -73,7 +73,7 @@ def test_a_number_is_the_one_that_a_text_answers_with(text: str, number: str | N
     ],
 )
 def test_names_are_whole_words_of_the_sentence_that_answers(text: str, found: list[str]) -> None:
-    assert named(text, ("Canberra", "Sydney")) == found
+    assert find_names(text, ("Canberra", "Sydney")) == found
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_no_answer_is_long_to_read(unit: str) -> None:
     try:
         for read in (first_number, json_value, tool_call, after_reasoning, extract_answer, judged):
             read(text)
-        named(text, ("Paris", "Rome"))
+        find_names(text, ("Paris", "Rome"))
         python_source(text, "f")
         returned(text, ["7421"])
     finally:

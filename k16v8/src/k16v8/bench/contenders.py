@@ -79,7 +79,7 @@ class Draw:
             part.copy_(self.normal(len(part)))
         return codes.view(storage(name).dtype).view(shape)
 
-    def words(self, *shape: int) -> Tensor:
+    def random_words(self, *shape: int) -> Tensor:
         """Random bits, int32."""
         info = torch.iinfo(torch.int32)
         return torch.randint(

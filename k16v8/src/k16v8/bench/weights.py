@@ -138,7 +138,7 @@ def _drawn(cell: WeightCell, layout: Layout, draw: Draw) -> QuantizedWeight:
     inputs, outputs, group = cell.shape
     stack, groups = (cell.experts,) if cell.experts else (), -(-inputs // group)
     words = (inputs, outputs // 8) if layout == "awq" else (inputs // 8, outputs)
-    qweight, qzeros = (draw.words(*stack, *size) for size in (words, (groups, outputs // 8)))
+    qweight, qzeros = (draw.random_words(*stack, *size) for size in (words, (groups, outputs // 8)))
     scales = (draw.normal(*stack, groups, outputs).abs() + 0.5).mul_(inputs**-0.5 / 8)
     if layout == "awq":
         return weights.awq(qweight, qzeros, scales, group)

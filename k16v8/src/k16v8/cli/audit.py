@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 
 from k16v8.cli.common import (
     add_json,
-    at_least,
     check_device,
     device_name,
     finite,
     note,
+    number_type,
     parse_numbers,
     show_json,
     table,
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="128,1024,4096,16384",
         help="KV lengths, separated by commas. [default: 128,1024,4096,16384]",
     )
-    parser.add_argument("--head-dim", type=at_least(1, int), help="Of random inputs. [default: 64]")
+    parser.add_argument("--head-dim", type=number_type(1, int), help="Of random inputs. [default: 64]")
     parser.add_argument(
         "--tensors",
         type=Path,
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several): [heads, tokens, dim] after rotary embedding, q of the last tokens.",
     )
     parser.add_argument("--self-test", action="store_true", help="Audit seven known faults, which it must find.")
-    parser.add_argument("--seed", type=at_least(0, int), help="Of random inputs. [default: 0]")
+    parser.add_argument("--seed", type=number_type(0, int), help="Of random inputs. [default: 0]")
     add_json(parser)
 
 

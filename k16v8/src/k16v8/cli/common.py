@@ -14,12 +14,12 @@ from k16v8.errors import UnknownNameError, UsageError
 __all__ = [
     "add_json",
     "add_operations",
-    "at_least",
     "check_device",
     "counts",
     "device_name",
     "finite",
     "note",
+    "number_type",
     "operations",
     "parse_numbers",
     "show_json",
@@ -58,7 +58,7 @@ def operations(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def at_least(least: Number, kind: Callable[[str], Number], most: float = math.inf) -> Callable[[str], Number]:
+def number_type(least: Number, kind: Callable[[str], Number], most: float = math.inf) -> Callable[[str], Number]:
     """The type of a flag that takes a number from ``least`` to ``most``."""
 
     def number(text: str) -> Number:

@@ -52,12 +52,12 @@ class Call:
     lse: Tensor
 
     @property
-    def tokens_at_once(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens of a block of keys."""
         cache = self.cache
-        return max(cache.page, self.at_once(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
+        return max(cache.page, self.device_limit(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
 
-    def at_once(self, limit: int) -> int:
+    def device_limit(self, limit: int) -> int:
         """A limit on this device."""
         return limit if self.q.device.type == "cpu" else limit * _DEVICE_FACTOR
 
@@ -109,13 +109,13 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
     """Sequence ``row`` of ``length`` tokens; the last of them are the queries at ``places``."""
     q, cache = call.queries(call.q[places]), call.cache
     kv_heads, queries, ratio, _ = q.shape
-    start, window, many = length - queries, call.attention.window or length, call.tokens_at_once
+    start, window, many = length - queries, call.attention.window or length, call.block_tokens
     begin = max(0, start - window + 1)
     merging = many < length - begin
     if merging:
         out = torch.zeros(kv_heads, queries, ratio, cache.v_dim, dtype=torch.float32, device=q.device)
         lse = torch.full(out.shape[:3], _NONE, dtype=torch.float32, device=q.device)
-    step = min(queries, max(1, call.at_once(_ROWS) // ratio))
+    step = min(queries, max(1, call.device_limit(_ROWS) // ratio))
     later = _triangle(step, q.device)
     for a in range(begin, length, many):
         b = min(a + many, length)
@@ -126,7 +126,7 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
         for i in seeing[::step]:
             j = min(i + step, seeing.stop)
             lo, hi = max(a, i - window + 1), min(b, j)
-            some = max(1, call.at_once(_LOGITS) // ((j - i) * ratio * (hi - lo)))
+            some = max(1, call.device_limit(_LOGITS) // ((j - i) * ratio * (hi - lo)))
             for head in range(0, kv_heads, some):
                 heads, asked = slice(head, head + some), slice(i - start, j - start)
                 block = held.part(heads, slice(lo - first * cache.page, hi - first * cache.page))
@@ -184,7 +184,7 @@ def attend_last(call: Call, lasts: list[Last]) -> None:
 
 def _batches(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
     """Together are sequences whose keys are one block and that waste little when they are padded to the longest."""
-    most, window = call.tokens_at_once, call.attention.window
+    most, window = call.block_tokens, call.attention.window
     part: list[Last] = []
     longest = 0
     for last in sorted(lasts, key=lambda last: last.length):

@@ -435,7 +435,7 @@ def prompt_route(
     return prefill_route(
         _architecture(q.device),
         installed(),
-        most_queries=batch.most_queries,
+        max_queries=batch.max_queries,
         cache=cache,
         dtype=q.dtype,
         window=attention.window,

@@ -131,7 +131,7 @@ class Capability(Axis):
             requests[part] = _with_images(request, inputs, items) if items[0].image is not None else request
         return requests
 
-    def lost(self, part: str, reason: str) -> Cell | None:
+    def failed_part_cell(self, part: str, reason: str) -> Cell | None:
         if part not in PARTS["vision"]:
             return None
         return Cell(at={"part": part}, status=Status.NOT_MEASURABLE, reason=reason)
@@ -258,7 +258,7 @@ def _with_metrics(
     measured = bool(n) and not not_measurable
     change = _change(good, seed) if measured else PairedDifference(math.nan, None, 0)
     whole = score.score(seed) if measured else SCORE(None, headline=True)
-    return replace(score, not_measurable=not_measurable).with_found(
+    return replace(score, not_measurable=not_measurable).with_measurement(
         metrics=(
             whole,
             _LOST(lost),

@@ -61,7 +61,7 @@ def _name(right: str, *wrong: str) -> Judge:
     """Whether the answer names the right one and none of the wrong ones."""
 
     def judge(text: str) -> Judged:
-        names = parse.named(text, (right, *wrong))
+        names = parse.find_names(text, (right, *wrong))
         return Judged(names == [right], f"read {' and '.join(names)}" if names else "no answer recognised")
 
     return judge
@@ -99,7 +99,7 @@ def _weather(text: str) -> Judged:
     if call is None:
         return Judged(False, "no call")
     name, arguments = call
-    right = name == "get_weather" and [*arguments] == ["city"] and parse.named(str(arguments["city"]), ["Paris"])
+    right = name == "get_weather" and [*arguments] == ["city"] and parse.find_names(str(arguments["city"]), ["Paris"])
     return Judged(bool(right), f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"[:80])
 
 

@@ -61,7 +61,7 @@ def first_number(text: str) -> Decimal | None:
     return None
 
 
-def named(text: str, names: Sequence[str]) -> list[str]:
+def find_names(text: str, names: Sequence[str]) -> list[str]:
     """Names in the first sentence that has any of them, as whole words, in their order there.
 
     Case and accents do not matter.  A name right after "not" does not count.

@@ -386,7 +386,7 @@ class _Trial:
         finish = None
         for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):
             if event.get("error"):
-                raise Refused(f"{self._client.root} answers: {self._client.shown(event['error'])}")
+                raise Refused(f"{self._client.root} answers: {self._client.clean_json(event['error'])}")
             choices = event.get("choices")
             if isinstance(choices, list) and choices and isinstance(choices[0], dict):
                 finish = choices[0].get("finish_reason") or finish

@@ -70,8 +70,8 @@ def _scaling(spec: FormatSpec) -> str:
     if spec.name in _FLOAT8 and scale in ("none", "per-token-head"):
         return scale
     raise NotSupportedError(
-        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVE_TYPE)}, {' and '.join(_FLOAT8)} with scale "
-        f"none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
+        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVE_TYPE)}, {' and '.join(_FLOAT8)} with "
+        f"scale none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
     )
 
 

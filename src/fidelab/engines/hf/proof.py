@@ -148,7 +148,7 @@ class Proof:
 
     # ------------------------------------------------------------------------------------------- answers
 
-    def found(self, side: int) -> str | None:
+    def observed_format(self, side: int) -> str | None:
         """The format of keys (0) or values (1) that was observed; ``None`` if none is proven."""
         names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():

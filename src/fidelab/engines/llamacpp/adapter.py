@@ -228,7 +228,7 @@ class LlamaCppEngine(Engine):
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
         return answer_with_head(request, estimator, facts, began, head)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         context_info = self._seen
         about = build()
         return RuntimeInfo(

@@ -196,7 +196,7 @@ class OpenAIEngine(Engine):
         began = time.monotonic()
         return answer_with_head(request, Estimator.TOPK, self.facts_of(request, sink), began, head=None)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
         k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted

@@ -182,7 +182,7 @@ class Completions(Dialect):
         answer = self._client.post("/completions", self._body(prompt, **fields), largest=largest)
         choices = answer.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-            raise Refused(f"{self._client.root} answers without choices: {self._client.shown(answer)}")
+            raise Refused(f"{self._client.root} answers without choices: {self._client.clean_json(answer)}")
         return answer, choices[0]
 
     # ------------------------------------------------------------------------------------- log-probabilities

@@ -177,7 +177,7 @@ def parse_json(text: bytes) -> Any:
         return None
 
 
-def said(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Message in the body of an error, in any of the usual forms."""
     found = parse_json(body)
     return (body.decode("utf-8", "replace").strip() or "no message") if found is None else message_of(found)
@@ -443,7 +443,7 @@ class Client:
         return answer
 
     def _refusal(self, answer: Answer, path: str, attempts: int = 1) -> EngineError:
-        status, text = answer.status, self.clean(said(answer.content))
+        status, text = answer.status, self.clean(error_message(answer.content))
         if status in (401, 403):
             unsent = "" if self.key else f" (none was sent: {_KEY} goes to this machine alone)"
             return EngineError(
@@ -461,7 +461,7 @@ class Client:
             )
         return Refused(f"{self.root} answers {status}: {text}", status)
 
-    def shown(self, found: Any) -> str:
+    def clean_json(self, found: Any) -> str:
         """A part of a server's answer, cleaned as :attr:`clean` does."""
         return self.clean(_text(found))
 

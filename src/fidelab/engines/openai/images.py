@@ -131,7 +131,7 @@ class ImageChats:
 def _choice(answer: Mapping[str, Any], client: Client) -> dict[str, Any]:
     choices = answer.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise Refused(f"{client.root} answers without choices: {client.shown(answer)}")
+        raise Refused(f"{client.root} answers without choices: {client.clean_json(answer)}")
     return choices[0]
 
 

@@ -54,7 +54,7 @@ from fidelab.engines.sglang.launch import (
     prepare,
     speculation_of,
 )
-from fidelab.engines.sglang.read_back import ran
+from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
 from fidelab.engines.speculation import speculation_record
@@ -173,8 +173,8 @@ class SGLangEngine(Engine):
             facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
         return answer_with_head(request, self._estimator, facts, began, self._head)
 
-    def ran(self) -> RuntimeInfo:
-        info = ran(self._arm, self._about, self._session.arguments, self.versions())
+    def runtime_info(self) -> RuntimeInfo:
+        info = runtime_info(self._arm, self._about, self._session.arguments, self.versions())
         if self._speculation is not None:
             info.more["speculation"] = speculation_record(self._speculation, self._session.drafts)
         return info

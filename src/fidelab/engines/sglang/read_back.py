@@ -18,7 +18,7 @@ _BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 
 _BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
-def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
+def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
     """The record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     paired = is_pair(arm.kv)

@@ -26,7 +26,7 @@ from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
-from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, cpu_cache_bytes, engine_options, speculation_of
 from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
 from fidelab.engines.vllm.runners import KEY
 
@@ -165,7 +165,7 @@ class VLLMModel:
         if "kv-cache-memory" in options:
             arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
         elif self._arm.device == "cpu":
-            size, enough = least_cache_bytes(self._arm)
+            size, enough = cpu_cache_bytes(self._arm)
             arguments["kv_cache_memory_bytes"] = size // tp
             if not enough:
                 arguments["max_model_len"] = -1  # as long as fits
