@@ -162,7 +162,7 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("vllm serve m --x 'y", "no closing quotation"),
         ("vllm serve $NOT_SET_HERE", r"\$NOT_SET_HERE is not set here"),
         ("vllm serve m --tokenizer $MY_API_KEY", r"\$MY_API_KEY is a secret"),
-        ("vllm serve m n", "'n' belongs to no flag"),
+        ("vllm serve m n", "'n' does not belong to a flag"),
         ("vllm serve --port 80", "does not name a model"),
         ("vllm serve m --config x.yaml", "--config reads options from a file"),
         ("llama-server -hf a/b:Q4", "-hf names a file of a hub"),
@@ -249,7 +249,7 @@ def test_one_part_of_a_json_option_changes() -> None:
         ("", "changes nothing"),
         ("kv=fp8 --x; y", "is for a shell"),
         ("fp8", "'fp8' is neither a flag nor NAME=value"),
-        ("--block-size 32 x", "'x' belongs to no flag"),
+        ("--block-size 32 x", "'x' does not belong to a flag"),
         ("OMP_NUM_THREADS=2", "threads is the same for all configurations"),
     ],
 )

@@ -497,7 +497,7 @@ def test_a_hit_is_proven_by_the_servers_own_count(folder: Path, owner: str) -> N
 
 def test_without_a_count_a_hit_is_not_engaged(folder: Path, served: Served) -> None:
     answer = way(opened(folder, served), "prefix", 8)[1]
-    assert answer.facts["not_engaged"].startswith("the server does not say that it found a prefix")
+    assert answer.facts["not_engaged"].startswith("the server does not report a prefix cache hit")
     assert "engaged" not in answer.facts
 
 

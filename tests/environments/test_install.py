@@ -828,7 +828,7 @@ def test_where_nothing_behind_a_prefix_has_the_engine_each_interpreter_that_was_
     with Engines() as engines, pytest.raises(EngineError) as error:
         engines.ask(EngineConfig(name="odd", prefix="env -u PYTHONPATH"))
     assert str(error.value) == (
-        f"engine odd was not found behind the prefix: (env -u PYTHONPATH python3) has no fidelab: install fidelab "
+        f"engine odd was not found through the prefix: (env -u PYTHONPATH python3) has no fidelab: install fidelab "
         f"{fidelab.__version__} there; (env -u PYTHONPATH {python}) has no fidelab: install fidelab "
         f"{fidelab.__version__} there; name its interpreter there with --python"
     )

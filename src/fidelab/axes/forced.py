@@ -153,7 +153,7 @@ class ForcedDecode(Axis):
         if not fits:
             raise UnavailableError(
                 f"forced: none of {len(found) + lost} recorded answers in {inputs.traffic.name} can be fed: the chat "
-                f"template writes {lost} otherwise, {len(found)} lie behind more turns than the model has positions"
+                f"template writes {lost} otherwise, {len(found)} come after more turns than the model has positions"
             )
         fits = fits[: s.limit]
         return Forced(

@@ -147,7 +147,7 @@ class GSM8K(Axis):
                 f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
             )
         if weak and cut:
-            reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
+            reason += f"; {cut} of its answers have numbers only in their reasoning: raise axes.gsm8k.n_predict"
         return replace(score, not_measurable=reason).with_measurement(
             metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),

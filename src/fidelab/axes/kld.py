@@ -395,7 +395,7 @@ class KLD(Axis):
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
-    """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
+    """Sort key: the band of this context, then the upper end of the mean KL (without an interval, the mean)."""
     mean, interval = score.found.value("mean"), score.found.ci("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band

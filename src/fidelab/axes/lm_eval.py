@@ -85,7 +85,7 @@ class LMEvalSettings(AxisSettings):
 
     tasks: tuple[str, ...] = Field(default=(), description="names of the harness' tasks, groups or tags")
     include_path: str | None = Field(
-        default=None, min_length=1, description="folder of task files of your own (YAML); code beside them is run"
+        default=None, min_length=1, description="folder of custom task files (YAML); code next to them is run"
     )
     limit: int | None = Field(default=None, ge=1, description="first documents of each task only")
     shots: int | None = Field(default=None, ge=0, description="worked examples; as many as the task says by default")
@@ -550,7 +550,7 @@ def _topk_refusal(pair: Pair) -> str:
         if capture.estimator is Estimator.TOPK:
             engine = capture.manifest["asked"]["engine"]
             return (
-                f"{engine} reports the most likely tokens alone: the log-likelihood of a given continuation needs all "
+                f"{engine} reports only the most likely tokens: the log-likelihood of a given continuation needs all "
                 "of them; tasks of type generate_until work"
             )
     return ""
@@ -719,7 +719,7 @@ def _judged_by(keys: Sequence[Key]) -> Key | None:
 
 
 def _task_metrics(key: Key, ref: Sequence[Value], test: Sequence[Value], seed: int) -> Iterator[Metric]:
-    """One metric of one task on both sides, paired by document."""
+    """Values of one metric of one task on both sides, paired by document."""
     task, filter_, metric = key
     cell: Coordinates = {"task": task, "metric": metric if filter_ == "none" else f"{metric}, {filter_}"}
     clusters = np.arange(len(ref))

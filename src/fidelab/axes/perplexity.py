@@ -62,7 +62,7 @@ class PerplexitySettings(AxisSettings):
     @model_validator(mode="after")
     def _check_stride(self) -> Self:
         if self.place == "spread" and self.mode == "strided":
-            raise ValueError("strided windows overlap, from the text's start: leave out place")
+            raise ValueError("strided windows start at the text's beginning: omit place")
         if self.stride is not None and self.mode == "chunked":
             raise ValueError("stride is for mode strided")
         if self.stride is not None and self.stride >= min(self.contexts or _DEFAULT_CONTEXTS):

@@ -83,7 +83,7 @@ def item_rows(capture: Capture, item: int) -> int:
 def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.float32]:
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
-        raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
+        raise CaptureError(f"capture {capture.folder} holds only the top tokens, not rows over the vocabulary")
     if capture.against:
         why = "holds figures in the place of rows over the vocabulary"
         raise CaptureError(f"capture {capture.folder} {why}; capture again with --keep-rows")

@@ -202,7 +202,7 @@ class Vision(Axis):
         if not_measurable(forced.values()) is not None:
             return _answers_only_score(answers, pairs[_ANSWER], forced, seed)
         if forced.keys() != {*_FORCED}:
-            raise CaptureError("the text behind right, wrong and no image was not put to both arms; capture again")
+            raise CaptureError("the text after the right, wrong and no image was not sent to both arms; capture again")
         found = {part: _rows(pair) for part, pair in forced.items()}
         rows, clusters = found[_RIGHT]
         bound = estimator_of(forced[_RIGHT]) is Estimator.TOPK
@@ -313,7 +313,7 @@ def _rows(pair: Pair) -> tuple[RowComparison, NDArray[np.int64]]:
     """All rows of a pair, and the image that each belongs to."""
     request = pair.ref.request
     if not isinstance(request, ImageForced):
-        raise CaptureError("the captures hold no text behind images; capture again")
+        raise CaptureError("the captures have no text after images; capture again")
     parts = [compare_item(pair, r, t, np.asarray(request.continuations[r], dtype=np.int64)) for r, t in pair.items]
     clusters = _clusters(pair.ref)
     return RowComparison.concat(parts), np.repeat(

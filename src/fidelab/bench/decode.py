@@ -55,7 +55,7 @@ class DecodeSettings(LiveSettings):
     """Settings of bench ``decode``."""
 
     depths: Counts = Field(default=(0, 512), description="tokens before the first decoded one")
-    n: int = Field(default=32, ge=2, description="tokens decoded behind the first")
+    n: int = Field(default=32, ge=2, description="tokens decoded after the first")
 
 
 class Decode(Bench):
@@ -125,7 +125,9 @@ def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, 
     if not counted:
         return (), ()
     drafts, drafted, accepted = (sum(int(each[key]) for each in counted) for key in ("drafts", "drafted", "accepted"))
-    text = f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, behind random tokens; text gives other rates"
+    text = (
+        f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, after random tokens; real text gives other rates"
+    )
     return acceptance(drafts, drafted, accepted, cell=whole.at("depth")), (Flag(kind="speculation", text=text),)
 
 

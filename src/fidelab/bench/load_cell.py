@@ -329,7 +329,7 @@ SPOILS = frozenset({"depth", "underfilled", "overlong", "errors", "no-usage", "r
 
 
 def find_flags(pool: Pool) -> tuple[Flag, ...]:
-    """All flags of a cell."""
+    """Return all flags of a cell."""
     checks: tuple[tuple[str, Callable[[Pool], str | None]], ...] = (
         ("depth", _depth),
         ("underfilled", _underfilled),

@@ -245,7 +245,9 @@ class Capture:
         for base in (self.folder.parent.parent, self.folder.parent, self.folder):
             if (base / kind / safe).is_file():
                 return base / kind / safe
-        raise CaptureError(f"capture {self.folder}: {kind}/{safe} is missing beside it; copy it along or capture again")
+        raise CaptureError(
+            f"capture {self.folder}: {kind}/{safe} is missing next to it; copy it along or capture again"
+        )
 
 
 def check_answers(capture: Capture) -> None:

@@ -190,7 +190,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         if checkpoint.format == "gguf":
-            raise InputError(f"{source} is a GGUF file, which is not converted: folders with safetensors are")
+            raise InputError(f"{source} is a GGUF file; convert needs a folder with safetensors")
         plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
         check_room(target, plan.nbytes)
         with whole_folder(target) as folder:
@@ -209,7 +209,7 @@ def check_target(checkpoint: Checkpoint, target: Path) -> None:
         raise UsageError(f"{target.parent} is not a folder; create it, the target is written there")
     folder = checkpoint.folder.resolve()
     if folder in target.resolve().parents and checkpoint.format != "gguf":
-        raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder elsewhere")
+        raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder outside it")
 
 
 def check_room(target: Path, size: int) -> None:
@@ -299,7 +299,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     for name in [name for name in carried if name.endswith((".k_scale", ".v_scale", ".q_scale"))]:
         dropped[name] = "scale of a KV cache: the target's configuration cannot hold it"
         del carried[name]
-    notes = ["scales of activations or of a KV cache were dropped: weights alone are quantized"] if dropped else []
+    notes = ["scales of activations or of a KV cache were dropped: only weights are quantized"] if dropped else []
     if to == "safetensors":
         size = sum(math.prod(fact.shape) for fact in facts) * _BYTES[dtype or "F32"]
         return _Plan(

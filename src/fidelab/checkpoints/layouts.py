@@ -389,7 +389,7 @@ class Gptq(Layout):
         ).symmetric()
 
     def select_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
-        """``qzeros`` of these outputs alone, of those of ``n``."""
+        """Return ``qzeros`` of the selected outputs, out of ``n``."""
         bits = words.shape[1] * 32 // n
         fields = unpack_words(self._shifted(words, bits, +1), bits, axis=1, count=n)
         return self._shifted(pack_words(fields[:, rows], bits, axis=1), bits, -1)
@@ -451,7 +451,7 @@ class Awq(Layout):
 
     @classmethod
     def select_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
-        """``qweight`` or ``qzeros`` of these columns alone, a multiple of eight."""
+        """Return ``qweight`` or ``qzeros`` of the selected columns, a multiple of eight."""
         return cls._pack_fields(cls._columns(words)[:, columns])
 
     @staticmethod
@@ -716,7 +716,7 @@ def quantized_modules(
 
 
 def _settings(quantization: Mapping[str, Any]) -> Settings:
-    """Group sizes and block shapes that a configuration names, wherever it does."""
+    """Return all group sizes and block shapes in a configuration."""
     groups = quantization.get("config_groups")
     weights = (
         [group.get("weights") for group in groups.values() if isinstance(group, dict)]

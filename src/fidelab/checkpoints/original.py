@@ -120,7 +120,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """True if a packed shape, which may be filled up to whole words, is that of the original."""
+    """Return True if a packed shape, which may be padded to whole words, matches the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
 
@@ -518,7 +518,7 @@ def _bits(subject: Subject, module: Module) -> int:
 
 
 def _readable(subject: Subject) -> Mapping[str, QuantizedModule]:
-    """The quantized layers whose weights can be had; other rules speak of the rest."""
+    """Return the quantized layers whose weights can be read; other rules cover the rest."""
     if subject.checkpoint.format == "gguf" or subject.scheme.layout is None:
         return {}
     try:
@@ -579,7 +579,7 @@ def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]
 
 
 def _stored(checkpoint: Checkpoint, module: QuantizedModule, rows: NDArray[np.intp], n: int) -> dict[str, StoredArray]:
-    """Stored form of these rows of a module of ``n`` outputs, so that a large layer need not be held in memory."""
+    """Read the stored rows of a module of ``n`` outputs without loading the whole layer."""
     stored = {}
     for part, name in module.parts.items():
         if part not in ACTIVATION_PARTS:

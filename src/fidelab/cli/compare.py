@@ -383,7 +383,7 @@ def _run_file(
         _run_cross_engine(settings, show.as_json)
 
 
-# ------------------------------------------------------------------------------------------- one phase alone
+# ------------------------------------------------------------------------------------------- one phase
 
 _RESCORE_PARAMETERS = ("reference", "candidate", "as_json", "details", "markdown")
 _NOT_CAPTURED = frozenset(
@@ -457,7 +457,7 @@ def _score(
 
 
 def _parse_named_folder(text: str) -> tuple[str | None, Path]:
-    """``NAME=DIR``, or a folder alone."""
+    """Parse ``NAME=DIR`` or ``DIR``."""
     name, _, path = text.rpartition("=")
     return (name, Path(path)) if name and not Path(text).exists() else (None, Path(text))
 

@@ -175,7 +175,7 @@ def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
 
 
 def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
-    """KV formats of fidelab's own; those of other engines are known in their environments alone."""
+    """KV formats of fidelab.  Formats of other engines are known only in their environments."""
     if context.params.get("engine") not in (None, "hf"):
         return []
     from fidelab.formats import FORMATS

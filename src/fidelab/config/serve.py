@@ -461,7 +461,7 @@ def _logical_lines(text: str, where: str) -> list[str]:
             quote = "" if quote else sign
         elif not quote and sign in ";|&<>()":
             raise UsageError(
-                f"{where}: {sign!r} is for a shell, and no shell runs this; paste the server's command alone, "
+                f"{where}: {sign!r} is shell syntax; paste only the server's command, "
                 "with quotes around values that hold such signs"
             )
         elif not quote and sign == "#" and (not line or line[-1].isspace()):
@@ -519,9 +519,7 @@ def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[st
         case [python, "-m", module, *_] if python.startswith("python") and module in _MODULES:
             return list(words[:3]), list(words[3:]), []
         case ["sh" | "bash", *_]:
-            raise UsageError(
-                f"{where}: {words[0]} is a shell, and no shell runs this; paste the server's command alone"
-            )
+            raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
         case [first, *_] if image and first.startswith("-"):
             return [], list(words), []
         case [] if image:
@@ -645,7 +643,7 @@ def _flags(
     for flag, name, values in _split_flags(words, dialect):
         if not flag:
             if not positional or engine != "vllm" or "model" in said.fields:
-                raise UsageError(f"{where}: {values[0]!r} belongs to no flag; put quotes around values with blanks")
+                raise UsageError(f"{where}: {values[0]!r} does not belong to a flag; quote values with spaces")
             said.fields["model"] = values[0]
             continue
         if name in _REFUSED:

@@ -1,4 +1,4 @@
-"""Actions of a settings file that need permission: start a program, send a key, read files elsewhere.
+"""Actions of a settings file that need permission: start a program, send a key, read files in other folders.
 
 Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
 refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
@@ -302,7 +302,7 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
         path = expand(value)
         if exists(path):
             where = "" if str(path.resolve()) == value else f" ({str(path.resolve())!r})"
-            yield Demand(key, value, f"is a file elsewhere that would be read{where}", str(path.resolve()))
+            yield Demand(key, value, f"is a file in another folder that would be read{where}", str(path.resolve()))
 
 
 def _inside(demand: Demand, file: Path) -> bool:

@@ -151,7 +151,7 @@ def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
 
 
 def existing_paths(values: Iterable[str]) -> list[str]:
-    """The absolute paths among the values of options, those inside JSON included, that lead to something here."""
+    """Return the absolute paths in option values, including those inside JSON, that exist on this machine."""
     return [text for value in values for text in _texts(value) if text.startswith("/") and Path(text).exists()]
 
 
@@ -223,7 +223,7 @@ def _program(prefix: Sequence[str]) -> str:
                 return name
         elif shutil.which(name):
             return name
-    where = f" behind the prefix {shlex.join(prefix)!r}" if prefix else ""
+    where = f" after the prefix {shlex.join(prefix)!r}" if prefix else ""
     if chosen:
         raise UsageError(f"{CHOICE}={chosen}: no such program{where}; set it to docker or podman, or to a path")
     raise EngineError(

@@ -189,9 +189,7 @@ def locate(
         return Environment(engine, python or "python3", parts, shims, image=find_image(image, parts))
     if parts:
         if shims:
-            raise UsageError(
-                "shim folders cannot be handed through a prefix: end it with 'env PYTHONPATH=FOLDER' instead"
-            )
+            raise UsageError("shim folders do not pass through a prefix; end the prefix with 'env PYTHONPATH=FOLDER'")
         return Environment(engine, python or "python3", parts)
     if python is not None:
         named = interpreter(python)

@@ -154,7 +154,7 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
 
 
 def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Right answers of both sides, item by item."""
+    """Return the correct answers of both sides, item by item."""
     common = [key for key in ref.values if key in test.values and key not in ref.left | test.left]
     if not common:
         have, there = (sorted({key[0] for key in side.values}) or ["nothing"] for side in (ref, test))
@@ -167,7 +167,7 @@ def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64
         ours, theirs = ref.values[key], test.values[key]
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise MismatchError(
-                f"task {key[0]}: item {odd[0]} is in one of {ref.path} and {test.path} alone, with {len(odd) - 1} "
+                f"task {key[0]}: item {odd[0]} is in only one of {ref.path} and {test.path}, with {len(odd) - 1} "
                 "more: run both with the same items (--limit, --samples)"
             )
         other = next((n for n in ours if ref.documents[key[0], n] != test.documents[key[0], n]), None)

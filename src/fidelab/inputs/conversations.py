@@ -132,7 +132,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
         raise InputError(
             f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_MAX_LISTED])}{more}; "
-            "fix or skip them with --skip-bad"
+            "fix them, or pass --skip-bad"
         )
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)

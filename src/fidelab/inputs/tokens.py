@@ -278,7 +278,7 @@ class _Store:
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        """Opened once. A file that is not a database is replaced, and one that has grown too large shrinks."""
+        """Open the database once.  Replace a file that is not a database, and shrink one that is too large."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return self._opened()

@@ -151,7 +151,7 @@ def kl_band(upper_mean_kl: float) -> Band:
 
 
 def lower(band: Band) -> Band:
-    """One band worse; FAIL stays. See docs/metrics.md#verdicts."""
+    """Return the next worse band; FAIL stays FAIL. See docs/metrics.md#verdicts."""
     return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]
 
 

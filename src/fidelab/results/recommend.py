@@ -264,7 +264,7 @@ class _Field:
 
     @property
     def by_class(self) -> bool:
-        """No limit on a loss was given, and the class decides."""
+        """True if no limit on a loss was given, so the verdict decides."""
         return not any(name in self.limits for name in _LOSS_LIMITS)
 
     # ---- sums by document

@@ -129,7 +129,7 @@ class RunFolder:
 
     @property
     def being_written(self) -> bool:
-        """A living process is inside :meth:`writing`; one elsewhere is seen if the file system has locks."""
+        """True if a running process is inside :meth:`writing`; on another host only if the file system has locks."""
         try:
             with self.config.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -368,7 +368,7 @@ def _check_placed(settings: Settings) -> None:
     for name, resolved in settings.resolved.items():
         if resolved.environment.image or resolved.environment.prefix:
             raise UsageError(
-                f"arm {name} starts behind an image or a prefix, which executor {executor.name} cannot reach: give the "
+                f"arm {name} runs in an image or through a prefix; executor {executor.name} cannot reach it: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
 

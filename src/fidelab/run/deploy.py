@@ -135,7 +135,7 @@ class Engines:
             else:
                 return asked
         raise EngineError(
-            f"engine {environments[0].engine} was not found behind the prefix: {'; '.join(failures)}; "
+            f"engine {environments[0].engine} was not found through the prefix: {'; '.join(failures)}; "
             "name its interpreter there with --python"
         )
 

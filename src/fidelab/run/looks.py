@@ -82,7 +82,7 @@ def looks_save_time(plan: Plan) -> bool:
 
 
 def check_budget(prepared: Prepared) -> None:
-    """Check that a run can end within its budget.
+    """Check that a run can finish within its budget.
 
     Raises:
         UsageError: the first look alone takes longer, by the estimate.

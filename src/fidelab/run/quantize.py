@@ -149,7 +149,7 @@ def _prepare(work: Path, identity: str, resume: bool) -> None:
         if not state.is_file():
             raise UsageError(f"{work}: there is nothing to resume")
         if json.loads(state.read_text("utf-8")).get("identity") != identity:
-            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to begin anew")
+            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to start again")
         return
     try:
         work.mkdir(parents=True)

@@ -491,7 +491,7 @@ def absent(folder: Path) -> str:
             return str(error)
     return (
         f"the worker reported its answer, but none is in {folder}: do both sides see this folder? "
-        "Behind a --prefix (docker, ssh, srun) it has to be shared, under the same path"
+        "With a --prefix (docker, ssh, srun) it has to be shared, under the same path"
     )
 
 

@@ -106,7 +106,8 @@ def _check_same_protocol(first: str, one: _Arm, second: str, other: _Arm) -> Non
         first_value, second_value = one.protocol.get(key), other.protocol.get(key)
         if first_value != second_value:
             raise MismatchError(
-                f"{first} was measured with {key} {first_value}, {second} with {second_value}: measure all four alike"
+                f"{first} was measured with {key} {first_value}, {second} with {second_value}: "
+                "measure all four with the same settings"
             )
     missing = next((shape for shape in one.cells if shape not in other.cells), None)
     if missing is not None:

@@ -199,7 +199,7 @@ def run_profile(
     command: str = "",
     watch: Callable[[str], None] = lambda text: None,
 ) -> tuple[Study, Path]:
-    """Run the stages that this machine can run, and write the record; ``only``: these stages alone.
+    """Run the stages that this machine can run, and write the record; ``only``: run just these stages.
 
     Raises:
         UnknownNameError: ``only`` names a stage that the profile does not have.

@@ -259,8 +259,7 @@ def _check_tokenizer(engine: Engine, job: Job) -> None:
             (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b), min(len(sample), len(actual))
         )
         raise EngineError(
-            f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "
-            "its numbers could not be compared"
+            f"the engine's tokenizer differs from the model's at token {at} of a sample; results could not be compared"
         )
 
 

@@ -169,7 +169,7 @@ def _triple(tensors: Mapping[str, Tensor], name: str, device: torch.device | str
     for part in "qkv":
         full = f"{name}.{part}" if name else part
         if full not in tensors:
-            raise InputError(f"the tensors have no {full!r} beside {full[:-1]}q")
+            raise InputError(f"the tensors have no {full!r} next to {full[:-1]}q")
         x = tensors[full]
         if x.dtype not in _UNIT:
             raise InputError(f"{full} is {_dtype_name(x.dtype)}; there are {', '.join(map(_dtype_name, _UNIT))}")

@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with Triton's interpreter. [default: cuda]")
     parser.add_argument("--geometry", default="llama-3.1-8b", help=f"{', '.join(GEOMETRIES)}. [default: llama-3.1-8b]")
     parser.add_argument(
-        "--kernels", default="triton", help="triton, or flashinfer and beside it triton. [default: triton]"
+        "--kernels", default="triton", help="triton, or flashinfer compared with triton. [default: triton]"
     )
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")

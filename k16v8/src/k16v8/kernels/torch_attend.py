@@ -20,14 +20,14 @@ from k16v8.kernels.reference import Attention
 
 __all__ = ["Call", "Last", "attend_last", "attend_sequence"]
 
-# On a CPU; elsewhere so many times more, because starting an operation costs more.
+# On a CPU; a GPU takes this many times more, because launching a kernel costs more.
 _DEVICE_FACTOR = 16
 _KEYS = 1 << 20  # numbers of keys that are widened at a time
 _LOGITS = 1 << 16  # logits at a time, of no less than one KV head
 _ROWS = 128  # rows of a product: queries times query heads of a KV head
 
 _MEMORY_BOUND_ROWS = 32  # with fewer, a product is bound by memory
-_MAX_PADDING_SHARE = 8  # of a block of keys, so much may be padding where that saves products: one part in so many
+_MAX_PADDING_SHARE = 8  # at most 1/8 of a block of keys may be padding if that saves products
 _NONE, _ALL = float("-inf"), slice(None)
 # An e4m3 moved to where float16 has its exponent and fraction is a float16, so many times too small.
 _UNITS = {"fp8_e4m3": 2.0**8, "fp8_e4m3fnuz": 2.0**7}

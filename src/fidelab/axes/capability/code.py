@@ -24,7 +24,7 @@ class Task:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return self.signature.partition("(")[0]
 
 

@@ -438,7 +438,7 @@ def _hopeless(url: str, kind: str, status: int, text: str) -> InputError | None:
     if status in (401, 403):
         return ServerRefusedError(f"{url} refuses the key ({status}: {text}): give --api-key", status, text)
     if 300 <= status < 400:
-        return ServerRefusedError(f"{url} redirects elsewhere ({status}): correct --base-url", status, text)
+        return ServerRefusedError(f"{url} redirects to another address ({status}): correct --base-url", status, text)
     if status in (404, 405):
         message = f"{url} answers {status}: {text}: correct --model or --base-url"
         return ServerRefusedError(message, status, text)

@@ -242,7 +242,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 
     Rates are those of counters, interpolated linearly between the readings around both instants, unless the server
     was idle just before and after; llama-server and SGLang count a request when it is complete.  Where a counter is
-    missing or began anew, SGLang's own rate stands in, as its mean over the readings with requests at work.
+    missing or was reset, SGLang's own rate stands in, as its mean over the readings with requests at work.
     Gauges are of the readings between the two instants.  Counts of several engines add up, shares are averaged.
 
     Returns ``None`` where no reading is of a server that is known.
@@ -295,7 +295,7 @@ def _speculation(
 def _increase(
     samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
 ) -> float | None:
-    """Growth of a counter; ``None`` where it is missing, began anew, or was not read on both sides.
+    """Growth of a counter; ``None`` where it is missing, was reset, or was not read on both sides.
 
     One with labels is not shown before it first counts: then it is 0.
     """

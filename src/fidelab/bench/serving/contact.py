@@ -74,9 +74,9 @@ class Contact:
     added: float = 0.0
     per_unit: float = 1.0
     counts: bool = True
-    """The server counts tokens, in streams or elsewhere."""
+    """The server counts tokens, in streams or in whole answers."""
     by_finish: bool = False
-    """The server does not count in streams, but ends answers for their length and counts alike elsewhere."""
+    """The server does not count tokens in streams, but its other answers have the same counts and end at the limit."""
     limit: int | None = None
     """Tokens of prompt and answer together, where the server says so."""
 

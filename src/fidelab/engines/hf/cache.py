@@ -373,7 +373,7 @@ class EncodedCache(DynamicCache):
         return [store for layer in self.encoded for store in (layer.k, layer.v)]
 
     def _skipped_with_content(self) -> list[Any]:
-        """Skipped layers with content."""
+        """Return the skipped layers that have content."""
         return [layer for layer in self._skipped if layer.is_initialized and layer.keys.numel()]
 
     def _skipped_tensors(self) -> list[Tensor]:

@@ -44,7 +44,7 @@ _POSITIONS = 256  # of a layer, that are compared: where there are more, drawn o
 _QUERIES = 256  # the first ones, that attention is computed again for
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
 _RECOMPUTED_KEYS = "attention makes keys and values of its own from what the cache hands over"
-_PART = "no forward through an empty cache was seen, which alone tells what the kernels read"
+_PART = "no forward through an empty cache was observed, so what the kernels read is unknown"
 
 
 @dataclass

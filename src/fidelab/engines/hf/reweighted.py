@@ -119,7 +119,7 @@ class Reweighing:
 
     @contextmanager
     def _attending(self, name: str | None) -> Iterator[None]:
-        """Exchange the model's attention, where a name is given."""
+        """Replace the model's attention if a name is given."""
         before = self._model.config._attn_implementation
         if name is not None:
             exceptions.register_attention()

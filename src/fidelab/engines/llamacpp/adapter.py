@@ -201,7 +201,7 @@ class LlamaCppEngine(Engine):
         self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
         if self._gpu and not offload:
             raise NotSupportedError(
-                f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
+                f"this build of {_PACKAGE} runs only on the CPU: pass --device cpu or install another"
             )
         self._model = LlamaModel(arm.path, **self._placement())
         if self._speculation is not None and self._speculation.draft:
@@ -479,7 +479,7 @@ class LlamaCppEngine(Engine):
         """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
 
         Raises:
-            NotSupportedError: drafts are verified against the most likely tokens alone.
+            NotSupportedError: drafts are verified against only the most likely tokens.
         """
         sampling = request.sampling
         if sampling is not None and drafter is not None:

@@ -111,7 +111,7 @@ class LlamaHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed elsewhere
+        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():
             return
         p, q = (x.astype(np.float64) for x in (live[usable], self._replay(inputs[usable], self._scale)))

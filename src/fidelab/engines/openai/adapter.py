@@ -421,7 +421,7 @@ class OpenAIEngine(Engine):
 def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:
     """Reason why a server's count of cached tokens does not prove a hit of ``size``; empty if it does."""
     if cached is None:
-        return "the server does not say that it found a prefix in its cache, or computes what it scores anew"
+        return "the server does not report a prefix cache hit, or recomputes the tokens that it scores"
     if way == "prefix-partial" and isinstance(block, int) and size % block == 0:
         return f"a hit of {size} tokens ends with a whole block of {block}"
     if not 0 < cached <= size or (way == "prefix-partial" and cached != size):

@@ -313,7 +313,7 @@ class Client:
         """
         self.root, self._api = split_url(base_url)
         if key and not (key.isprintable() and key.isascii()):
-            raise UsageError("the key holds characters that HTTP cannot carry: look for a line end in it")
+            raise UsageError("the key contains characters that HTTP headers cannot hold; check it for a line break")
         self.key = key
         self.named: set[str] = set()
         """Model names found in answers, without the key; at most eight."""
@@ -414,7 +414,7 @@ class Client:
         except TimeoutError:
             raise Refused(
                 f"{self.root} did not answer within {self._timeout:g} s: "
-                "look whether it hangs, or give --engine-arg timeout=SECONDS"
+                "check whether it hangs, or pass --engine-arg timeout=SECONDS"
             ) from None
         except TooLargeError:
             raise Refused(
@@ -445,7 +445,7 @@ class Client:
     def _refusal(self, answer: Answer, path: str, attempts: int = 1) -> EngineError:
         status, text = answer.status, self.clean(error_message(answer.content))
         if status in (401, 403):
-            unsent = "" if self.key else f" (none was sent: {_KEY} goes to this machine alone)"
+            unsent = "" if self.key else f" (none was sent: {_KEY} goes only to this machine)"
             return EngineError(
                 f"{self.root} refuses the key ({status}: {text}): put it in an environment variable and name that by "
                 f"--engine-arg api-key-env=NAME{unsent}"

@@ -80,7 +80,7 @@ class ImageChats:
         rows = rows[len(rows) - len(given) :]
         for at, (token, row) in enumerate(zip(given, rows, strict=True)):
             if token not in row:
-                raise Refused(f"the server read another token than the text behind the image has at position {at}")
+                raise Refused(f"the server read a different token after the image at position {at}")
         return rows
 
     def _post(self, request: ImageGenerate | ImageForced, index: int, **fields: Any) -> dict[str, Any]:

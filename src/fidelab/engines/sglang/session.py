@@ -342,7 +342,7 @@ def _array(rows: Any, n: int, dtype: str) -> Array | None:
 
 
 def _cause(folder: Path) -> str | None:
-    """The failure of a scheduler, as the plug-in recorded it."""
+    """Return the failure of a scheduler that the plug-in recorded."""
     path = folder / "failure.txt"
     return f"SGLang's scheduler ended: {path.read_text('utf-8')}" if path.exists() else None
 

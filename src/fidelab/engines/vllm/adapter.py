@@ -114,7 +114,7 @@ class VLLMEngine(Engine):
             return Support(True)
         backend = backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
-            return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
+            return Support(False, "this vLLM runs only on the CPU: pass --device cpu")
         return Support(backend.ok, backend.reason)
 
     @classmethod

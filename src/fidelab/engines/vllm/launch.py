@@ -76,7 +76,7 @@ def installed() -> dict[str, str]:
 
 
 def prepare(arm: Arm) -> None:
-    """Environment variables and threads, before vLLM is imported."""
+    """Set environment variables and threads before vLLM is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     set_switch(arm.kv)

@@ -349,7 +349,7 @@ class VLLMModel:
         if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
             raise NotSupportedError(
                 "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
-                "other requests take from a window cannot be told"
+                "other requests take from a window is unknown"
             )
         pool = self._scheduler.kv_cache_manager.block_pool
         kept = -(-tokens // self.block_size)

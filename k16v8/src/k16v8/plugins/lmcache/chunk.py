@@ -17,7 +17,7 @@ offset  bytes  header
 ======  =====  =====================================================================================
 
 A frame holds up to 4 MiB of one side's 16-bit content, in the order layer, token, head, dimension: keys as they are,
-values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32 of
+values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Each frame is followed by the CRC-32 of
 header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  The frames of the
 keys come first.
 
