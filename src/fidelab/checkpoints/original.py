@@ -161,7 +161,7 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
     "smaller type; a norm may be divided by the factor of the layers after it",
     command="copy these tensors from the original, or quantize again",
 )
-def _kept_tensor_differs(subject: Subject) -> Iterator[Finding]:
+def _base_kept_differs(subject: Subject) -> Iterator[Finding]:
     if subject.base is None:
         return
     found = _comparison(subject).kept

@@ -499,7 +499,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     check="every tensor is in the file that the index names for it",
     command="rewrite the checkpoint: fidelab checkpoint convert",
 )
-def _index_names_other_file(subject: Subject) -> Iterator[Finding]:
+def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
     homes: dict[str, set[str]] = defaultdict(set)
     for info in (*checkpoint.tensors.values(), *checkpoint.copies):
@@ -515,7 +515,7 @@ def _index_names_other_file(subject: Subject) -> Iterator[Finding]:
     check="the parts of every quantized module are in one file",
     command="convert with a tool that looks for parts in all files, such as fidelab checkpoint convert",
 )
-def _scale_in_other_file(subject: Subject) -> Iterator[Finding]:
+def _scale_apart(subject: Subject) -> Iterator[Finding]:
     apart = [
         info.name
         for module in _quantized(subject)
@@ -711,7 +711,7 @@ _EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token 
     check="every linear layer that the method would quantize and that is stored in 16 bits is on the list",
     command="add the names to the list in config.json",
 )
-def _unquantized_not_ignored(subject: Subject) -> Iterator[Finding]:
+def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
     if scheme.method in (None, "mxfp4", "modelopt") or not _quantized(subject):
         return
