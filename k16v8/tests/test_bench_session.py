@@ -343,7 +343,7 @@ def test_no_figure_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("the compiler\nfailed")
 
     monkeypatch.setattr(serving, "Serving", Step)
-    for name in ("_right", "_drafts", "_prompts", "_replayed"):
+    for name in ("_accuracy", "_drafts", "_prompts", "_replayed"):
         monkeypatch.setattr(serving, name, lambda *words: {"passed": True})
     monkeypatch.setattr(serving, "_host", lambda step: {"microseconds": 340.0, "goal": 100.0, "met": False})
     for name in ("_uneven", "_variants"):

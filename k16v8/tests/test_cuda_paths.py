@@ -169,7 +169,7 @@ with pretend_cuda() as cuda:
         gate = mutation_gate(mutation, "interpreter", device="cuda")
         assert gate.passed, gate
     step = serving.Serving(geometry("llama-3.1-8b"), (0, 1, 17), torch.device("cuda"))
-    right = serving._right(step)
+    right = serving._accuracy(step)
     assert right["passed"], right
     with cuda.recorded() as found:
         step.call()

@@ -66,7 +66,7 @@ def test_a_batch_that_fits_is_one_call_over_all_queries_where_they_lie() -> None
     batch = PrefillBatch([30, 50], [10, 50], torch.zeros(2, 4, dtype=torch.int32))
     (chunk,) = batch.chunks(16, 0, 80)
     (call,) = chunk.calls
-    assert (call.rows, call.causal, call.most_queries, call.most_keys) == (slice(0, 60), True, 50, 50)
+    assert (call.rows, call.causal, call.max_queries, call.most_keys) == (slice(0, 60), True, 50, 50)
     assert (call.query_starts.tolist(), call.key_starts.tolist()) == ([0, 10, 60], [0, 30, 80])
 
 
@@ -115,7 +115,7 @@ def test_the_way_of_a_batch(
     arch: int | str, libraries: Libraries, queries: int, options: dict[str, Any], route: str
 ) -> None:
     given: dict[str, Any] = {"cache": _cache(), "dtype": torch.bfloat16, "window": 0, "capacity": 32768} | options
-    assert prefill_route(arch, libraries, most_queries=queries, **given) == route
+    assert prefill_route(arch, libraries, max_queries=queries, **given) == route
 
 
 # ------------------------------------------------------------------------------------------- what libraries take

@@ -9,7 +9,7 @@ import pytest
 from fidelab.axes.answers import (
     REASONING,
     after_reasoning,
-    named,
+    find_names,
     tool_calls,
 )
 from fidelab.inputs.gsm8k import extract_answer
@@ -31,7 +31,7 @@ from fidelab.metrics.retrieval import judged, returned
     ],
 )
 def test_names_are_whole_words_of_the_sentence_that_answers(text: str, found: list[str]) -> None:
-    assert named(text, ("Canberra", "Sydney")) == found
+    assert find_names(text, ("Canberra", "Sydney")) == found
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_no_answer_is_long_to_read(unit: str) -> None:
     try:
         for read in (tool_calls, after_reasoning, extract_answer, judged):
             read(text)
-        named(text, ("Paris", "Rome"))
+        find_names(text, ("Paris", "Rome"))
         returned(text, ["7421"])
     finally:
         signal.alarm(0)

@@ -206,7 +206,7 @@ def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) ->
 def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_path: Path) -> None:
     score = _score(tmp_path, ["7"] * 2, ["<think>It is 7, or"] * 2, ["#### 7"] * 2)
     assert score.not_measurable.endswith(
-        "2 of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
+        "2 of its answers have numbers only in their reasoning: raise axes.gsm8k.n_predict"
     )
 
 

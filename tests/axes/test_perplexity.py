@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_said_with_its_setting(settings: dict[str, Any], li
     [
         ("{stride: 4}", "stride is for mode strided"),
         ("{mode: strided, contexts: [16, 32], stride: 16}", "stride 16 must be shorter than every context"),
-        ("{mode: strided, place: spread}", "strided windows overlap, from the text's start: leave out place"),
+        ("{mode: strided, place: spread}", "strided windows start at the text's beginning: omit place"),
         ("{contexts: []}", "contexts"),
         ("{contexts: [4]}", "contexts"),
         ("{mode: strode}", "'chunked' or 'strided'"),

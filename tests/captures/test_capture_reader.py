@@ -156,7 +156,7 @@ def test_a_head_name_in_a_manifest_cannot_leave_its_folder(capture: Path, tmp_pa
     outside = tmp_path / record["file"]
     (tmp_path / "heads" / record["file"]).rename(outside)
     sample.rewrite_manifest(capture, head={**record, "file": f"../{record['file']}"})
-    with pytest.raises(CaptureError, match="is missing beside it"):
+    with pytest.raises(CaptureError, match="is missing next to it"):
         Capture(capture)
 
 
@@ -181,7 +181,7 @@ def test_heads_are_found_when_a_capture_is_copied_with_them(depth: str, capture:
 
 def test_a_capture_copied_without_its_head_says_what_to_copy(capture: Path, tmp_path: Path) -> None:
     shutil.copytree(capture, tmp_path / "far" / "away" / "from" / "home")
-    with pytest.raises(CaptureError, match=r"heads/.* is missing beside it; copy it along"):
+    with pytest.raises(CaptureError, match=r"heads/.* is missing next to it; copy it along"):
         Capture(tmp_path / "far" / "away" / "from" / "home")
 
 

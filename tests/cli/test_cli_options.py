@@ -17,7 +17,7 @@ from fidelab.cli.options import (
     Options,
     ServableEngineOptions,
     expand_options,
-    refuse_beside,
+    refuse_other_options,
 )
 from fidelab.core.errors import UsageError
 
@@ -80,7 +80,7 @@ def test_a_command_gets_its_groups_as_objects() -> None:
 def test_resume_refuses_what_was_said_and_not_what_is_a_default() -> None:
     @expand_options
     def command(context: typer.Context, size: _BigSize, resume_dir: str = "") -> None:
-        refuse_beside(context, "resume_dir", "run", ("rows",))
+        refuse_other_options(context, "resume_dir", "run", ("rows",))
 
     assert run(command, "--rows", "1", "--resume-dir", "x").exit_code == 0
     refused = run(command, "--rows", "1", "--tall", "x", "--resume-dir", "x").exception

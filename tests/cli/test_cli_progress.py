@@ -60,7 +60,7 @@ def test_a_terminal_sees_the_run_its_arms_and_their_failures(screen: io.StringIO
 def test_a_job_that_was_lost_on_a_cluster_is_one_line(shown: type[Any], screen: io.StringIO) -> None:
     arm = Arm("tilt", "fake", "fake", "fake", "0" * 64, KVSpec.parse("tilt"), "float32", "cpu", 1)
     resolved = ResolvedArm(arm, FakeEngine, resolve("fake"), locate("fake"), {})
-    shown(Console(file=screen, width=100)).lost(PlannedJob("candidate:tilt", resolved, ()), "its node died")
+    shown(Console(file=screen, width=100)).job_lost(PlannedJob("candidate:tilt", resolved, ()), "its node died")
     assert screen.getvalue() == "tilt: lost on the cluster, its node died\n"
 
 

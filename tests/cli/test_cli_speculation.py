@@ -275,7 +275,10 @@ def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path) -> None:
     other = write(tmp_path / "other", arm(standard("both")), endpoint="chat")
     done = run(tmp_path, *words[:-1], other)
     assert done.code == 2
-    assert "plain was measured with endpoint completions, both with chat: measure all four alike" in done.err
+    assert (
+        "plain was measured with endpoint completions, both with chat: measure all four with the same settings"
+        in done.err
+    )
 
 
 def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -> None:

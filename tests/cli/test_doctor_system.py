@@ -213,13 +213,13 @@ def test_a_row_of_the_table_holds_at_its_versions_and_not_without_one_of_them(pa
     for name, condition in pair.conditions.items():
         first = condition.split(",")[0]
         facts[name] = ("0.1" if first.startswith("<") else first.lstrip(">="),)
-    assert pair.found(facts, {})
+    assert pair.matching_versions(facts, {})
     assert pair.source
     assert pair.remedy
     for name in facts:
-        assert not pair.found({**facts, name: ()}, {})
+        assert not pair.matching_versions({**facts, name: ()}, {})
     if pair.variable:
-        assert not pair.found(facts, dict([pair.variable]))
+        assert not pair.matching_versions(facts, dict([pair.variable]))
 
 
 # -------------------------------------------------------------------------------------------------- the command

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from fidelab.config.experiment import validate
-from fidelab.config.presets import cells_of, experiment_of, find_preset, listing, load_preset, own_folder
+from fidelab.config.presets import cells_of, experiment_of, find_preset, listing, load_preset, user_folder
 from fidelab.config.schema import Experiment
 from fidelab.core.errors import ConfigError, UnknownNameError
 from fidelab.engines import ENGINES
@@ -94,7 +94,7 @@ def test_a_name_may_leave_the_engine_away() -> None:
 
 
 def test_ones_own_preset_hides_that_of_the_package() -> None:
-    write(own_folder(), "devstral", about="another")
+    write(user_folder(), "devstral", about="another")
     assert load_preset(find_preset("devstral")).about == "another"
 
 

@@ -402,7 +402,9 @@ def test_a_file_elsewhere_is_asked_for_and_one_beside_is_not(key: str, way: str,
         changes: dict[str, Any] = {key: value} if axis is None else {"axes": {**SIZES, axis: {key: value}}}
         return cli("compare", "-f", write(room, **changes), "--dry-run", cwd=room)
 
-    refused(ask(ELSEWHERE[way](room, secret)), f"{key} ", "is a file elsewhere that would be read", "secret.txt")
+    refused(
+        ask(ELSEWHERE[way](room, secret)), f"{key} ", "is a file in another folder that would be read", "secret.txt"
+    )
     assert "asks for" not in ask(str(room / "text.txt")).err
 
 

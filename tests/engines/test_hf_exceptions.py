@@ -147,5 +147,5 @@ def test_the_proof_of_a_run_is_of_the_encoded_part() -> None:
         cache = encoded(kv)
         with proof.watch(cache):
             logits(cache, [TOKENS])
-        assert proof.found(0) == proof.found(1) == kv
+        assert proof.observed_format(0) == proof.observed_format(1) == kv
         assert set(proof.record()["proof"].values()) == {"shown"}

@@ -41,7 +41,7 @@ def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: s
 def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
-    ran = engine.ran()
+    ran = engine.runtime_info()
     assert ran.attention == "k16v8 torch[k=bf16,v=fp8_e4m3]"
     assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
@@ -56,14 +56,14 @@ def test_what_is_unpacked_before_attention_is_still_stored_in_its_format(
 ) -> None:
     engine = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8", dequant="unpack")
     engine.answer(PREFILL, Answers())
-    ran = engine.ran()
+    ran = engine.runtime_info()
     assert (ran.more["dequant"], ran.attention) == ("unpack", f"k16v8 {attended}")
     fused = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8")
     fused.answer(PREFILL, Answers())
-    assert fused.ran().more["dequant"] == "fused"
-    assert fused.ran().attention != ran.attention
-    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == fused.ran().cache_bytes_per_token
-    assert (ran.k_dtype, ran.v_dtype) == (fused.ran().k_dtype, fused.ran().v_dtype)
+    assert fused.runtime_info().more["dequant"] == "fused"
+    assert fused.runtime_info().attention != ran.attention
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == fused.runtime_info().cache_bytes_per_token
+    assert (ran.k_dtype, ran.v_dtype) == (fused.runtime_info().k_dtype, fused.runtime_info().v_dtype)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4", "qwen3_next"])
@@ -98,7 +98,7 @@ def test_only_our_kernels_convert_in_registers(attention: str | None, checkpoint
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="unpack", **named)).ok
     engine = tiny.opened(checkpoint("llama"), "f32", **named)
     engine.answer(PREFILL, Answers())
-    assert engine.ran().more["dequant"] == "unpack"
+    assert engine.runtime_info().more["dequant"] == "unpack"
 
 
 def test_another_way_to_convert_is_refused(checkpoint: Checkpoint) -> None:
@@ -155,7 +155,7 @@ def test_models_that_the_kernels_cannot_run_are_refused_when_opened(
 def test_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
-    ran = engine.ran()
+    ran = engine.runtime_info()
     assert ran.attention == "k16v8 torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
     with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):

@@ -292,8 +292,8 @@ def test_a_jitter_flips_last_bits_of_layer_0_alone(dtype: str, bits: torch.dtype
         changed = weight.view(bits) ^ after[name].view(bits)
         assert set(changed.unique().tolist()) <= ({0, 1} if ".layers.0." in name else {0}), name
         flipped += int(changed.sum())
-    assert flipped == engine.ran().more["jittered_weights"] > 0
-    assert "jittered_weights" not in plain.ran().more
+    assert flipped == engine.runtime_info().more["jittered_weights"] > 0
+    assert "jittered_weights" not in plain.runtime_info().more
 
 
 def test_a_jitter_is_the_same_for_the_same_seed_and_another_for_another(checkpoint: Checkpoint) -> None:

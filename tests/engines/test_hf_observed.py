@@ -106,7 +106,7 @@ def ran_with(path: Path, exact: Exact | None, request: Request, kv: str = "int8"
         if exact is not None:
             cheat(EncodedCache, exact)
         engine.answer(request, Answers())
-    return engine.ran()
+    return engine.runtime_info()
 
 
 def judged(path: Path, ran: RuntimeInfo, kv: str = "int8") -> tuple[Status, str | None]:

@@ -161,14 +161,16 @@ def test_a_kernel_that_a_config_names_is_not_fetched(
     (folder / "config.json").write_text(json.dumps(config | {key: named}))
     engine = tiny.opened(folder, "int8")
     assert asked == []
-    assert engine.ran().attention == tiny.opened(checkpoint("llama"), "int8").ran().attention == "sdpa"
+    assert (
+        engine.runtime_info().attention == tiny.opened(checkpoint("llama"), "int8").runtime_info().attention == "sdpa"
+    )
 
 
 def test_plain_attention_that_a_config_names_runs(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "eager")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
-    assert tiny.opened(folder, "int8").ran().attention == "eager"
+    assert tiny.opened(folder, "int8").runtime_info().attention == "eager"
 
 
 def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
@@ -266,7 +268,7 @@ def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -
 def test_ran_reports_what_the_cache_was_seen_to_hold(kind: str, checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint(kind), "f16/int4[group=8]")
     engine.answer(Prefill("kld", (tiny.tokens(20),), 9, 18, ((0,) * 10,)), Answers())
-    ran, spec = engine.ran(), KVSpec.parse("f16/int4[group=8]")
+    ran, spec = engine.runtime_info(), KVSpec.parse("f16/int4[group=8]")
     k, v = create(spec.k), create(spec.v)
     due = sum(heads * (k.token_bytes(k_size) + v.token_bytes(v_size)) for heads, k_size, v_size, _ in KINDS[kind].kv)
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == due
@@ -277,11 +279,11 @@ def test_ran_reports_what_the_cache_was_seen_to_hold(kind: str, checkpoint: Chec
 
 @pytest.mark.parametrize(("attention", "runs"), [("eager", "eager"), ("sdpa", "sdpa"), ("transformers", "sdpa")])
 def test_the_attention_asked_for_is_the_one_that_runs(attention: str, runs: str, checkpoint: Checkpoint) -> None:
-    assert tiny.opened(checkpoint("gemma4"), attention=attention).ran().attention == runs
+    assert tiny.opened(checkpoint("gemma4"), attention=attention).runtime_info().attention == runs
 
 
 def test_the_record_names_versions_device_threads_and_skipped_layers(checkpoint: Checkpoint) -> None:
-    record = tiny.opened(checkpoint("llama"), "int8[skip-layers=0,2]").ran().record()
+    record = tiny.opened(checkpoint("llama"), "int8[skip-layers=0,2]").runtime_info().record()
     assert record["versions"]["transformers"] == transformers.__version__
     assert record["device"].startswith("cpu (")
     assert (record["threads"], record["compute_dtype"], record["skipped_layers"]) == (1, "float32", [0, 2])
@@ -353,12 +355,12 @@ def test_the_peak_of_device_memory_is_that_of_one_question_and_precision_flags_a
     held["peak"] = 500
     engine.reset_peak()
     assert held["peak"] == 500  # nothing on a CPU
-    assert "tf32_matmul" not in engine.ran().more
+    assert "tf32_matmul" not in engine.runtime_info().more
     engine._arm = replace(engine._arm, device="cuda:0")
     assert engine.peak_device_bytes() == 500
     engine.reset_peak()
     assert engine.peak_device_bytes() == 1
-    more = engine.ran().more
+    more = engine.runtime_info().more
     assert more["tf32_matmul"] is torch.backends.cuda.matmul.allow_tf32
     assert more["bf16_reduced_precision_reduction"] is torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
 

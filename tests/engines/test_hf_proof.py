@@ -45,7 +45,7 @@ FP8 = ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"]
 def asked(path: Path, kv: str, request: Request = PREFILL, dtype: str = "float32", **options: str) -> RuntimeInfo:
     engine = tiny.opened(path, kv, dtype, **options)
     engine.answer(request, Answers())
-    return engine.ran()
+    return engine.runtime_info()
 
 
 def judged(path: Path, kv: str, ran: RuntimeInfo) -> tuple[Status, str]:
@@ -348,7 +348,7 @@ def test_what_was_refuted_in_one_probe_stays_so_in_the_next(
         patch.setattr(EncodedStore, "write", untouched((0, 1, 2), []))
         engine.answer(PREFILL, Answers())
     engine.answer(PREFILL, Answers())
-    assert engine.ran().k_format is None
+    assert engine.runtime_info().k_format is None
 
 
 # ------------------------------------------------------------------------------------- through the worker

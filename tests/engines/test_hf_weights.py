@@ -151,7 +151,7 @@ def test_a_vision_tower_is_left_alone() -> None:
 def test_the_record_counts_the_bytes_of_the_formats_and_says_that_they_are_simulated(llama: Path) -> None:
     engine = tiny.opened(llama, dtype="bfloat16", **{WEIGHTS: "int4[group=32,skip=2]"})
     engine.answer(Prefill("kld", (tiny.tokens(8),), 0, 7, ((0,) * 8,)), Answers())
-    record, module = engine.ran().more, engine._model.module
+    record, module = engine.runtime_info().more, engine._model.module
     every = sum(each.numel() for each in module.parameters())
     linear = [w for w in weights_of(module, module.config) if w.usual and w.layer != 2]
     count = sum(weight.tensor.numel() for weight in linear)

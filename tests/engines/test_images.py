@@ -156,7 +156,7 @@ def test_rows_behind_an_image_are_those_of_transformers(llava: Path) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
     facts = answer.facts
     assert (facts["image_tokens"], facts["image_processor"]) == (8, "CLIPImageProcessorPil")
-    assert engine.ran().more["proof"]["received"] == "shown"
+    assert engine.runtime_info().more["proof"]["received"] == "shown"
 
 
 def test_right_wrong_and_no_image_give_three_distributions(llava: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_coarse_cache_changes_what_stands_behind_an_image(llava: Path) -> None
     engine = opened(llava, "int4")
     coarse, _ = answered(engine, request)
     assert not torch.allclose(hidden(exact.items[0]), hidden(coarse.items[0]))
-    ran = engine.ran()
+    ran = engine.runtime_info()
     assert (ran.k_format, ran.more["proof"]["stored"]) == ("int4", "shown")
 
 

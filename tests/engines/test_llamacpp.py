@@ -255,7 +255,7 @@ def test_types_have_ggmls_numbers_and_sizes(name: str) -> None:
 @pytest.mark.llamacpp
 @pytest.mark.parametrize(("kv", "size"), [("f16", 4), ("f32", 8), ("bf16", 4), ("f32/f16", 6), ("f16/f32", 6)])
 def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
-    ran = opened(tiny, kv).ran()
+    ran = opened(tiny, kv).runtime_info()
     assert (ran.cache_bytes_per_token, ran.expected_bytes_per_token) == (size * HEAD_DIM, size * HEAD_DIM)
     assert (ran.k_format, ran.v_format) == (str(KVSpec.parse(kv).k), str(KVSpec.parse(kv).v))
     assert (ran.kv_layers, ran.attention, ran.more["k_rotated"]) == (1, "flash", False)
@@ -273,7 +273,7 @@ def test_a_files_text_is_tokenized_as_llama_cpp_does_whatever_its_architecture(
 
 @pytest.mark.llamacpp
 def test_attention_without_flash_says_so(tiny: Path) -> None:
-    assert opened(tiny, "f16", flash_attn="off").ran().attention == "standard"
+    assert opened(tiny, "f16", flash_attn="off").runtime_info().attention == "standard"
 
 
 @pytest.mark.llamacpp
@@ -500,7 +500,7 @@ def test_a_state_of_another_layout_leaves_both_questions_open() -> None:
 @pytest.mark.parametrize("flash", ["on", "off"])
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "f32/bf16"])
 def test_the_saved_state_shows_what_the_cache_holds(kv: str, flash: str, tiny: Path) -> None:
-    found = opened(tiny, kv, flash_attn=flash).ran().more["proof"]
+    found = opened(tiny, kv, flash_attn=flash).runtime_info().more["proof"]
     assert (found["stored"], found["named"]) == ("shown", "shown")
     if flash == "on" and kv.startswith("f32"):
         assert found["received"] == "open: the graph reads keys as f16"  # a copy is made for flash attention
@@ -590,7 +590,10 @@ def test_a_batch_gives_what_its_prompts_give_one_by_one_and_forced_decoding_the_
     alone = answered(engine, Generate("trajectory", prompts, 12, (), 1))
     given = tuple(tuple(ids(alone, i)) for i in range(3))
     forced = answered(engine, Forced("forced", prompts, given))
-    assert (engine.ran().k_format, engine.ran().v_format) == (str(KVSpec.parse(kv).k), str(KVSpec.parse(kv).v))
+    assert (engine.runtime_info().k_format, engine.runtime_info().v_format) == (
+        str(KVSpec.parse(kv).k),
+        str(KVSpec.parse(kv).v),
+    )
     for item in range(3):
         assert ids(together, item) == ids(alone, item)
         np.testing.assert_array_equal(rows(forced, item), rows(alone, item))
@@ -626,7 +629,7 @@ def test_speculation_changes_neither_text_nor_rows(
     assert np.asarray(answers.items[0]["seconds"]).shape == (7,)
     forced = Forced("forced", prompts, tuple(tuple(ids(expected, i)) for i in range(len(prompts))))
     assert engine.answer(forced, Answers()).facts["speculation"]["drafted"] == 0
-    assert engine.ran().record()["speculation"]["drafted"] >= counted["drafted"]
+    assert engine.runtime_info().record()["speculation"]["drafted"] >= counted["drafted"]
 
 
 @pytest.mark.llamacpp
@@ -643,7 +646,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(smollm: Path, tmp_path: 
     ("kv", "size"), [("q8_0", 12_240), ("q5_1", 8_640), ("q5_0", 7_920), ("q4_1", 7_200), ("iq4_nl/q4_0", 6_480)]
 )
 def test_the_bytes_of_block_formats_are_those_of_their_blocks(kv: str, size: int, smollm: Path) -> None:
-    ran, spec = opened(smollm, kv).ran(), KVSpec.parse(kv)
+    ran, spec = opened(smollm, kv).runtime_info(), KVSpec.parse(kv)
     assert (ran.cache_bytes_per_token, ran.expected_bytes_per_token) == (size, size)
     assert (ran.k_format, ran.v_format, ran.kv_layers) == (str(spec.k), str(spec.v), 30)
 

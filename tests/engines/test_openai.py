@@ -102,7 +102,7 @@ def test_text_that_is_tokenized_again_is_labelled(folder: Path) -> None:
     with serving(Served(takes_ids=False, returns_ids=False, ends=3)) as server:
         engine = opened(folder, server)
         sink, _ = generate(engine)
-    ran = engine.ran().record()
+    ran = engine.runtime_info().record()
     assert (ran["prompts"], ran["ids"]) == ("text", "retokenized")
     assert ids(sink.items[0]) == [*greedy(PROMPTS[0], 3), EOS]
 
@@ -112,7 +112,7 @@ def test_answers_of_another_model_are_remarked(folder: Path) -> None:
         with serving(Served(answers_as=name)) as server:
             engine = opened(folder, server)
             generate(engine)
-        assert engine.ran().record()["remarks"] == remarks
+        assert engine.runtime_info().record()["remarks"] == remarks
 
 
 def test_a_strict_server_is_asked_in_standard_words_alone(folder: Path) -> None:
@@ -120,7 +120,7 @@ def test_a_strict_server_is_asked_in_standard_words_alone(folder: Path) -> None:
         engine = opened(folder, server)
         sink, _ = generate(engine)
     assert ids(sink.items[0]) == greedy(PROMPTS[0], 6)
-    assert engine.ran().record()["ids"] == "retokenized"
+    assert engine.runtime_info().record()["ids"] == "retokenized"
 
 
 def test_a_lenient_server_is_told_to_penalize_nothing(folder: Path, served: Served) -> None:
@@ -192,7 +192,7 @@ def test_the_actual_token_is_reported_however_unlikely(folder: Path, server: Ser
 @pytest.mark.parametrize(("asked", "found"), [({}, 5), ({"logprobs": "3"}, 3)])
 def test_as_many_tokens_are_asked_for_as_the_server_gives(folder: Path, asked: dict[str, str], found: int) -> None:
     with serving(Served(most=7)) as server:
-        assert opened(folder, server, **asked).ran().record()["top_logprobs"] == found
+        assert opened(folder, server, **asked).runtime_info().record()["top_logprobs"] == found
 
 
 @pytest.mark.parametrize("top", [5, 20, VOCAB])
@@ -327,13 +327,13 @@ def test_tokens_whose_times_are_not_known_are_no_measurement(folder: Path, serve
 )
 def test_a_format_is_what_the_server_reports(folder: Path, server: Served, asked: str, found: str | None) -> None:
     with serving(server):
-        ran = opened(folder, server, asked).ran()
+        ran = opened(folder, server, asked).runtime_info()
     assert (ran.k_format, ran.v_format) == (found, found)
 
 
 def test_what_the_server_says_of_itself_is_recorded(folder: Path) -> None:
     with serving(Served(cache_dtype="auto")) as server:
-        ran = opened(folder, server).ran().record()
+        ran = opened(folder, server).runtime_info().record()
     assert ran["versions"]["vllm"] == "9.9"
     assert (ran["served_kv"], ran["block_size"], ran["prefix_caching"]) == ("auto", 16, False)
 
@@ -341,7 +341,7 @@ def test_what_the_server_says_of_itself_is_recorded(folder: Path) -> None:
 def test_the_servers_tokenizer_is_asked_where_it_can_be(folder: Path, served: Served) -> None:
     engine = opened(folder, served)
     assert engine.tokenize("some text") == encode("some text")
-    assert engine.ran().record()["tokenizer"] == "server"
+    assert engine.runtime_info().record()["tokenizer"] == "server"
 
 
 # ---------------------------------------------------------------------------------------------------- trouble
@@ -425,7 +425,7 @@ def test_a_key_comes_from_the_environment_and_goes_to_the_server_alone(
         engine = opened(folder, server, api_key_env="MY_KEY")
         generate(engine)
     assert {*server.keys} == {"Bearer sk-secret"}
-    assert "sk-secret" not in repr(engine.ran().record())
+    assert "sk-secret" not in repr(engine.runtime_info().record())
 
 
 def test_a_wrong_key_is_not_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +497,7 @@ def test_a_hit_is_proven_by_the_servers_own_count(folder: Path, owner: str) -> N
 
 def test_without_a_count_a_hit_is_not_engaged(folder: Path, served: Served) -> None:
     answer = way(opened(folder, served), "prefix", 8)[1]
-    assert answer.facts["not_engaged"].startswith("the server does not say that it found a prefix")
+    assert answer.facts["not_engaged"].startswith("the server does not report a prefix cache hit")
     assert "engaged" not in answer.facts
 
 

@@ -26,7 +26,7 @@ from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.sglang.capture import _Capture, _end
 from fidelab.engines.sglang.launch import arguments
-from fidelab.engines.sglang.read_back import _found, _scales
+from fidelab.engines.sglang.read_back import _scales, _stored_format
 from fidelab.engines.sglang.session import SGLangRequest, SGLangSession, _counted
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.written import watched
@@ -131,7 +131,7 @@ def described(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_format_is_claimed_where_the_storage_proves_it(asked: str, about: dict[str, Any], found: str | None) -> None:
-    assert _found(asked, about) == found
+    assert _stored_format(asked, about) == found
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_hf_times_the_tokens_that_it_generates(kind: str, estimator: str, checkp
     for item in (0, 1):
         assert list(sink.items[item]) == ["seconds"]
         assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
-    assert engine.ran().k_format == "f16"
+    assert engine.runtime_info().k_format == "f16"
 
 
 def test_hf_answers_a_group_in_forwards_of_all_its_sequences(checkpoint: Checkpoint) -> None:

@@ -22,7 +22,7 @@ from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
-from fidelab.engines.vllm.launch import Backend, least_cache_bytes
+from fidelab.engines.vllm.launch import Backend, cpu_cache_bytes
 from fidelab.engines.vllm.model import VLLMModel, is_refusal
 from fidelab.engines.vllm.options import size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
@@ -112,7 +112,7 @@ def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(
 
     def with_available(size: int, **options: str) -> tuple[int, bool]:
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=size, free=0))
-        return least_cache_bytes(asked(path=tmp_path, **options))
+        return cpu_cache_bytes(asked(path=tmp_path, **options))
 
     assert with_available(2 * needed) == (needed, True)
     assert with_available(2 * needed - 2) == (needed - 1, False)
@@ -442,7 +442,7 @@ class _Small(VLLMModel):
 )
 def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list[int], said: str) -> None:
     with pytest.raises(EngineError, match=f"^{said}$"):
-        _Small()._must_fit_together(sizes)
+        _Small()._check_batch(sizes)
 
 
 class _Write:

@@ -99,5 +99,5 @@ class Odd(Engine):
                 sink.add(0, {"logprobs": rows, "ids": np.arange(n, dtype=np.int32)})
         return Answer(Estimator.LOGPROBS)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         return RuntimeInfo({"odd-engine": "1"}, "cpu")

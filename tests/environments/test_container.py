@@ -19,7 +19,7 @@ from fidelab.core.registry import Registry
 from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
-from fidelab.environments.container import find_image, named_paths, seen_through
+from fidelab.environments.container import existing_paths, find_image, link_targets
 from fidelab.environments.environment import locate
 from fidelab.environments.trial import Trial, try_out
 from fidelab.models.tiny import make_tiny
@@ -295,7 +295,7 @@ def test_the_published_digest_is_that_of_the_repository_that_was_named(docker: F
 
 def test_paths_of_options_are_found_inside_json(tmp_path: Path) -> None:
     draft = json.dumps({"model": str(tmp_path), "n": 3, "other": ["/no/such/path"]})
-    assert named_paths([draft, "relative", str(tmp_path / "absent"), "{not json"]) == [str(tmp_path)]
+    assert existing_paths([draft, "relative", str(tmp_path / "absent"), "{not json"]) == [str(tmp_path)]
 
 
 def test_links_out_of_a_folder_are_followed_one_by_one(tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_links_out_of_a_folder_are_followed_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "model" / "weights").symlink_to("../step")
     (tmp_path / "model" / "inside").symlink_to("weights")
     (tmp_path / "model" / "broken").symlink_to("/no/such/file")
-    assert set(seen_through(tmp_path / "model")) == {str(tmp_path / name) for name in ("model", "step", "blob")}
+    assert set(link_targets(tmp_path / "model")) == {str(tmp_path / name) for name in ("model", "step", "blob")}
 
 
 # --------------------------------------------------------------------------------------------------- bad input

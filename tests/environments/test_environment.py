@@ -39,19 +39,19 @@ def made(cache: Path, name: str) -> Path:
 
 def test_an_engine_that_needs_no_package_runs_in_this_interpreter() -> None:
     found = locate("fake")
-    assert found.own
+    assert found.is_current
     assert found.command("a.b") == [sys.executable, "-m", "a.b"]
 
 
 def test_the_interpreter_that_is_named_is_taken_even_where_this_one_would_do(second: Second) -> None:
     found = locate("fake", python=second.python)
-    assert (found.python, found.own) == (second.python, False)
+    assert (found.python, found.is_current) == (second.python, False)
 
 
 def test_an_environment_with_the_same_base_interpreter_is_not_this_one(second: Second) -> None:
     assert Path(second.python).resolve() == Path(sys.executable).resolve()
-    assert not Environment("fake", second.python).own
-    assert Environment("fake", str(Path(sys.executable).with_name("python"))).own
+    assert not Environment("fake", second.python).is_current
+    assert Environment("fake", str(Path(sys.executable).with_name("python"))).is_current
 
 
 def test_an_interpreter_is_found_by_its_name_on_path(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_shims_come_before_what_the_user_has_on_pythonpath_and_behind_fidelab(
     there = locate("fake", python=second.python, pythonpath=shims).variables()
     assert there["PYTHONPATH"].split(":") == [str(link_folder()), *shims, "/a", "/b"]
     here = locate("fake", pythonpath=shims)
-    assert not here.own
+    assert not here.is_current
     assert here.variables()["PYTHONPATH"].split(":") == [*shims, "/a", "/b"]
 
 

@@ -280,9 +280,9 @@ def test_the_time_left_is_that_of_the_step_and_those_after_it(
     stages: list[Stage] = []
     monkeypatch.setattr(module, "_pip", lambda *words, **more: None)
     install(found, tmp_path / "odd", sleeps_when_idle, watch=stages.append)
-    assert [stage.left(0.0) for stage in stages] == [1505.0, 1500.0, 500.0]
-    assert stages[1].left(300.0) == 1200.0
-    assert stages[1].left(2000.0) == 500.0
+    assert [stage.remaining_seconds(0.0) for stage in stages] == [1505.0, 1500.0, 500.0]
+    assert stages[1].remaining_seconds(300.0) == 1200.0
+    assert stages[1].remaining_seconds(2000.0) == 500.0
 
 
 def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> None:
@@ -641,7 +641,7 @@ def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: Non
     [place] = listing(["odd"])
     assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "some", "every"])
     assert place.refused == {"every": "every is odd on cpu"}
-    assert (place.where, place.build) == ("environment odd", "stock")
+    assert (place.label, place.build) == ("environment odd", "stock")
 
 
 def test_a_broken_environment_is_listed_with_its_problem_and_an_unfinished_one_too(second: Second) -> None:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fidelab.core.errors import InputError, UnavailableError
-from fidelab.inputs.gsm8k import Problem, ask, extract_answer, load_problems, load_shots, own_words
+from fidelab.inputs.gsm8k import Problem, ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.models import hub
 
 OFFICIAL = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_test.jsonl"
@@ -101,8 +101,8 @@ def test_equality_is_numeric() -> None:
 
 def test_a_question_of_the_models_own_ends_its_answer() -> None:
     text = " 2 + 2 = 4.\n#### 4\n\nQuestion: How many days has 1 week?\nAnswer: 7"
-    assert own_words(text) == " 2 + 2 = 4.\n#### 4\n\n"
-    assert own_words("The Question: is easy") == "The Question: is easy"
+    assert truncate_answer(text) == " 2 + 2 = 4.\n#### 4\n\n"
+    assert truncate_answer("The Question: is easy") == "The Question: is easy"
 
 
 # ----------------------------------------------------------------------------------------------- problems

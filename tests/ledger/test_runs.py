@@ -56,14 +56,14 @@ def test_a_row_says_what_the_report_says_and_how_many_bytes_lie_on_disk(runs: Pa
     assert row.verdicts == {arm["name"]: arm["verdict"]["band"] for arm in report["candidates"]}
     assert row.bytes == sum(path.stat().st_size for path in run.rglob("*") if path.is_file())
     parts = (runs / "runs" / "captures").glob("*/*/*")
-    assert sum(row.held().values()) == sum(p.stat().st_size for p in parts if "heads" not in p.parts)
+    assert sum(row.existing_captures().values()) == sum(p.stat().st_size for p in parts if "heads" not in p.parts)
 
 
 def test_runs_that_moved_with_their_captures_are_found_with_them(runs: Path) -> None:
     list_runs(runs / "runs")
     (runs / "runs").rename(runs / "elsewhere")
     row = only(runs / "elsewhere")
-    assert len(row.held()) == len(row.captures) > 0
+    assert len(row.existing_captures()) == len(row.captures) > 0
 
 
 def test_a_damaged_report_is_a_row_that_says_so_and_hides_no_other(runs: Path) -> None:
@@ -179,7 +179,7 @@ def test_gc_names_old_captures_and_removes_them_only_when_told_so(runs: Path) ->
     assert cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs).code == 0
     assert captures(runs) == set()
     assert (run / "report.json").is_file()
-    assert only(runs / "runs").held() == {}
+    assert only(runs / "runs").existing_captures() == {}
 
 
 def test_gc_leaves_young_runs_alone(runs: Path) -> None:
@@ -215,7 +215,7 @@ def test_gc_removes_nothing_outside_the_folder(runs: Path) -> None:
     run = make_old(runs)
     shutil.copytree(runs / "runs" / "captures", runs / "shared")
     (run / "outcomes.json").write_text((run / "outcomes.json").read_text().replace("../captures/", "../../shared/"))
-    assert len(only(runs / "runs").held()) > 0
+    assert len(only(runs / "runs").existing_captures()) > 0
     cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert list((runs / "shared").glob("*/*/manifest.json"))
 

@@ -11,7 +11,7 @@ from fidelab.metrics.composite import (
     BANDS,
     Band,
     composite,
-    cost_alike,
+    costs_equivalent,
     harmonic_mean,
     kl_band,
     lower,
@@ -264,7 +264,7 @@ def test_harms_and_failed_positions_lower_what_is_still_possible(
 def test_costs_are_alike_where_the_difference_certainly_is_small(
     difference: tuple[float, float] | None, larger: float, alike: bool
 ) -> None:
-    assert cost_alike(difference, larger) is alike
+    assert costs_equivalent(difference, larger) is alike
 
 
 def test_garbage_fails_whatever_the_kl_says() -> None:

@@ -130,7 +130,7 @@ def test_sizes_that_fit_no_model_are_named(sizes: dict[str, int], said: str, tmp
 def test_no_parameter_is_left_unfilled_and_a_token_takes_the_bytes_of_its_heads(folder: Path) -> None:
     engine = opened(HFEngine, folder, "bf16", "bfloat16")
     engine.answer(PROBE, Answers())
-    ran = engine.ran()
+    ran = engine.runtime_info()
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 2 * (32 + 32) * 2
     assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == 40_960
 
@@ -167,7 +167,7 @@ def test_llama_cpp_cuts_text_into_the_same_tokens(folder: Path) -> None:
 
 @pytest.mark.llamacpp
 def test_llama_cpp_sees_the_same_cache(folder: Path) -> None:
-    ran = opened(LlamaCppEngine, folder / GGUF_NAME, "q8_0/f16", "bfloat16").ran()
+    ran = opened(LlamaCppEngine, folder / GGUF_NAME, "q8_0/f16", "bfloat16").runtime_info()
     assert (ran.kv_layers, ran.cache_bytes_per_token) == (2, 2 * 2 * (34 + 64))
 
 

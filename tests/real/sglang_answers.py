@@ -28,7 +28,7 @@ def main() -> None:
         said.put(engine, job["requests"], engine._session, "stream")
         if job["own"]:
             said.plain["own"] = _own(engine, job["own"])
-        said.plain["ran"] = engine.ran().record()
+        said.plain["ran"] = engine.runtime_info().record()
         if job["end"]:
             said.plain["processes"] = [pid for pid, _ in _children()]
             said.plain["errors"]["ended"] = _ended(engine, request_from_record(next(iter(job["requests"].values()))))

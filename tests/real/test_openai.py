@@ -66,7 +66,7 @@ def test_the_server_is_known_and_its_habits_found_out(smollm2: Model, urls: list
     assert tuple(engine.tokenize(TEXT)) == tokens
     sink = Answers()
     engine.answer(Prefill("kld", (tokens,), 2, len(tokens) - 2, ((0,) * (len(tokens) - 3),)), sink)
-    ran = engine.ran().record()
+    ran = engine.runtime_info().record()
     assert (ran["server"], ran["prompts"], ran["ids"], ran["tokenizer"]) == (
         "llama_cpp.server",
         "text",

@@ -23,7 +23,7 @@ def main() -> None:
         said.put(engine, job["requests"], engine._model, "tokens")
         if job["own"]:
             said.plain["own"] = _own(engine, job["own"])
-        said.plain["ran"] = engine.ran().record()
+        said.plain["ran"] = engine.runtime_info().record()
         engine.close()
 
 

@@ -12,7 +12,7 @@ from fidelab.core import Status
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
-from fidelab.report.tables import cache_layers_of, ran_of
+from fidelab.report.tables import cache_layers_of, runtime_table
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.measurement import Definition, Measurement
@@ -226,7 +226,7 @@ def test_asked_and_ran_stand_side_by_side() -> None:
     assert values[0] == "f32"
     assert values[-1] == "nvfp4"
     packed = arm("fp8_e4m3", ran=RuntimeRecord(k_dtype="uint8", v_dtype="uint8"))
-    assert ran_of([packed]).rows[0][2:4] == ("fp8_e4m3 as uint8",) * 2
+    assert runtime_table([packed]).rows[0][2:4] == ("fp8_e4m3 as uint8",) * 2
 
 
 def test_layers_of_one_setting_share_a_row_that_says_where_their_scales_come_from() -> None:
@@ -596,7 +596,7 @@ def test_arms_that_differ_in_weights_alone_are_plotted_over_the_size_of_their_we
 
 def test_what_ran_says_in_how_many_layers_and_forwards_the_format_was_seen() -> None:
     def seen(observed: dict[str, tuple[int, int]] | None) -> str:
-        table = ran_of([arm("int8", ran=RuntimeRecord(observed=observed))])
+        table = runtime_table([arm("int8", ran=RuntimeRecord(observed=observed))])
         return table.rows[0][table.columns.index("format seen in")]
 
     every = {"layers": (30, 30), "prefills": (6, 41), "steps": (11, 1200)}

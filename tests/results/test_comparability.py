@@ -8,7 +8,7 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.core.errors import MismatchError
-from fidelab.results.comparability import in_words
+from fidelab.results.comparability import describe_difference
 from fidelab.results.compare import compare
 from fidelab.results.diff_record import Thresholds
 from fidelab.results.measurement import Definition, Measurement
@@ -124,7 +124,7 @@ def test_where_nothing_can_be_compared_words_say_what_differs() -> None:
     ],
 )
 def test_a_difference_is_said_in_words(field: str, values: tuple[Any, Any], said: str) -> None:
-    assert in_words(field, *values).startswith(said)
+    assert describe_difference(field, *values).startswith(said)
 
 
 def test_figures_without_a_better_side_and_bytes_per_token_are_no_comparison() -> None:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 from fidelab.captures.reader import Capture
-from fidelab.cli.progress import _seconds_left
+from fidelab.cli.progress import _remaining_seconds
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import canonical_json
@@ -113,9 +113,9 @@ def test_a_failed_arm_does_not_hold_the_progress_up(tmp_path: Path) -> None:
 
 
 def test_time_left_follows_the_plan_first_and_the_run_s_own_pace_later() -> None:
-    assert _seconds_left(0.0, 0.0, 100.0) == 100.0
-    assert _seconds_left(1000.0, 500.0, 1000.0) == pytest.approx(1000.0, rel=0.02)  # twice as slow as planned
-    assert _seconds_left(50.0, 120.0, 100.0) == 0.0
+    assert _remaining_seconds(0.0, 0.0, 100.0) == 100.0
+    assert _remaining_seconds(1000.0, 500.0, 1000.0) == pytest.approx(1000.0, rel=0.02)  # twice as slow as planned
+    assert _remaining_seconds(50.0, 120.0, 100.0) == 0.0
 
 
 def test_a_run_leaves_rates_for_the_next_estimate(tmp_path: Path) -> None:

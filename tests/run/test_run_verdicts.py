@@ -13,7 +13,7 @@ from fidelab.core import Arm, FormatSpec, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.results.store import RunFolder
-from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _loses_much, select_runtime_info
+from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _is_lossy, select_runtime_info
 from tests.run.harness import Done, axis_of, cli, compare, write_inputs
 
 
@@ -225,4 +225,4 @@ def test_equal_rows_are_evidence_where_a_format_that_loses_changes_a_hundredth_o
 ) -> None:
     arm = Arm("x", "hf", "m", "/m", "0" * 8, KVSpec.parse(kv), "bfloat16", "cpu", 1)
     ran = {} if changed is None else {"k_changed": changed, "v_changed": changed}
-    assert _loses_much(ArmResult("candidate:x", arm, Status.OK, ran=ran)) is much
+    assert _is_lossy(ArmResult("candidate:x", arm, Status.OK, ran=ran)) is much

@@ -69,11 +69,11 @@ def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monke
     asked = list[tiles.Figures]()
 
     def apart(groups: Sequence[tiles.Asked], threads: int) -> tiles.Figures:
-        asked.append(tiles.compare_apart(groups, threads))
+        asked.append(tiles.compare_in_process(groups, threads))
         return asked[-1]
 
     monkeypatch.setattr(tiles, "MIN_OPERATIONS", 0.0)
-    monkeypatch.setattr("fidelab.run.pairing.compare_apart", apart)
+    monkeypatch.setattr("fidelab.run.pairing.compare_in_process", apart)
     after = mean_kl(scored(done))
     assert len(asked) == 1
     assert len(asked[0]) == 3  # of both candidates and the floor

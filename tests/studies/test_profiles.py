@@ -308,7 +308,7 @@ STAGE = {"name": "s", "command": ["setup", "formats"]}
         ({"stages": [{**STAGE, "needs": {"memory": "much"}}]}, "stages.0.needs.memory"),
         ({"stages": [{**STAGE, "needs": {"device": "tpu"}}]}, "stages.0.needs.device"),
         ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is not a stage before it"),
-        ({"stages": [STAGE, STAGE]}, "two stages are called 's'"),
+        ({"stages": [STAGE, STAGE]}, "two stages have the name 's'"),
         ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
         ({"stages": [{**STAGE, "command": ["dctor"]}], "expected": []}, "stage s: fidelab dctor: No such command"),
         ({"stages": [{**STAGE, "command": ["setup", "formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),

@@ -76,7 +76,7 @@ class Length(Axis):
             proportion=True,
             scale=100.0,
         )
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 score.score(seed),
                 SAME(score.mean(), score.mean_interval(seed)),

@@ -85,7 +85,7 @@ class Naughty(Engine):
             sink.progress(len(tokens))
         return Answer(Estimator.LOGPROBS, facts={"modules": sorted({name.split(".")[0] for name in sys.modules})})
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         return RuntimeInfo({"naughty": "1"}, "cpu", cache_bytes_per_token=float("nan") if self._do == "nan" else 1.0)
 
     def close(self) -> None:

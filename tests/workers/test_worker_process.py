@@ -203,7 +203,7 @@ def test_an_engine_that_is_not_there_is_named(work: Work) -> None:
 
 def test_a_tokenizer_that_disagrees_is_refused_with_the_place(work: Work) -> None:
     done = work(sample_ids=[104, 195, 170])
-    assert "disagrees with the model's own from token 2" in str(done.outcome.reason)
+    assert "differs from the model's at token 2" in str(done.outcome.reason)
     assert list(find_captures(done.store)) == []
 
 

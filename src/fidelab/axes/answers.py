@@ -34,7 +34,7 @@ _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
 _NEGATION_SPAN = 200  # characters in which "not" is looked for before a name
 
 
-def named(text: str, names: Sequence[str]) -> list[str]:
+def find_names(text: str, names: Sequence[str]) -> list[str]:
     """Names in the first sentence that has any of them, as whole words, in their order there.
 
     Case and accents do not matter.  A name right after "not" does not count.

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 _HARM_POINTS = -5.0  # points
-_TAIL = 16  # tokens at a prompt's end in which reasoning may begin
+_REASONING_TAIL_TOKENS = 16  # tokens at a prompt's end in which reasoning may begin
 
 
 class AxisSettings(BaseModel):
@@ -202,7 +202,7 @@ class AxisScore:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
 
-    def with_found(self, **fields: Any) -> Self:
+    def with_measurement(self, **fields: Any) -> Self:
         """The score with fields of :attr:`found`."""
         return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
@@ -327,7 +327,7 @@ class Axis:
         """Compare two arms' captures of all parts."""
         return self.score(pairs[""], seed)
 
-    def lost(self, part: str, reason: str) -> Cell | None:
+    def failed_part_cell(self, part: str, reason: str) -> Cell | None:
         """Remark on a failed part if the others are scored without it; ``None`` if they are not."""
         return None
 
@@ -424,7 +424,7 @@ def written_text(capture: Capture, item: int) -> str:
 def answer_text(capture: Capture, item: int) -> str:
     """The generated text without the stop token and without reasoning."""
     request = capture.request
-    prompt = capture.text(request.prompts[item][-_TAIL:]) if isinstance(request, Generate) else ""
+    prompt = capture.text(request.prompts[item][-_REASONING_TAIL_TOKENS:]) if isinstance(request, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
 
 

@@ -89,7 +89,7 @@ class _Text:
     onset: Onset | None
 
     @property
-    def lost(self) -> int:
+    def tokens_after_onset(self) -> int:
         """Tokens from the onset on."""
         return 0 if self.onset is None else len(self.ids) - self.onset.at
 
@@ -144,8 +144,8 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-        ).with_found(downgrades=_lowers(good), fails=_fails(good))
-        return score.with_found(
+        ).with_measurement(downgrades=_lowers(good), fails=_fails(good))
+        return score.with_measurement(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
             summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",
@@ -192,15 +192,15 @@ def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
 
 def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
     """The reason for a failure: over half of the texts that the reference begins well degenerate at once."""
-    sound = [item for item in items if not _at_once(item.ref)]
-    broken = sum(_at_once(item.test) for item in sound)
+    sound = [item for item in items if not _degenerates_early(item.ref)]
+    broken = sum(_degenerates_early(item.test) for item in sound)
     what = (
         f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
     )
     return (what,) if 2 * broken > len(sound) else ()
 
 
-def _at_once(text: _Text) -> bool:
+def _degenerates_early(text: _Text) -> bool:
     return text.onset is not None and text.onset.at < EARLIER
 
 
@@ -229,7 +229,9 @@ def _side(
     definitions: Sequence[Definition], texts: Sequence[_Text], clusters: Sequence[int], seed: int
 ) -> Iterator[Metric]:
     degenerate, onset, after, length = definitions
-    lost = RatioItems.of([text.lost for text in texts], [float(len(text.ids)) for text in texts], clusters)
+    lost = RatioItems.of(
+        [text.tokens_after_onset for text in texts], [float(len(text.ids)) for text in texts], clusters
+    )
     onsets = [text.onset.at for text in texts if text.onset]
     yield degenerate(len(onsets))
     yield onset(float(np.median(onsets)) if onsets else None)

@@ -33,10 +33,10 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
         return (), ()
     drafts, drafted, accepted = (int(facts[name]) for name in ("drafts", "drafted", "accepted"))
     metrics = acceptance(drafts, drafted, accepted)
-    return metrics, (Flag(kind=COUNTED, text=_in_words(str(facts["method"]), metrics)), _text(pair, forks))
+    return metrics, (Flag(kind=COUNTED, text=_format_drafts(str(facts["method"]), metrics)), _text(pair, forks))
 
 
-def _in_words(method: str, metrics: Sequence[Metric]) -> str:
+def _format_drafts(method: str, metrics: Sequence[Metric]) -> str:
     if not metrics:
         return f"speculation ({method}) drafted no token"
     length, rate = (metric.value for metric in metrics)

@@ -153,7 +153,7 @@ class ForcedDecode(Axis):
         if not fits:
             raise UnavailableError(
                 f"forced: none of {len(found) + lost} recorded answers in {inputs.traffic.name} can be fed: the chat "
-                f"template writes {lost} otherwise, {len(found)} lie behind more turns than the model has positions"
+                f"template writes {lost} otherwise, {len(found)} come after more turns than the model has positions"
             )
         fits = fits[: s.limit]
         return Forced(
@@ -196,7 +196,7 @@ class ForcedDecode(Axis):
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound),
@@ -209,7 +209,7 @@ class ForcedDecode(Axis):
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
-                *_turn_words(pair, rows, clusters, seed),
+                *_turn_word_metrics(pair, rows, clusters, seed),
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
@@ -248,7 +248,7 @@ def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
 
 
-def _turn_words(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
+def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
     """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
     request = pair.ref.request
     assert isinstance(request, Forced)

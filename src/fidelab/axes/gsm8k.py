@@ -30,7 +30,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
 from fidelab.core.errors import CaptureError, InputError
-from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
+from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
@@ -147,8 +147,8 @@ class GSM8K(Axis):
                 f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
             )
         if weak and cut:
-            reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
-        return replace(score, not_measurable=reason).with_found(
+            reason += f"; {cut} of its answers have numbers only in their reasoning: raise axes.gsm8k.n_predict"
+        return replace(score, not_measurable=reason).with_measurement(
             metrics=_metrics(usable, difference, weak=weak, seed=seed),
             plots=_plots(items),
             cluster="problem",
@@ -215,14 +215,14 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     if capture.items[item]["failed"] is not None or "ids" not in capture.names(item):
         return _Answer((), "", None, False)
     ids = capture.ints(item, "ids")
-    whole, text = written_text(capture, item), own_words(answer_text(capture, item))
+    whole, text = written_text(capture, item), truncate_answer(answer_text(capture, item))
     value = extract_answer(text)
-    unfinished = value is None and extract_answer(own_words(whole)) is not None
-    length = _own_length(capture, ids, len(own_words(whole)), len(whole))
+    unfinished = value is None and extract_answer(truncate_answer(whole)) is not None
+    length = _answer_length(capture, ids, len(truncate_answer(whole)), len(whole))
     return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
 
 
-def _own_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
+def _answer_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
     """Number of tokens of the first ``own`` of ``written`` characters; ``None`` if the budget cut them."""
     request = capture.request
     if own < written:
@@ -276,7 +276,14 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: boo
 
 def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
     rows = [
-        (item.id, _shown(item.gold), _shown(item.ref.value), _shown(item.test.value), item.outcome) for item in items
+        (
+            item.id,
+            _format_number(item.gold),
+            _format_number(item.ref.value),
+            _format_number(item.test.value),
+            item.outcome,
+        )
+        for item in items
     ]
     lost = [item for item in items if item.outcome == "lost"]
     table = TablePlot(
@@ -292,7 +299,7 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
             label=f"problem {item.id}",
             reference=item.ref.text.strip(),
             candidate=item.test.text.strip(),
-            note=f"right: {_shown(item.gold)}, candidate: {_shown(item.test.value)}",
+            note=f"right: {_format_number(item.gold)}, candidate: {_format_number(item.test.value)}",
         )
         for item in lost[:_MAX_SHOWN_ITEMS]
     ]
@@ -300,7 +307,7 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
     return table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))
 
 
-def _shown(value: Decimal | None) -> str:
+def _format_number(value: Decimal | None) -> str:
     if value is None:
         return "–"
     text = f"{value:f}"

@@ -215,7 +215,9 @@ class KLD(Axis):
         requests: dict[str, Request] = {}
         for n_ctx, part in parts.items():
             whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
-            for cut, items in enumerate(_nested([self._asked(n_ctx, n) for n in self.settings.cuts], sizes[n_ctx])):
+            for cut, items in enumerate(
+                _nested([self._window_count(n_ctx, n) for n in self.settings.cuts], sizes[n_ctx])
+            ):
                 name = f"{part}+{cut}" if cut else part
                 if items:
                     some = whole if len(items) == sizes[n_ctx] else whole.select(items)
@@ -233,17 +235,17 @@ class KLD(Axis):
         n_ctx = self.settings.n_ctx
         return (n_ctx,) if isinstance(n_ctx, int) else n_ctx or _DEFAULT_CONTEXTS
 
-    def _asked(self, n_ctx: int, windows: int) -> int:
+    def _window_count(self, n_ctx: int, windows: int) -> int:
         """Windows of a context, of so many of the shortest one."""
         return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
         """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""
         s, asked = self.settings, self._contexts()
-        sizes = {n_ctx: self._asked(n_ctx, s.windows) for n_ctx in asked}
+        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
         have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
         if s.early:  # the whole text may be too short to decide
-            fewest = {n_ctx: min(size, self._asked(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
+            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
             sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is not None:
             return sizes
@@ -295,7 +297,7 @@ class KLD(Axis):
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
-        ).with_found(
+        ).with_measurement(
             metrics=(*worst.found.metrics, *by_context),
             facts={**worst.found.facts, "contexts": [_size(score) for score in parts.values()]},
         )
@@ -340,7 +342,7 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
-        ).with_found(
+        ).with_measurement(
             cluster="document" if documents else "block",
             metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(
@@ -353,7 +355,7 @@ class KLD(Axis):
                 "n_clusters": n_clusters,
                 "n_documents": n_clusters if documents else None,
                 "windows": len(order),
-                **({"at_most": self._asked(n_ctx, self.settings.windows)} if self.settings.early else {}),
+                **({"at_most": self._window_count(n_ctx, self.settings.windows)} if self.settings.early else {}),
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
         )
@@ -393,7 +395,7 @@ class KLD(Axis):
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
-    """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
+    """Sort key: the band of this context, then the upper end of the mean KL (without an interval, the mean)."""
     mean, interval = score.found.value("mean"), score.found.ci("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band

@@ -85,7 +85,7 @@ class LMEvalSettings(AxisSettings):
 
     tasks: tuple[str, ...] = Field(default=(), description="names of the harness' tasks, groups or tags")
     include_path: str | None = Field(
-        default=None, min_length=1, description="folder of task files of your own (YAML); code beside them is run"
+        default=None, min_length=1, description="folder of custom task files (YAML); code next to them is run"
     )
     limit: int | None = Field(default=None, ge=1, description="first documents of each task only")
     shots: int | None = Field(default=None, ge=0, description="worked examples; as many as the task says by default")
@@ -154,7 +154,7 @@ class LMEval(Axis):
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         request = pair.test.request
-        if not isinstance(request, Forced) or _top_tokens_alone(pair):
+        if not isinstance(request, Forced) or _topk_refusal(pair):
             return None
         return (
             (t, dict(zip(_COLUMNS, _rows(pair.test, t, request.continuations[t]), strict=True))) for _, t in pair.items
@@ -164,7 +164,7 @@ class LMEval(Axis):
         if (nothing := not_measurable(pairs.values())) is not None:
             return nothing
         for pair in pairs.values():
-            if (reason := _top_tokens_alone(pair)) and isinstance(pair.ref.request, Forced):
+            if (reason := _topk_refusal(pair)) and isinstance(pair.ref.request, Forced):
                 return unmeasurable(reason)
         answers = [_Answers(), _Answers()]
         for pair in pairs.values():
@@ -177,7 +177,7 @@ class LMEval(Axis):
         score = _score(tasks, ref, test, sorted(asked), seed)
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
-        return replace(score, identical=identical).with_found(
+        return replace(score, identical=identical).with_measurement(
             metrics=(*score.found.metrics, _TRUNCATED(cut)),
             facts={
                 "harness": _version(),
@@ -185,7 +185,7 @@ class LMEval(Axis):
                     name: {"version": task.VERSION, "shots": task.config.num_fewshot or 0}
                     for name, task in tasks.items()
                 },
-                **({} if not (odd := _left_out(ref)) else {"left_out": odd}),
+                **({} if not (odd := _non_numeric_metrics(ref)) else {"left_out": odd}),
             },
         )
 
@@ -544,13 +544,13 @@ def _text(capture: Capture, item: int, note: _Note) -> str:
     return text
 
 
-def _top_tokens_alone(pair: Pair) -> str:
+def _topk_refusal(pair: Pair) -> str:
     """Reason why log-likelihoods cannot be read from a pair; empty if they can."""
     for capture in (pair.test, pair.ref):
         if capture.estimator is Estimator.TOPK:
             engine = capture.manifest["asked"]["engine"]
             return (
-                f"{engine} reports the most likely tokens alone: the log-likelihood of a given continuation needs all "
+                f"{engine} reports only the most likely tokens: the log-likelihood of a given continuation needs all "
                 "of them; tasks of type generate_until work"
             )
     return ""
@@ -586,7 +586,9 @@ def _scored(
         class Replay(LM):  # type: ignore[misc]  # the harness has no types
             """Answers the harness' requests from a capture."""
 
-            def _given(self, requests: Sequence[Any], task_name: str = name, own: Sequence[int] = own) -> list[Any]:
+            def _recorded_answers(
+                self, requests: Sequence[Any], task_name: str = name, own: Sequence[int] = own
+            ) -> list[Any]:
                 given, counts = [], Counter[int]()
                 seen: dict[int, int] = {}
                 for request in requests:
@@ -603,10 +605,10 @@ def _scored(
                     given.append(value)
                 return given
 
-            loglikelihood = generate_until = _given
+            loglikelihood = generate_until = _recorded_answers
 
             def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[Any]:
-                return [value[0] for value in self._given(requests)]
+                return [value[0] for value in self._recorded_answers(requests)]
 
         with _quiet():
             from lm_eval.evaluator import evaluate
@@ -638,7 +640,7 @@ def _number(value: Any) -> Value | None:
     return (float(value[0]), float(value[1])) if pair else None
 
 
-def _left_out(table: Table) -> list[str]:
+def _non_numeric_metrics(table: Table) -> list[str]:
     """Metrics whose values on a document are not numbers."""
     return sorted(_label(key) for key, values in table.items() if not values)
 
@@ -683,7 +685,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
             den=np.ones(len(asked)),
             clusters=np.arange(len(asked)),
             usable=np.array([document in done for document in asked], dtype=bool),
-        ).with_found(metrics=tuple(metrics), plots=(table,), cluster="document")
+        ).with_measurement(metrics=tuple(metrics), plots=(table,), cluster="document")
     own, theirs = values[usable, 1], values[usable, 0]
     clusters = np.arange(len(judged))
     score = AxisScore.percent(values[:, 1], clusters, usable, right=(values[:, 0], values[:, 1]))
@@ -691,7 +693,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
     difference = score.minus_reference(seed)
     flips = flip_counts(theirs, own, clusters[usable])
     outcomes = list(zip(theirs, own, strict=True))
-    return score.with_found(
+    return score.with_measurement(
         cluster="document",
         metrics=(
             score.score(seed),
@@ -717,7 +719,7 @@ def _judged_by(keys: Sequence[Key]) -> Key | None:
 
 
 def _task_metrics(key: Key, ref: Sequence[Value], test: Sequence[Value], seed: int) -> Iterator[Metric]:
-    """One metric of one task on both sides, paired by document."""
+    """Values of one metric of one task on both sides, paired by document."""
     task, filter_, metric = key
     cell: Coordinates = {"task": task, "metric": metric if filter_ == "none" else f"{metric}, {filter_}"}
     clusters = np.arange(len(ref))

@@ -94,7 +94,7 @@ class PathsSettings(AxisSettings):
 
     @field_validator("ways")
     @classmethod
-    def _known(cls, ways: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_ways(cls, ways: tuple[str, ...]) -> tuple[str, ...]:
         if unknown := [way for way in ways if way not in WAYS]:
             raise ValueError(f"there is no way {unknown[0]!r}; there are {', '.join(WAYS)}")
         return tuple(way for way in WAYS if way in ways and way != _COLD)
@@ -126,7 +126,7 @@ class Paths(Axis):
 
         s = self.settings
         cut = make_windows(inputs.tokenizer, inputs.text, s.n_ctx, s.windows, "full")
-        tails = _others(inputs, max(s.others))
+        tails = _other_prompts(inputs, max(s.others))
         asked: dict[str, Request] = {}
         for part, way, size, first, n_others in self._plan():
             asked[part] = Served(
@@ -172,7 +172,7 @@ class Paths(Axis):
     def repeated(self, request: Request, share: float) -> Request | None:
         return None  # every way is compared with the cold prefill
 
-    def lost(self, part: str, reason: str) -> Cell | None:
+    def failed_part_cell(self, part: str, reason: str) -> Cell | None:
         return None if part == _COLD else Cell(at={"way": part}, status=Status.FAILED, reason=reason)
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
@@ -187,10 +187,10 @@ class Paths(Axis):
         known = _unproven(ref[_COLD]) is None
         if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is not a twin, since its kernels differ
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
-        theirs = _parts_at(twins, {}, 0.0)
+        theirs = _first_divergent_rows(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
         cost = _kl(ref[_COLD], test[_COLD])
-        ends = _parts_at(own, sound, _tail(cost) if known and np.isfinite(cost).any() else math.inf)
+        ends = _first_divergent_rows(own, sound, _tail(cost) if known and np.isfinite(cost).any() else math.inf)
         first = {part: _request(test[part]).first for part in proven}
         rows = np.concatenate([*(kl.ravel() for kl in own.values()), np.empty(0)])
         windows = np.concatenate([*(_windows(kl) for kl in own.values()), np.empty(0, dtype=np.int64)])
@@ -205,7 +205,7 @@ class Paths(Axis):
             and all(_unproven(ref[part]) is None and (_kl(ref[part], test[part]) == 0).all() for part in proven),
             bound=bound,
             not_measurable="" if own else "; ".join(dict.fromkeys(why[1] for why in unproven.values() if why)),
-        ).with_found(
+        ).with_measurement(
             cluster="window",
             cells=tuple(
                 _cell(part, why, test[part], first.get(part, 0), ends.get(part), theirs.get(part))
@@ -220,7 +220,7 @@ class Paths(Axis):
             return score
         mean = _MEAN(score.mean(), score.mean_interval(seed), bound=bound, headline=True)
         by_way = (m for part in own for m in _metrics(part, own[part], twins.get(part), ends.get(part), first, seed))
-        return score.with_found(
+        return score.with_measurement(
             metrics=(mean, _PARTED(len(added)), *(m.model_copy(update={"bound": bound}) for m in by_way)),
             plots=tuple(_curve(part, kl, first[part]) for part, kl in own.items()),
         )
@@ -245,7 +245,7 @@ def _engine(capture: Capture) -> str:
     return str(capture.manifest["asked"]["engine"])
 
 
-def _others(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
+def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
     """Prompts of other requests, each of another length, from the end of the text."""
     ids = inputs.tokenizer.encode(inputs.text.content)
     lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
@@ -295,7 +295,7 @@ def _tail(kl: Floats) -> float:
     return float(np.quantile(usable, _TAIL_QUANTILE)) if len(usable) else 0.0
 
 
-def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: float) -> dict[str, int]:
+def _first_divergent_rows(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: float) -> dict[str, int]:
     """First row at which a way diverges, by way, for those that do.
 
     The allowance rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
@@ -306,13 +306,17 @@ def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: floa
     tails = {part: _tail(kl) for part, kl in own.items()}
     found = {}
     for part, kl in own.items():
-        noise = max(_MIN_ALLOWANCE, _MARGIN * _tail(twins[part])) if part in twins else _noise_of_others(part, tails)
+        noise = (
+            max(_MIN_ALLOWANCE, _MARGIN * _tail(twins[part]))
+            if part in twins
+            else _noise_of_other_families(part, tails)
+        )
         if (at := parting(kl, max(noise, cost))) is not None:
             found[part] = at
     return found
 
 
-def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
+def _noise_of_other_families(part: str, tails: Mapping[str, float]) -> float:
     """Cost of rounding noise on the ways of other families than this one, nats.
 
     One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of another family

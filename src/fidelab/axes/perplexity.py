@@ -60,9 +60,9 @@ class PerplexitySettings(AxisSettings):
     )
 
     @model_validator(mode="after")
-    def _strides_fit(self) -> Self:
+    def _check_stride(self) -> Self:
         if self.place == "spread" and self.mode == "strided":
-            raise ValueError("strided windows overlap, from the text's start: leave out place")
+            raise ValueError("strided windows start at the text's beginning: omit place")
         if self.stride is not None and self.mode == "chunked":
             raise ValueError("stride is for mode strided")
         if self.stride is not None and self.stride >= min(self.contexts or _DEFAULT_CONTEXTS):
@@ -105,7 +105,7 @@ class Perplexity(Axis):
             bounds=(-math.inf, math.inf),
             identical=all(rows.identical for rows in parts.values()),
             not_measurable=_UNREPORTED.format(lost, total) if lost else "",
-        ).with_found(
+        ).with_measurement(
             cluster="text unit",
             summary=_summary(at_longest.ppl_test, at_longest.log_ratio),
             reference_summary=_summary(at_longest.ppl_ref),

@@ -71,7 +71,7 @@ class PLADSettings(AxisSettings):
 
     @field_validator("perturbations")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _order_perturbations(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         """The names in the order of the table, each once."""
         for name in names:
             if name not in PERTURBATIONS:
@@ -150,7 +150,7 @@ class PLAD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
-        plain = _plain_answers(pair, cells)
+        plain = _unperturbed_answers(pair, cells)
         constant = _constant(*plain)
         counted = [] if constant else cells
         usable = [not (cell.failed or constant) for cell in cells]
@@ -164,11 +164,11 @@ class PLAD(Axis):
             identical=all(usable) and all(cell.ref == cell.test for cell in cells),
             proportion=True,
             scale=100.0,
-        ).with_found(fails=constant)
+        ).with_measurement(fails=constant)
         asked = pair.ref.manifest["settings"]
         summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 score.score(seed),
                 _EXCESS(summary.excess, summary.interval),
@@ -237,9 +237,9 @@ def _cells(pair: Pair) -> list[_Cell]:
     return cells
 
 
-def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
+def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
     """Both sides' answers to the unperturbed prompts, without failed ones and without duplicate prompts."""
-    request, notes = _asked(pair.ref), _notes(pair.ref)
+    request, notes = _generate_request(pair.ref), _notes(pair.ref)
     asked = {
         n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
     }
@@ -262,7 +262,7 @@ def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None
     return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
 
 
-def _asked(capture: Capture) -> Generate:
+def _generate_request(capture: Capture) -> Generate:
     request = capture.request
     if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
         raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
@@ -270,7 +270,7 @@ def _asked(capture: Capture) -> Generate:
 
 
 def _notes(capture: Capture) -> list[dict[str, Any]]:
-    return [json.loads(note) for note in _asked(capture).notes]
+    return [json.loads(note) for note in _generate_request(capture).notes]
 
 
 def _skipped(ref: Capture) -> dict[str, int]:

@@ -62,7 +62,7 @@ _REFERENCE = Definition(
 _INFORMATIVE = Definition("informative_cells", "count", None, "Lengths and positions at which the reference finds any.")
 _CELLS = Definition("cells", "count", None, "Lengths and positions asked.")
 _REFRACT = Definition("score_refract", "points", "higher", "The score by REFRACT's definition.", name="score (REFRACT)")
-_OURS = Definition(
+_SCORE_INFORMATIVE = Definition(
     "score_informative_cells",
     "points",
     "higher",
@@ -116,7 +116,7 @@ class RNIAHSettings(AxisSettings):
         return tuple(sorted(set(values)))
 
     @model_validator(mode="after")
-    def _one_fixed_needle(self) -> Self:
+    def _check_compat(self) -> Self:
         if self.compat and (self.needles > 1 or self.distractors):
             raise ValueError("compat: refract has one fixed needle: leave out needles and distractors")
         return self
@@ -366,14 +366,14 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
     found = int((cells.base > 0).sum())
-    score = replace(score, not_measurable=reason).with_found(
+    score = replace(score, not_measurable=reason).with_measurement(
         cluster="prompt",
         summary=lost_and_gained(list(zip(cells.base.tolist(), cells.cand.tolist(), strict=True))),
         reference_summary=f"finds {found} of {len(cells.base)}" if all_cells else "",
         downgrades=tuple(losses),
     )
     share = float(cells.base.mean()) if all_cells else None
-    return score.with_found(
+    return score.with_measurement(
         metrics=(
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),
@@ -385,7 +385,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
             _INFORMATIVE(informative),
             _CELLS(all_cells),
             _REFRACT(None if reason else retrieval_score(cells, "refract")),
-            *((_OURS(None if reason else retrieval_score(cells)),) if compat else ()),
+            *((_SCORE_INFORMATIVE(None if reason else retrieval_score(cells)),) if compat else ()),
         ),
         plots=needle_plots(trials, style),
         facts={

@@ -83,7 +83,7 @@ def item_rows(capture: Capture, item: int) -> int:
 def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.float32]:
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
-        raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
+        raise CaptureError(f"capture {capture.folder} holds only the top tokens, not rows over the vocabulary")
     if capture.against:
         why = "holds figures in the place of rows over the vocabulary"
         raise CaptureError(f"capture {capture.folder} {why}; capture again with --keep-rows")
@@ -121,7 +121,7 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
         p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
-        parts.append(compare_rows(p, q, targets[start:stop], usable_cores(), kl_alone=itself))
+        parts.append(compare_rows(p, q, targets[start:stop], usable_cores(), kl_only=itself))
     return RowComparison.concat(parts)
 
 
@@ -145,12 +145,12 @@ def compare_many(
     targets: NDArray[np.int64],
     scorer: TileScorer | None = None,
     *,
-    kl_alone: bool = False,
+    kl_only: bool = False,
 ) -> list[RowComparison]:
     """All rows of one item against those of items of many captures, all of hidden states.
 
     Figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
-    ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_alone``: without the other
+    ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_only``: without the other
     divergences.
 
     Raises:
@@ -160,9 +160,9 @@ def compare_many(
     whole = [(test, t) for test, t in tests if item_rows(ref, item) == item_rows(test, t) == n > 0]
     sides = [_states(capture, index) for capture, index in ((ref, item), *whole)]
     if scorer := scorer or _cpu_scorer():
-        found = iter(scorer.compare(sides[0], sides[1:], targets, kl_alone=kl_alone))
+        found = iter(scorer.compare(sides[0], sides[1:], targets, kl_only=kl_only))
     else:
-        found = iter([_compared(sides[0], side, targets, kl_alone) for side in sides[1:]])
+        found = iter([_compared(sides[0], side, targets, kl_only) for side in sides[1:]])
     return [next(found) if test in whole else _none(n) for test in tests]
 
 
@@ -182,13 +182,13 @@ def _compared(
     ref: tuple[NDArray[np.float32], Head],
     test: tuple[NDArray[np.float32], Head],
     targets: NDArray[np.int64],
-    kl_alone: bool,
+    kl_only: bool,
 ) -> RowComparison:
     parts = []
     for start in range(0, len(targets), CHUNK):
         at = slice(start, start + CHUNK)
         p, q = (head_logits(states[at], head) for states, head in (ref, test))
-        parts.append(compare_rows(p, q, targets[at], usable_cores(), kl_alone=kl_alone))
+        parts.append(compare_rows(p, q, targets[at], usable_cores(), kl_only=kl_only))
     return RowComparison.concat(parts)
 
 

@@ -123,9 +123,9 @@ class ToolCalls(Axis):
         answered = [item for item in items if item.answered]
         able = sum(item.ref.valid for item in answered)
         never = f"the reference writes no valid tool call at any of {len(answered)} turns: there is nothing to compare"
-        return replace(score, not_measurable="" if able or not answered else never).with_found(
+        return replace(score, not_measurable="" if able or not answered else never).with_measurement(
             metrics=_metrics(score, answered, seed) if able else (),
-            plots=texts("Turns whose calls were lost", map(_shown, _lost(answered)[:_MAX_SHOWN_TURNS])),
+            plots=texts("Turns whose calls were lost", map(_text_pair, _lost_turns(answered)[:_MAX_SHOWN_TURNS])),
             cluster="conversation",
             summary=lost_and_gained([(float(item.ref.valid), float(item.test.valid)) for item in answered]),
             reference_summary=f"calls tools at {able} of {len(answered)} turns" if answered else "",
@@ -232,7 +232,7 @@ def fits_schema(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool
         return False
 
 
-def _lost(turns: Sequence[_Turn]) -> list[_Turn]:
+def _lost_turns(turns: Sequence[_Turn]) -> list[_Turn]:
     return [turn for turn in turns if turn.ref.valid and not turn.test.valid]
 
 
@@ -262,7 +262,7 @@ def _metrics(score: AxisScore, turns: Sequence[_Turn], seed: int) -> tuple[Metri
     )
 
 
-def _shown(turn: _Turn) -> TextPair:
+def _text_pair(turn: _Turn) -> TextPair:
     return TextPair(
         label=f"turn {turn.index} of conversation {turn.conversation}",
         reference=turn.ref.text.strip(),

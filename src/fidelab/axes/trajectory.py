@@ -135,7 +135,7 @@ class Trajectory(Axis):
         ]
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
-        return score.with_found(
+        return score.with_measurement(
             metrics=(
                 score.score(seed),
                 define["exact_match_rate"](exact_match_rate(good)),

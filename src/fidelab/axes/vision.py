@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fidelab.axes.answers import named
+from fidelab.axes.answers import find_names
 from fidelab.axes.base import (
     OVER_CONTROL,
     Axis,
@@ -154,7 +154,7 @@ class Vision(Axis):
             UnavailableError: the reference cannot read images, or the log has none.
             InputError: an image of the log cannot be used, or a question has no room.
         """
-        s, asked = self.settings, self._asked(inputs)
+        s, asked = self.settings, self._tokenized_prompts(inputs)
         source = "traffic" if asked and not asked[0][0].right else "drawn"
         images, shows = image_files([prompt.images for prompt, _ in asked])
         return {
@@ -188,7 +188,7 @@ class Vision(Axis):
         return self._forced(inputs, ids)
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        n = len(self._asked(inputs))
+        n = len(self._tokenized_prompts(inputs))
         return self._forced(inputs, [(0,) * self.settings.n_predict] * n)
 
     def available(self, inputs: AxisInputs) -> int:
@@ -200,9 +200,9 @@ class Vision(Axis):
         answers = _Answers.of(pairs[_ANSWER])
         forced = {part: pairs[part] for part in _FORCED if part in pairs}
         if not_measurable(forced.values()) is not None:
-            return _answers_alone(answers, pairs[_ANSWER], forced, seed)
+            return _answers_only_score(answers, pairs[_ANSWER], forced, seed)
         if forced.keys() != {*_FORCED}:
-            raise CaptureError("the text behind right, wrong and no image was not put to both arms; capture again")
+            raise CaptureError("the text after the right, wrong and no image was not sent to both arms; capture again")
         found = {part: _rows(pair) for part, pair in forced.items()}
         rows, clusters = found[_RIGHT]
         bound = estimator_of(forced[_RIGHT]) is Estimator.TOPK
@@ -212,7 +212,7 @@ class Vision(Axis):
         dependence = {part: _Dependence.of(forced, part) for part in (_WRONG, _NONE)}
         return replace(
             score, identical=bool(answers.same.all()) and all(one.identical for one in (score, *others.values()))
-        ).with_found(
+        ).with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
                 _MEAN(summary.mean, score.mean_interval(seed), bound=bound, headline=bound),
@@ -243,7 +243,7 @@ class Vision(Axis):
             raise UnavailableError(f"axes.vision.images=traffic takes the images of a log (--traffic): {name}")
         return own or drawn_prompts()
 
-    def _asked(self, inputs: AxisInputs) -> list[tuple[ImagePrompt, PromptTokens]]:
+    def _tokenized_prompts(self, inputs: AxisInputs) -> list[tuple[ImagePrompt, PromptTokens]]:
         """The questions, and their tokens with and without images."""
         s = self.settings
         if inputs.no_images:
@@ -273,7 +273,7 @@ class Vision(Axis):
 
     def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens]) -> dict[str, Request]:
         """Requests with the same text after the right image, a wrong one, and none."""
-        s, asked = self.settings, self._asked(inputs)
+        s, asked = self.settings, self._tokenized_prompts(inputs)
         if len(asked) != len(answers):
             raise CaptureError(f"the reference answered {len(answers)} questions about images, not {len(asked)}")
         written = [inputs.tokenizer.decode(answer) for answer in answers]
@@ -313,7 +313,7 @@ def _rows(pair: Pair) -> tuple[RowComparison, NDArray[np.int64]]:
     """All rows of a pair, and the image that each belongs to."""
     request = pair.ref.request
     if not isinstance(request, ImageForced):
-        raise CaptureError("the captures hold no text behind images; capture again")
+        raise CaptureError("the captures have no text after images; capture again")
     parts = [compare_item(pair, r, t, np.asarray(request.continuations[r], dtype=np.int64)) for r, t in pair.items]
     clusters = _clusters(pair.ref)
     return RowComparison.concat(parts), np.repeat(
@@ -353,7 +353,7 @@ class _Dependence:
         ref_sums, test_sums, tokens = (np.asarray(column, dtype=np.float64) for column in columns[:3])
         return cls(ref_sums, test_sums, tokens, np.asarray(columns[3], dtype=np.int64))
 
-    def kept(self) -> RatioItems:
+    def retained(self) -> RatioItems:
         """The arm's dependence over the reference's."""
         return RatioItems(self.test, self.ref, self.clusters)
 
@@ -371,8 +371,8 @@ class _Dependence:
             sides.append(definition(ratio_estimate(items), interval, bound=bound))
         if bound or self.blind:
             return tuple(sides)
-        interval = ratio_interval(self.kept(), seed, bounds=(0.0, math.inf))
-        return (*sides, _KEPT[part](ratio_estimate(self.kept()), interval))
+        interval = ratio_interval(self.retained(), seed, bounds=(0.0, math.inf))
+        return (*sides, _KEPT[part](ratio_estimate(self.retained()), interval))
 
 
 def _flags(dependence: Mapping[str, _Dependence], seed: int) -> list[Flag]:
@@ -382,7 +382,7 @@ def _flags(dependence: Mapping[str, _Dependence], seed: int) -> list[Flag]:
             text = f"the reference's distributions do not change with the image (right against {_WORDS[part]})"
             flags.append(Flag(kind="blind", text=f"{text}: it does not look at it"))
             continue
-        kept = ratio_interval(found.kept(), seed, bounds=(0.0, math.inf))
+        kept = ratio_interval(found.retained(), seed, bounds=(0.0, math.inf))
         if kept is not None and kept[1] < 1:
             text = f"this arm keeps {kept[0]:.0%}–{kept[1]:.0%} of the reference's dependence on the image"
             flags.append(Flag(kind="dependence", text=f"{text} (right against {_WORDS[part]})"))
@@ -406,7 +406,7 @@ class _Answers:
             ids.append((pair.ref.ids(r), pair.test.ids(t)))
             usable.append(pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None)
             sides = ((pair.ref, r), (pair.test, t))
-            right.append([_is_right(answer_text(*side), note) if usable[-1] else math.nan for side in sides])
+            right.append([_judge_answer(answer_text(*side), note) if usable[-1] else math.nan for side in sides])
         return cls(pair.items, tuple(ids), np.array(usable, dtype=bool), np.array(right).reshape(-1, 2))
 
     @property
@@ -444,13 +444,13 @@ class _Answers:
         )
 
 
-def _is_right(answer: str, note: Mapping[str, Any]) -> float:
+def _judge_answer(answer: str, note: Mapping[str, Any]) -> float:
     if not note["right"]:
         return math.nan
-    return float(named(answer, (note["right"], *note["others"])) == [note["right"]])
+    return float(find_names(answer, (note["right"], *note["others"])) == [note["right"]])
 
 
-def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
+def _answers_only_score(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
     """Score for an engine that cannot score text after images: without KL and dependence."""
     nothing = not_measurable(forced.values())
     same = answers.same
@@ -464,7 +464,7 @@ def _answers_alone(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], se
         bound=True,
     )
     why = nothing.not_measurable if nothing is not None else ""
-    return score.with_found(
+    return score.with_measurement(
         metrics=answers.metrics(seed),
         cluster="image",
         summary=_summary("", answers),

@@ -55,7 +55,7 @@ class DecodeSettings(LiveSettings):
     """Settings of bench ``decode``."""
 
     depths: Counts = Field(default=(0, 512), description="tokens before the first decoded one")
-    n: int = Field(default=32, ge=2, description="tokens decoded behind the first")
+    n: int = Field(default=32, ge=2, description="tokens decoded after the first")
 
 
 class Decode(Bench):
@@ -100,20 +100,20 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
     if whole.seconds is None:
         return CellResult(whole.cell(at))
 
-    def together(rate: Rate) -> list[float]:
+    def total_rates(rate: Rate) -> list[float]:
         """Return the rates of all sequences together."""
         return [asked.batch * one for one in rate.repeats]
 
     what = f"depth {asked.tokens} × {asked.batch}"
     rate = decode_rate_isolated(whole.seconds)
     drafts, said = _drafts(whole, what)
-    metrics = [ISOLATED.repeated(together(rate), cell=at), *drafts]
+    metrics = [ISOLATED.repeated(total_rates(rate), cell=at), *drafts]
     flags = (*unsteady(what, rate.steady, facts.loads), *said)
     if alone is not None and alone.seconds is not None:
         first = alone.seconds[:, 0]
         subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], first, asked.n)
         if subtracted is not None:
-            metrics.append(BY_SUBTRACTION.repeated(together(subtracted), cell=at))
+            metrics.append(BY_SUBTRACTION.repeated(total_rates(subtracted), cell=at))
         if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
             flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
     return CellResult(whole.cell(at, flags, n=asked.n), tuple(metrics))
@@ -125,7 +125,9 @@ def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, 
     if not counted:
         return (), ()
     drafts, drafted, accepted = (sum(int(each[key]) for each in counted) for key in ("drafts", "drafted", "accepted"))
-    text = f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, behind random tokens; text gives other rates"
+    text = (
+        f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, after random tokens; real text gives other rates"
+    )
     return acceptance(drafts, drafted, accepted, cell=whole.at("depth")), (Flag(kind="speculation", text=text),)
 
 

@@ -195,10 +195,10 @@ class Pool:
             kind=readings[0].kind,
             output_rate=_mean(read, lambda reading: reading.output_rate),
             kv_usage_mean=_mean(read, lambda reading: reading.kv_usage_mean),
-            kv_usage_max=_most(reading.kv_usage_max for reading in readings),
+            kv_usage_max=_max_or_none(reading.kv_usage_max for reading in readings),
             running_mean=_mean(read, lambda reading: reading.running_mean),
-            running_max=_most(reading.running_max for reading in readings),
-            waiting_max=_most(reading.waiting_max for reading in readings),
+            running_max=_max_or_none(reading.running_max for reading in readings),
+            waiting_max=_max_or_none(reading.waiting_max for reading in readings),
             samples=sum(reading.samples for reading in readings),
             speculation=_speculation([reading.speculation for reading in readings if reading.speculation]),
         )
@@ -219,7 +219,7 @@ def _mean(read: Sequence[tuple[ServerReading, float]], of: Callable[[ServerReadi
     return sum(value * seconds for value, seconds in known) / whole if whole else None
 
 
-def _most(values: Iterable[float | None]) -> float | None:
+def _max_or_none(values: Iterable[float | None]) -> float | None:
     return max((value for value in values if value is not None), default=None)
 
 
@@ -237,7 +237,7 @@ def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading |
         drafted=_sum(each.drafted for each in readings),
         accepted=accepted,
         drafts=drafts,
-        acceptance_length=1 + accepted / drafts if drafts and accepted is not None else _most(lengths),
+        acceptance_length=1 + accepted / drafts if drafts and accepted is not None else _max_or_none(lengths),
     )
 
 
@@ -329,7 +329,7 @@ SPOILS = frozenset({"depth", "underfilled", "overlong", "errors", "no-usage", "r
 
 
 def find_flags(pool: Pool) -> tuple[Flag, ...]:
-    """All flags of a cell."""
+    """Return all flags of a cell."""
     checks: tuple[tuple[str, Callable[[Pool], str | None]], ...] = (
         ("depth", _depth),
         ("underfilled", _underfilled),

@@ -153,7 +153,7 @@ def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, Cell
 
 
 def _head(loads: Sequence[CellResult]) -> Metric | None:
-    """The output rate at the smallest context and the highest load that is valid."""
+    """Return the output rate at the smallest context and the highest valid load."""
 
     def height(metric: Metric) -> tuple[float, ...]:
         load = (float(metric.cell.get(name, 0)) for name in ("concurrency", "rate"))

@@ -34,7 +34,7 @@ _PER_TOKEN = Definition(
 _HOST = Definition("peak_host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
 _DEVICE = Definition("peak_device", "bytes", "lower", "Most device memory allocated during one answer.")
 
-_WHOLE: Mapping[str, Definition] = {
+_TOTALS: Mapping[str, Definition] = {
     "cache_bytes_per_token": _PER_TOKEN,
     "expected_bytes_per_token": Definition(
         "expected_kv_bytes_per_token",
@@ -104,7 +104,7 @@ class Memory(Bench):
         ran = good[-1].ran if good else facts.ran
         peaks = [peak for answer in good if (peak := answer.ran.get("peak_device_bytes")) is not None]
         metrics = _sizes(
-            _WHOLE,
+            _TOTALS,
             {
                 **ran,
                 "weights_bytes": facts.weights_bytes or None,

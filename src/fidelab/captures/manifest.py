@@ -17,7 +17,7 @@ from typing import Any
 from fidelab.captures.requests import KINDS, Request, request_hash
 from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug, strict_json
 from fidelab.core.errors import CaptureError, OtherSchemaError
-from fidelab.core.runtime import ran_faults
+from fidelab.core.runtime import invalid_runtime_fields
 from fidelab.core.serial import fits
 
 SCHEMA = "fidelab.capture/0"
@@ -126,7 +126,7 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         time.strptime(manifest["created"], "%Y-%m-%dT%H:%M:%SZ")
     except (KeyError, TypeError, ValueError):
         yield "created"
-    yield from (f"ran.{field}" for field in ran_faults(ran))
+    yield from (f"ran.{field}" for field in invalid_runtime_fields(ran))
     files, items, head = manifest.get("files"), manifest.get("items"), manifest.get("head", "")
     if not (isinstance(files, list) and all(_is_file(file) and isinstance(file.get("name"), str) for file in files)):
         yield "files"

@@ -46,13 +46,13 @@ class Pair:
         for name in sorted({*expected, *actual}):
             if expected.get(name) != actual.get(name):
                 raise MismatchError(f"{where}: {name} {actual.get(name)!r} is not {expected.get(name)!r}")
-        _same_vocabulary(ref, test, where)
+        _check_vocabulary(ref, test, where)
         if (ref.estimator is Estimator.TOPK) != (test.estimator is Estimator.TOPK):
             raise MismatchError(
                 f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} "
                 "(top-k gives only a lower bound)"
             )
-        _same_kind_of_ids(ref, test, where)
+        _check_id_kind(ref, test, where)
         whole = Prefill | Served | Reweighted
         if isinstance(ref.request, whole) and isinstance(test.request, whole):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
@@ -61,7 +61,7 @@ class Pair:
         return cls(ref, test, _match_items(ref, test, where, subset))
 
 
-def _same_kind_of_ids(ref: Capture, test: Capture, where: str) -> None:
+def _check_id_kind(ref: Capture, test: Capture, where: str) -> None:
     """Generated text that was tokenized again need not give the ids that were generated."""
     ref_ids, test_ids = _ids(ref), _ids(test)
     if ref_ids != test_ids:
@@ -77,7 +77,7 @@ def _ids(capture: Capture) -> str:
     return str(capture.manifest["ran"].get("ids") or _RETURNED) if generated else _RETURNED
 
 
-def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:
+def _check_vocabulary(ref: Capture, test: Capture, where: str) -> None:
     if ref.vocabulary == test.vocabulary:
         return
     for index, (a, b) in enumerate(zip(ref.pieces(), test.pieces(), strict=False)):

@@ -128,13 +128,13 @@ class Capture:
         record = self.manifest["head"]
         if record is None:
             return None
-        path = self._beside("heads", record["file"])
+        path = self._shared_file("heads", record["file"])
         _check(path, record, f"capture {self.folder}: heads/{path.name}")
         return HeadFile(path, record["sha256"], record["softcap"], record["scale"])
 
     def pieces(self) -> list[str]:
         """The token strings by id."""
-        path = self._beside("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
+        path = self._shared_file("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
         try:
             pieces = strict_json(_unpacked(path))
             good = isinstance(pieces, list) and all(isinstance(piece, str) for piece in pieces)
@@ -240,12 +240,14 @@ class Capture:
             self._parts[index] = TensorFile(self.folder / f"part-{index:05d}.safetensors")
         return self._parts[index]
 
-    def _beside(self, kind: str, name: str) -> Path:
+    def _shared_file(self, kind: str, name: str) -> Path:
         safe = Path(name).name  # a path from a file may not leave its folder
         for base in (self.folder.parent.parent, self.folder.parent, self.folder):
             if (base / kind / safe).is_file():
                 return base / kind / safe
-        raise CaptureError(f"capture {self.folder}: {kind}/{safe} is missing beside it; copy it along or capture again")
+        raise CaptureError(
+            f"capture {self.folder}: {kind}/{safe} is missing next to it; copy it along or capture again"
+        )
 
 
 def check_answers(capture: Capture) -> None:
@@ -425,7 +427,7 @@ class Detokenizer:
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     @cached_property
-    def _stands_for_bytes(self) -> bool:
+    def _uses_gpt2_bytes(self) -> bool:
         """More words begin with GPT-2's space than with SentencePiece's; ``Ġ`` is a letter too, but a rare one.
 
         Without words of either kind: whether each of the 256 bytes has a piece.
@@ -436,7 +438,7 @@ class Detokenizer:
 
     def _bytes(self, token: int) -> bytes:
         piece = self._pieces[token] if 0 <= token < len(self._pieces) else ""
-        if self._stands_for_bytes:
+        if self._uses_gpt2_bytes:
             if all(char in _STAND_INS for char in piece):
                 return bytes(_STAND_INS[char] for char in piece)
             return piece.encode("utf-8", errors="replace")

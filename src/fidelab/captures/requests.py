@@ -289,7 +289,7 @@ class Served(_Request):
 
     @property
     def n_stepped(self) -> int:
-        """Those of them that pass one by one."""
+        """Number of tokens that are decoded one by one."""
         match self.way:
             case "decode":
                 return sum(max(0, len(window) - self.size) for window in self.windows)

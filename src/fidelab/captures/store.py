@@ -49,9 +49,9 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
             foreign = True
             continue
         except CaptureError:
-            going += [folder] if _is_ours(folder, store) else []
+            going += [folder] if _is_capture_folder(folder, store) else []
             continue
-        if folder in doomed and _is_ours(folder, store):
+        if folder in doomed and _is_capture_folder(folder, store):
             going.append(folder)
             continue
         needed.add(f"{capture.vocabulary.sha256[:24]}.json.gz")
@@ -192,7 +192,7 @@ def _open(folder: Path) -> Capture:
     return capture
 
 
-def _is_ours(folder: Path, store: Path) -> bool:
+def _is_capture_folder(folder: Path, store: Path) -> bool:
     return folder.parent.parent == store and _CAPTURE_NAME.fullmatch(folder.name) is not None
 
 

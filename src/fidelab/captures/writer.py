@@ -215,7 +215,7 @@ def _host() -> str:
 
 
 @contextmanager
-def _beside(folder: Path, stem: str) -> Iterator[Path]:
+def _temporary_path(folder: Path, stem: str) -> Iterator[Path]:
     """The path of a temporary file in ``folder``, which is made.
 
     The file is removed afterwards if it is still there, and so are those of processes that have ended.
@@ -234,7 +234,7 @@ def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, 
 
     ``arrays``: ``weight`` [V, d] and, where the head has one, ``bias`` [V].
     """
-    with _beside(store / "heads", "head") as temporary:
+    with _temporary_path(store / "heads", "head") as temporary:
         sha, size = write_tensors(temporary, arrays)
         target = temporary.with_name(f"{sha[:24]}.safetensors")
         if _has_content(target, sha, size):
@@ -257,6 +257,6 @@ def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str])
     if target.exists():
         target.touch()
     else:
-        with _beside(target.parent, "vocabulary") as temporary:
+        with _temporary_path(target.parent, "vocabulary") as temporary:
             temporary.write_bytes(gzip.compress(canonical_json(list(pieces)).encode(), mtime=0))
             temporary.replace(target)

@@ -26,7 +26,7 @@ from the rules of [`fidelab checkpoint audit`](checkpoints.md#audit) (`python -m
 lists every rule of the audit. `broken` and `suspicious` are the verdict that a finding gives. `information` does not
 change the verdict.
 """
-_BEYOND = """\
+_TRANSFORMERS_DEFECTS = """\
 ## What files do not show
 
 Kernels, parsers, calibration texts and engines also fail with intact checkpoints. Only a run shows that:
@@ -53,7 +53,7 @@ def page() -> str:
         ]
         head = "| failure | verdict | symptom | cause | check | command |\n|---|---|---|---|---|---|\n"
         parts.append(f"## {_SECTIONS[module]}\n\n{head}" + "\n".join(rows) + "\n")
-    return "\n".join([*parts, _BEYOND])
+    return "\n".join([*parts, _TRANSFORMERS_DEFECTS])
 
 
 def _module(rule: Rule) -> str:

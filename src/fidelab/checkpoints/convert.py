@@ -190,7 +190,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         if checkpoint.format == "gguf":
-            raise InputError(f"{source} is a GGUF file, which is not converted: folders with safetensors are")
+            raise InputError(f"{source} is a GGUF file; convert needs a folder with safetensors")
         plan = _plan(checkpoint, to, lossy=lossy, dtype=DTYPES[dtype])
         check_room(target, plan.nbytes)
         with whole_folder(target) as folder:
@@ -209,7 +209,7 @@ def check_target(checkpoint: Checkpoint, target: Path) -> None:
         raise UsageError(f"{target.parent} is not a folder; create it, the target is written there")
     folder = checkpoint.folder.resolve()
     if folder in target.resolve().parents and checkpoint.format != "gguf":
-        raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder elsewhere")
+        raise UsageError(f"{target} lies within the source {folder}, which is not written to; name a folder outside it")
 
 
 def check_room(target: Path, size: int) -> None:
@@ -290,7 +290,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
         raise InputError(f"{source.name} says it is {named}, but none of its tensors is of a quantized module")
     parts = {tensor for module in modules.values() for tensor in module.parts.values()}
     carried = {name: info for name, info in source.tensors.items() if name not in parts}
-    _check_once(source, modules, carried)
+    _check_duplicates(source, modules, carried)
     facts = [_facts(source, module) for module in modules.values()]
     activations = [
         module.parts[part] for module in modules.values() for part in ACTIVATION_PARTS if part in module.parts
@@ -299,7 +299,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     for name in [name for name in carried if name.endswith((".k_scale", ".v_scale", ".q_scale"))]:
         dropped[name] = "scale of a KV cache: the target's configuration cannot hold it"
         del carried[name]
-    notes = ["scales of activations or of a KV cache were dropped: weights alone are quantized"] if dropped else []
+    notes = ["scales of activations or of a KV cache were dropped: only weights are quantized"] if dropped else []
     if to == "safetensors":
         size = sum(math.prod(fact.shape) for fact in facts) * _BYTES[dtype or "F32"]
         return _Plan(
@@ -307,7 +307,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
             nbytes=size + sum(info.nbytes for info in carried.values()) * (2 if dtype == "F32" else 1),
         )
     rounded: dict[str, str] = {}
-    whole = [fact for fact in facts if not (why := _not_held(fact)) or rounded.setdefault(fact.name, why) is None]
+    whole = [fact for fact in facts if not (why := _awq_refusal(fact)) or rounded.setdefault(fact.name, why) is None]
     group_size, out_of_order = _common_group(whole, facts)
     rounded |= out_of_order
     if rounded and not lossy:
@@ -327,7 +327,9 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
     )
 
 
-def _check_once(source: Checkpoint, modules: Mapping[str, QuantizedModule], carried: Mapping[str, TensorInfo]) -> None:
+def _check_duplicates(
+    source: Checkpoint, modules: Mapping[str, QuantizedModule], carried: Mapping[str, TensorInfo]
+) -> None:
     """Check that there are no duplicates.
 
     Raises:
@@ -385,7 +387,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
     )
 
 
-def _not_held(fact: _Facts) -> str | None:
+def _awq_refusal(fact: _Facts) -> str | None:
     """Reason why AWQ cannot hold a module whatever its groups are."""
     if fact.kind != "int":
         return f"its weights are {fact.kind}, the target's integers"

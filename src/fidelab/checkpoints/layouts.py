@@ -388,8 +388,8 @@ class Gptq(Layout):
             scale_dtype=stored["scales"].dtype,
         ).symmetric()
 
-    def some_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
-        """``qzeros`` of these outputs alone, of those of ``n``."""
+    def select_zeros(self, words: NDArray[Any], rows: NDArray[np.intp], n: int) -> NDArray[np.int32]:
+        """Return ``qzeros`` of the selected outputs, out of ``n``."""
         bits = words.shape[1] * 32 // n
         fields = unpack_words(self._shifted(words, bits, +1), bits, axis=1, count=n)
         return self._shifted(pack_words(fields[:, rows], bits, axis=1), bits, -1)
@@ -444,15 +444,15 @@ class Awq(Layout):
             raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
         zeros = np.full(linear.scales.shape, linear.midpoint, np.uint8) if linear.zeros is None else linear.zeros
         return {
-            "qweight": StoredArray(self._words(linear.codes.T), "I32"),
-            "qzeros": StoredArray(self._words(zeros.T), "I32"),
+            "qweight": StoredArray(self._pack_fields(linear.codes.T), "I32"),
+            "qzeros": StoredArray(self._pack_fields(zeros.T), "I32"),
             "scales": _stored_scales(linear.scales.T, linear.scale_dtype),
         }
 
     @classmethod
-    def some_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
-        """``qweight`` or ``qzeros`` of these columns alone, a multiple of eight."""
-        return cls._words(cls._columns(words)[:, columns])
+    def select_columns(cls, words: NDArray[Any], columns: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Return ``qweight`` or ``qzeros`` of the selected columns, a multiple of eight."""
+        return cls._pack_fields(cls._columns(words)[:, columns])
 
     @staticmethod
     def _columns(words: NDArray[Any]) -> NDArray[np.uint8]:
@@ -462,7 +462,7 @@ class Awq(Layout):
         return fields.reshape(len(fields), -1, 8)[:, :, _AWQ_PLACES].reshape(fields.shape)
 
     @staticmethod
-    def _words(fields: NDArray[np.uint8]) -> NDArray[np.int32]:
+    def _pack_fields(fields: NDArray[np.uint8]) -> NDArray[np.int32]:
         places = fields.reshape(len(fields), -1, 8)[:, :, _AWQ_COLUMNS]
         return pack_words(places.reshape(fields.shape), 4, axis=1)
 
@@ -716,7 +716,7 @@ def quantized_modules(
 
 
 def _settings(quantization: Mapping[str, Any]) -> Settings:
-    """Group sizes and block shapes that a configuration names, wherever it does."""
+    """Return all group sizes and block shapes in a configuration."""
     groups = quantization.get("config_groups")
     weights = (
         [group.get("weights") for group in groups.values() if isinstance(group, dict)]

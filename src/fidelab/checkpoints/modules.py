@@ -179,7 +179,7 @@ class Module:
         if packed is None or scales is None or len(packed.shape) != 2:
             return None
         if "qweight" in self.parts:
-            return self._words(packed, scales)
+            return self._word_packing(packed, scales)
         if len(scales.shape) != 2 or scales.shape[1] == 0:
             return None
         n, per_row = packed.shape
@@ -189,7 +189,7 @@ class Module:
             return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
         return Packing("words", n, None, None, scales.shape[1], per_row)
 
-    def _words(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
+    def _word_packing(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
         """GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
         if len(scales.shape) != 2 or 0 in scales.shape:
             return None
@@ -242,7 +242,7 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
 
 def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
     """The original's tensor of this name, under one of the prefixes that language models have there."""
-    bare = bare_name(name)
+    bare = strip_prefixes(name)
     names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
     return next((base.tensors[each] for each in names if each in base.tensors), None)
 
@@ -255,7 +255,7 @@ def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
 _PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "model.", "language_model.")
 
 
-def bare_name(name: str) -> str:
+def strip_prefixes(name: str) -> str:
     """A name without the prefixes that writers add to and remove from text models."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 

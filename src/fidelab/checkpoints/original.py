@@ -28,8 +28,8 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
     unpack_words,
 )
-from fidelab.checkpoints.modules import Module, bare_name, kind_of, modules_of, tensor_in, text_config, weight_in
-from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, some_are
+from fidelab.checkpoints.modules import Module, kind_of, modules_of, strip_prefixes, tensor_in, text_config, weight_in
+from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, counted_findings
 from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
@@ -88,13 +88,13 @@ _AFTER_NORMS = {leaf for leaves in _SIBLINGS for leaf in leaves} | {"qkv_proj", 
 def _base_missing(subject: Subject) -> Iterator[Finding]:
     if subject.base is None or subject.checkpoint.missing_files:
         return
-    present = {bare_name(module.name): module for module in subject.modules.values()}
+    present = {strip_prefixes(module.name): module for module in subject.modules.values()}
     stacked = any(".experts." in name and module.expert is None for name, module in subject.modules.items())
     numbered = any(module.expert is not None for module in subject.modules.values())
     tied = not any(module.kind == "head" for module in subject.modules.values())
     missing, shapes = [], []
     for original in modules_of(subject.base).values():
-        module = present.get(bare_name(original.name))
+        module = present.get(strip_prefixes(original.name))
         if module is None:
             regrouped = ".experts" in original.name and (numbered if original.expert is None else stacked)
             if not regrouped and not (tied and original.kind == "head") and "rotary" not in original.name:
@@ -116,11 +116,11 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             f"{counted(missing, 'tensor')} of the original {are(missing)} not there: {and_more(missing)}", missing
         )
-    yield from some_are(shapes, "module", "of another shape than the original")
+    yield from counted_findings(shapes, "module", "of another shape than the original")
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """True if a packed shape, which may be filled up to whole words, is that of the original."""
+    """Return True if a packed shape, which may be padded to whole words, matches the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
 
@@ -241,7 +241,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
     for name, layer in layers.items():
         if layer.quantized and not _sound(subject, name, layer):
             weights[name] = max(layer.best[0], abs(layer.best[1] - 1))
-    for name, error in _left_behind(layers):
+    for name, error in _uncompensated_layers(layers):
         weights.setdefault(name, error)
     kept: dict[str, float] = {}
     for name, difference in changed.items():
@@ -267,7 +267,7 @@ def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
     return unknown and error <= layer.limit and spread > layer.factor_limit
 
 
-def _left_behind(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
+def _uncompensated_layers(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
     """Layers that do not make up for a norm as their siblings, which read the same activations, do; with the error."""
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
@@ -316,7 +316,7 @@ def _layer(
         (name, original / factor)
         for name, factors in norms.items()
         for factor in factors
-        if len(factor) == original.shape[1] and _together(name, module.name)
+        if len(factor) == original.shape[1] and _in_same_layer(name, module.name)
     ]
     as_they_are = [_misfit(values, each)[0] for _, each in candidates]
     fitted = as_they_are
@@ -423,7 +423,7 @@ def _fitted(values: Floats, expected: Floats, axis: int) -> Floats:
 _STACK = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+)\.")
 
 
-def _together(norm: str, module: str) -> bool:
+def _in_same_layer(norm: str, module: str) -> bool:
     """True if a norm and a linear layer are in the same layer, or both in none."""
     one, other = _STACK.match(f"{norm}."), _STACK.match(f"{module}.")
     return (one and one[1]) == (other and other[1])
@@ -497,7 +497,7 @@ def _pieces(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[NDArray[Any]]:
     width = max(1, math.prod(info.shape[1:]))
     step = max(1, (1 << 20) // width)
     for start in range(0, info.shape[0], step):
-        yield checkpoint.read(_some(info, start, min(step, info.shape[0] - start))).reshape(-1)
+        yield checkpoint.read(_row_slice(info, start, min(step, info.shape[0] - start))).reshape(-1)
 
 
 def _as_floats(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
@@ -518,7 +518,7 @@ def _bits(subject: Subject, module: Module) -> int:
 
 
 def _readable(subject: Subject) -> Mapping[str, QuantizedModule]:
-    """The quantized layers whose weights can be had; other rules speak of the rest."""
+    """Return the quantized layers whose weights can be read; other rules cover the rest."""
     if subject.checkpoint.format == "gguf" or subject.scheme.layout is None:
         return {}
     try:
@@ -550,10 +550,10 @@ def _values(
 
 def _head(info: TensorInfo, rows: int) -> TensorInfo:
     """The first rows of a tensor."""
-    return _some(info, 0, min(rows, info.shape[0]))
+    return _row_slice(info, 0, min(rows, info.shape[0]))
 
 
-def _some(info: TensorInfo, start: int, count: int) -> TensorInfo:
+def _row_slice(info: TensorInfo, start: int, count: int) -> TensorInfo:
     """Rows that follow one another."""
     size = info.nbytes // info.shape[0] if info.shape[0] else 0
     return replace(info, shape=(count, *info.shape[1:]), start=info.start + start * size, nbytes=size * count)
@@ -562,7 +562,7 @@ def _some(info: TensorInfo, start: int, count: int) -> TensorInfo:
 def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> Floats:
     """Rows of a matrix as numbers."""
     if checkpoint.format == "gguf" and info.dtype not in RAW:  # blocks, which are decoded from the file
-        return np.concatenate([checkpoint.floats(_some(info, int(row), 1)) for row in rows])
+        return np.concatenate([checkpoint.floats(_row_slice(info, int(row), 1)) for row in rows])
     return _as_floats(_rows(checkpoint, info, rows), info.dtype).astype(np.float32)
 
 
@@ -570,7 +570,7 @@ def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> N
     """Rows of a tensor as they are stored."""
     if info.nbytes <= _MAX_WHOLE_BYTES:
         return checkpoint.read(info)[rows]
-    return np.concatenate([checkpoint.read(_some(info, int(row), 1)) for row in rows])
+    return np.concatenate([checkpoint.read(_row_slice(info, int(row), 1)) for row in rows])
 
 
 def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]) -> NDArray[Any]:
@@ -579,7 +579,7 @@ def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]
 
 
 def _stored(checkpoint: Checkpoint, module: QuantizedModule, rows: NDArray[np.intp], n: int) -> dict[str, StoredArray]:
-    """Stored form of these rows of a module of ``n`` outputs, so that a large layer need not be held in memory."""
+    """Read the stored rows of a module of ``n`` outputs without loading the whole layer."""
     stored = {}
     for part, name in module.parts.items():
         if part not in ACTIVATION_PARTS:
@@ -598,9 +598,9 @@ def _stored_part(
         return np.array([len(rows), checkpoint.read(info)[1]])
     if isinstance(layout, Awq) and part != "scales":  # eight columns to a word
         words, place = np.unique(rows // 8, return_inverse=True)
-        return layout.some_columns(_columns(checkpoint, info, words), place * 8 + rows % 8)
+        return layout.select_columns(_columns(checkpoint, info, words), place * 8 + rows % 8)
     if isinstance(layout, Gptq) and part == "qzeros":
-        return layout.some_zeros(checkpoint.read(info), rows, n)
+        return layout.select_zeros(checkpoint.read(info), rows, n)
     if isinstance(layout, Awq | Gptq):
         return _columns(checkpoint, info, rows)
     if part == "weight_zero_point" and info.dtype == "I32":
@@ -655,7 +655,7 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
     )
     found: dict[Severity, list[str]] = defaultdict(list)
     for key in now:
-        if key in before and not _alike(now[key], before[key]):
+        if key in before and not _is_close(now[key], before[key]):
             length = key.endswith(_GGUF_LENGTHS) if gguf else key in _LENGTHS
             found["suspicious" if length else "broken"].append(
                 f"{key} {str(now[key])[:_MAX_SHOWN_LENGTH]} for {str(before[key])[:_MAX_SHOWN_LENGTH]}"
@@ -705,7 +705,7 @@ def _gguf_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _is_close(one: Any, other: Any) -> bool:
     if type(one) in (int, float) and type(other) in (int, float):
         return math.isclose(one, other, rel_tol=1e-5)
     return bool(one == other)

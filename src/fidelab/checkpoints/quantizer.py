@@ -29,21 +29,21 @@ def main() -> None:
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    def say(**message: Any) -> None:
+    def send(**message: Any) -> None:
         out.write(json.dumps(message) + "\n")
 
     try:
-        say(done=_quantize(json.loads(Path(sys.argv[1]).read_text("utf-8")), say))
+        send(done=_quantize(json.loads(Path(sys.argv[1]).read_text("utf-8")), send))
     except _Refused as error:
-        say(failed=str(error))
+        send(failed=str(error))
         sys.exit(2)
     except Exception as error:
-        say(failed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500])
+        send(failed=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:500])
         raise
 
 
-def _quantize(job: Mapping[str, Any], say: Say) -> dict[str, Any]:
-    say(stage="loading the model")
+def _quantize(job: Mapping[str, Any], send: Say) -> dict[str, Any]:
+    send(stage="loading the model")
     import llmcompressor
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -56,16 +56,16 @@ def _quantize(job: Mapping[str, Any], say: Say) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     calibration = job.get("calibration")
     if calibration:
-        say(stage="preparing calibration data")
+        send(stage="preparing calibration data")
         samples = _prepared(Path(job["samples"]), calibration, tokenizer)
         if _routers(model):
-            samples, about["experts"] = _balanced(model, samples, calibration, say)
+            samples, about["experts"] = _balanced(model, samples, calibration, send)
         samples = samples[: calibration["samples"]]
         about["samples"] = len(samples)
         settings = _data(samples, calibration)
-    say(stage=f"quantizing with {job['method']}")
+    send(stage=f"quantizing with {job['method']}")
     llmcompressor.oneshot(model=model, recipe=_modifiers(job, ignored), tie_word_embeddings=True, **settings)
-    say(stage="writing")
+    send(stage="writing")
     part = Path(job["output"] + ".part")
     model.save_pretrained(part, save_compressed=True)
     tokenizer.save_pretrained(part)
@@ -216,7 +216,7 @@ def _routers(model: Any) -> dict[str, Any]:
 
 
 def _balanced(
-    model: Any, samples: list[list[int]], calibration: Mapping[str, Any], say: Say
+    model: Any, samples: list[list[int]], calibration: Mapping[str, Any], send: Say
 ) -> tuple[list[list[int]], dict[str, Any]]:
     """The samples that use experts most evenly, and how many tokens each expert got of them as the router decides."""
     import numpy as np
@@ -242,7 +242,7 @@ def _balanced(
     try:
         with torch.no_grad():
             for number, sample in enumerate(samples, 1):
-                say(stage="counting tokens of experts", done=number, of=len(samples))
+                send(stage="counting tokens of experts", done=number, of=len(samples))
                 model(input_ids=torch.tensor([sample], device=model.device), use_cache=False)
     finally:
         for handle in handles:

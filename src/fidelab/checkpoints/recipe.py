@@ -50,7 +50,7 @@ class Scheme(BaseModel):
         return {"bits": known[0], "group": known[1], **data} if known else data
 
     @model_validator(mode="after")
-    def _fits(self) -> Scheme:
+    def _check_format(self) -> Scheme:
         bits, group = _FORMATS[self.format]
         if self.bits != bits:
             raise ValueError(f"{self.format} has {bits} bits, not {self.bits}")

@@ -149,7 +149,7 @@ def are(names: Sequence[Any]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
-def some_are(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> list[Finding]:
+def counted_findings(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> list[Finding]:
     """``3 tensors are …: a, b and 1 more``; nothing where there are no names."""
     text = f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}"
     return [Finding(text, names, severity)] if names else []

@@ -17,9 +17,9 @@ from fidelab.checkpoints.modules import (
     SCALES,
     Module,
     Packing,
-    bare_name,
     generates,
     leaf_of,
+    strip_prefixes,
     text_config,
     weight_in,
 )
@@ -31,8 +31,8 @@ from fidelab.checkpoints.rules import (
     are,
     broken,
     counted,
+    counted_findings,
     information,
-    some_are,
     suspicious,
 )
 from fidelab.checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
@@ -53,7 +53,7 @@ def _quantized(subject: Subject) -> list[Module]:
     return [module for module in subject.modules.values() if module.quantized]
 
 
-def _seen(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
+def _tensor_statistics(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
     """A tensor's statistics: its own, or those of every expert in it."""
     if not fused(info):
         return [(info.name, subject.statistics[info.name])] if info.name in subject.statistics else []
@@ -71,7 +71,7 @@ def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[
             if part not in SCALES and not blocks:
                 continue
             if experts is None or experts == (module.expert is not None or fused(info)):
-                for name, statistics in _seen(subject, info):
+                for name, statistics in _tensor_statistics(subject, info):
                     if statistics.size:
                         yield module, part, name, statistics
 
@@ -109,7 +109,7 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
     found = [
         (name, statistics)
         for info in subject.checkpoint.tensors.values()
-        for name, statistics in _seen(subject, info)
+        for name, statistics in _tensor_statistics(subject, info)
         if not statistics.finite and name not in scales and not name.endswith(_MASKS)
     ]
     if found:
@@ -262,7 +262,7 @@ def _overflow_float16(subject: Subject) -> Iterator[Finding]:
         (name, statistics.largest)
         for info in subject.checkpoint.tensors.values()
         if info.dtype in ("BF16", "F32", "F64") and subject.checkpoint.format != "gguf"  # llama.cpp keeps these types
-        for name, statistics in _seen(subject, info)
+        for name, statistics in _tensor_statistics(subject, info)
         if statistics.largest > _FLOAT16_MAX and name not in scales
     ]
     if found:
@@ -301,14 +301,14 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
         if "" in module.parts and not fused(info):  # a parameter of a kind that may well begin, and stay, at zero
             continue
         blocks = info.dtype not in RAW
-        for name, s in _seen(subject, info):
+        for name, s in _tensor_statistics(subject, info):
             if s.size and s.finite and (s.dead if not module.quantized or blocks else s.same and s.size > 1):
                 live = subject.base is not None and not _zero_in_base(subject, module)
                 (lived if live else dead if subject.base is None else []).append(name)
             elif module.quantized and not blocks and s.blank > s.size // 10 and info.dtype in ("I32", "U32"):
                 partly.append(name)
-    yield from some_are(lived, "tensor", "zero where the original has weights", "broken")
-    yield from some_are(dead, "tensor", "zero, or one code everywhere")
+    yield from counted_findings(lived, "tensor", "zero where the original has weights", "broken")
+    yield from counted_findings(dead, "tensor", "zero, or one code everywhere")
     if partly:
         yield Finding(f"over a tenth of the packed words are blank in {and_more(partly)}", partly)
 
@@ -425,8 +425,10 @@ def _experts_missing(subject: Subject) -> Iterator[Finding]:
         for n in range(min(most[leaf_of(layer)] + 1, MAX_EXPERTS)):
             if n not in present:
                 (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
-    yield from some_are(gaps, "expert", "not there, and such with higher numbers are")
-    yield from some_are(fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious")
+    yield from counted_findings(gaps, "expert", "not there, and such with higher numbers are")
+    yield from counted_findings(
+        fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious"
+    )
 
 
 @broken(
@@ -451,7 +453,7 @@ def _router_missing(subject: Subject) -> Iterator[Finding]:
     missing = [
         f"{layer}{stacks[leaf_of(layer)]}" for layer in experts if leaf_of(layer) in stacks and layer not in routers
     ]
-    yield from some_are(missing, "router", "not there, and other layers of experts have theirs")
+    yield from counted_findings(missing, "router", "not there, and other layers of experts have theirs")
 
 
 # --------------------------------------------------------------------------------------------------- files and index
@@ -487,7 +489,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     if index is not None:
         unlisted = [name for name in subject.checkpoint.tensors if name not in index]
         if unlisted:
-            yield from some_are(unlisted, "tensor", "not in the index")
+            yield from counted_findings(unlisted, "tensor", "not in the index")
 
 
 @suspicious(
@@ -503,7 +505,7 @@ def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
     for info in (*checkpoint.tensors.values(), *checkpoint.copies):
         homes[info.name].add(info.file.name)
     wrong = [name for name, file in (checkpoint.index or {}).items() if name in homes and file not in homes[name]]
-    yield from some_are(wrong, "tensor", "in another file than the index says")
+    yield from counted_findings(wrong, "tensor", "in another file than the index says")
 
 
 @information(
@@ -521,7 +523,7 @@ def _scale_apart(subject: Subject) -> Iterator[Finding]:
         for info in module.parts.values()
         if info.file != module.packed.file
     ]
-    yield from some_are(apart, "tensor", "apart from the weights")
+    yield from counted_findings(apart, "tensor", "apart from the weights")
 
 
 @suspicious(
@@ -537,13 +539,13 @@ def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
     same: list[str] = []
     for copy in checkpoint.copies:
         (same if _equal(checkpoint, copy, checkpoint.tensors[copy.name]) else differ).append(copy.name)
-    yield from some_are(differ, "tensor", "in two files with other content", "broken")
-    yield from some_are(same, "tensor", "in two files")
+    yield from counted_findings(differ, "tensor", "in two files with other content", "broken")
+    yield from counted_findings(same, "tensor", "in two files")
     bare: dict[str, list[str]] = defaultdict(list)
     for name in checkpoint.tensors:
-        bare[bare_name(name)].append(name)
+        bare[strip_prefixes(name)].append(name)
     twice = [name for names in bare.values() if len(names) > 1 for name in names]
-    yield from some_are(twice, "tensor", "the same layers under two prefixes")
+    yield from counted_findings(twice, "tensor", "the same layers under two prefixes")
 
 
 def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
@@ -680,7 +682,7 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
         return
     quantized = [module.name for module in _quantized(subject)]
     if quantized and subject.scheme.method is None:
-        yield from some_are(quantized, "module", "quantized and config.json says nothing of it")
+        yield from counted_findings(quantized, "module", "quantized and config.json says nothing of it")
     scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
     if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
@@ -695,7 +697,7 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
 )
 def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
-    yield from some_are(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
+    yield from counted_findings(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
 
 
 _EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
@@ -735,8 +737,8 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
             plain.append(module.name)
         elif module.in_layer and module.kind in ("linear", "recurrent", "vision"):
             rest.append(module.name)
-    yield from some_are(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
-    yield from some_are(
+    yield from counted_findings(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
+    yield from counted_findings(
         rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
     )
 
@@ -769,7 +771,7 @@ def _ignore_key(subject: Subject) -> Iterator[Finding]:
 )
 def _router_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind in ("router", "shared gate")]
-    yield from some_are(names, "router or shared-expert gate", "quantized")
+    yield from counted_findings(names, "router or shared-expert gate", "quantized")
 
 
 @broken(
@@ -781,7 +783,7 @@ def _router_quantized(subject: Subject) -> Iterator[Finding]:
 )
 def _norm_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if module.kind == "norm"]
-    yield from some_are(names, "norm", "quantized")
+    yield from counted_findings(names, "norm", "quantized")
 
 
 @suspicious(
@@ -798,7 +800,7 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
         bits = (packing.bits if packing else None) or subject.scheme.bits
         if module.kind == "recurrent" and bits is not None and bits < 8:
             names.append(module.name)
-    yield from some_are(names, "recurrent layer", "in fewer than 8 bits")
+    yield from counted_findings(names, "recurrent layer", "in fewer than 8 bits")
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -931,14 +933,14 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
             elif (k // tp) % group:
                 found[f"{k} / {tp} = {k // tp} inputs are {k / tp / group:g} groups of {group}"].append(module.name)
         elif module.parallel == "outputs":
-            parts = _parts(subject.checkpoint, module, tp)
+            parts = _shard_count(subject.checkpoint, module, tp)
             if packing.n % parts or (packing.n // parts) % 8:
                 found[f"{packing.n} / {parts} outputs are not a multiple of 8"].append(module.name)
     for text, names in found.items():
         yield Finding(f"{text} in {counted(names, 'module')}: {and_more(names)}", names)
 
 
-def _parts(checkpoint: Checkpoint, module: Module, tp: int) -> int:
+def _shard_count(checkpoint: Checkpoint, module: Module, tp: int) -> int:
     """Into how many parts the outputs of a layer go; heads of keys and values are repeated where they are too few."""
     heads = text_config(checkpoint.config).get("num_key_value_heads")
     few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
@@ -1139,7 +1141,7 @@ def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
         for part in ("k_scale", "v_scale")
         if (layer, part) not in scales
     ]
-    yield from some_are(missing, "scale", "not there, and other layers have theirs")
+    yield from counted_findings(missing, "scale", "not there, and other layers have theirs")
 
 
 def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
@@ -1175,7 +1177,7 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
     ]
     if ones:
         severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
-        yield from some_are(
+        yield from counted_findings(
             ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity
         )
 
@@ -1190,7 +1192,9 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
     names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
     if names and not subject.scheme.kv_cache:
-        yield from some_are(names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced")
+        yield from counted_findings(
+            names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------ missing layers
@@ -1273,11 +1277,11 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
     if len(tables) != 1 or len(heads) != 1 or heads[0].quantized or "weight" not in heads[0].parts:
         return
     head, [table] = heads[0].parts["weight"], tables
-    if head.shape != table.shape or not _same_numbers(checkpoint, head, table):
+    if head.shape != table.shape or not _equal_values(checkpoint, head, table):
         yield Finding(f"tie_word_embeddings is true and {head.name} is not {table.name}", [head.name])
 
 
-def _same_numbers(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
     """True if two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
         return _equal(checkpoint, one, other)

@@ -31,9 +31,9 @@ def axis_settings(
     from fidelab.axes import AXES
     from fidelab.core.errors import UsageError
 
-    words, tasks = _tasks_named(axes, AXES.names())
+    words, tasks = _split_tasks(axes, AXES.names())
     every = [name for name in AXES.names() if name != _HARNESS]  # which has no default tasks
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(words, {**_AXES, "all": every})}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _expand_presets(words, {**_AXES, "all": every})}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
     if quick:
@@ -59,7 +59,7 @@ def axis_settings(
     return chosen
 
 
-def _tasks_named(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
+def _split_tasks(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
     """``kld,lm-eval:arc_easy,piqa`` → (``kld,lm-eval``, [``arc_easy``, ``piqa``]).
 
     What follows ``lm-eval:`` are tasks, up to the next word that is an axis or a set of axes.
@@ -101,7 +101,7 @@ def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None =
     """
     from fidelab.core.errors import UsageError
 
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(benches, _BENCHES)}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _expand_presets(benches, _BENCHES)}
     for flag, owners in (flags or {}).items():
         values = {tuple(name.split(".")): value for name, value in owners.items() if value is not None}
         if values and not any(bench in chosen for bench, _ in values):
@@ -131,7 +131,7 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _names(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
+def _expand_presets(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
     """Names that commas separate: presets spelled out, each name once."""
     words = (part.strip() for part in text.split(","))
     return list(dict.fromkeys(name for word in words if word for name in presets.get(word, (word,))))

@@ -29,7 +29,7 @@ class _ServerOptions(Options, panel="Server"):
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Environment variable with the API key. \\[default: OPENAI_API_KEY, to this machine alone]",
+            help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
         ),
     ] = None
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
@@ -292,7 +292,7 @@ def _start_and_measure(
 ) -> None:
     """The servers of one model, one after the other.
 
-    Options that captures cannot have, such as the length of the context, go to the servers alone.
+    Options that captures cannot have, such as the length of the context, go only to the servers.
     """
     from fidelab.cli.bench_watch import watcher
     from fidelab.cli.output import command_line, failures

@@ -36,7 +36,7 @@ class _Shown:
 
 
 class _Command(_Shown, typer.core.TyperCommand):
-    """A command; one with ``brief`` shows these parameters alone, and all others with ``--help-all``."""
+    """A command; with ``brief``, help shows only these parameters, and all others with ``--help-all``."""
 
     brief: Collection[str] = ()
 

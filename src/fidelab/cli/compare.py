@@ -211,16 +211,16 @@ def compare(
     flags = ("as_json", "details", "markdown", "trusted")
     if resume_dir is not None:
         named = ("python", "image", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_beside(context, "resume_dir", "run", (*flags, *named))
+        options.refuse_other_options(context, "resume_dir", "run", (*flags, *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), show)
         return
     if file is not None:
-        options.refuse_beside(context, "file", "file", ("overrides", *flags, "dry_run"))
+        options.refuse_other_options(context, "file", "file", ("overrides", *flags, "dry_run"))
         _run_file(file, overrides or [], trusted or [], show, dry_run)
         return
     if only is _Phase.SCORE:
-        allowed = (*_SCORED, *vars(scoring), *vars(limits), *vars(runs))
-        options.refuse_beside(context, "only", "saved outputs", allowed)
+        allowed = (*_RESCORE_PARAMETERS, *vars(scoring), *vars(limits), *vars(runs))
+        options.refuse_other_options(context, "only", "saved outputs", allowed)
         _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, show)
         return
     if only is _Phase.CAPTURE:
@@ -383,9 +383,9 @@ def _run_file(
         _run_cross_engine(settings, show.as_json)
 
 
-# ------------------------------------------------------------------------------------------- one phase alone
+# ------------------------------------------------------------------------------------------- one phase
 
-_SCORED = ("reference", "candidate", "as_json", "details", "markdown")
+_RESCORE_PARAMETERS = ("reference", "candidate", "as_json", "details", "markdown")
 _NOT_CAPTURED = frozenset(
     (
         "control",
@@ -443,7 +443,7 @@ def _score(
 
     if reference is None or not candidates:
         raise UsageError("name folders of saved outputs: --only score --reference DIR --candidate DIR")
-    named = [_named_folder(text) for text in candidates]
+    named = [_parse_named_folder(text) for text in candidates]
     report, folder = score_captures(
         Path(reference),
         named,
@@ -456,8 +456,8 @@ def _score(
     exit_on(failures(report))
 
 
-def _named_folder(text: str) -> tuple[str | None, Path]:
-    """``NAME=DIR``, or a folder alone."""
+def _parse_named_folder(text: str) -> tuple[str | None, Path]:
+    """Parse ``NAME=DIR`` or ``DIR``."""
     name, _, path = text.rpartition("=")
     return (name, Path(path)) if name and not Path(text).exists() else (None, Path(text))
 

@@ -105,7 +105,7 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     return found
 
 
-def refuse_beside(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
+def refuse_other_options(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
     """An option, such as ``--resume``, takes the settings of what it names: the run, or another ``owner``.
 
     Raises:
@@ -175,7 +175,7 @@ def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
 
 
 def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
-    """KV formats of fidelab's own; those of other engines are known in their environments alone."""
+    """KV formats of fidelab.  Formats of other engines are known only in their environments."""
     if context.params.get("engine") not in (None, "hf"):
         return []
     from fidelab.formats import FORMATS

@@ -48,11 +48,11 @@ class _Rate(ProgressColumn):
 
 class _Left(ProgressColumn):
     def render(self, task: Task) -> Text:
-        left = _seconds_left(task.elapsed or 0.0, task.completed, task.total or 0.0)
+        left = _remaining_seconds(task.elapsed or 0.0, task.completed, task.total or 0.0)
         return Text(str(timedelta(seconds=round(left))) if task.total else "-:--:--", style="progress.remaining")
 
 
-def _seconds_left(elapsed: float, done: float, total: float) -> float:
+def _remaining_seconds(elapsed: float, done: float, total: float) -> float:
     """Seconds until ``total`` expected seconds are done, of which ``done`` took ``elapsed``."""
     return max(0.0, total - done) * (elapsed + _PLAN_SECONDS) / (done + _PLAN_SECONDS)
 
@@ -67,7 +67,7 @@ def _ending(job: PlannedJob, result: ArmResult) -> str:
     return f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else "")
 
 
-def _lost(job: PlannedJob, reason: str) -> str:
+def _lost_text(job: PlannedJob, reason: str) -> str:
     return f"{_title(job)}: lost on the cluster, {reason}"
 
 
@@ -96,8 +96,8 @@ class _Bars:
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
 
-    def lost(self, job: PlannedJob, reason: str) -> None:
-        self._bar.console.print(_lost(job, reason), highlight=False, markup=False)
+    def job_lost(self, job: PlannedJob, reason: str) -> None:
+        self._bar.console.print(_lost_text(job, reason), highlight=False, markup=False)
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._tokens, self._began = 0, time.monotonic()
@@ -144,25 +144,25 @@ class _Lines:
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
-            self._say(f"run {folder.path}")
+            self._print(f"run {folder.path}")
         self._started = time.monotonic()
         for remark in plan.remarks:
-            self._say(remark)
+            self._print(remark)
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         self._done, self._tokens = 0, tokens
         self._began = self._said = time.monotonic()
-        self._say(f"{_title(job)}: found in an earlier run" if reused else f"{_title(job)}: {tokens:,} tokens to do")
+        self._print(f"{_title(job)}: found in an earlier run" if reused else f"{_title(job)}: {tokens:,} tokens to do")
 
     def extended(self, job: PlannedJob, tokens: int) -> None:
         self._tokens += tokens
 
-    def lost(self, job: PlannedJob, reason: str) -> None:
-        self._say(_lost(job, reason))
+    def job_lost(self, job: PlannedJob, reason: str) -> None:
+        self._print(_lost_text(job, reason))
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._began = self._said = time.monotonic()
-        self._say(f"{_title(job)}: model loaded in {seconds:.1f} s")
+        self._print(f"{_title(job)}: model loaded in {seconds:.1f} s")
 
     def progress(self, job: PlannedJob, tokens: int) -> None:
         self._done += tokens
@@ -170,30 +170,32 @@ class _Lines:
         if now - self._said >= _LINE_EVERY:
             self._said = now
             rate = self._done / (now - self._began)
-            self._say(f"{_title(job)}: {self._done:,} of {self._tokens:,} tokens, {rate:,.0f} tok/s, {self._left()}")
+            self._print(
+                f"{_title(job)}: {self._done:,} of {self._tokens:,} tokens, {rate:,.0f} tok/s, {self._remaining_text()}"
+            )
 
     def advanced(self, done: float, total: float) -> None:
         self._pace = done, total
 
-    def _left(self) -> str:
+    def _remaining_text(self) -> str:
         """Expected duration of the whole run."""
-        return f"{duration(_seconds_left(time.monotonic() - self._started, *self._pace))} left of the run"
+        return f"{duration(_remaining_seconds(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        self._say(_ending(job, result))
+        self._print(_ending(job, result))
 
     def bench(self, text: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._said >= _LINE_EVERY or not self._said:
             self._said = now
-            self._say(f"benches, {done} of {total}: {text}; {self._left()}")
+            self._print(f"benches, {done} of {total}: {text}; {self._remaining_text()}")
 
     def scoring(self) -> None:
-        self._say("scoring")
+        self._print("scoring")
 
     def close(self) -> None: ...
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -229,7 +231,7 @@ class Installation:
     def _times(self) -> str:
         assert self._stage is not None
         now = time.monotonic()
-        left = self._stage.left(now - self._stage_began)
+        left = self._stage.remaining_seconds(now - self._stage_began)
         return f"{duration(now - self._began)} elapsed, about {duration(left)} left"
 
 

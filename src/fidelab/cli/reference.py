@@ -63,7 +63,7 @@ def _command_sections(name: str, command: Any) -> Iterator[str]:
     about, _, examples = (command.help or "").partition("[bold]Example")
     # Some helps have text after their examples: lines that do not begin with blanks.
     lines = [line for line in examples.partition("[/bold]")[2].splitlines() if line.strip()]
-    shown = [_plain(line.strip()) for line in lines if line[:1] == " "]
+    shown = [_strip_markup(line.strip()) for line in lines if line[:1] == " "]
     behind = [_prose(line) for line in lines if line[:1] != " "]
     texts = [f"## {name}", "\n\n".join(_prose(part) for part in about.strip().split("\n\n")), *behind]
     if shown:
@@ -80,9 +80,9 @@ def _parameter_tables(command: Any) -> Iterator[str]:
             continue
         argument = not any(option.startswith("-") for option in parameter.opts)
         panel = "Arguments" if argument else parameter.rich_help_panel or "Options"
-        text, default = _split_default(_plain(parameter.help or ""))
+        text, default = _split_default(_strip_markup(parameter.help or ""))
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
-            default = _shown_default(parameter)
+            default = _format_default(parameter)
         names = [parameter.metavar or parameter.name.upper()] if argument else _flag_names(parameter)
         about = _about_value(_with_flags(text), default)
         panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
@@ -96,7 +96,7 @@ def _flag_names(parameter: Any) -> list[str]:
     return [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
 
 
-def _shown_default(parameter: Any) -> str:
+def _format_default(parameter: Any) -> str:
     if parameter.is_flag:
         return str(parameter.opts[0])
     if isinstance(parameter.default, list | tuple):
@@ -274,14 +274,14 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _plain(text: str) -> str:
+def _strip_markup(text: str) -> str:
     """Rich markup away."""
     return re.sub(r"\[/?(?:bold|italic|dim)\]", "", text).replace("\\[", "[")
 
 
 def _prose(text: str) -> str:
     """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are escaped."""
-    text = _plain(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
+    text = _strip_markup(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
     return re.sub(r"docs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)

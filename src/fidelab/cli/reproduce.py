@@ -126,7 +126,7 @@ def run_one(
     from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
     if resume_dir is not None:
-        options.refuse_beside(context, "resume_dir", "profile", ("as_json", "trusted"))
+        options.refuse_other_options(context, "resume_dir", "profile", ("as_json", "trusted"))
         study, folder = resume_profile(resume_dir, trusted=trusted or [], watch=_watch), resume_dir.absolute()
     elif name is None:
         raise UsageError("name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)")

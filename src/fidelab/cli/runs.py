@@ -61,7 +61,7 @@ def list_runs(
         table.add_column(name, overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_plain, _cells(row)))
+        table.add_row(*map(_plain_text, _cells(row)))
     open_console(400).print(table)
 
 
@@ -80,7 +80,7 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     if as_json:
         print_json({**_entry(row), "provenance": made})
         return
-    held, size = row.held(), _mebibytes(row.bytes)
+    held, size = row.existing_captures(), _mebibytes(row.bytes)
     facts = {
         "run": str(run_dir),
         "kind": row.kind,
@@ -100,7 +100,7 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
 
 
 def _entry(row: LedgerRow) -> dict[str, Any]:
-    held = row.held()
+    held = row.existing_captures()
     return {
         **vars(row),
         "captures": {path: held.get(path) for path in row.captures},
@@ -120,11 +120,11 @@ def _cells(row: LedgerRow) -> tuple[str, ...]:
         row.status if row.kind == "run" else f"{row.status} ({row.kind})",
         verdicts if len(row.arms) <= 4 else f"{verdicts[:60]}…",
         row.recommended,
-        _mebibytes(row.bytes + sum(row.held().values())),
+        _mebibytes(row.bytes + sum(row.existing_captures().values())),
     )
 
 
-def _plain(text: str) -> Any:
+def _plain_text(text: str) -> Any:
     from rich.text import Text
 
     return Text(text)

@@ -207,7 +207,7 @@ def stop(
 @app.command("presets")
 def list_presets(as_json: options.Json = False) -> None:
     """List bundled presets and your own (~/.config/fidelab/presets)."""
-    from fidelab.config.presets import listing, load_preset, own_folder
+    from fidelab.config.presets import listing, load_preset, user_folder
     from fidelab.core.errors import ConfigError
 
     rows, broken = [], []
@@ -218,7 +218,7 @@ def list_presets(as_json: options.Json = False) -> None:
             broken.append(str(error))
             continue
         kv = preset.kv.label if preset.kv else "native"
-        whose = "yours" if found.path.parent == own_folder() else ""
+        whose = "yours" if found.path.parent == user_folder() else ""
         fields = (found.name, preset.engine_name, preset.model, kv, preset.about, whose)
         rows.append(dict(zip(("name", "engine", "model", "kv", "about", "whose"), fields, strict=True)))
     if as_json:

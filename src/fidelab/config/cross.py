@@ -60,7 +60,7 @@ class CrossEngine(BaseModel):
 
     @field_validator("axes", "benches", mode="before")
     @classmethod
-    def _short(cls, value: Any) -> Any:
+    def _empty_for_none(cls, value: Any) -> Any:
         return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")

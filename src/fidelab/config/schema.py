@@ -51,7 +51,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("name")
     @classmethod
-    def _own_name(cls, value: str) -> str:
+    def _canonical_name(cls, value: str) -> str:
         return engine_name(value)
 
     @field_validator("image")
@@ -63,7 +63,7 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_alone(cls, value: Any) -> Any:
+    def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     def all_fields(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class EngineConfig(BaseModel):
         }
 
     @model_serializer
-    def _short(self) -> str | dict[str, Any]:
+    def _serialize_compact(self) -> str | dict[str, Any]:
         environment = {
             "python": self.python,
             "image": self.image,
@@ -351,17 +351,17 @@ class Experiment(BaseModel):
 
     @field_validator("reference", mode="before")
     @classmethod
-    def _short_reference(cls, value: Any) -> Any:
+    def _parse_reference(cls, value: Any) -> Any:
         return arm_fields(value) if isinstance(value, str) else value
 
     @field_validator("control", mode="before")
     @classmethod
-    def _short_control(cls, value: Any) -> Any:
+    def _parse_control(cls, value: Any) -> Any:
         return arm_fields(value) if isinstance(value, str) and value not in ("auto", "full", "none") else value
 
     @field_validator("candidates", mode="before")
     @classmethod
-    def _short_arms(cls, value: Any) -> Any:
+    def _parse_arms(cls, value: Any) -> Any:
         return [arm_fields(v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
     @field_validator("vary", mode="before")
@@ -391,7 +391,7 @@ class Experiment(BaseModel):
 
     @field_validator("axes", "benches", mode="before")
     @classmethod
-    def _short_axes(cls, value: Any) -> Any:
+    def _parse_axes(cls, value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return {v: {} for v in value}
         if isinstance(value, dict):
@@ -399,7 +399,7 @@ class Experiment(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _some_question(self) -> Experiment:
+    def _check_combinations(self) -> Experiment:
         if not self.axes and not self.benches:
             raise ValueError("axes: name at least one, or a bench")
         if self.axes and not self.candidates and not self.vary:

@@ -212,7 +212,7 @@ _REFUSED = {
 
 
 @dataclass
-class _Said:
+class _FlagValues:
     """Meaning of flags and variables: fields and options of an arm, and the rest.
 
     ``words``: what is ignored, as it stands there, without secrets; ``unset``: options and fields that ``--no-NAME``
@@ -239,7 +239,7 @@ class Pasted:
     """
 
     engine: str
-    said: _Said
+    said: _FlagValues
     program: tuple[str, ...]
     wrapper: tuple[str, ...] = ()
     mounts: Mapping[str, str] = field(default_factory=dict)
@@ -293,7 +293,7 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
     assigned, words = split_command(text, where)
     program, rest, starter = _program(words, where)
     run = _container(starter, rest, where) if starter else _Container([], {}, {}, {}, [], [])
-    wrapper, mounts, image, notes, outer = run.wrapper, run.mounts, "", run.ignored, _Said()
+    wrapper, mounts, image, notes, outer = run.wrapper, run.mounts, "", run.ignored, _FlagValues()
     if wrapper:
         image = wrapper[-1]
         assigned = {**assigned, **run.env}
@@ -461,7 +461,7 @@ def _logical_lines(text: str, where: str) -> list[str]:
             quote = "" if quote else sign
         elif not quote and sign in ";|&<>()":
             raise UsageError(
-                f"{where}: {sign!r} is for a shell, and no shell runs this; paste the server's command alone, "
+                f"{where}: {sign!r} is shell syntax; paste only the server's command, "
                 "with quotes around values that hold such signs"
             )
         elif not quote and sign == "#" and (not line or line[-1].isspace()):
@@ -519,9 +519,7 @@ def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[st
         case [python, "-m", module, *_] if python.startswith("python") and module in _MODULES:
             return list(words[:3]), list(words[3:]), []
         case ["sh" | "bash", *_]:
-            raise UsageError(
-                f"{where}: {words[0]} is a shell, and no shell runs this; paste the server's command alone"
-            )
+            raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
         case [first, *_] if image and first.startswith("-"):
             return [], list(words), []
         case [] if image:
@@ -619,7 +617,7 @@ def move_folders(text: str, folders: Mapping[str, str]) -> str:
 # ------------------------------------------------------------------------------------------- flags and variables
 
 
-def _variables(said: _Said, assigned: Mapping[str, str], mark: str) -> None:
+def _variables(said: _FlagValues, assigned: Mapping[str, str], mark: str) -> None:
     for name, value in assigned.items():
         if _SECRET.fullmatch(name):
             said.ignored[f"{mark}{name}"] = _SECRET_REASON
@@ -638,19 +636,19 @@ def _flags(
     base: Mapping[str, str],
     *,
     positional: bool,
-) -> _Said:
+) -> _FlagValues:
     """Meaning of the flags of an engine's server; ``base``: options of the command that they change."""
-    dialect, said = _DIALECTS[engine], _Said()
+    dialect, said = _DIALECTS[engine], _FlagValues()
     reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
     for flag, name, values in _split_flags(words, dialect):
         if not flag:
             if not positional or engine != "vllm" or "model" in said.fields:
-                raise UsageError(f"{where}: {values[0]!r} belongs to no flag; put quotes around values with blanks")
+                raise UsageError(f"{where}: {values[0]!r} does not belong to a flag; quote values with spaces")
             said.fields["model"] = values[0]
             continue
         if name in _REFUSED:
             raise UsageError(f"{where}: {flag} {_REFUSED[name]}")
-        _say(said, dialect, reasons, base, flag, name, values)
+        _apply_flag(said, dialect, reasons, base, flag, name, values)
     return said
 
 
@@ -682,8 +680,8 @@ def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str,
         yield flag, name, values
 
 
-def _say(
-    said: _Said,
+def _apply_flag(
+    said: _FlagValues,
     dialect: _Dialect,
     controlled: Mapping[str, str],
     base: Mapping[str, str],

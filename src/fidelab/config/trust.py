@@ -1,4 +1,4 @@
-"""Actions of a settings file that need permission: start a program, send a key, read files elsewhere.
+"""Actions of a settings file that need permission: start a program, send a key, read files in other folders.
 
 Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
 refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
@@ -116,7 +116,7 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
 def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, trust: Trust) -> None:
     left = [demand for demand in asked if not _inside(demand, file)]
     known = _hash(written, asked)
-    if not left or known in _known():
+    if not left or known in _trusted_digests():
         return
     if any(_place(path) in (_place(file), _place(file.parent)) for path in trust.files):
         _note(known, file)
@@ -142,7 +142,7 @@ def load_trusted(
     data = deepcopy(written)
     apply_overrides(data, overrides)
     settings = read(data, str(file))
-    check_trust(settings, written, file, Trust(files, _words(overrides)))
+    check_trust(settings, written, file, Trust(files, _override_pairs(overrides)))
     return settings
 
 
@@ -153,7 +153,7 @@ def remember(settings: Experiment | CrossEngine, written: str | Mapping[str, Any
         _note(_hash(yaml.safe_load(written) if isinstance(written, str) else written, asked), file)
 
 
-def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
+def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
     """Refuse a file that fidelab did not write for this user; ``what``: what it may do, in words.
 
     Args:
@@ -161,10 +161,10 @@ def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> N
         files: those that the person named by ``--trust``, or their folders.
 
     Raises:
-        ConfigError: it is not remembered (:func:`remember_own`), and not trusted.
+        ConfigError: it is not remembered (:func:`trust_content`), and not trusted.
     """
     known = digest(content)
-    if known in _known():
+    if known in _trusted_digests():
         return
     if any(_place(path) in (_place(file), _place(file.parent)) for path in files):
         _note(known, file)
@@ -175,12 +175,12 @@ def check_own(file: Path, content: bytes, what: str, files: Sequence[Path]) -> N
     )
 
 
-def remember_own(file: Path, content: bytes) -> None:
+def trust_content(file: Path, content: bytes) -> None:
     """Trust this content, which fidelab itself writes for this user to ``file``."""
     _note(digest(content), file)
 
 
-def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
+def _override_pairs(overrides: Sequence[str]) -> set[tuple[str, str]]:
     """Key and value of everything that ``a.b=c`` overrides say, arms in one line included."""
     pairs: set[tuple[str, str]] = set()
     for text in overrides:
@@ -291,7 +291,7 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
         path = expand(value)
         if exists(path):
             where = "" if str(path.resolve()) == value else f" ({str(path.resolve())!r})"
-            yield Demand(key, value, f"is a file elsewhere that would be read{where}", str(path.resolve()))
+            yield Demand(key, value, f"is a file in another folder that would be read{where}", str(path.resolve()))
 
 
 def _inside(demand: Demand, file: Path) -> bool:
@@ -322,7 +322,7 @@ def _memory() -> Path:
     return state_dir() / _TRUST_FILE
 
 
-def _known() -> set[str]:
+def _trusted_digests() -> set[str]:
     with contextlib.suppress(OSError, RuntimeError):
         lines = _memory().read_text("utf-8", errors="replace").splitlines()
         return {line.partition(" ")[0] for line in lines}
@@ -331,7 +331,7 @@ def _known() -> set[str]:
 
 def _note(known: str, file: Path) -> None:
     """Append a hash; where that cannot be written, the person is asked again next time."""
-    if known in _known():
+    if known in _trusted_digests():
         return
     with contextlib.suppress(OSError, RuntimeError):
         _memory().parent.mkdir(parents=True, exist_ok=True)

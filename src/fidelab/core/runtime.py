@@ -73,7 +73,7 @@ _MORE: Mapping[str, Any] = {
 """Fields that are read besides those of :class:`RuntimeInfo`."""
 
 
-def ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
+def invalid_runtime_fields(ran: Mapping[str, Any]) -> Iterator[str]:
     """Fields of a record of what ran that are not what they should be; further ones may be anything."""
     for name, kind in {**get_type_hints(RuntimeInfo), **_MORE}.items():
         if name not in ran:

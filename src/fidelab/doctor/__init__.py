@@ -65,7 +65,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))  # packages talk while they are imported
         stack.enter_context(redirect_stderr(io.StringIO()))
-        answers = stack.enter_context(parts.asked_engines())  # meanwhile
+        answers = stack.enter_context(parts.query_engines())  # meanwhile
         packages = software.packages()
         unusable = {check.name for check in packages if check.status != "ok"}
         return Diagnosis(

@@ -35,13 +35,13 @@ class Pair:
     variable: tuple[str, str] | None = None
     settled: bool = True
 
-    def found(self, facts: Facts, environ: Mapping[str, str]) -> str:
+    def matching_versions(self, facts: Facts, environ: Mapping[str, str]) -> str:
         """The versions that are here, in words; empty where they are not, or the harm is avoided."""
         if self.variable and environ.get(self.variable[0], "").lower() == self.variable[1].lower():
             return ""
         met = []
         for name, condition in self.conditions.items():
-            version = next((version for version in facts.get(name, ()) if _meets(version, condition)), None)
+            version = next((version for version in facts.get(name, ()) if _satisfies(version, condition)), None)
             if version is None:
                 return ""
             text = f"{version} {name}" if name == "GPUs" else f"{name} {version}"
@@ -49,7 +49,7 @@ class Pair:
         return " with ".join(met)
 
 
-def _meets(version: str, condition: str) -> bool:
+def _satisfies(version: str, condition: str) -> bool:
     parts = [_CONDITION.fullmatch(part) for part in condition.split(",")]
     if not all(parts):
         return version == condition

@@ -148,7 +148,7 @@ def _runs() -> DoctorCheck:
 
 def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: int = 0) -> DoctorCheck:
     """``room``: bytes without which the folder is of no use."""
-    nearest = next(part for part in (path, *path.parents) if _there(part))
+    nearest = next(part for part in (path, *path.parents) if _is_visible(part))
     check = partial(DoctorCheck, name, "folders", needed=needed)
     shown = one_line(str(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -162,7 +162,7 @@ def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: i
     return check("ok", detail)
 
 
-def _there(path: Path) -> bool:
+def _is_visible(path: Path) -> bool:
     """True if the path can be seen; below a file, or a folder that may not be entered, nothing can."""
     try:
         path.stat()

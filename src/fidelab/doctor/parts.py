@@ -37,7 +37,7 @@ _BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 
 @contextmanager
-def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
+def query_engines() -> Iterator[Callable[[], list[Installed]]]:
     """Engines in separate environments, queried in parallel processes.
 
     Yields what waits for their answers; where they cannot be asked at all, that raises why.
@@ -72,7 +72,7 @@ def engines_and_formats(
 ) -> list[DoctorCheck]:
     """Each engine, then the formats of those that work.
 
-    ``answers``: of the engines in environments of their own (:func:`asked_engines`).  ``trial``: the formats are tried
+    ``answers``: of the engines in environments of their own (:func:`query_engines`).  ``trial``: the formats are tried
     out, and this gets a line for each of them.
     """
     from fidelab.engines import ENGINES
@@ -171,7 +171,7 @@ def _brought(
         why = one_line(place.problem).removeprefix(f"engine {name} ")
         return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
-    detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
+    detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.label}"
     if place.update is not None:
         detail += f", installed from another recipe: {place.update}"
     formats = [_refused(name, kv, place.refused.get(kv)) or _check(name, kv, "ok", "runs") for kv in place.kv_names]

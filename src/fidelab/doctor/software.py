@@ -43,7 +43,7 @@ def packages() -> list[DoctorCheck]:
     errors = {check.name: error for check in checks if check.status == "ok" and (error := _import_error(check.name))}
     failing = {_canonical(check.name) for check in checks if check.blocks or check.name in errors}
     return [
-        _unimportable(check, errors[check.name], sorted(failing & _names(_requires(check.name))))
+        _unimportable(check, errors[check.name], sorted(failing & _requirement_names(_requires(check.name))))
         if check.name in errors
         else check
         for check in checks
@@ -57,7 +57,7 @@ def untested() -> list[DoctorCheck]:
     """
     tested = dict(line.split("==") for line in _CONSTRAINTS_FILE.read_text().split())
     newer = {}
-    for name in sorted(_names(_requires("fidelab"))):
+    for name in sorted(_requirement_names(_requires("fidelab"))):
         try:
             version = str(metadata.version(name))
         except metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def _requires(package: str) -> list[str]:
     return [text.strip() for text, _, marker in stated if marker.replace('"', "'").strip() in needed]
 
 
-def _names(requirements: list[str]) -> set[str]:
+def _requirement_names(requirements: list[str]) -> set[str]:
     return {_canonical(match["name"]) for text in requirements if (match := _REQUIREMENT.match(text))}
 
 

@@ -119,7 +119,7 @@ def _examined(system: System) -> Iterator[DoctorCheck]:
         yield from _peers_amd(system)
     facts["CPU"] = ("AMX",) if re.search(r"^flags.*\bamx_tile\b", system.text("/proc/cpuinfo"), re.M) else ()
     facts["MES firmware"] = tuple(_firmware(system, amd))
-    yield from _known_bad(system, facts, dict(_environments(system)))
+    yield from _known_bad_checks(system, facts, dict(_environments(system)))
 
 
 def _ok(name: str, detail: str) -> DoctorCheck:
@@ -308,7 +308,7 @@ def _installed() -> Iterator[tuple[str, Path]]:
             yield str(folder.parents[2]), folder
 
 
-def _known_bad(
+def _known_bad_checks(
     system: System, facts: Mapping[str, tuple[str, ...]], environments: Mapping[str, Mapping[str, str]]
 ) -> Iterator[DoctorCheck]:
     """Each pair of the table that is here, once for each environment whose packages it names."""
@@ -318,7 +318,7 @@ def _known_bad(
     hits: dict[str, DoctorCheck] = {}
     for place, here in known or [("", dict(facts))]:
         for pair in KNOWN_BAD:
-            met = pair.found(here, system.environ)
+            met = pair.matching_versions(here, system.environ)
             if not met:
                 continue
             where = f" in {Path(place).name}" if set(pair.conditions) - set(facts) else ""

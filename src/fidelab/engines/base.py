@@ -328,7 +328,7 @@ class Engine(ABC):
         return facts
 
     @abstractmethod
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         """The runtime info, called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:

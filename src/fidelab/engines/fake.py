@@ -141,7 +141,7 @@ class FakeEngine(Engine):
         if options.get("mask") == "on" and options.get("estimator") == "hidden":
             raise UsageError("engine fake: no hidden state gives the logit -inf; give mask=on or estimator=hidden")
         if "bend" in options and options.get("family", "two-level") != "two-level":
-            raise UsageError("engine fake: bend is of family two-level alone")
+            raise UsageError("engine fake: bend applies only to family two-level")
         if arm.kv.k.name == "refused":
             return Support(False, "the fake engine refuses this format, as it was asked to")
         return Support(True)
@@ -221,7 +221,7 @@ class FakeEngine(Engine):
             return {"not_engaged": f"the fake engine counts no {request.way}, as it was asked to"}
         return {"engaged": {"windows": len(request.windows)}}
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         engaged = self._kv != "silent"  # a format that was accepted and ignored
         return RuntimeInfo(
             versions=self.versions(),
@@ -317,7 +317,7 @@ class FakeEngine(Engine):
 
 
 def _check(owner: str, options: Mapping[str, str], allowed: _Checks) -> None:
-    """Every key is known and every value possible.
+    """Check that every key is known and every value is valid.
 
     Raises:
         UsageError: names the key, or the value.

@@ -180,7 +180,7 @@ def _label(distribution: metadata.Distribution) -> str:
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
-    """Source of a distribution that was not installed from a package index."""
+    """Return the source of a distribution that was not installed from a package index."""
     try:
         direct = json.loads(distribution.read_text("direct_url.json") or "null")
     except ValueError:

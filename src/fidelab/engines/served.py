@@ -149,7 +149,7 @@ def _fault(request: Served, counted: Counted, block: int, most: int) -> str:
         case "prefix-partial" if block > 1 and size % block == 0:
             return f"a hit of {size} tokens ends with a whole block of {block}"
         case "prefix-partial" if counted.cached == size // block * block < size:
-            return f"the engine reuses whole blocks of {block} tokens alone: {counted.cached} of {size} were hit"
+            return f"the engine reuses only whole blocks of {block} tokens: {counted.cached} of {size} were hit"
         case "prefix-partial" if counted.cached != size:
             return f"{counted.cached} tokens were found in the prefix cache, not {size}"
         case "prefix" | "prefix-other" | "prefix-generated" if size < block:

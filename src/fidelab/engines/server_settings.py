@@ -76,7 +76,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Reported:
     """Report of a server: settings by the arm's names, K and V types, and remarks by topic."""
 
     settings: Mapping[str, str]
@@ -135,7 +135,7 @@ def preparation_seconds(log: str) -> float | None:
 _NATIVE_TYPES = ("bfloat16", "float16", "float32")  # types that "auto" may be
 
 
-def _kv_finding(arm: Arm, said: _Said) -> Finding:
+def _kv_finding(arm: Arm, said: _Reported) -> Finding:
     """The types of keys and values; ``auto`` is the compute type of the server, if it reports that."""
     computed = _type(said.settings.get("dtype", "auto"))
     declared = tuple(_type(side.name) for side in (arm.kv.k, arm.kv.v))
@@ -159,12 +159,12 @@ def _differ(declared: str | None, effective: str | None) -> bool:
     """Whether both are known and mean different things."""
     if declared is None or effective is None or declared in ("auto", "-1"):
         return False
-    return bool(_plain(declared) != _plain(effective))
+    return bool(_normalize(declared) != _normalize(effective))
 
 
-def _rounded(engine: str, what: str, declared: str | None, effective: str | None, said: _Said) -> bool:
+def _rounded(engine: str, what: str, declared: str | None, effective: str | None, said: _Reported) -> bool:
     """Whether a number of tokens is the declared one rounded as the engine does, to whole cells or pages."""
-    asked, has = (_plain(text or "") for text in (declared, effective))
+    asked, has = (_normalize(text or "") for text in (declared, effective))
     if not (isinstance(asked, float) and isinstance(has, float)):
         return False
     if (engine, what) == ("llamacpp", CONTEXT):
@@ -172,7 +172,7 @@ def _rounded(engine: str, what: str, declared: str | None, effective: str | None
     return (engine, what) == ("sglang", POOL) and 0 <= asked - has < int(said.settings.get("page-size", "1"))
 
 
-def _plain(text: str) -> Any:
+def _normalize(text: str) -> Any:
     """A value as it is compared: switches, numbers with and without units, JSON, types, words in lower case."""
     text = text.strip()
     if text[:1] in ("{", "["):
@@ -208,7 +208,7 @@ def _speculation(text: str | None) -> str | None:
 _NESTED = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
 _SETTING = re.compile(r"\b([a-z]\w*)=('[^']*'|[\w./:-]+)")
 _VLLM_CONFIG = re.compile(r"Initializing a V1 LLM engine .*? with config: (.*)")
-_VLLM_GIVEN = re.compile(r"non-default args: (\{.*\})")
+_VLLM_ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
 _VLLM_SPECULATION = re.compile(r"speculative_config=(None|SpeculativeConfig\(([^)]*)\))")
 _VLLM_BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend")
 _VLLM_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
@@ -218,13 +218,13 @@ _VLLM_NAMES |= {"enable-chunked-prefill": "chunked-prefill"}
 _K16V8_PAIR = re.compile(r"\bk16v8: .*\bk=(\w+)[^,\]]*,v=(\w+)[^\]]*\], pages of \d+ tokens")
 
 
-def _vllm(client: Client, log: str) -> _Said | None:
+def _vllm(client: Client, log: str) -> _Reported | None:
     listed = _models(client)
     if listed.get("owned_by") != "vllm":
         return None
     labels, speculates = cache_labels(client)
     config = found[-1] if (found := _VLLM_CONFIG.findall(log)) else ""
-    given = found[-1] if (found := _VLLM_GIVEN.findall(log)) else "{}"
+    given = found[-1] if (found := _VLLM_ARGUMENTS.findall(log)) else "{}"
     settings = {
         **{_dashed(name): text for name, value in _literal(given).items() if (text := _text(value)) is not None},
         **{_dashed(name): value.strip("'") for name, value in _SETTING.findall(_flat(config))},
@@ -247,7 +247,7 @@ def _vllm(client: Client, log: str) -> _Said | None:
         settings["attention-backend"] = backends[-1]
     tokens = next(iter(_VLLM_POOL.findall(log)), None) or labels.get("kv_cache_size_tokens")
     kv = settings.get("cache-dtype")
-    return _Said(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, {POOL: _tokens(tokens)})
+    return _Reported(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, {POOL: _tokens(tokens)})
 
 
 def _k16v8_pair(log: str) -> tuple[str, str] | None:
@@ -259,7 +259,7 @@ def _k16v8_pair(log: str) -> tuple[str, str] | None:
 _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #tokens: (\d+)")
 
 
-def _sglang(client: Client, log: str) -> _Said | None:
+def _sglang(client: Client, log: str) -> _Reported | None:
     listed = _models(client)
     about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
     if listed.get("owned_by") != "sglang" or not about:
@@ -277,8 +277,8 @@ def _sglang(client: Client, log: str) -> _Said | None:
         settings["max-total-tokens"] = tokens
     if settings.get("attention-backend") == "k16v8":
         # without a log, the pair of that name
-        return _Said(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
-    return _Said(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+        return _Reported(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
+    return _Reported(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
 
 
 _LLAMA_SETTING = re.compile(r"^llama_context: (\w+) += (\S+)", re.MULTILINE)
@@ -286,7 +286,7 @@ _LLAMA_CACHE = re.compile(r"llama_kv_cache\w*: size = .*\( *(\d+) cells.*\), K \
 _LLAMA_LAYERS = re.compile(r"offloaded (\d+)/\d+ layers to GPU")
 
 
-def _llamacpp(client: Client, log: str) -> _Said | None:
+def _llamacpp(client: Client, log: str) -> _Reported | None:
     owner = _models(client).get("owned_by")
     if owner not in ("llamacpp", "me"):
         return None
@@ -301,10 +301,10 @@ def _llamacpp(client: Client, log: str) -> _Said | None:
     k, v, tokens = settings.get("cache-type-k"), settings.get("cache-type-v"), None
     if match := _LLAMA_CACHE.search(log):
         tokens, k, v = match[1], match[2], match[3]
-    return _Said(settings, (k, v) if k and v else None, {POOL: _tokens(tokens)})
+    return _Reported(settings, (k, v) if k and v else None, {POOL: _tokens(tokens)})
 
 
-_READERS: Mapping[str, Callable[[Client, str], _Said | None]] = {
+_READERS: Mapping[str, Callable[[Client, str], _Reported | None]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llamacpp": _llamacpp,

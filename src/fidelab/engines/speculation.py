@@ -58,7 +58,7 @@ def json_object(option: str, text: str) -> Mapping[str, Any]:
     return value
 
 
-def known_word(what: str, word: str, known: Collection[str]) -> None:
+def check_choice(what: str, word: str, known: Collection[str]) -> None:
     """Refuse a word that an engine does not have.
 
     Raises:

@@ -173,7 +173,7 @@ def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] 
     Raises:
         EngineError: its interpreter does not start.
     """
-    if environment.own:
+    if environment.is_current:
         yield _Here(environment)
         return
     there = _There(environment, limit, files)

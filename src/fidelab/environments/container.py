@@ -142,12 +142,12 @@ def find_image(name: str) -> Image:
     return Image(name, identity, digest, program, podman, rootless, _gpu_flags(podman))
 
 
-def named_paths(values: Iterable[str]) -> list[str]:
-    """The absolute paths among the values of options, those inside JSON included, that lead to something here."""
+def existing_paths(values: Iterable[str]) -> list[str]:
+    """Return the absolute paths in option values, including those inside JSON, that exist on this machine."""
     return [text for value in values for text in _texts(value) if text.startswith("/") and Path(text).exists()]
 
 
-def seen_through(path: str | Path) -> list[str]:
+def link_targets(path: str | Path) -> list[str]:
     """A file or folder and the targets of its links outside it, since a container would see broken links."""
     root = Path(path)
     found = [str(root)]

@@ -18,7 +18,7 @@ from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
-from fidelab.environments.container import Container, Image, find_image, named_paths, new_name, seen_through
+from fidelab.environments.container import Container, Image, existing_paths, find_image, link_targets, new_name
 from fidelab.environments.host import machine
 from fidelab.environments.recipes import RECIPES, data_path, install_command, recipe_command, variants
 from fidelab.models.cache import build_once, cache_dir
@@ -44,7 +44,7 @@ class Environment:
     image: Image | None = None
 
     @property
-    def own(self) -> bool:
+    def is_current(self) -> bool:
         """Environment of the running interpreter."""
         return not self.pythonpath and self.image is None and self._here
 
@@ -111,9 +111,9 @@ class Environment:
         link = link_folder()
         code = [str(link), *(str(package.resolve()) for package in link.iterdir() if package.is_symlink())]
         named = [arm.path, *filter(None, [arm.draft])] if arm else []
-        named += named_paths(value for _, value in (*arm.options, *arm.env)) if arm else []
+        named += existing_paths(value for _, value in (*arm.options, *arm.env)) if arm else []
         there = [path for path in (*named, *files, *self.pythonpath) if Path(path).exists()]
-        seen = [file for path in there for file in seen_through(path)]
+        seen = [file for path in there for file in link_targets(path)]
         if store is not None:
             store.mkdir(parents=True, exist_ok=True)
         return Container(
@@ -144,7 +144,7 @@ class Environment:
         if self.image is not None:
             return {}
         safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are not modules
-        if self.own:
+        if self.is_current:
             return safe
         link = [] if self._here else [str(link_folder())]
         inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

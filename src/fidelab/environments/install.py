@@ -66,7 +66,7 @@ class Stage:
     expected: float
     after: float
 
-    def left(self, seconds: float) -> float:
+    def remaining_seconds(self, seconds: float) -> float:
         """Expected seconds until the end, given the seconds of this step so far."""
         return max(0.0, self.expected - seconds) + self.after
 

@@ -54,9 +54,9 @@ class Installed:
     remedy: str | None = None
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         """The environment in words."""
-        if self.environment is None or self.environment.own or self.environment.image:
+        if self.environment is None or self.environment.is_current or self.environment.image:
             return self.name
         return f"environment {self.name}"
 

@@ -149,7 +149,7 @@ def wait_until_healthy(
         if process.poll() is not None:
             raise EngineError(died(server, process.returncode, say))
         if seconds > limit:
-            _tell_last_lines(server, say)
+            _print_last_lines(server, say)
             raise EngineError(f"the server did not answer within {limit:g} s: raise --timeout; log: {server.log}")
         if time.monotonic() - said > _REMIND:
             said = time.monotonic()
@@ -170,14 +170,14 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
         client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
     except (EngineError, LookupError, TypeError) as error:
         why = str(error) if isinstance(error, EngineError) else "it lists no model"
-        _tell_last_lines(server, say)
+        _print_last_lines(server, say)
         raise EngineError(f"the server answers, and completes nothing ({why}); log: {server.log}") from None
 
 
 def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
     """Reason why a server ended early: its exit status and the likely cause.  ``say`` gets its last lines."""
     lines = written_log(server.log, last=True).splitlines()
-    _tell_last_lines(server, say)
+    _print_last_lines(server, say)
     what = explain_exit(returncode).replace("worker", "server")
     cause = explain(lines) or next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
     if cause is None:
@@ -245,7 +245,7 @@ def _is_healthy(client: Client) -> bool:
         return False
 
 
-def _tell_last_lines(server: Served, say: Callable[[str], None]) -> None:
+def _print_last_lines(server: Served, say: Callable[[str], None]) -> None:
     lines = [line.rstrip() for line in written_log(server.log, last=True).splitlines() if line.strip()]
     for line in lines[-_LOG_TAIL_LINES:]:
         say(f"  | {line[:300]}")

@@ -119,17 +119,17 @@ class NVFloat4(Float4):
         """``e4m3(amax / 6 / g)``; amax propagates NaN on purpose."""
         exact = divide(blocks.abs().amax(-1), _TOP)
         if self.scaling == "per-tensor":
-            exact = exact / self._given(scale)
+            exact = exact / self._require_scale(scale)
         return exact.clamp(_E4M3_SMALLEST, _E4M3_TOP).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def widen(self, stored: Tensor, scale: Tensor | None) -> Tensor:
         """The e4m3 number times ``g``."""
         widened = stored.contiguous().view(torch.float8_e4m3fn).float()
         if self.scaling == "per-tensor":
-            widened = widened * self._given(scale)
+            widened = widened * self._require_scale(scale)
         return widened.unsqueeze(-1)
 
-    def _given(self, scale: Tensor | None) -> Tensor:
+    def _require_scale(self, scale: Tensor | None) -> Tensor:
         if scale is None:
             raise ValueError(f"{self.name}[scale={self.scaling}] needs the scale that fit() returned")
         return scale

@@ -118,7 +118,7 @@ class Float8(Format):
         """``code * s``."""
         if self.scaling == "none":
             return _widen(parts[0], self.dtype, dtype)  # exact in all three types
-        s = parts[1].float() if self.scaling == "per-token-head" else self._given(scale)
+        s = parts[1].float() if self.scaling == "per-token-head" else self._require_scale(scale)
         return narrow(_widen(parts[0], self.dtype, torch.float32) * s, dtype)
 
     def token_bytes(self, dim: int) -> int:
@@ -147,9 +147,9 @@ class Float8(Format):
         if self.scaling == "per-token-head":
             amax = finite_amax(x, (3,))
             return _unless_zero(amax, half_scale(divide(amax, self.top), up=True).float())
-        return self._given(scale)
+        return self._require_scale(scale)
 
-    def _given(self, scale: Tensor | None) -> Tensor:
+    def _require_scale(self, scale: Tensor | None) -> Tensor:
         if scale is None:
             raise ValueError(f"{self.name}[scale={self.scaling}] needs the scale that fit() returned")
         return scale

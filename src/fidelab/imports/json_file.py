@@ -27,7 +27,7 @@ class Node:
 
     def __getitem__(self, key: str) -> Node:
         if self.value is not None and not isinstance(self.value, dict):
-            raise self.wrong("an object")
+            raise self.error("an object")
         return Node((self.value or {}).get(key), f"{self.place}{'' if self.place.endswith(': ') else '.'}{key}")
 
     def __contains__(self, key: str) -> bool:
@@ -36,7 +36,7 @@ class Node:
     def items(self) -> list[Node]:
         """The entries of a list."""
         if self.value is not None and not isinstance(self.value, list):
-            raise self.wrong("a list")
+            raise self.error("a list")
         return [Node(value, f"{self.place}[{index}]") for index, value in enumerate(self.value or [])]
 
     def entries(self) -> Iterator[tuple[str, Node]]:
@@ -50,7 +50,7 @@ class Node:
             return None
         if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not low <= self.value <= high:
             span = f" in {low:g} … {high:g}" if math.isfinite(low) or math.isfinite(high) else ""
-            raise self.wrong(f"a number{span}")
+            raise self.error(f"a number{span}")
         return float(self.value)
 
     def count(self, most: int = _MAX_COUNT) -> int | None:
@@ -58,13 +58,13 @@ class Node:
         if self.value is None:
             return None
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not 0 <= self.value <= most:
-            raise self.wrong(f"a whole number in 0 … {most}")
+            raise self.error(f"a whole number in 0 … {most}")
         return self.value
 
     def text(self) -> str:
         """A text; empty where it is absent."""
         if self.value is not None and not isinstance(self.value, str):
-            raise self.wrong("a text")
+            raise self.error("a text")
         return _text(self.value or "")
 
     def token_ids(self) -> list[int] | None:
@@ -72,10 +72,10 @@ class Node:
         if self.value is None:
             return None
         if not isinstance(self.value, list) or not all(type(entry) is int for entry in self.value):
-            raise self.wrong("a list of token ids")
+            raise self.error("a list of token ids")
         return list(self.value)
 
-    def wrong(self, expected: str) -> InputError:
+    def error(self, expected: str) -> InputError:
         """The error that names the place, the expected kind of value and the actual one."""
         text = repr(self.value)
         return InputError(f"{self.place}: expected {expected}, found {text if len(text) <= 60 else text[:60] + '…'}")

@@ -80,7 +80,7 @@ class _BaseRows:
     vocabulary: int
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        scale, least, numbers, unknown = self._parts(start, stop)
+        scale, least, numbers, unknown = self._unpack_rows(start, stop)
         scores = least + scale * numbers
         known = np.where(unknown, 0.0, np.exp(scores)).sum(axis=-1, keepdims=True)
         count = np.maximum(unknown.sum(axis=-1, keepdims=True), 1)
@@ -89,9 +89,9 @@ class _BaseRows:
         return np.where(unknown, np.log(share), scores).astype(np.float32)
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_]:
-        return self._parts(start, stop)[3]
+        return self._unpack_rows(start, stop)[3]
 
-    def _parts(
+    def _unpack_rows(
         self, start: int, stop: int
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.uint16], NDArray[np.bool_]]:
         """Scale and least log-probability [n, 1], numbers, and which of them are cut off."""

@@ -26,7 +26,7 @@ from fidelab.imports.dump_folder import Dump, open_folder, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile, is_base_file
 from fidelab.imports.write_run import Imported, Source, window_blocks, write_run
-from fidelab.metrics.composite import cost_alike
+from fidelab.metrics.composite import costs_equivalent
 from fidelab.metrics.divergence import (
     RowComparison,
     compare_rows,
@@ -262,7 +262,7 @@ def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iter
             difference=difference.estimate,
             ci=difference.interval,
             differs=difference.excludes_zero,
-            equivalent=cost_alike(difference.interval, mean),
+            equivalent=costs_equivalent(difference.interval, mean),
         )
 
 

@@ -99,7 +99,7 @@ def import_samples(
                 name=label,
                 axes=axes,
                 certificates=certificates,
-                verdict=Verdict(sentence="; ".join(_said(name, axes[name], certificates[name]) for name in axes)),
+                verdict=Verdict(sentence="; ".join(_summarize(name, axes[name], certificates[name]) for name in axes)),
                 **bare,
             )
         )
@@ -154,7 +154,7 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
 
 
 def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Right answers of both sides, item by item."""
+    """Return the correct answers of both sides, item by item."""
     common = [key for key in ref.values if key in test.values and key not in ref.left | test.left]
     if not common:
         have, there = (sorted({key[0] for key in side.values}) or ["nothing"] for side in (ref, test))
@@ -167,7 +167,7 @@ def _paired(ref: _Samples, test: _Samples) -> dict[Key, tuple[NDArray[np.float64
         ours, theirs = ref.values[key], test.values[key]
         if odd := sorted(ours.keys() ^ theirs.keys()):
             raise MismatchError(
-                f"task {key[0]}: item {odd[0]} is in one of {ref.path} and {test.path} alone, with {len(odd) - 1} "
+                f"task {key[0]}: item {odd[0]} is in only one of {ref.path} and {test.path}, with {len(odd) - 1} "
                 "more: run both with the same items (--limit, --samples)"
             )
         other = next((n for n in ours if ref.documents[key[0], n] != test.documents[key[0], n]), None)
@@ -218,7 +218,7 @@ def _unpaired(ref: NDArray[np.float64], test: NDArray[np.float64]) -> float | No
     return None if error == 0.0 else math.erfc(abs(test.mean() - ref.mean()) / error / math.sqrt(2))
 
 
-def _said(name: str, axis: Measurement, certificate: Certificate) -> str:
+def _summarize(name: str, axis: Measurement, certificate: Certificate) -> str:
     [claim] = certificate.claims
     words = {
         "holds": f"a loss of {100 * claim.margin:g} points is ruled out",

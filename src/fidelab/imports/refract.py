@@ -113,7 +113,7 @@ def _comparison(lines: list[RefractLine]) -> TablePlot:
 
 def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[RefractLine]) -> tuple[str, ...]:
     notes = [
-        f"{line.name}: the file says {_shown(line.stated)}, its own data give {_shown(line.again)}"
+        f"{line.name}: the file says {_format_score(line.stated)}, its own data give {_format_score(line.again)}"
         for line in lines
         if line.agrees is False
     ]
@@ -129,7 +129,7 @@ def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[Re
     return tuple(notes)
 
 
-def _shown(value: float | str | None) -> str:
+def _format_score(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 

@@ -38,7 +38,7 @@ from fidelab.results.measurement import Definition, Measurement, key_of
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
 
 TOPK_BACKENDS = ("vllm", "sglang")
-"""Backends through which REFRACT sees the most likely tokens alone."""
+"""Backends through which REFRACT sees only the most likely tokens."""
 _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from figures of seven digits
 
 
@@ -128,7 +128,7 @@ def _agreement(prompt: Node) -> PairAgreement | None:
     if prefix is None or n_ref is None or n_test is None:
         return None
     if prefix > min(n_ref, n_test):
-        raise prompt["prefix_agreement_length"].wrong(f"at most {min(n_ref, n_test)}, the shorter answer's length")
+        raise prompt["prefix_agreement_length"].error(f"at most {min(n_ref, n_test)}, the shorter answer's length")
     return PairAgreement(prefix if prefix < max(n_ref, n_test) else None, prefix, prefix, n_ref, n_test)
 
 
@@ -178,7 +178,7 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
         record = Measurement(status=Status.FAILED, reason="the mean KL of the file is not a number")
         return Recomputed(record, (RefractLine("KLD score", stated, None, None),))
     if file.backend.lower() in TOPK_BACKENDS:
-        reason = f"REFRACT's {file.backend} backend sees the most likely tokens alone, not the full vocabulary"
+        reason = f"REFRACT's {file.backend} backend sees only the most likely tokens, not the full vocabulary"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=f"{reason} (its figure: {mean:.6g} nats)")
         return Recomputed(record, (RefractLine("KLD score", stated, kld_score(mean), None),), notes=(reason,))
     chunks, notes = _chunks(axis, mean)

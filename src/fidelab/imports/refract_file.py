@@ -32,7 +32,7 @@ class RefractFile:
 
     @property
     def backend(self) -> str:
-        """The engine; up to schema 0.2 there was llama.cpp alone, and files do not name it."""
+        """The engine; files up to schema 0.2 do not name it, since llama.cpp was the only one."""
         named = self.root["environment"]["backend"].text()
         return named or ("llamacpp" if self.schema.startswith(READABLE[0]) else "unknown")
 

@@ -35,7 +35,7 @@ _SHAREGPT = {  # what the parties are called there
     "observation": "tool",
     "function_response": "tool",
 }
-_LISTED = 3  # bad places that a message lists
+_MAX_LISTED = 3  # bad places that a message lists
 _MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
 
@@ -129,10 +129,10 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         images += reader.images
         conversations.append(one)
     if bad and not skip_bad:
-        more = f", and {len(bad) - _LISTED} more" if len(bad) > _LISTED else ""
+        more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
         raise InputError(
-            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_LISTED])}{more}; fix them, "
-            "or skip them with --skip-bad"
+            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_MAX_LISTED])}{more}; "
+            "fix them, or pass --skip-bad"
         )
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
@@ -258,13 +258,13 @@ class _Record:
         calls = message.get("tool_calls")
         if calls:
             kept["tool_calls"] = _calls(number, calls)
-        parts = self._parts(number, given) if isinstance(given, list) else []
+        parts = self._split_content(number, given) if isinstance(given, list) else []
         if not content and not calls and not any(part["type"] == "image" for part in parts):
             raise _Bad(f"message {number} has no content")
         self.parts.append({**kept, "content": parts} if parts else kept)
         return kept
 
-    def _parts(self, number: int, content: list[Any]) -> list[dict[str, Any]]:
+    def _split_content(self, number: int, content: list[Any]) -> list[dict[str, Any]]:
         """The text and the images of a message; the images' URLs go to ``urls``."""
         parts: list[dict[str, Any]] = []
         for part in content:
@@ -439,7 +439,7 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
     kinds = ", ".join(f"{count:,} {domain}" for domain, count in counts.most_common())
     lines = [f"{traffic.name}: conversations: {len(traffic.conversations):,} ({kinds})"]
     if traffic.bad:
-        lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_LISTED])})")
+        lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_MAX_LISTED])})")
     if traffic.failed:
         lines.append(f"failed requests left out: {traffic.failed:,}")
     if traffic.images:

@@ -92,7 +92,7 @@ def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "r
     return [{"role": "user", "content": f"{''.join(shown)}Question: {problem.question}\nAnswer:"}]
 
 
-def own_words(text: str) -> str:
+def truncate_answer(text: str) -> str:
     """An answer up to the next question that the model invents: a line that begins with ``Question:``."""
     return _NEXT.split(text, maxsplit=1)[0]
 

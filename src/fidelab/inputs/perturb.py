@@ -100,7 +100,7 @@ def synonyms() -> Mapping[str, str]:
 
 
 def _typo(text: str, rng: random.Random) -> str | None:
-    """Two unlike letters, so that the text does change."""
+    """Swap two different adjacent letters."""
     words = [
         match
         for match in _WORD.finditer(text)
@@ -144,7 +144,7 @@ PERTURBATIONS = tuple(_CHANGES)
 
 
 def _pick(choices: Sequence[T], rng: random.Random) -> T:
-    """One of them; ``random()`` alone has a sequence that Python promises to keep."""
+    """Return one of the choices; Python guarantees a stable sequence only for ``random()``."""
     return choices[int(rng.random() * len(choices))]
 
 

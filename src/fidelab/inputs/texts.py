@@ -40,7 +40,7 @@ class Text:
     domains: tuple[str, ...] = ()
 
     def domain_of(self, document: int) -> str:
-        """The domain of a document by its number from 1, as windows have it; ``""``: not known."""
+        """Return the domain of a document by its number, counted from 1; empty if it is not known."""
         return self.domains[document - 1] if 1 <= document <= len(self.domains) else ""
 
 

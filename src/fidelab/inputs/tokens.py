@@ -101,7 +101,7 @@ class Tokenizer:
         if template == "chat" and self.template == "chat":
             return self.backend.chat(messages, tools)
         bos = () if self.bos_id is None else (self.bos_id,)
-        return (*bos, *self.encode(_plain(messages)))
+        return (*bos, *self.encode(_join_messages(messages)))
 
     def render(
         self,
@@ -120,7 +120,7 @@ class Tokenizer:
         """
         if self.template == "chat":
             return self.backend.render(messages, tools, generation=generation, private=private)
-        return _plain(messages) + ("\n\n" if generation else "")
+        return _join_messages(messages) + ("\n\n" if generation else "")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included, nothing cleaned up."""
@@ -145,7 +145,7 @@ class Tokenizer:
         return Vocabulary(len(pieces), digest(*pieces))
 
 
-def _plain(messages: Sequence[ChatMessage]) -> str:
+def _join_messages(messages: Sequence[ChatMessage]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
@@ -278,7 +278,7 @@ class _Store:
 
     @cached_property
     def _database(self) -> sqlite3.Connection:
-        """Opened once. A file that is not a database is replaced, and one that has grown too large shrinks."""
+        """Open the database once.  Replace a file that is not a database, and shrink one that is too large."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return self._opened()

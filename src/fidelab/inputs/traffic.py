@@ -72,7 +72,7 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
         InputError: a length that no text has: shorter than the template, or the tokenizer never meets it.
     """
     rng = np.random.default_rng(seed)
-    words = _words(tokenizer)
+    words = _single_token_words(tokenizer)
 
     def measure(text: str) -> int:
         return len(tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
@@ -83,7 +83,8 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
         raise InputError(f"a prompt of {min(lengths)} tokens cannot be made: {what} {least} tokens")
     starts = _starts(tokenizer, words, len(lengths), rng)
     return tuple(
-        _fit(start, length, words, measure, rng) for start, length in zip(cycle(starts), lengths, strict=False)
+        _fill_to_length(start, length, words, measure, rng)
+        for start, length in zip(cycle(starts), lengths, strict=False)
     )
 
 
@@ -104,7 +105,7 @@ def _english() -> tuple[str, ...]:
     return tuple(sorted(words))
 
 
-def _words(tokenizer: Tokenizer) -> tuple[str, ...]:
+def _single_token_words(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Words that are one token after a space; common English ones where the vocabulary has none."""
     pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
     words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
@@ -121,7 +122,9 @@ def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.rand
     return list(by_token.values()) or [words[0]]
 
 
-def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator) -> str:
+def _fill_to_length(
+    start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator
+) -> str:
     """Words after ``start`` that make ``length`` tokens; where one more is too much, another word is replaced."""
     drawn = [start, *(words[i] for i in rng.integers(len(words), size=length + 8))]
     least = measure("a") - 1  # of the template

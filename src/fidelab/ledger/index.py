@@ -60,7 +60,7 @@ class LedgerRow:
     bytes: int
     captures: Mapping[str, int] = field(default_factory=dict)
 
-    def held(self) -> dict[str, int]:
+    def existing_captures(self) -> dict[str, int]:
         """The captures that are still there."""
         return {path: size for path, size in self.captures.items() if Path(path, MANIFEST).is_file()}
 
@@ -117,7 +117,7 @@ def collect_captures(
         raise InputError(f"{folder / busy[0]} is being written, and may use any capture: try again when it has ended")
     old = [row for row in rows if row.status in ("ok", "failed") and row.age_days() > older_than_days]
     needed = {capture for row in rows if row not in old for capture in row.captures}
-    doomed = {path for row in old for path in row.held() if path not in needed}
+    doomed = {path for row in old for path in row.existing_captures() if path not in needed}
     doomed = {path for path in doomed if Path(path).is_relative_to(folder.absolute())}
     removed: list[tuple[Path, int]] = []
     for store in sorted({Path(path).parent.parent for path in doomed}):

@@ -1,7 +1,7 @@
 """Receipts: a run's report and the hashes of its captures, for another machine to verify.
 
 See docs/sharing.md#verifiable-results.  A receipt is canonical JSON (keys sorted, no blanks).  Its ``sha256`` is that
-of the same text without this field, so that an altered digit is found.  A hash made anew is found out by computing the
+of the same text without this field, so that an altered digit is found.  A recomputed hash is detected by computing the
 figures again from the captures.
 
 Plots, which show words of texts and models, are left out, and of absolute paths all but the last part.
@@ -284,7 +284,7 @@ def _differences(place: str, receipt: Any, run: Any, counts: list[int]) -> Itera
             if name in receipt and name in run:
                 yield from _differences(f"{before}{name}", receipt[name], run[name], counts)
             elif receipt.get(name) is not None or run.get(name) is not None:
-                yield f"{before}{name}: is in {'the receipt' if name in receipt else 'the run'} alone"
+                yield f"{before}{name}: is only in {'the receipt' if name in receipt else 'the run'}"
     elif isinstance(receipt, list) and isinstance(run, list) and len(receipt) == len(run):
         for n, (a, b) in enumerate(zip(receipt, run, strict=True)):
             name = a.get("name") if isinstance(a, dict) else None
@@ -294,14 +294,14 @@ def _differences(place: str, receipt: Any, run: Any, counts: list[int]) -> Itera
         if not _close(receipt, run):
             yield f"{place}: the receipt says {receipt}, the captures give {run}"
     elif receipt != run:
-        yield f"{place}: the receipt says {_short(receipt)}, the run {_short(run)}"
+        yield f"{place}: the receipt says {_shorten(receipt)}, the run {_shorten(run)}"
 
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = canonical_json(value)
     return text if len(text) <= 80 else f"{text[:79]}…"
 

@@ -135,7 +135,7 @@ def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bo
 
     ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
     larger than the allowance: within it nothing changed, beyond twice it a change is certain, and between the two it
-    cannot be told.  See docs/metrics.md#changes-between-runs.
+    is unknown.  See docs/metrics.md#changes-between-runs.
     """
 
     def certain(cost: float) -> float:

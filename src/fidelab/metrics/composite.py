@@ -151,7 +151,7 @@ def kl_band(upper_mean_kl: float) -> Band:
 
 
 def lower(band: Band) -> Band:
-    """One band worse; FAIL stays. See docs/metrics.md#verdicts."""
+    """Return the next worse band; FAIL stays FAIL. See docs/metrics.md#verdicts."""
     return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]
 
 
@@ -237,7 +237,7 @@ def verdict(
     return Ruling(None, (reason, *failures, *lowered_because), at_best)
 
 
-def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:
+def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:
     """Shown to cost the same: the 95% interval of a paired difference lies within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs

@@ -156,7 +156,7 @@ def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
 
 
 def noise_onset(ids: Sequence[int], context: Sequence[int], vocab: int) -> int | None:
-    """Index from which the rest is best described as drawn evenly from ``vocab`` tokens; None where it is not.
+    """Return the index from which the tokens look uniform over ``vocab``, or None.
 
     See docs/metrics.md#degeneration.
     """

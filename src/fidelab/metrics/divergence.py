@@ -37,7 +37,7 @@ TOP = 10
 # calls that threads wait for the interpreter's lock: twice the time with two threads.
 _BLOCK = 1 << 18
 _COLUMNS = 1 << 14
-_TALL = 64
+_TOP_K_FOLD = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
 _MAX_STATISTIC = 1e100  # of χ² and k3: what is larger has no mean that a float could square
@@ -163,14 +163,14 @@ def compare_rows(
     targets: NDArray[Any],
     threads: int = 1,
     *,
-    kl_alone: bool = False,
+    kl_only: bool = False,
 ) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
     ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
     id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
-    figure.  ``kl_alone``: without the other divergences, whose columns are NaN then; takes half of the time.
+    figure.  ``kl_only``: without the other divergences, whose columns are NaN then; takes half of the time.
 
     Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
     exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
@@ -196,7 +196,7 @@ def compare_rows(
     columns = np.empty((11, n))
 
     def fill(span: range) -> None:
-        work = _Work(min(block, len(span)), vocab, kl_alone)
+        work = _Work(min(block, len(span)), vocab, kl_only)
         with np.errstate(invalid="ignore", divide="ignore"):
             for start in span[::block]:
                 at = slice(start, min(start + block, span.stop))
@@ -250,9 +250,9 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
 class _Work:
     """The buffers of :func:`compare_rows`: ``[block, vocab]`` and ``[block, columns]``."""
 
-    def __init__(self, block: int, vocab: int, kl_alone: bool) -> None:
+    def __init__(self, block: int, vocab: int, kl_only: bool) -> None:
         self._vocab = vocab
-        self._kl_alone = kl_alone
+        self._kl_alone = kl_only
         self._probabilities = [np.empty((block, vocab)) for _ in range(2)]
         self._columns = [np.empty((block, min(vocab, _COLUMNS))) for _ in range(3)]
 
@@ -297,10 +297,12 @@ class _Work:
             columns[6:] = np.nan
         else:
             columns[10] = _shared_top(ref, test)
-            columns[7:10] = self._others(p, q, sum_p, sum_q, columns[0])
+            columns[7:10] = self._other_divergences(p, q, sum_p, sum_q, columns[0])
         return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
 
-    def _others(self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats) -> tuple[Floats, Floats, Floats]:
+    def _other_divergences(
+        self, p: Floats, q: Floats, sum_p: Floats, sum_q: Floats, kl: Floats
+    ) -> tuple[Floats, Floats, Floats]:
         """Jensen–Shannon divergence, total variation and χ² of unnormalised rows; overwrites ``q``."""
         # With ρ = P/Q: JSD = log 2 + ½KL − ½Σ (P + Q)·log(1 + ρ), because log(1 + 1/ρ) = log(1 + ρ) − log ρ.
         shared, logs, squares = sums = np.zeros((3, len(p)))
@@ -342,13 +344,13 @@ def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
 def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
     """The ids ``[n, count]`` of the largest scores of each row ``[n, V]``; of equals, any."""
     n, vocab = scores.shape
-    width = vocab // _TALL
+    width = vocab // _TOP_K_FOLD
     if width <= count:
         return _largest(scores, count)
     # They are in columns with the largest maxima, or after the table: four times as fast as to partition all.
-    inside = width * _TALL
-    columns = _largest(scores[:, :inside].reshape(n, _TALL, width).max(axis=1), count)
-    within = (np.arange(_TALL)[:, None] * width + columns[:, None, :]).reshape(n, -1)
+    inside = width * _TOP_K_FOLD
+    columns = _largest(scores[:, :inside].reshape(n, _TOP_K_FOLD, width).max(axis=1), count)
+    within = (np.arange(_TOP_K_FOLD)[:, None] * width + columns[:, None, :]).reshape(n, -1)
     ids = np.concatenate([within, np.broadcast_to(np.arange(inside, vocab), (n, vocab - inside))], axis=1)
     return np.take_along_axis(ids, _largest(np.take_along_axis(scores, ids, axis=1), count), axis=1)
 

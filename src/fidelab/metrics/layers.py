@@ -90,7 +90,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def added_errors(curve: ArrayLike) -> Floats:
-    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  Behind infinity nothing is added.
+    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  After infinity nothing is added.
 
     See docs/metrics.md#layer-differences.
     """

@@ -96,7 +96,7 @@ def clusters_to_certify(sd: float, room: float, level: float, power: float, *, c
 
     By a one-sided test at ``level``, with probability ``power``.  See docs/metrics.md#non-inferiority-test.
     """
-    least = _least(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
+    least = _smallest_n(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
     return math.ceil(_RESAMPLED * least) if cost else least
 
 
@@ -113,10 +113,10 @@ def clusters_to_agree(precision: float, level: float = 0.95) -> int:
 
     See docs/metrics.md#sample-size.
     """
-    return _least(lambda n: agreement_reach(n, level) <= precision)
+    return _smallest_n(lambda n: agreement_reach(n, level) <= precision)
 
 
-def _least(holds: Callable[[int], bool]) -> int:
+def _smallest_n(holds: Callable[[int], bool]) -> int:
     """The least n ≥ 2 for which ``holds``, which stays true once it is."""
     high = 2
     while not holds(high):

@@ -34,7 +34,7 @@ _STEP = 1 << 11  # columns of a product
 _WIDTH = 64  # columns of a block, whose largest logit is kept
 _CPU_PART = 1 << 16  # logits that are compared at once: the buffers of them stay in the cache of a core
 _DEVICE_PART = 1 << 22
-_NEAR = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
+_MAX_SERIES_T2 = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
 _FAR = 0.9  # t² beyond which 1 − t² has lost digits: odds of 40
 _NOTHING = -1e30  # logit of ids that are not tokens
 
@@ -61,9 +61,9 @@ class TileScorer:
         self._heads: dict[Head, _DeviceHead] = {}
 
     def compare(
-        self, ref: States, tests: Sequence[States], targets: NDArray[np.int64], *, kl_alone: bool = False
+        self, ref: States, tests: Sequence[States], targets: NDArray[np.int64], *, kl_only: bool = False
     ) -> list[RowComparison]:
-        """Compare each test with the reference, row by row; ``targets`` [n] and ``kl_alone`` as in ``compare_rows``.
+        """Compare each test with the reference, row by row; ``targets`` [n] and ``kl_only`` as in ``compare_rows``.
 
         The reference's logits of a tile are computed once for all tests.
 
@@ -80,10 +80,10 @@ class TileScorer:
         start = 0
         with _float32_products(self._threads):
             while start < n:
-                rows = min(self._rows_that_fit(ref[1], len(sides)), n - start)
+                rows = min(self._max_tile_rows(ref[1], len(sides)), n - start)
                 at = slice(start, start + rows)
                 try:
-                    found = self._tile([(states[at], head) for states, head in sides], targets[at], kl_alone)
+                    found = self._tile([(states[at], head) for states, head in sides], targets[at], kl_only)
                 except RuntimeError as error:  # OutOfMemoryError is one
                     if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                         raise
@@ -94,7 +94,7 @@ class TileScorer:
                 start += rows
         return [RowComparison.concat(part) for part in parts]
 
-    def _rows_that_fit(self, head: Head, sides: int) -> int:
+    def _max_tile_rows(self, head: Head, sides: int) -> int:
         """Rows of each side in a tile."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else _free_memory()
         each = len(head.weight) * 4 * sides
@@ -114,7 +114,7 @@ class TileScorer:
             self._heads.clear()
         torch.cuda.empty_cache()
 
-    def _tile(self, sides: Sequence[States], targets: NDArray[np.int64], kl_alone: bool) -> list[RowComparison]:
+    def _tile(self, sides: Sequence[States], targets: NDArray[np.int64], kl_only: bool) -> list[RowComparison]:
         """Compare the sides with the first of them."""
         n = len(targets)
         logits: dict[int, _Logits] = {}
@@ -125,11 +125,11 @@ class TileScorer:
             for number, side in enumerate(own):
                 logits[side] = found.part(slice(number * n, (number + 1) * n))
         p, *others = (logits[side] for side in range(len(sides)))
-        compared = self._compared(p, [q for q in others if q.vocab == p.vocab], targets, kl_alone)
+        compared = self._compared(p, [q for q in others if q.vocab == p.vocab], targets, kl_only)
         return [
             next(compared)
             if q.vocab == p.vocab
-            else compare_rows(p.whole(), q.whole(), targets, self._threads, kl_alone=kl_alone)
+            else compare_rows(p.whole(), q.whole(), targets, self._threads, kl_only=kl_only)
             for q in others
         ]
 
@@ -142,23 +142,23 @@ class TileScorer:
         return self._heads[head]
 
     def _compared(
-        self, p: _Logits, tests: Sequence[_Logits], targets: NDArray[np.int64], kl_alone: bool
+        self, p: _Logits, tests: Sequence[_Logits], targets: NDArray[np.int64], kl_only: bool
     ) -> Iterator[RowComparison]:
         if not tests:
             return
         has_goal = (targets >= 0) & (targets < p.vocab)
         pick = torch.from_numpy(np.where(has_goal, targets, 0)[:, None]).to(p.columns.device)
-        for q, (top1, *columns) in zip(tests, self._by_rows(p, tests, pick, kl_alone), strict=True):
+        for q, (top1, *columns) in zip(tests, self._by_rows(p, tests, pick, kl_only), strict=True):
             rows = comparison_of(np.stack(columns), top1 == 1.0, np.full(len(targets), np.nan), has_goal)
-            if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_alone else 11]).all(0))).size:
+            if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_only else 11]).all(0))).size:
                 # NaN, an infinity, tokens that are masked on both sides or have far other odds: the definition decides
                 ref, test = (side.part(torch.from_numpy(doubtful)).whole() for side in (p, q))
-                found = compare_rows(ref, test, targets[doubtful], self._threads, kl_alone=kl_alone)
+                found = compare_rows(ref, test, targets[doubtful], self._threads, kl_only=kl_only)
                 for name, column in vars(found).items():
                     getattr(rows, name)[doubtful] = column
             yield rows
 
-    def _by_rows(self, p: _Logits, tests: Sequence[_Logits], pick: Tensor, kl_alone: bool) -> NDArray[np.float64]:
+    def _by_rows(self, p: _Logits, tests: Sequence[_Logits], pick: Tensor, kl_only: bool) -> NDArray[np.float64]:
         """The columns of :func:`_columns`, of some rows at a time; on the CPU each thread has rows of its own."""
         cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
         rows = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
@@ -166,7 +166,7 @@ class TileScorer:
 
         def compared(start: int) -> Tensor:
             at = slice(start, start + rows)
-            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_alone)
+            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_only)
 
         return _numpy(torch.cat(_each(compared, range(0, n, rows), self._threads if cpu else 1), 2))
 
@@ -288,7 +288,7 @@ class _Logits:
         return ids.gather(1, best), ids.gather(1, top)
 
 
-def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffers, kl_alone: bool) -> Tensor:
+def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffers, kl_only: bool) -> Tensor:
     """``[tests, 12, rows]`` float64 on the CPU: 1 where both top tokens are equal; columns of ``comparison_of``.
 
     ``pick``: ids ``[rows, 1]``.  ``buffers``: six, at least as tall as ``p``.
@@ -321,7 +321,7 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
             torch.add(shift, torch.sub(q.columns[number], x, out=u), alpha=0.5, out=u)
             torch.mul(torch.tanh(u, out=t), t, out=squares)
             most = squares.amax().item()
-            near, far = most <= _NEAR, not most <= _FAR  # far, too, where one is NaN
+            near, far = most <= _MAX_SERIES_T2, not most <= _FAR  # far, too, where one is NaN
             if far:  # 1 − t² has lost digits
                 ratio = torch.mul(u, 2.0, out=half).exp_()
                 rest = 4 * ratio / (1 + ratio).square()
@@ -330,16 +330,16 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
             else:
                 torch.div(mass, torch.sub(one, squares, out=y), out=y)
                 torch.addcmul(y, y, t, out=half)
-            if not kl_alone:
+            if not kl_only:
                 torch.sum(y.mul_(squares), -1, out=total[3])
-            if not (kl_alone or near):
+            if not (kl_only or near):
                 logs = torch.neg(squares, out=y).log1p_()
                 if far:
                     torch.where(squares > _FAR, rest.log_(), logs, out=logs)
                 torch.sum(logs.mul_(half), -1, out=total[2])
             b = half.mul_(t)
             torch.sum(torch.mul(b, t, out=y), -1, out=total[0])
-            if not kl_alone:
+            if not kl_only:
                 if near:
                     torch.sum(squares.mul_(y), -1, out=total[2])
                 torch.sum(torch.mul(b, u, out=y), -1, out=total[4])
@@ -357,7 +357,7 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
         columns = (
             *((best_p == best_q)[:, 0].cpu().double(), kl, p.norm - peak_p, q.norm - peak_q),
             *(score_p - peak_p, _double(q.of(pick)) - peak_q, _double(p.of(best_q)) - peak_p),
-            *(torch.full_like(kl, torch.nan) if kl_alone else column for column in others),
+            *(torch.full_like(kl, torch.nan) if kl_only else column for column in others),
         )
         found.append(torch.stack(columns))
     return torch.stack(found)

@@ -118,7 +118,7 @@ def effective_concurrency(requests: Collection[Answered], start: float, end: flo
 def fill(requests: Sequence[Answered], start: float, end: float) -> float:
     """Requests in flight, averaged from ``start`` until the last one was sent.
 
-    Behind that none is left to take the place of those that end.  Where all were sent at once: how many they were.
+    After that, no request is waiting to replace those that end.  If all were sent at once: their number.
     See docs/metrics.md#serving-rates.
     """
     sent = [request.sent for request in requests]

@@ -51,7 +51,7 @@ class Unmoved:
 
         Also ``None`` where many rows are equal in every part, as then equality is not evidence.
         """
-        parts = [(name, rows) for name, rows in self._parts() if rows.sum() >= _MIN_PART_ROWS]
+        parts = [(name, rows) for name, rows in self._row_groups() if rows.sum() >= _MIN_PART_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]
         if not still:
             return None
@@ -61,7 +61,7 @@ class Unmoved:
         more = f", and in {len(still) - 1} of {len(parts) - 1} other parts" if len(still) > 1 else ""
         return f"at all {int(rows.sum()):,} rows of {name}{more}"
 
-    def _parts(self) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    def _row_groups(self) -> Iterator[tuple[str, NDArray[np.bool_]]]:
         """Windows, then ranges of positions, with the mask of their rows."""
         for n_ctx in np.unique(self._n_ctx):
             of_length = self._n_ctx == n_ctx

@@ -46,7 +46,7 @@ def listing() -> list[Listed]:
         Listed(name, (home / "model.gguf").is_file(), _size(home), home)
         for name, home in ((name, embedded.home(name)) for name in embedded.NAMES)
     ]
-    for folder in _made():
+    for folder in _gguf_folders():
         origin = _origin(folder)
         name = origin.name if origin else folder.name.removesuffix(TEXT)[:12]
         what = "tokenizer and config" if folder.name.endswith(TEXT) else "converted weights"
@@ -62,7 +62,7 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
     """
     homes, now = [embedded.home(name) for name in embedded.NAMES], time.time()
     doomed = [part for folder in (*homes, gguf_dir()) for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
-    for folder in (*_made(), *(home / "hf" for home in homes)):
+    for folder in (*_gguf_folders(), *(home / "hf" for home in homes)):
         origin = _origin(folder)
         gone = origin is not None and not origin.exists()
         if folder.is_dir() and (
@@ -78,7 +78,7 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
     return removed
 
 
-def _made() -> list[Path]:
+def _gguf_folders() -> list[Path]:
     return sorted(path for path in gguf_dir().glob("[!.]*") if path.is_dir())
 
 

@@ -45,7 +45,7 @@ def read_json(path: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is not JSON, or not an object.
     """
     try:
-        value = strict_json(read_file(path, _MAX_JSON_BYTES), not_finite=_in_words, most_values=_MAX_JSON_VALUES)
+        value = strict_json(read_file(path, _MAX_JSON_BYTES), not_finite=_non_finite_name, most_values=_MAX_JSON_VALUES)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -55,7 +55,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _in_words(number: str) -> str:
+def _non_finite_name(number: str) -> str:
     """``NaN``, ``Infinity`` or ``-Infinity`` for a number that is not finite, however it is written (``1e999``)."""
     value = float(number)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

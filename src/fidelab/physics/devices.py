@@ -58,7 +58,7 @@ class Device:
         return self.compute.get(dtype, math.inf)
 
 
-def own_table() -> Path:
+def user_table() -> Path:
     """The user's rows, which go before those of the package."""
     return state_dir() / "devices.yaml"
 
@@ -70,7 +70,7 @@ def devices() -> dict[str, Device]:
         InputError: the user's table cannot be read, or a row of it is wrong.
     """
     rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
-    own = own_table()
+    own = user_table()
     return rows | {name: _device(name, row, str(own)) for name, row in _read(own).items()}
 
 
@@ -105,7 +105,7 @@ def remember_device(name: str, row: Mapping[str, Any]) -> Path:
     Raises:
         InputError: the table that is there cannot be read.  UsageError: the row is wrong.
     """
-    path = own_table()
+    path = user_table()
     table = _read(path)
     table[name] = dict(row)
     _device(name, row, str(path))
@@ -119,10 +119,10 @@ def remember_device(name: str, row: Mapping[str, Any]) -> Path:
 def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:
     """The rows whose names a device's contains as whole words."""
 
-    def words(text: str) -> str:
+    def padded_words(text: str) -> str:
         return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
-    return [name for name in table if words(name) in words(told)]
+    return [name for name in table if padded_words(name) in padded_words(told)]
 
 
 def _shipped() -> dict[str, Any]:

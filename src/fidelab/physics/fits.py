@@ -128,7 +128,7 @@ def _fit(
     groups: NDArray[Any] | None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Estimates with lower and upper ends, and the fitted values."""
+    """Return the estimates with their intervals, and the fitted values."""
     from scipy.optimize import OptimizeWarning, curve_fit
     from scipy.stats import t
 

@@ -59,7 +59,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
 
 
 def named_geometry(name: str) -> tuple[Geometry, str]:
-    """The shape of a model as it is named elsewhere, and its own 16-bit type; no weights are fetched or read.
+    """Return the shape of a model by name, and its 16-bit type; no weights are fetched or read.
 
     ``name``: an embedded name, a folder with ``config.json``, such a file, a ``.gguf`` file, or a hub id.
 

@@ -65,7 +65,7 @@ def overview(
         "cells": [
             _cell(model, reference, everything, tokens, batch, devices) for tokens in contexts for batch in batches
         ],
-        "devices": [_fits(model, everything, contexts, batches, device, memory) for device in devices],
+        "devices": [_check_memory(model, everything, contexts, batches, device, memory) for device in devices],
     }
 
 
@@ -105,7 +105,7 @@ def _bound(rate: float, by: str) -> dict[str, Any]:
     return {"tokens_per_s": rate, "bound": by}
 
 
-def _fits(
+def _check_memory(
     model: Model,
     specs: Sequence[KVSpec],
     contexts: Sequence[int],

@@ -80,15 +80,15 @@ def _matmul_rate(dtype: torch.dtype, most_rows: int, seconds: float, device: str
 def _median(work: Callable[[], object], seconds: float, device: str) -> float:
     """Seconds of one call: the median of those that fit into the time, after one that does not count."""
 
-    def once() -> float:
+    def timed_call() -> float:
         began = time.perf_counter()
         work()
         if device != "cpu":
             torch.cuda.synchronize(device)
         return time.perf_counter() - began
 
-    once()
-    times, ends = [once()], time.perf_counter() + seconds
+    timed_call()
+    times, ends = [timed_call()], time.perf_counter() + seconds
     while time.perf_counter() < ends:
-        times.append(once())
+        times.append(timed_call())
     return statistics.median(times)

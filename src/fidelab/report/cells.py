@@ -131,7 +131,7 @@ def excess_of(kld: Measurement | None) -> Estimate:
     return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
-def same_of(kld: Measurement | None) -> Estimate:
+def top_token_estimate(kld: Measurement | None) -> Estimate:
     """Share of positions at which the reference's top token is the top token."""
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:

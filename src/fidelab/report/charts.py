@@ -177,7 +177,7 @@ def _stroke(line: ChartLine, level: float, x: Scale, y: Scale, labels: Labels, s
             circle = element("circle", class_="hollow", cx=x(at), cy=y(value), r=3.5)
             parts.append(element("g", element("title", f"{line.name}: {doubt}"), circle))
     for at, value, name in zip(curve.x, curve.y, curve.names, strict=False):
-        if name and value is not None and (place := labels.beside(x(at), y(value), name)):
+        if name and value is not None and (place := labels.place_adjacent(x(at), y(value), name)):
             parts.append(text(*place[:2], name, place[2], "tag"))
     if size.labels and any(value is not None for value in curve.y):
         parts.append(text(x.end + 7, round(level + 4, 1), shorten(line.name), style="name"))

@@ -14,7 +14,7 @@ from rich.table import Table
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
-from fidelab.results.comparability import in_words
+from fidelab.results.comparability import describe_difference
 from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
@@ -163,16 +163,16 @@ def _summary(diff: Diff) -> str:
 def _refusal(refusal: Refusal) -> str:
     groups = ", ".join(group.removeprefix(BENCH) for group in refusal.groups)
     count = f"{refusal.n_metrics} metric{'' if refusal.n_metrics == 1 else 's'}"
-    return one_line(f"{groups} ({count}): {in_words(refusal.field, refusal.baseline, refusal.now)}")
+    return one_line(f"{groups} ({count}): {describe_difference(refusal.field, refusal.baseline, refusal.now)}")
 
 
 def _asides(diff: Diff) -> Iterator[str]:
     for text in diff.unmeasured:
         yield one_line(f"measured on neither side: {text}")
     for other in diff.beside:
-        yield one_line(f"differs: {other.where}, {other.field}: {_short(other.baseline)} → {_short(other.now)}")
+        yield one_line(f"differs: {other.where}, {other.field}: {_shorten(other.baseline)} → {_shorten(other.now)}")
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = "not recorded" if value is None else plain(value)
     return text if len(text) <= _MAX_VALUE_CHARS else f"{text[: _MAX_VALUE_CHARS - 1]}…"

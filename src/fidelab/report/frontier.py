@@ -72,7 +72,7 @@ def draw_frontier(
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 400 else 16)
         # in a crowd only those that have room next to their point
-        place = labels.beside(at, level, name) if len(points) > _CROWD_SIZE else labels.place(at, level, name)
+        place = labels.place_adjacent(at, level, name) if len(points) > _CROWD_SIZE else labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
         mark = (
             element("title", f"{title}{format_bytes(point.size)} {point.unit}"),

@@ -50,7 +50,7 @@ class Labels:
         fallback = (x + 9, y + 4, "start") if fits else (x - 9, y + 4, "end")
         return self._find(x, y, name, 9, shifts) or fallback
 
-    def beside(self, x: float, y: float, name: str) -> LabelPlace | None:
+    def place_adjacent(self, x: float, y: float, name: str) -> LabelPlace | None:
         """The same, directly next to the point; ``None`` where there is no room."""
         return self._find(x, y, name, 5, (-10, 10, 0))
 

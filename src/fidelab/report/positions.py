@@ -90,7 +90,7 @@ def read_positions(
 
 
 def _add(arm: ArmPositions, group: Mapping[str, NDArray[Any]], most: int | None) -> None:
-    """Count a group's rows; rows beyond the first ``most`` are counted in ``n`` alone.  A KL that is null is NaN."""
+    """Count a group's rows; rows beyond the first ``most`` are counted only in ``n``.  A KL that is null is NaN."""
     values = group["kl"].astype(np.float64)
     left = len(values) if most is None else max(0, most - arm.n)
     arm.n += len(values)

@@ -193,7 +193,7 @@ def _section(
             BarGroup(key, bars[0][1].title, bars[0][1].caption, bars)
             for key, bars in _by_key(drawn, Bars, _lined_bars).items()
         ),
-        shown=tuple(shown for arm, measurement in arms if (shown := _shown(arm, measurement)) is not None),
+        shown=tuple(shown for arm, measurement in arms if (shown := _select_plots(arm, measurement)) is not None),
     )
 
 
@@ -223,7 +223,7 @@ def _by_key(
     return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
-def _shown(arm: ReportArm, measurement: Measurement) -> Shown | None:
+def _select_plots(arm: ReportArm, measurement: Measurement) -> Shown | None:
     heatmaps = tuple(
         _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
         for plot in measurement.plots

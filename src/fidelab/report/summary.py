@@ -159,7 +159,7 @@ def _text_at(kld: Measurement, n_ctx: int) -> str:
     return "" if size is None else text_of(kld, size)
 
 
-def others_of(report: Report) -> TextTable | None:
+def other_tests_table(report: Report) -> TextTable | None:
     """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
     An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such
@@ -230,13 +230,13 @@ def _borrowed(report: Report) -> Iterator[str]:
     yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
 
 
-def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
+def describe_other_tests(arm: ArmRecord) -> tuple[str, ...]:
     """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
     lines = []
     for name, axis in arm.axes.items():
         if name != DECIDING and axis.measured:
             base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
-            headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
+            headline = next((metric for metric in axis.headlines if _is_counted(axis, metric)), None)
             said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
             lines.append(f"{one_line(name)}: {said}")
     return tuple(lines)
@@ -268,7 +268,12 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
     known = [measurement for measurement in measurements if measurement is not None and measurement.measured]
     shapes = [at for measurement in known for at in measurement.shapes()]
     leading = next(
-        (heads for measurement in known if (heads := [m for m in measurement.headlines if _shown(measurement, m)])), []
+        (
+            heads
+            for measurement in known
+            if (heads := [m for m in measurement.headlines if _is_counted(measurement, m)])
+        ),
+        [],
     )
     columns = []
     for metric in leading:
@@ -279,7 +284,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
             for measurement in measurements
         ]
         shown = [
-            m if m and measurement and _shown(measurement, m) else None
+            m if m and measurement and _is_counted(measurement, m) else None
             for m, measurement in zip(cells, measurements, strict=True)
         ]
         at = f", {one_line(label(varied))}" if varied else ""
@@ -288,7 +293,7 @@ def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tu
     return columns
 
 
-def _shown(measurement: Measurement, metric: Metric) -> bool:
+def _is_counted(measurement: Measurement, metric: Metric) -> bool:
     return metric.value is not None and counts(measurement, metric.cell)
 
 
@@ -311,7 +316,7 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
     for name in names:
         for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
             mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-            columns[head] = [_beside(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
+            columns[head] = [_with_ratio(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
             about = one_line(known[0].about).rstrip(".")
@@ -368,7 +373,7 @@ def _against(own: Metric, base: Metric | None) -> str:
     return f" ({', '.join(part for part in (ratio, word) if part)})"
 
 
-def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
+def _with_ratio(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
     """A value, and its ratio to the reference's."""
     if metric is None:
         return Estimate()
@@ -400,7 +405,7 @@ def attribution_of(report: Report) -> TextTable | None:
     """Candidate × (mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
-    rows = [_parts(split) for split in report.attribution]
+    rows = [_attribution_lines(split) for split in report.attribution]
     kept = [0, *(n for n in range(1, len(_PARTS)) if any(row[n] != ABSENT for row in rows))]
     if len(kept) < 3:
         return None  # the arm's own KLD alone, which the main table has
@@ -424,7 +429,7 @@ def truth_line(report: Report) -> str:
     return f"{twin}: {cost} nats away"
 
 
-def _parts(split: Attribution) -> tuple[str, ...]:
+def _attribution_lines(split: Attribution) -> tuple[str, ...]:
     parts = split.here, split.kernel, split.format, split.native_queries
     contrasts = (
         split.here_minus_kernel,

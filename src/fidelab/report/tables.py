@@ -237,9 +237,9 @@ _RAN_COLUMNS = ("engine", "keys", "values", "attention", "bytes/token", "weight 
 _OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"}
 
 
-def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
+def runtime_table(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
-    rows = [(one_line(arm.name), *_ran_cells(arm)) for arm in arms]
+    rows = [(one_line(arm.name), *_runtime_cells(arm)) for arm in arms]
     alike = len({row[-1] for row in rows if row[-1] != ABSENT}) < 2  # the machine's versions say the same
     end = -1 if alike else None
     columns = (NAME, *_RAN_COLUMNS)
@@ -287,7 +287,7 @@ def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
     return TextTable("timing", "Time per configuration (seconds)", (NAME, "loading", "all"), rows) if rows else None
 
 
-def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
+def _runtime_cells(arm: ArmRecord) -> tuple[str, ...]:
     ran = arm.ran
     k, v = kv_sides(arm)
     versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items()) if ran else ""

@@ -22,10 +22,10 @@ from fidelab.report.cells import (
     is_duplicate_reason,
     kld_of,
     plain,
-    same_of,
     shared,
     status_line,
     text_of,
+    top_token_estimate,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import (
@@ -33,11 +33,11 @@ from fidelab.report.summary import (
     attribution_of,
     bench_headlines,
     contexts_of,
+    describe_other_tests,
     engine_remarks_of,
     groups_of,
     joined,
-    others_in_words,
-    others_of,
+    other_tests_table,
     partings_of,
     performance_of,
     remarks_of,
@@ -46,7 +46,7 @@ from fidelab.report.summary import (
     truth_line,
     ways_of,
 )
-from fidelab.report.tables import NAME, TextTable, cache_layers_of, ran_of, timing_of
+from fidelab.report.tables import NAME, TextTable, cache_layers_of, runtime_table, timing_of
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
@@ -284,7 +284,7 @@ def build_view(report: Report) -> View:
         weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
         tables=_present(
-            ran_of(arm for _, arm in arms),
+            runtime_table(arm for _, arm in arms),
             cache_layers_of(arm for _, arm in arms),
             timing_of(arm for _, arm in arms),
             attribution_of(report),
@@ -295,7 +295,7 @@ def build_view(report: Report) -> View:
             groups_of(report, "domain"),
             groups_of(report, "structure"),
             speculation_of(report),
-            others_of(report),
+            other_tests_table(report),
             ways_of(report),
         ),
         remarks=remarks_of(report),
@@ -408,7 +408,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
         excess=excess_of(kld),
-        same=same_of(kld),
+        same=top_token_estimate(kld),
         flips=flips_of(kld),
         size=_saved(sizes.saving(arm.name)) if role == "candidate" else Estimate(),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
@@ -417,7 +417,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         text=text_of(kld),
-        others=(*map(one_line, judged.notes if judged else ()), *others_in_words(arm)),
+        others=(*map(one_line, judged.notes if judged else ()), *describe_other_tests(arm)),
         why="; ".join(_open(arm, sentence, found)) if role == "candidate" else "",
         chosen=chosen,
         preliminary=judged is not None and judged.preliminary,
@@ -598,7 +598,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
     """Count of repeated items; else the distance of the reference from itself."""
     measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
     same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
-    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
+    parts = [_repeatability_text(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
         verb = "are" if len(same) > 1 else "is"
         parts = [f"{joined(same)} {verb} deterministic on this machine", *parts]
@@ -629,7 +629,7 @@ def _repeated(name: str, measurement: Measurement) -> str:
     return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 
 
-def _apart(name: str, measurement: Measurement) -> str:
+def _repeatability_text(name: str, measurement: Measurement) -> str:
     """Figures of the difference between the two captures."""
     heads = [
         f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None

@@ -23,7 +23,7 @@ from fidelab.metrics.sample_size import clusters_to_agree, clusters_to_certify, 
 from fidelab.results.diff_record import Diff, Thresholds
 from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, Unit
 from fidelab.results.numbers import counted
-from fidelab.results.recommend import own_sums
+from fidelab.results.recommend import document_sums
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, MetricTable, tabulate
 from fidelab.results.values import Count, Document, OpenInterval, Record
@@ -185,7 +185,7 @@ def check(
     return Check(
         run_id=report.run_id,
         created=report.created,
-        decision=_together(results, against),
+        decision=_combined_decision(results, against),
         results=results,
         baseline=diff,
         baseline_decision=against,
@@ -193,7 +193,7 @@ def check(
     )
 
 
-def _together(results: Sequence[RuleResult], against: Decision | None) -> Decision:
+def _combined_decision(results: Sequence[RuleResult], against: Decision | None) -> Decision:
     critical = [against, *(result.decision for result in results if result.tier == "critical")]
     if "NO-GO" in critical:
         return "NO-GO"
@@ -207,7 +207,7 @@ def _together(results: Sequence[RuleResult], against: Decision | None) -> Decisi
 def _results(
     rule: Rule, report: Report, table: MetricTable, arms: Sequence[ArmRecord], groups: Collection[str]
 ) -> Iterator[RuleResult]:
-    _known(rule, report, groups)
+    _check_metric(rule, report, groups)
     unit: Unit = "share" if any(isinstance(limit, str) for limit in (rule.min, rule.max)) else ""
     named = {arm.name: arm for arm in report.candidates}
     if rule.arm is not None and rule.arm not in named:
@@ -243,7 +243,7 @@ def _measurements(arm: ArmRecord) -> dict[str, Measurement]:
     return {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}
 
 
-def _known(rule: Rule, report: Report, groups: Collection[str]) -> None:
+def _check_metric(rule: Rule, report: Report, groups: Collection[str]) -> None:
     """Refuse a metric that no report could have, with the nearest name.
 
     A group that the report lacks may be measured by another run; of one that it has, all keys are known.
@@ -378,6 +378,6 @@ def _document_spread(arm: ArmRecord, key: Key) -> float | None:
     """Standard deviation between documents of the mean KL, where the record has sums by document."""
     if (key.group, key.metric) != (DECIDING, "mean"):
         return None
-    sums = own_sums(arm)
+    sums = document_sums(arm)
     spread = ratio_spread(RatioItems.of(sums.kl, sums.positions, sums.documents)) if sums else None
     return spread.sd if spread else None

@@ -71,17 +71,17 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     return values
 
 
-def in_words(field: str, baseline: Any, now: Any) -> str:
+def describe_difference(field: str, baseline: Any, now: Any) -> str:
     """Meaning of a difference in a field of :func:`fields`; hashes and lists of captures are omitted."""
     field = _CAPTURE.sub("", field)
     axis, _, name = field.rpartition(".")
     if name in _MEANINGS and axis:
         return f"{axis}: {_MEANINGS[name]}"
     what = _CALLED.get(field) or field.replace(".settings.", ": ")
-    return f"{what} was {_short(baseline)} in the baseline and is {_short(now)} now"
+    return f"{what} was {_shorten(baseline)} in the baseline and is {_shorten(now)} now"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     if value is None:
         return "not recorded"
     text = value if isinstance(value, str) else canonical_json(value)
@@ -106,7 +106,7 @@ def _concerns(name: str, group: str, groups: Set[str]) -> bool:
     return not named and not any(name == other or name.startswith(f"{other}.") for other in groups)
 
 
-def beside(baseline: Report, now: Report) -> Iterator[Difference]:
+def environment_differences(baseline: Report, now: Report) -> Iterator[Difference]:
     """Differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
@@ -115,18 +115,18 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
     known = {(role, arm.name): arm for role, arm in arms(baseline)}
     for role, arm in arms(now):
         if (role, arm.name) in known:
-            yield from _differences(arm.name, _told(known[role, arm.name]), _told(arm))
+            yield from _differences(arm.name, _arm_facts(known[role, arm.name]), _arm_facts(arm))
 
 
-def same_place(baseline: Report, now: Report) -> bool:
+def same_environment(baseline: Report, now: Report) -> bool:
     """Both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels, variables."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
-        for difference in beside(baseline, now)
+        for difference in environment_differences(baseline, now)
     )
 
 
-def _told(arm: ArmRecord) -> dict[str, Any]:
+def _arm_facts(arm: ArmRecord) -> dict[str, Any]:
     """Settings and runtime info of an arm, flat."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric

@@ -37,7 +37,13 @@ from fidelab.metrics.change import (
     judge_values,
     log_ratio,
 )
-from fidelab.results.comparability import COUNTED, beside, fields, in_words, same_place
+from fidelab.results.comparability import (
+    COUNTED,
+    describe_difference,
+    environment_differences,
+    fields,
+    same_environment,
+)
 from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Refusal, Thresholds
 from fidelab.results.measurement import Metric
 from fidelab.results.record import Report
@@ -66,7 +72,7 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
     was, is_ = (side.metrics for side in sides)
     axes = _axes(baseline, now, *sides)
     changes, refusals = [], _Refusals()
-    alike = same_place(baseline, now)
+    alike = same_environment(baseline, now)
     for key, metric in {**is_, **was}.items():
         if key in was and key in is_:
             old, new = (fields(report, key, side[key], axes) for report, side in ((baseline, was), (now, is_)))
@@ -87,7 +93,7 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
         thresholds=limits,
         changes=tuple(change for _, change in ordered),
         refused=tuple(refused),
-        beside=tuple(beside(baseline, now)),
+        beside=tuple(environment_differences(baseline, now)),
         unmeasured=tuple(_unmeasured(*sides)),
     )
 
@@ -115,7 +121,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
         change=estimate,
         ci=interval,
         relative=relative,
-        allowed=_words(allowance, was),
+        allowed=_format_allowance(allowance, was),
         basis=basis,
         outcome=verdict,
         counts=better is not None,
@@ -191,7 +197,7 @@ def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: s
     )
 
 
-def _words(allowance: Allowance, metric: Metric) -> str:
+def _format_allowance(allowance: Allowance, metric: Metric) -> str:
     if metric.better is None:
         return ""
     parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
@@ -259,7 +265,7 @@ def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
-def _asked(report: Report) -> dict[str, Any]:
+def _question_sources(report: Report) -> dict[str, Any]:
     """Source of a report's questions, as far as its settings state it."""
     asked = {"the model": report.reference.model, "the engine": report.reference.engine}
     asked |= {f"the {name}": report.settings[name] for name in ("text", "prompts") if name in report.settings}
@@ -271,9 +277,11 @@ def _asked(report: Report) -> dict[str, Any]:
 
 def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable], reports: tuple[Report, Report]) -> str:
     if refused:
-        was, is_ = map(_asked, reports)
-        named = [in_words(what, was[what], is_[what]) for what in was if what in is_ and was[what] != is_[what]]
-        named = list(dict.fromkeys((*named, *(in_words(r.field, r.baseline, r.now) for r in refused))))
+        was, is_ = map(_question_sources, reports)
+        named = [
+            describe_difference(what, was[what], is_[what]) for what in was if what in is_ and was[what] != is_[what]
+        ]
+        named = list(dict.fromkeys((*named, *(describe_difference(r.field, r.baseline, r.now) for r in refused))))
         return "; ".join(named[:4]) + (f" (and {len(named) - 4} more)" if len(named) > 4 else "")
     arms = [", ".join(dict.fromkeys(key.arm for key in side.metrics)) or "no figure" for side in sides]
     return f"no figure of an axis or bench is in both; the baseline has {arms[0]}, the run {arms[1]}"

@@ -263,7 +263,7 @@ class Measurement(Outcome):
 
 
 def key_of(text: str) -> str:
-    """The key of a metric whose name comes from elsewhere: ``p99.9`` → ``p99_9``."""
+    """Convert the name of another tool's metric to a key: ``p99.9`` → ``p99_9``."""
     return re.sub("[^a-z0-9]+", "_", text.lower()).strip("_") or "metric"
 
 

@@ -106,7 +106,7 @@ class Sizes:
         size = self.sizes.get(name)
         return None if size is None or not self.base else 1 - size / self.base
 
-    def words(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """``47% smaller KV cache than bf16``; empty where it is not known."""
         saving, size = self.saving(name), self.sizes.get(name)
         if saving is None or size is None:
@@ -139,7 +139,7 @@ def _why_not(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
         return why
     if arm.axes[DECIDING].ci("mean", {}) is None:
         return "its KLD has no interval, use more windows"
-    reasons = (_beyond(name, limit, arm, None) for name, limit in limits.items() if name.startswith("max"))
+    reasons = (_missed_limit(name, limit, arm, None) for name, limit in limits.items() if name.startswith("max"))
     return next(filter(None, reasons), "")
 
 
@@ -165,11 +165,11 @@ def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> st
     saving = sizes.saving(arm.name)
     if saving is not None and saving <= 0 and sizes.base_name == REFERENCE:
         return "saves nothing"
-    reasons = (_beyond(name, limit, arm, saving) for name, limit in limits.items() if name.startswith("min"))
+    reasons = (_missed_limit(name, limit, arm, saving) for name, limit in limits.items() if name.startswith("min"))
     return next(filter(None, reasons), "")
 
 
-def _beyond(name: str, limit: float, arm: ArmRecord, saving: float | None) -> str:
+def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None) -> str:
     """Reason why a candidate misses a limit on anything but its mean KL; empty if it meets all."""
     if name == "max_kld":
         return ""
@@ -264,7 +264,7 @@ class _Field:
 
     @property
     def by_class(self) -> bool:
-        """No limit on a loss was given, and the class decides."""
+        """True if no limit on a loss was given, so the verdict decides."""
         return not any(name in self.limits for name in _LOSS_LIMITS)
 
     # ---- sums by document
@@ -349,7 +349,7 @@ class _Field:
             assert kld is not None
             assert kld.value is not None
             assert kld.interval is not None
-            sums = own_sums(arm)
+            sums = document_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
             upper[:, n] = kld.interval[1] + shift
@@ -357,7 +357,7 @@ class _Field:
             if "max_kld" in self.limits:
                 eligible[:, n] &= upper[:, n] <= self.limits["max_kld"]
             if self.by_class:
-                eligible[:, n] &= self._no_loss_shown(arm, n_rows)
+                eligible[:, n] &= self._without_shown_loss(arm, n_rows)
         dominated = np.zeros((n_rows, k, k), dtype=bool)
         for (a, b), (estimate, (low, _)) in self.differences.items():
             shown = self._shifted(a, b, 1.0, n_rows) + low > 0
@@ -385,14 +385,14 @@ class _Field:
         moved = self._means(pair[0], pair[0].kl) - factor * self._means(pair[1], pair[1].kl)
         return np.asarray(moved - moved[0], dtype=np.float64)
 
-    def _no_loss_shown(self, arm: ArmRecord, n_rows: int) -> Bools:
+    def _without_shown_loss(self, arm: ArmRecord, n_rows: int) -> Bools:
         """Whether no claim but the mean KL, which has its class, is shown to exceed its margin ``[1 + R]``."""
         none, certificate = np.ones(n_rows, dtype=bool), arm.certificates.get(DECIDING)
         for claim in certificate.claims if certificate else ():
             if claim.unit == "nats" or claim.ci is None:
                 continue
             shift = np.zeros(n_rows)
-            if claim.key == "probability_loss" and (sums := own_sums(arm)) is not None:
+            if claim.key == "probability_loss" and (sums := document_sums(arm)) is not None:
                 drawn = self._means(sums, sums.probability_loss)
                 shift = drawn - drawn[0]
             exceeded: Bools = np.greater_equal(shift, claim.margin - claim.ci[0])
@@ -408,9 +408,9 @@ class _Field:
         known = sorted(
             range(len(self.arms)), key=lambda n: -self.bytes[n] if math.isfinite(self.bytes[n]) else math.inf
         )
-        return {*fixed_sequence((self.arms[n].name, self._holds(n), self._passed_over(n)) for n in known)}
+        return {*fixed_sequence((self.arms[n].name, self._is_confirmed(n), self._passed_over(n)) for n in known)}
 
-    def _holds(self, n: int) -> bool:
+    def _is_confirmed(self, n: int) -> bool:
         arm = self.arms[n]
         if self.why_not[n]:
             return False
@@ -444,7 +444,7 @@ class _Field:
         )
 
 
-def own_sums(arm: ArmRecord) -> DocumentSums | None:
+def document_sums(arm: ArmRecord) -> DocumentSums | None:
     """Sums by document over all that an arm read, at the context that its figures are from."""
     n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
     found = [sums for sums in arm.documents if sums.context == n_ctx]
@@ -461,13 +461,13 @@ def settled(report: Report, **limits: float | None) -> set[str]:
     return {
         arm.name
         for n, arm in enumerate(field.arms)
-        if _why_never(arm, field.sizes, field.limits) or field._holds(n) or field._exceeds(arm) or _fails(arm)
+        if _why_never(arm, field.sizes, field.limits) or field._is_confirmed(n) or field._exceeds(arm) or _fails(arm)
     }
 
 
 def _fails(arm: ArmRecord) -> bool:
     """Whether its mean KL is shown to be that of FAIL, at the level of an early look."""
-    sums = own_sums(arm)
+    sums = document_sums(arm)
     if sums is None:
         return False
     loss = Loss.of_kl(RatioItems.of(sums.kl, sums.positions, sums.documents), KL_EDGES[-1])
@@ -497,7 +497,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     asked = {name: value for name, value in limits.items() if value is not None}
     field = _Field.of(report, asked)
     if not any(DECIDING in arm.axes and arm.axes[DECIDING].measured for arm in field.arms):
-        unmet = f"No candidate is shown to be within the limits ({_limits_in_words(asked)}), no KLD was measured"
+        unmet = f"No candidate is shown to be within the limits ({_format_limits(asked)}), no KLD was measured"
         return Recommendation(text=unmet, limits=asked) if asked else None
     chosen = int(field.choices.best[0])
     struck = tuple(_struck(field))
@@ -505,7 +505,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
         return Recommendation(
             text=_none_text(field),
             limits=asked,
-            others=tuple(_others(field, None, struck)),
+            others=tuple(_rejection_reasons(field, None, struck)),
             dominated=struck,
             untested=_untested(report, field.arms),
             more=_more([arm for n, arm in enumerate(field.arms) if not field.why_not[n]]),
@@ -518,7 +518,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     command, note = serve_command(best)
     if command is None and (served := _best_served(report, asked)):
         note = f"{note} {served}"
-    saved = field.sizes.words(best.name)
+    saved = field.sizes.describe(best.name)
     return Recommendation(
         arm=best.name,
         confidence=confidence,
@@ -532,7 +532,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
         limits=asked,
         risks=tuple(_risks(best)),
         untested=_untested(report, [best]),
-        others=tuple(_others(field, best, struck)),
+        others=tuple(_rejection_reasons(field, best, struck)),
         dominated=struck,
         more="" if confidence == "confirmed" else _more([best]),
     )
@@ -580,7 +580,7 @@ def _best_served(report: Report, limits: Mapping[str, float]) -> str:
 # ------------------------------------------------------------------------------------------------- words
 
 
-def _limits_in_words(limits: Mapping[str, float]) -> str:
+def _format_limits(limits: Mapping[str, float]) -> str:
     def amount(name: str, value: float) -> str:
         if name == "max_kld":
             return f"{value:.4g} nats"
@@ -595,7 +595,7 @@ def _limits_in_words(limits: Mapping[str, float]) -> str:
 def _none_text(field: _Field) -> str:
     """Return the sentence that nothing is recommended, and which candidate comes nearest."""
     if field.limits:
-        text = f"No candidate is within the limits ({_limits_in_words(field.limits)})"
+        text = f"No candidate is within the limits ({_format_limits(field.limits)})"
     elif any(_rank(arm) < len(_CLASSES) for arm in field.arms):
         return "No candidate is recommended"  # their lines say why
     else:
@@ -635,7 +635,7 @@ def _evidence(
         why = _claim(open_claims[0]) if open_claims else undecided
         yield f"likely, not confirmed: {why}"
     if field.limits:
-        yield f"limits: {_limits_in_words(field.limits)}"
+        yield f"limits: {_format_limits(field.limits)}"
 
 
 def _percent(share: float) -> str:
@@ -711,7 +711,7 @@ def _untested(report: Report, arms: Sequence[ArmRecord]) -> tuple[str, ...]:
     return (*parts, *([] if any(arm.benches for arm in arms) else ["speed"]))
 
 
-def _others(field: _Field, best: ArmRecord | None, struck: Sequence[Dominance]) -> Iterator[str]:
+def _rejection_reasons(field: _Field, best: ArmRecord | None, struck: Sequence[Dominance]) -> Iterator[str]:
     """Return the reasons against the others, a line each."""
     beaten = {one.arm: one for one in struck}
     for n, arm in enumerate(field.arms):

@@ -392,7 +392,7 @@ class Report(Document):
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 
     @model_validator(mode="after")
-    def _names_differ(self) -> Self:
+    def _check_unique_names(self) -> Self:
         names = [arm.name for arm in self.candidates]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -54,7 +54,7 @@ class RunFolder:
             output_dir.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             (temporary / CONFIG).write_text(config, "utf-8")
-            return cls(_named(temporary, output_dir / stem))
+            return cls(_rename_unused(temporary, output_dir / stem))
         except OSError as error:
             raise OutputError(
                 f"cannot make a run folder in {output_dir}: {error.strerror or error}; name another --output-dir"
@@ -129,7 +129,7 @@ class RunFolder:
 
     @property
     def being_written(self) -> bool:
-        """A living process is inside :meth:`writing`; one elsewhere is seen if the file system has locks."""
+        """True if a running process is inside :meth:`writing`; on another host only if the file system has locks."""
         try:
             with self.config.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,7 +243,7 @@ def read_run(run: Path) -> Report:
     raise InputError(f"{run} is not a run folder: it holds no {REPORT}")
 
 
-def _named(temporary: Path, wanted: Path) -> Path:
+def _rename_unused(temporary: Path, wanted: Path) -> Path:
     """Rename to an unused name; run folders are never empty, so none is overwritten."""
     for attempt in range(1000):
         path = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}-{attempt}")

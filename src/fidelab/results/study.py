@@ -52,7 +52,7 @@ class StudyArm(Outcome):
 
 
 class StudyPlan(Record):
-    """A format for every group within a budget, and what it really costs."""
+    """A format for every group within a budget, and its measured cost."""
 
     unit: Literal["bytes", "bits per value"]
     """Unit of the sizes: bytes of all weights of decoder layers, or bits per stored value of the cache."""

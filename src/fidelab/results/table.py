@@ -258,14 +258,17 @@ def _cells(group: str, measurement: Measurement | None) -> Iterator[tuple[Column
         ("n_items", _COUNT, "Items asked.", measurement.n_items),
         ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", measurement.n_failed),
     ):
-        yield Column(_named(group, name), dtype, about), value
+        yield Column(_column_name(group, name), dtype, about), value
     yield from _facts(group, "", measurement.facts)
     for metric in measurement.metrics:
         yield from _metric_cells(group, metric)
     for cell in measurement.cells:
         at = label(cell.at)
-        yield Column(_named(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
-        yield Column(_named(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."), cell.valid
+        yield Column(_column_name(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
+        yield (
+            Column(_column_name(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."),
+            cell.valid,
+        )
         yield from _facts(group, at, cell.facts)
 
 
@@ -273,12 +276,12 @@ def _facts(group: str, at: str, facts: Mapping[str, Any]) -> Iterator[tuple[Colu
     for fact, value in facts.items():
         if (kind := _KINDS.get(type(value))) is not None:
             about = ", ".join(filter(None, (f"{group}: {fact}", at)))
-            yield Column(_named(group, fact, at), kind, about), value
+            yield Column(_column_name(group, fact, at), kind, about), value
 
 
 def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
     at = label(metric.cell)
-    name = _named(group, metric.key, at)
+    name = _column_name(group, metric.key, at)
     about = ", ".join(filter(None, (metric.name, metric.unit, at)))
     about += f": {metric.about}" if metric.about else ""
     yield Column(name, _FLOAT, about), metric.value
@@ -291,5 +294,5 @@ def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
         yield Column(f"{name}_steady", _FLAG, f"Whether the last three repeats agree: {about}"), metric.steady
 
 
-def _named(group: str, name: str, at: str = "") -> str:
+def _column_name(group: str, name: str, at: str = "") -> str:
     return "_".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in (group, name, at))))

@@ -346,7 +346,7 @@ def _worst(kld: Measurement) -> Iterator[str]:
     worst = max(kinds, key=lambda metric: metric.value or 0.0)
     name = one_line(str(worst.cell[DOMAIN]))
     if len(kinds) == 1:
-        yield f"measured on {name} alone"
+        yield f"measured only on {name}"
         return
     span = f", {_span(worst.interval)}" if worst.interval is not None else ""
     yield f"of {len(kinds)} kinds of text, worst on {name} (KLD {format_nats(worst.value)}{span})"

@@ -8,7 +8,7 @@ from typing import Any
 
 from fidelab.config.experiment import validate
 from fidelab.results.record import Report
-from fidelab.run.runner import Listener, Silent, Told
+from fidelab.run.runner import Listener, ProgressReporter, Silent
 
 
 def compare(
@@ -61,7 +61,7 @@ def compare(
 def _listener(progress: bool | Callable[[str, float], None]) -> Listener:
     if not progress:
         return Silent()
-    return Told(progress if callable(progress) else _Lines().tell)
+    return ProgressReporter(progress if callable(progress) else _Lines().tell)
 
 
 class _Lines:

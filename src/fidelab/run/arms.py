@@ -41,10 +41,10 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     dtype = config.dtype or dtype
     aliases = engine_class(engine.name).aliases
     shared, own = (
-        _one_spelling(engine.name, options, aliases)
+        _canonical_options(engine.name, options, aliases)
         for options in (experiment.engine_args if engine.name == experiment.engine.name else {}, config.engine_args)
     )
-    without = _one_spelling(engine.name, dict.fromkeys(config.without, ""), aliases)
+    without = _canonical_options(engine.name, dict.fromkeys(config.without, ""), aliases)
     options = {key: value for key, value in shared.items() if key not in without} | own
     env = {**experiment.env, **config.env}
     check_env(env)
@@ -65,7 +65,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     )
 
 
-def _one_spelling(engine: str, options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+def _canonical_options(engine: str, options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
     """Options with dashes and under the names that fidelab has for them.
 
     Raises:

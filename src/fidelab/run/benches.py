@@ -103,9 +103,9 @@ class BenchPlan:
         spread = min(_LOADS, max((question.repeats for question in live), default=1))
         if len(arms) < 2 or "live" in wishes:
             return 1
-        return 1 if "loads" not in wishes and self._fit(arms) else spread
+        return 1 if "loads" not in wishes and self._can_coexist(arms) else spread
 
-    def _fit(self, arms: Sequence[ArmResult]) -> bool:
+    def _can_coexist(self, arms: Sequence[ArmResult]) -> bool:
         """Whether the arms can be alive together without disturbing one another."""
         resolved = [self._settings.resolved[arm.arm.name] for arm in arms]
         own = [arm for arm in resolved if not arm.engine_class.is_server]
@@ -187,12 +187,12 @@ class Benching(BenchPlan):
         with ExitStack() as stack:
             workers: dict[str, Worker] = {}
             for arm in lacking:
-                self._say(f"{arm.arm.name}: loading")
+                self._report(f"{arm.arm.name}: loading")
                 worker = stack.enter_context(self._worker(arm.arm, arm.role))
                 if worker.ask([]):
                     workers[arm.role] = worker
                 else:
-                    self._gone(arm, worker, questions)
+                    self._record_ended_worker(arm, worker, questions)
             for question in questions:
                 here = [arm for arm in lacking if arm.role in workers and self._missing(arm, question, load, loads)]
                 self._ask_in_turn(here, workers, question, load, loads)
@@ -207,12 +207,12 @@ class Benching(BenchPlan):
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
     ) -> None:
         for arm in arms:
-            self._say(f"{question.name}: {arm.arm.name} warms up")
+            self._report(f"{question.name}: {arm.arm.name} warms up")
             self._warm_up(arm, workers, question)
         for number in range(load, question.repeats, loads):
             for arm in arms:
                 if (arm.role, question.name) not in self._faults and arm.role in workers:
-                    self._say(f"{question.name}: {arm.arm.name}, repeat {number + 1} of {question.repeats}")
+                    self._report(f"{question.name}: {arm.arm.name}, repeat {number + 1} of {question.repeats}")
                     self._ask(arm, workers, question, self._planned(arm, question, number))
 
     def _warm_up(self, arm: ArmResult, workers: dict[str, Worker], question: Question) -> None:
@@ -238,14 +238,14 @@ class Benching(BenchPlan):
         self._took.setdefault(arm.role, {})[question.name] = work, time.monotonic() - began
         if not alive:
             del workers[arm.role]
-            self._gone(arm, worker, [question])
+            self._record_ended_worker(arm, worker, [question])
             return False
         if not is_complete(planned.folder, planned.key):
             self._faults[arm.role, question.name] = _last(worker.outcome.failed) or absent(planned.folder)
             return False
         return True
 
-    def _gone(self, arm: ArmResult, worker: Worker, questions: Sequence[Question]) -> None:
+    def _record_ended_worker(self, arm: ArmResult, worker: Worker, questions: Sequence[Question]) -> None:
         """A worker that ended too early: all that it was not asked any more has its reason."""
         reason = worker.finish().reason or "the worker ended"
         self._event("bench_failed", role=arm.role, reason=reason)
@@ -264,7 +264,7 @@ class Benching(BenchPlan):
                 if (arm.role, question.name) in self._faults or self._served(arm.arm, question.bench):
                     continue
                 kind = COLD if number < cold else WARM
-                self._say(f"{question.bench}: {arm.arm.name}, {kind}")
+                self._report(f"{question.bench}: {arm.arm.name}, {kind}")
                 if kind == COLD and not evict(self._files(arm.arm)):
                     continue
                 if parts := self._start(arm, question, number):
@@ -349,7 +349,7 @@ class Benching(BenchPlan):
 
         options = dict(arm.options)
         shape = bench.settings.model_dump()
-        self._say(f"{bench.name}: {arm.name}")
+        self._report(f"{bench.name}: {arm.name}")
         try:
             settings = ServingSettings.of(
                 base_url=options["base-url"],
@@ -390,7 +390,7 @@ class Benching(BenchPlan):
     def _hear(self, arm: ArmResult, outcome: JobOutcome) -> None:
         self._event("benched", role=arm.role, status=str(outcome.status), seconds=round(outcome.seconds, 3))
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self._listener.bench(text, self._done, self._total)
 
     def _step(self, count: int) -> None:

@@ -166,13 +166,13 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
     asked = linked([with_probes(settings, job, requests) for job in numbered])
-    remarks = [_beyond(name, settings.axes[name], inputs) for name in requests if pack is None]
+    remarks = [_limit_remark(name, settings.axes[name], inputs) for name in requests if pack is None]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"captured again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
     return Plan(settings, asked, unavailable, tuple(filter(None, remarks)), requests)
 
 
-def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
+def _limit_remark(name: str, axis: Axis, inputs: AxisInputs) -> str:
     """A remark on a requested limit above the number of items there are; empty for the axis' own limits."""
     limit = getattr(axis.settings, "limit", None)
     if limit is None or "limit" not in axis.settings.model_fields_set or limit == axis.quick.get("limit"):

@@ -38,7 +38,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
 _PROC = Path("/proc")
 _NUMBERS = _PROC / "self" / "ns" / "pid"  # names the processes among which a number is unique
-_GONE_WAIT = 60.0  # seconds for an ended process to disappear: the driver frees its memory first
+_PROCESS_END_SECONDS = 60.0  # seconds for an ended process to disappear: the driver frees its memory first
 _ANSWER_WAIT = 180.0  # seconds for an engine's word on whether it can run an arm, its import included
 
 
@@ -301,7 +301,7 @@ def _end_orphans() -> None:
             with suppress(OSError):  # it has ended, or is another user's
                 os.kill(pid, signal.SIGKILL)
                 ended[pid] = name
-    end = time.monotonic() + _GONE_WAIT
+    end = time.monotonic() + _PROCESS_END_SECONDS
     while any(_identity(pid) == name for pid, name in ended.items()) and time.monotonic() < end:
         time.sleep(0.05)
 
@@ -355,7 +355,7 @@ class RayCluster:
         if not self._own:
             return
         _reach(address)
-        _say_nothing(ray)
+        _silence_ray(ray)
         start: Any = ray.init
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20, "num_cpus": usable_cores()}
         try:
@@ -400,7 +400,7 @@ def _cpus(needs: Needs, nodes: Sequence[Mapping[str, float]]) -> float:
     return math.floor(cpus) if cpus >= 1 else math.floor(cpus * 1000) / 1000
 
 
-def _say_nothing(ray: Any) -> None:
+def _silence_ray(ray: Any) -> None:
     """Keep Ray from writing ``(raylet)`` lines between ours: it has no setting for those on lost workers."""
     inner = ray._private.worker
     if hasattr(inner, "listen_error_messages"):

@@ -40,7 +40,7 @@ from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
 from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undecided
-from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_there
+from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_on_cluster
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
 from fidelab.run.runner import Listener, Silent, needs_of
@@ -276,7 +276,7 @@ def _conduct(
             listener.scoring()
             began = time.monotonic()
             if not plan.settings.experiment.keep_rows and cluster is not None:
-                drop_rows_there(cluster, plan.settings.experiment.axes, results, folder.path, readers)
+                drop_rows_on_cluster(cluster, plan.settings.experiment.axes, results, folder.path, readers)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results))
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:

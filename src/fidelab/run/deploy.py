@@ -120,14 +120,14 @@ def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
         **asked.versions(),
         **builds,
         **({"image": image.digest} if image else {}),
-        **{f"shim {shim['folder']}": shim["sha256"] for shim in _named(asked)},
+        **{f"shim {shim['folder']}": shim["sha256"] for shim in _shim_names(asked)},
         **{f"${name}": value for name, value in variables_of(engine_class(arm.engine), environment).items()},
     }
 
 
-def about_there(asked: EngineAnswers) -> dict[str, Any]:
+def installation_record(asked: EngineAnswers) -> dict[str, Any]:
     """An engine's installation, for the record of what ran."""
-    shims, image = _named(asked), asked.environment.image
+    shims, image = _shim_names(asked), asked.environment.image
     if isinstance(asked, Assumed):
         return {"not_installed": asked.problem}
     return {
@@ -137,6 +137,6 @@ def about_there(asked: EngineAnswers) -> dict[str, Any]:
     }
 
 
-def _named(asked: EngineAnswers) -> list[dict[str, str]]:
+def _shim_names(asked: EngineAnswers) -> list[dict[str, str]]:
     """Shim folders by their last part, without the private path on this machine."""
     return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

@@ -110,7 +110,7 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
     if environment is None:
         environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
-    command = _there(environment, arm, words, host, port)
+    command = _environment_command(environment, arm, words, host, port)
     shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return Plan(
         arm,
@@ -286,7 +286,7 @@ def _port(host: str, port: int | None) -> int:
         raise UsageError(f"--port {port}: ports go to 65535") from None
 
 
-def _there(environment: Environment, arm: Arm, words: list[str], host: str, port: int) -> list[str]:
+def _environment_command(environment: Environment, arm: Arm, words: list[str], host: str, port: int) -> list[str]:
     """The engine's command as it is called in its environment."""
     if words[0] == _VLLM:
         return [*environment.command("fidelab.engines.vllm.serve"), *words[1:]]

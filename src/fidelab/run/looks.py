@@ -39,7 +39,7 @@ def planned(experiment: Experiment, **how: Any) -> Prepared:
     if any(axis.n_looks > 1 and axis.settings.windows > most for axis in prepared.settings.axes.values()):
         experiment = _of_size(experiment, windows=most)
         prepared = prepare(experiment, **how)
-    if first == most or worth_looking(prepared.plan):
+    if first == most or looks_save_time(prepared.plan):
         return prepared
     whole = prepare(_of_size(experiment, looks=()), **how)
     return whole if whole.estimate().seconds <= (experiment.budget or math.inf) else prepared
@@ -64,7 +64,7 @@ def windows_of(plan: Plan) -> tuple[int, int]:
     return first, most
 
 
-def worth_looking(plan: Plan) -> bool:
+def looks_save_time(plan: Plan) -> bool:
     """Whether what the later looks read takes longer than an engine's start: else all is asked at once."""
     timings, settings = Timings(), plan.settings
     later = [
@@ -82,7 +82,7 @@ def worth_looking(plan: Plan) -> bool:
 
 
 def check_budget(prepared: Prepared) -> None:
-    """Check that a run can end within its budget.
+    """Check that a run can finish within its budget.
 
     Raises:
         UsageError: the first look alone takes longer, by the estimate.

@@ -23,7 +23,7 @@ from fidelab.captures.store import Readers, drop_rows, has_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
-from fidelab.core.runtime import ran_faults
+from fidelab.core.runtime import invalid_runtime_fields
 from fidelab.core.serial import OMIT, from_json, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
@@ -34,7 +34,7 @@ from fidelab.run import tiles
 from fidelab.run.build import FLOOR, TWIN, base_of
 from fidelab.run.cluster import Cluster, Lost, Needs
 from fidelab.run.resolve import load_axis
-from fidelab.run.tiles import Asked, Figures, compare_apart, is_comparable, operations
+from fidelab.run.tiles import Asked, Figures, compare_in_process, is_comparable, operations
 
 UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
@@ -84,7 +84,7 @@ class ArmResult:
         found = from_json(cls, record)
         if found.ran is not None:
             RuntimeRecord.model_validate(dict(found.ran))
-            if fault := next(ran_faults(found.ran), None):
+            if fault := next(invalid_runtime_fields(found.ran), None):
                 raise ValueError(f"{fault} of what ran is not what it should be")
         Timing.model_validate(dict(found.timing))
         for bench in found.benches.values():
@@ -119,7 +119,7 @@ def drop_compared_rows(
     then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
     """
     for result, base in _to_drop(results, roles):
-        with _alone(readers, result) as alone:
+        with _exclusive(readers, result) as alone:
             if alone:
                 _drop(axes, result, base, (Estimator.LOGPROBS,))
 
@@ -138,12 +138,12 @@ def drop_reference_rows(
         if not base_of(base.role) and len(done) == len(others):
             captures = {name: folder for name, folder in base.captures.items() if _were_compared(name, folder, done)}
             itself = replace(base, captures=captures)
-            with _alone(readers, itself) as alone:
+            with _exclusive(readers, itself) as alone:
                 if alone:
                     _drop(axes, itself, itself, (Estimator.LOGPROBS,))
 
 
-def _alone(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
+def _exclusive(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
     """Whether no other run reads this arm's captures."""
     folder = next(iter(result.captures.values()), None)
     return nullcontext(False) if folder is None else readers.alone(folder.parent)
@@ -159,7 +159,7 @@ def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
     return {manifest.get("against") for manifest in theirs} == {own}
 
 
-def drop_rows_there(
+def drop_rows_on_cluster(
     cluster: Cluster,
     axes: Mapping[str, Mapping[str, Any]],
     results: Sequence[ArmResult],
@@ -175,7 +175,7 @@ def drop_rows_there(
         running = []
         with ExitStack() as held:
             for result, base in _to_drop(results, ()):
-                if result in wave and held.enter_context(_alone(readers, result)):
+                if result in wave and held.enter_context(_exclusive(readers, result)):
                     arms = {"result": result.record(folder), "base": base.record(folder)}
                     ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
                     running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
@@ -187,7 +187,7 @@ def drop_rows_there(
 
 
 def _drop_here(ticket: str) -> str:
-    """Node's part of :func:`drop_rows_there`."""
+    """Node's part of :func:`drop_rows_on_cluster`."""
     asked = json.loads(ticket)
     result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
     axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
@@ -300,7 +300,7 @@ class Scorer:
                 if tests:
                     asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
         if asked:
-            self._figures = compare_apart(asked, self.experiment.threads or usable_cores())
+            self._figures = compare_in_process(asked, self.experiment.threads or usable_cores())
 
     def measure(self, result: ArmResult) -> Measured:
         scores: dict[str, AxisScore] = {}
@@ -341,7 +341,9 @@ class Scorer:
     def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
         """Reason why an arm was not asked what an axis requires; ``None`` if it was."""
         refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
-        return next((why for part, why in refused.items() if axis.lost(part, why) is None or not answered), None)
+        return next(
+            (why for part, why in refused.items() if axis.failed_part_cell(part, why) is None or not answered), None
+        )
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -351,7 +353,7 @@ class Scorer:
             return None
         two = (result, reference)
         where = "everywhere" if all(score.identical for score in rows) and not all(map(_lossless, two)) else None
-        if where is None and any(map(_loses_much, two)):
+        if where is None and any(map(_is_lossy, two)):
             first = max(map(_exact_tokens, two))
             where = next(filter(None, (_unmoved_part(score, first) for score in rows)), None)
         if where is None:
@@ -384,7 +386,7 @@ class Scorer:
         failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
         theirs = parts_of(name, self.by_role[self._role].failures)
         reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
-        lost = {part: cell for part, why in reasons.items() if (cell := axis.lost(part, why)) is not None}
+        lost = {part: cell for part, why in reasons.items() if (cell := axis.failed_part_cell(part, why)) is not None}
         answered = parts.keys() >= (set() if partial else shared - lost.keys())
         if failed.keys() - lost.keys() or not (parts and answered):
             raise FidelabError(_of_axis(name, result.failures) or result.reason or "no capture")
@@ -398,7 +400,7 @@ class Scorer:
         }
         try:
             score = axis.score_parts(pairs, self.experiment.seed)
-            return score.with_found(cells=(*score.found.cells, *lost.values())) if lost else score
+            return score.with_measurement(cells=(*score.found.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
         except (
@@ -436,7 +438,7 @@ def _lossless(result: ArmResult) -> bool:
     return ran.get("k_changed") == 0 == ran.get("v_changed") if lossless is None else bool(lossless)
 
 
-def _loses_much(result: ArmResult) -> bool:
+def _is_lossy(result: ArmResult) -> bool:
     """Whether this arm's formats change so many numbers that every row has to differ."""
     arm, ran = result.arm, result.ran or {}
     if arm.engine not in ENGINES.names() or ENGINES.load(arm.engine).lossless(arm) is not False:
@@ -451,10 +453,12 @@ def _exact_tokens(result: ArmResult) -> int:
     Tokens that options keep as they are, and those that read nothing but themselves.
     """
     sides = (dict(spec.options) for spec in (result.arm.kv.k, result.arm.kv.v))
-    return _FIRST_DECODED + max(sum(_kept(side, name) for name in ("sinks", "tail", "group")) for side in sides)
+    return _FIRST_DECODED + max(
+        sum(_unquantized_tokens(side, name) for name in ("sinks", "tail", "group")) for side in sides
+    )
 
 
-def _kept(side: Mapping[str, str], option: str) -> int:
+def _unquantized_tokens(side: Mapping[str, str], option: str) -> int:
     """Tokens that an option of a format leaves as they are; ``group`` those that wait until a block of them is full."""
     if option == "group" and side.get("axis") != "channel":
         return 0

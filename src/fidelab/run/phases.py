@@ -119,7 +119,7 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
         listed = "; ".join(f"{arm.path} has {', '.join(arm.captures)}" for arm in arms)
         raise CaptureError(f"the captures have no axis in common: {listed}")
     for axis in every:
-        if axis not in common and not _of_reference_alone(axis):
+        if axis not in common and not _is_reference_only(axis):
             lacking = next(arm for arm in arms if axis not in arm.captures)
             note(f"axis {axis} is left out: {lacking.path} has no capture of it")
     chosen: list[dict[str, Capture]] = [{} for _ in arms]
@@ -138,7 +138,7 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
     return [arm.result(picked) for arm, picked in zip(arms, chosen, strict=True)]
 
 
-def _of_reference_alone(capture: str) -> bool:
+def _is_reference_only(capture: str) -> bool:
     """No other arm is asked this part of its axis."""
     axis, _, part = capture.partition(".")
     return axis in AXES.names() and part in AXES.load(axis).reference_only

@@ -100,7 +100,7 @@ def quantize(
     bits = _bits(planned, made)
     report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
     if report is not None:
-        report = _described(report, in_words(recipe, planned, bits))
+        report = _described(report, describe_recipe(recipe, planned, bits))
     record = {
         "schema": SCHEMA,
         "model": model,
@@ -149,7 +149,7 @@ def _prepare(work: Path, identity: str, resume: bool) -> None:
         if not state.is_file():
             raise UsageError(f"{work}: there is nothing to resume")
         if json.loads(state.read_text("utf-8")).get("identity") != identity:
-            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to begin anew")
+            raise UsageError(f"{work} was begun with another recipe, text or model: remove it to start again")
         return
     try:
         work.mkdir(parents=True)
@@ -257,7 +257,7 @@ def _bits(planned: Plan, made: Path) -> float:
         return 8 * sum(sizes) / planned.weights
 
 
-def in_words(recipe: Recipe, planned: Plan, bits: float) -> str:
+def describe_recipe(recipe: Recipe, planned: Plan, bits: float) -> str:
     """The recipe in a sentence: method, scheme, bits per quantized weight, and what keeps its 16 bits."""
     scheme, kept = recipe.scheme, Counter(planned.kept.values())
     groups = "" if scheme.group is None else f" in groups of {scheme.group}"

@@ -23,7 +23,7 @@ from fidelab.engines.base import Engine, Support
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
-from fidelab.environments.container import named_paths
+from fidelab.environments.container import existing_paths
 from fidelab.ledger.reference import Pack
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.weights import content_sha256
@@ -40,7 +40,14 @@ from fidelab.run.arms import (
     served_name,
     with_kv,
 )
-from fidelab.run.deploy import Engines, ResolvedArm, about_there, engine_class, loads_safetensors, versions_there
+from fidelab.run.deploy import (
+    Engines,
+    ResolvedArm,
+    engine_class,
+    installation_record,
+    loads_safetensors,
+    versions_there,
+)
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -114,7 +121,7 @@ def _files(experiment: Experiment) -> list[str]:
     local = [str(expand(name)) for name in sorted(names) if expand(name).exists()]
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    return [*local, *named_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
+    return [*local, *existing_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
 
 
 class _Resolver:
@@ -162,8 +169,8 @@ class _Resolver:
             **diagnostics,
         }
         here = {role: arm for role, arm in roles.items() if not (role == "reference" and self._pack)}
-        self._give_one_attention([arm for role, arm in here.items() if not role.startswith(EXACT)])
-        self._give_one_attention([arm for role, arm in here.items() if role.startswith(EXACT)])  # a group of their own
+        self._unify_attention([arm for role, arm in here.items() if not role.startswith(EXACT)])
+        self._unify_attention([arm for role, arm in here.items() if role.startswith(EXACT)])  # a group of their own
         settings = Settings(
             experiment=experiment,
             model=self._model,
@@ -199,7 +206,7 @@ class _Resolver:
         except (EngineError, UnavailableError) as error:
             if config.engine is None and config.model is None:
                 raise
-            arm = replace(self._bare(config, self._model), weights=config.model or self._model.weights)
+            arm = replace(self._resolve_arm(config, self._model), weights=config.model or self._model.weights)
             self._unsupported[arm.name] = str(error)
             return arm
 
@@ -216,7 +223,7 @@ class _Resolver:
                 arms.append(self._candidate(config))
                 refused.append(None)
             except UsageError as error:
-                arms.append(self._bare(config, self._model))
+                arms.append(self._resolve_arm(config, self._model))
                 self._unsupported[arms[-1].name] = str(error)
                 refused.append(error)
         for key, values in experiment.vary.items():
@@ -236,7 +243,7 @@ class _Resolver:
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
         check_kv_name(config, engine, answers)
-        arm, draft, drafting = self._drafting(self._bare(config, model), cls)
+        arm, draft, drafting = self._drafting(self._resolve_arm(config, model), cls)
         answers.check_kv(arm.kv)
         if model.text_only and not model.convertible and loads_safetensors(cls):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
@@ -261,9 +268,9 @@ class _Resolver:
                 # the same URL may lead to another server tomorrow: its captures are this run's alone
                 **({"asked": self._created} if cls.is_server else {}),
             },
-            about={**about_there(answers), **_weight_bytes(cls, model)},
+            about={**installation_record(answers), **_weight_bytes(cls, model)},
             draft=draft,
-            unasked=self._elsewhere(arm),
+            unasked=self._runs_on_cluster(arm),
         )
         return arm
 
@@ -273,13 +280,13 @@ class _Resolver:
         For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
         that it does not have.
         """
-        if not self._elsewhere(arm):
+        if not self._runs_on_cluster(arm):
             return answers.verdict(arm)
         with contextlib.suppress(EngineError):
             answers.supports(arm)
         return Support(True)
 
-    def _elsewhere(self, arm: Arm) -> bool:
+    def _runs_on_cluster(self, arm: Arm) -> bool:
         """Whether an arm runs on a device that this machine does not have."""
         return self._experiment.executor.name != "local" and arm.device.startswith("cuda") and not gpu_files()
 
@@ -316,7 +323,7 @@ class _Resolver:
             return arm, verdict
         return (forced, again) if again.ok else (arm, verdict)
 
-    def _bare(self, config: ArmConfig, model: Model) -> Arm:
+    def _resolve_arm(self, config: ArmConfig, model: Model) -> Arm:
         return resolve_arm(self._experiment, config, model, self._asked_dtype)
 
     # ------------------------------------------------------------------------ control and diagnostic arms
@@ -352,7 +359,7 @@ class _Resolver:
                 controls[f"{CONTROL}:{attention}"] = nearest
         return controls
 
-    def _give_one_attention(self, arms: Sequence[Arm]) -> None:
+    def _unify_attention(self, arms: Sequence[Arm]) -> None:
         """Resolve the attention of arms that are compared; records say why they lack k16v8's kernels."""
         chosen, refused = same_attention([arm for arm in arms if arm.name not in self._unsupported])
         for arm in chosen:
@@ -479,7 +486,7 @@ def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benche
             "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
             "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
             "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
-            "device": _device(experiment.device, model) if here else _device_there(experiment.device),
+            "device": _device(experiment.device, model) if here else _check_cluster_device(experiment.device),
             "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
             "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
         }
@@ -502,7 +509,7 @@ def _device(asked: str, model: Model) -> str:
     return asked
 
 
-def _device_there(asked: str) -> str:
+def _check_cluster_device(asked: str) -> str:
     """A device of a cluster's nodes, which are not looked at."""
     if asked == "auto":
         raise UsageError("--device auto: which devices the cluster has is asked when the run starts; say cuda or cpu")

@@ -30,7 +30,16 @@ from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.run.pairing import ArmResult, select_runtime_info
 from fidelab.run.resolve import Settings
 from fidelab.workers.fork_server import ForkServers
-from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
+from fidelab.workers.messages import (
+    Captured,
+    Job,
+    Message,
+    Opened,
+    ProbeFailed,
+    ProbeTask,
+    Progress,
+    check_runtime_info,
+)
 from fidelab.workers.parent import JobOutcome, Spawn, Worker
 
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
@@ -45,7 +54,7 @@ class Listener(Protocol):
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         """A job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
 
-    def lost(self, job: PlannedJob, reason: str) -> None:
+    def job_lost(self, job: PlannedJob, reason: str) -> None:
         """The node that had a job on a cluster is gone; another one gets it, if that was not the last attempt."""
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
@@ -78,7 +87,7 @@ class Silent:
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
-    def lost(self, job: PlannedJob, reason: str) -> None: ...
+    def job_lost(self, job: PlannedJob, reason: str) -> None: ...
     def opened(self, job: PlannedJob, seconds: float) -> None: ...
     def extended(self, job: PlannedJob, tokens: int) -> None: ...
     def progress(self, job: PlannedJob, tokens: int) -> None: ...
@@ -89,7 +98,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Told(Silent):
+class ProgressReporter(Silent):
     """Tells a function what is being done, and how much of the run's expected time is over."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
@@ -98,27 +107,27 @@ class Told(Silent):
         self._share = 0.0
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        self._say(self._what)
+        self._report(self._what)
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        self._say(job.role.removeprefix("candidate:"))
+        self._report(job.role.removeprefix("candidate:"))
 
     def bench(self, text: str, done: int, total: int) -> None:
-        self._say(text)
+        self._report(text)
 
     def scoring(self) -> None:
-        self._say("scoring")
+        self._report("scoring")
 
     def close(self) -> None:
         if self._what == "scoring":
             self._share = 1.0
-            self._say(self._what)
+            self._report(self._what)
 
     def advanced(self, done: float, total: float) -> None:
         self._share = min(1.0, done / total) if total else 1.0
-        self._say(self._what)
+        self._report(self._what)
 
-    def _say(self, what: str) -> None:
+    def _report(self, what: str) -> None:
         self._what = what
         self._tell(what, self._share)
 
@@ -306,7 +315,7 @@ class Asking:
                 def lost(reason: str) -> None:
                     with self._lock:
                         self._event("lost", role=job.role, reason=reason)
-                        self._listener.lost(job, reason)
+                        self._listener.job_lost(job, reason)
 
                 process.pop("end")
                 outcome = run_job(
@@ -503,7 +512,7 @@ def _answer(planned: PlannedCapture) -> Capture:
 def unreadable(ran: Mapping[str, Any]) -> str:
     """Reason why a runtime record cannot go into a report; empty if it can."""
     try:
-        check_ran(ran)
+        check_runtime_info(ran)
         RuntimeRecord.model_validate(dict(ran))
     except ValueError as error:
         return f"what it says of itself cannot be read ({one_line(error)})"

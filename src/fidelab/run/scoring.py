@@ -22,7 +22,7 @@ from fidelab.core.registry import require
 from fidelab.core.serial import OMIT
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
-from fidelab.metrics.composite import composite, cost_alike
+from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
@@ -103,7 +103,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         environment=dict(facts.environment),
         settings=experiment.model_dump(mode="json"),
         comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
-        reference=_bare_record(experiment, replace(reference, status=status, reason=reason)),
+        reference=_initial_record(experiment, replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
         controls=tuple(summary.record(result) for result in controls),
         candidates=records,
@@ -153,7 +153,7 @@ class _Summary:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and DECIDING in axes:
             axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
-        base = _bare_record(self.experiment, result)
+        base = _initial_record(self.experiment, result)
         return base.model_copy(
             update={
                 "status": status,
@@ -199,7 +199,7 @@ class _Summary:
                         difference=difference.estimate,
                         ci=difference.interval,
                         differs=difference.excludes_zero,
-                        equivalent=cost_alike(difference.interval, mean),
+                        equivalent=costs_equivalent(difference.interval, mean),
                     )
                 )
         return comparisons
@@ -221,7 +221,7 @@ class _Summary:
             update={
                 "certificates": certificates,
                 "documents": tuple(_sums(measured.deciding)),
-                "measure_elsewhere": None if record.serve_command else _measure_elsewhere(result),
+                "measure_elsewhere": None if record.serve_command else _other_engine_command(result),
             }
         )
 
@@ -265,7 +265,7 @@ class _Summary:
         )
 
 
-def _parts(score: AxisScore) -> list[AxisScore]:
+def _context_scores(score: AxisScore) -> list[AxisScore]:
     """The scores of all contexts."""
     return list(score.parts.values()) or [score]
 
@@ -289,7 +289,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
 
     Accuracy is that of all contexts together where their clusters are the text's documents.
     """
-    losses, parts = list[Loss](), _parts(whole)
+    losses, parts = list[Loss](), _context_scores(whole)
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
     margin = MARGIN if limits.margin is None else limits.margin
@@ -325,7 +325,7 @@ def _probability_pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any]]:
 
 def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certificate:
     """The certificate of an arm; contexts stand with claims and flips that are those of one alone."""
-    parts = _parts(whole)
+    parts = _context_scores(whole)
     contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
     pools = _pools(parts)
     alone = contexts if len(pools) == len(parts) else [None] * len(pools)
@@ -334,7 +334,7 @@ def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certifi
 
 
 def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
-    for score in _parts(whole) if whole is not None else ():
+    for score in _context_scores(whole) if whole is not None else ():
         if score.probability_loss is None or score.bound or not score.usable.any():
             continue
         for windows in score.looks:
@@ -353,10 +353,10 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
             )
 
 
-_LLAMACPP_ALONE = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_LLAMACPP_ONLY = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 
 
-def _measure_elsewhere(result: ArmResult) -> str | None:
+def _other_engine_command(result: ArmResult) -> str | None:
     """fidelab command that measures an arm of engine hf on an engine whose server stores the cache so.
 
     ``None`` where no such engine is known.
@@ -364,7 +364,7 @@ def _measure_elsewhere(result: ArmResult) -> str | None:
     arm, kv = result.arm, result.arm.kv
     if arm.engine != "hf" or arm.options or kv.skip_layers or kv.k.options or kv.v.options:
         return None
-    if kv.k.name in _LLAMACPP_ALONE and kv.v.name in (*_LLAMACPP_ALONE, "f16", "bf16", "f32"):
+    if kv.k.name in _LLAMACPP_ONLY and kv.v.name in (*_LLAMACPP_ONLY, "f16", "bf16", "f32"):
         engine = "llamacpp"
     else:
         native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
@@ -407,7 +407,9 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
         return None
     arm = measure_diagnostic(experiment, reference, truth)
     axes = _Summary(experiment, {TRUTH: arm}, reference, {}).axes(arm)
-    return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
+    return _initial_record(experiment, truth).model_copy(
+        update={"status": arm.status, "reason": arm.reason, "axes": axes}
+    )
 
 
 def _wider_keys(arm: Arm) -> str | None:
@@ -417,7 +419,7 @@ def _wider_keys(arm: Arm) -> str | None:
     return "k16v8" if arm.kv.v.name.startswith("fp8") else f"bf16/{arm.kv.v}"
 
 
-def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
+def _initial_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
     return ArmRecord(
         status=result.status,
         reason=result.reason,

@@ -60,7 +60,7 @@ def operations(capture: Capture) -> float:
     return sum(2.0 * rows * width for rows, width in shapes) * capture.vocabulary.size
 
 
-def compare_apart(asked: Sequence[Asked], threads: int) -> Figures:
+def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
     """Return the figures of all rows that ``asked`` names, without those that cannot be compared.
 
     ``threads``: of the CPU.

@@ -57,7 +57,7 @@ _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
 _PER_TOKEN_HEAD = ("int8", "int4")  # on vLLM
-_STORED_ALIKE = (*VLLM, *_PER_TOKEN_HEAD)
+_EQUALLY_STORED = (*VLLM, *_PER_TOKEN_HEAD)
 _STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
@@ -202,7 +202,7 @@ class _Cache(Question):
         if not self.widths:
             return
         width = _PREDICTED if _PREDICTED in self.widths else self.widths[len(self.widths) // 2]
-        for name, values in self._known().items():
+        for name, values in self._predictor_values().items():
             side: Side = "values" if name.endswith("V") else "keys"
             pairs = [
                 (value, rows.mean)
@@ -213,7 +213,7 @@ class _Cache(Question):
             at: Coordinates = {"predictor": name, "side": side, "bits": width, "places": len(pairs)}
             yield CORRELATION(result and result[0], result and result[1], cell=at)
 
-    def _known(self) -> dict[str, dict[str, float]]:
+    def _predictor_values(self) -> dict[str, dict[str, float]]:
         """Predictor → place → its value."""
         known = dict[str, dict[str, float]]()
         if self.by == "cache":
@@ -401,7 +401,7 @@ def kv_sensitivity(
         raise UsageError("--budget with --bits or --kv is a plan of layers: add --by layer")
     if widths:
         create(FormatSpec.parse(_int(widths[0], group)))  # refuses a group that no format has
-    named = _named(formats, engine)
+    named = _check_formats(formats, engine)
     if engine != "hf" and (widths or by != "layer"):
         raise UsageError(f"a plan for engine {engine} is made of its formats, layer by layer: --kv fp8_e4m3 --by layer")
     prepared = prepare(experiment, only="reference")
@@ -481,7 +481,7 @@ def _proof(experiment: Experiment, engine: str, kv: str, uniform: str) -> dict[s
     return {} if kv == uniform else {"Prove": shlex.join(map(str, [*words, "--kv", uniform, "--kv", kv]))}
 
 
-def _named(formats: Sequence[str], engine: str) -> list[str]:
+def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
     """The formats, checked.
 
     Raises:
@@ -502,9 +502,9 @@ def _named(formats: Sequence[str], engine: str) -> list[str]:
         for side in (spec.k, spec.v):
             if side.name not in WIDE:
                 create(side)
-            if engine == "vllm" and side.name not in WIDE and str(side) not in _STORED_ALIKE:
+            if engine == "vllm" and side.name not in WIDE and str(side) not in _EQUALLY_STORED:
                 raise UsageError(
-                    f"--kv {name}: a plan for vLLM is made of {', '.join(_STORED_ALIKE)}, and pairs of them"
+                    f"--kv {name}: a plan for vLLM is made of {', '.join(_EQUALLY_STORED)}, and pairs of them"
                 )
         if {spec.k.name, spec.v.name} <= {*WIDE}:
             raise UsageError(f"--kv {name}: 16 and 32 bits are the compute type, which every plan may keep")

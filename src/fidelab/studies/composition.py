@@ -85,8 +85,8 @@ def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
             if arm.where == arms[second].where:
                 raise UsageError(f"--{first} and --{second} are the same configuration: {arm.where}")
     for name, arm in arms.items():
-        _check_alike("plain", arms["plain"], name, arm)
-        _check_alike(name, arm, "plain", arms["plain"])
+        _check_same_protocol("plain", arms["plain"], name, arm)
+        _check_same_protocol(name, arm, "plain", arms["plain"])
     rows = [row for shape in arms["plain"].cells for row in _rows(shape, arms)]
     coordinates = dict.fromkeys(name for row in rows for name in row.at if name not in (PART, "arm"))
     return new_study(
@@ -101,12 +101,13 @@ def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
     )
 
 
-def _check_alike(first: str, one: _Arm, second: str, other: _Arm) -> None:
+def _check_same_protocol(first: str, one: _Arm, second: str, other: _Arm) -> None:
     for key in dict.fromkeys((*one.protocol, *other.protocol)):
         first_value, second_value = one.protocol.get(key), other.protocol.get(key)
         if first_value != second_value:
             raise MismatchError(
-                f"{first} was measured with {key} {first_value}, {second} with {second_value}: measure all four alike"
+                f"{first} was measured with {key} {first_value}, {second} with {second_value}: "
+                "measure all four with the same settings"
             )
     missing = next((shape for shape in one.cells if shape not in other.cells), None)
     if missing is not None:

@@ -133,7 +133,7 @@ def _check(experiment: Experiment) -> None:
 
 
 def _over_states(job: PlannedJob) -> Layerwise:
-    """The windows and rows of the job's prefill."""
+    """Return the windows and rows of the job's prefill."""
     [request] = [capture.request for capture in job.captures]
     assert isinstance(request, Prefill)
     return Layerwise(_STATES, request.windows, request.first, request.last, settings=request.settings)

@@ -110,7 +110,7 @@ def _unranked(report: Report, arm: ArmRecord, why: str) -> StudyRow:
 def _title(ranked: _Column, entries: Sequence[_Entry], own: dict[str, Any], others: Sequence[dict[str, Any]]) -> str:
     """The ranked metric, with the conditions that the other tables do not share."""
     differing = [name for name in own if len({canonical_json(other.get(name)) for other in others}) > 1]
-    said = ", ".join(f"{one_line(name)} {_short(own[name])}" for name in differing)
+    said = ", ".join(f"{one_line(name)} {_shorten(own[name])}" for name in differing)
     metric = entries[0].figures[ranked]
     what = heading(_name(ranked, metric), metric.unit)
     return ": ".join(filter(None, (what, counted(len(entries), "arm"), said)))
@@ -160,7 +160,7 @@ def _group(title: str, ranked: _Column, entries: Sequence[_Entry]) -> tuple[list
     better = entries[0].figures[ranked].better
     if better is None:
         raise InputError(f"{ranked[0]}, {ranked[2]}: neither side of it is better, so nothing can be ranked by it")
-    columns = [ranked, *_beside(ranked, entries)]
+    columns = [ranked, *_other_columns(ranked, entries)]
     common = {column: _commonest([entry.conditions.get(column) for entry in entries]) for column in columns}
     order = sorted(entries, key=lambda entry: _cost(entry.figures[ranked], better))
     spans = [_span(entry.figures[ranked], better) for entry in order]
@@ -174,7 +174,7 @@ def _group(title: str, ranked: _Column, entries: Sequence[_Entry]) -> tuple[list
             if column in entry.figures and canonical_json(entry.conditions[column]) == common[column]
         ]
         rows.append(_row(title, entry, place, shown))
-    return [_key(column) for column in columns], rows, [*_left_out(columns, entries, common)]
+    return [_key(column) for column in columns], rows, [*_omitted_runs(columns, entries, common)]
 
 
 def _key(column: _Column) -> str:
@@ -186,7 +186,7 @@ def _name(column: _Column, metric: Metric) -> str:
     return f"{group.removeprefix(BENCH)}: {metric.name}{f' ({cell})' if cell else ''}"
 
 
-def _beside(ranked: _Column, entries: Sequence[_Entry]) -> list[_Column]:
+def _other_columns(ranked: _Column, entries: Sequence[_Entry]) -> list[_Column]:
     """The headlines of all other axes and benches that any entry has."""
     columns: dict[_Column, None] = {}
     for entry in entries:
@@ -203,7 +203,7 @@ def _commonest(conditions: Sequence[dict[str, Any] | None]) -> str:
     return counts.most_common(1)[0][0]
 
 
-def _left_out(columns: Sequence[_Column], entries: Sequence[_Entry], common: dict[_Column, str]) -> Iterator[str]:
+def _omitted_runs(columns: Sequence[_Column], entries: Sequence[_Entry], common: dict[_Column, str]) -> Iterator[str]:
     for column in columns:
         others = [
             entry
@@ -277,6 +277,6 @@ def _version(versions: Mapping[str, str], engine: str) -> str:
     return versions[name] if name.startswith(engine) else f"{name} {versions[name]}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = value if isinstance(value, str) else canonical_json(value)
     return one_line(text if len(text) <= _MAX_CONDITION_CHARS else f"{text[: _MAX_CONDITION_CHARS - 1]}…")

@@ -29,7 +29,7 @@ import yaml
 from pydantic import ValidationError
 
 from fidelab.config.profiles import Figure, Resolved, Stage
-from fidelab.config.trust import check_own, remember_own
+from fidelab.config.trust import check_trusted, trust_content
 from fidelab.core import Status, read_file, strict_json, usable_cores
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.measurement import Definition
@@ -199,7 +199,7 @@ def run_profile(
     command: str = "",
     watch: Callable[[str], None] = lambda text: None,
 ) -> tuple[Study, Path]:
-    """Run the stages that this machine can run, and write the record; ``only``: these stages alone.
+    """Run the stages that this machine can run, and write the record; ``only``: run just these stages.
 
     Raises:
         UnknownNameError: ``only`` names a stage that the profile does not have.
@@ -212,7 +212,7 @@ def run_profile(
     text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
     label = re.sub(r"[^A-Za-z0-9.-]+", "-", label.rpartition("-.")[2])
     folder = RunFolder.create(output_dir.absolute() / "profiles", label, text)
-    remember_own(folder.config, text.encode())
+    trust_content(folder.config, text.encode())
     return _conduct(resolved, folder.path, only, command, watch), folder.path
 
 
@@ -232,7 +232,7 @@ def resume_profile(
     file = folder / CONFIG
     try:
         content = read_file(file, _MAX_STAGE_BYTES)
-        check_own(file, content, "may run any command of fidelab", trusted)
+        check_trusted(file, content, "may run any command of fidelab", trusted)
         written = yaml.safe_load(content)
         resolved = Resolved.model_validate(written["resolved"])
         only, command = [str(name) for name in written["only"]], str(written["command"])
@@ -243,7 +243,7 @@ def resume_profile(
     return _conduct(resolved, folder, only, command, watch)
 
 
-def stage_words(stage: Stage, folder: Path) -> list[str]:
+def stage_command(stage: Stage, folder: Path) -> list[str]:
     """The command of a stage, ``fidelab`` or ``k16v8`` first; an experiment's file is written in the profile's folder.
 
     Raises:
@@ -330,7 +330,7 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
 def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
     """Return the seconds and the bytes that an experiment's dry run gives; ``None`` where it gives none."""
     with tempfile.TemporaryDirectory() as scratch:
-        words = [sys.executable, "-m", *stage_words(stage, Path(scratch)), "--dry-run"]
+        words = [sys.executable, "-m", *stage_command(stage, Path(scratch)), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         plan = strict_json(done.stdout)
@@ -369,7 +369,7 @@ def _conduct(
     chosen = _chosen(resolved, only)
     for number, stage in enumerate(chosen, 1):
         place = f"{stage.name} ({number} of {len(chosen)})"
-        kept = _kept(folder, stage)
+        kept = _finished_row(folder, stage)
         lacking = [] if kept else judge(stage, machine, {name: row.status for name, row in ended.items()})
         if kept is not None:
             watch(f"{place}: done before")
@@ -405,7 +405,7 @@ def _stage(
     return StudyRow(status=status, reason=reason, at={**at}, metrics=tuple(metrics), facts=facts)
 
 
-def _kept(folder: Path, stage: Stage) -> StudyRow | None:
+def _finished_row(folder: Path, stage: Stage) -> StudyRow | None:
     """The row of a stage that ended well in this folder before."""
     try:
         row = StudyRow.model_validate(strict_json(read_file(folder / "stages" / stage.name / "stage.json", 1 << 20)))
@@ -418,7 +418,7 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     """One stage in a separate process, which is stopped with this one."""
     own = folder / "stages" / stage.name
     own.mkdir(parents=True, exist_ok=True)
-    words = stage_words(stage, folder)
+    words = stage_command(stage, folder)
     began = time.monotonic()
     with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a separate session: Ctrl-C reaches it once, from here

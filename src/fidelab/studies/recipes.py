@@ -124,7 +124,7 @@ def _vllm(recipe: Recipe, uniform: str | None) -> str:
     return json.dumps(arguments) + "\n"
 
 
-def _vllm_words(recipe: Recipe, uniform: str | None) -> str:
+def _vllm_arguments(recipe: Recipe, uniform: str | None) -> str:
     name, skipped = _for_vllm(recipe, uniform)
     words = ["--kv-cache-dtype", name]
     return shlex.join([*words, "--kv-cache-dtype-skip-layers", *map(str, skipped)] if skipped else words) + "\n"
@@ -192,7 +192,7 @@ def _tensorrt(recipe: Recipe, uniform: str | None) -> str:
 
 EXPORTS: Final[Mapping[str, Callable[[Recipe, str | None], str]]] = {
     "vllm": _vllm,
-    "vllm-args": _vllm_words,
+    "vllm-args": _vllm_arguments,
     "modelopt": _modelopt,
     "ik_llama": _ik_llama,
     "llamacpp": _llamacpp,

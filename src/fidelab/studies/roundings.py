@@ -132,7 +132,7 @@ class Answers:
                     said = time.monotonic()
                 after = list(window[low:high])
                 targets = np.array(after + [-1] * (self.request.n_rows - len(after)), dtype=np.int64)
-                parts.append(compare_many(native, [(c, index) for c in captures], index, targets, kl_alone=True))
+                parts.append(compare_many(native, [(c, index) for c in captures], index, targets, kl_only=True))
             for text, each in zip(some, zip(*parts, strict=True), strict=True):
                 rows = RowComparison.concat(each)
                 failed = int(rows.failed.sum())
@@ -473,12 +473,12 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
         yield f"No mixture of these formats promises less in this budget.{smaller}"
     elif plan.uniform is not None and plan.uniform_measured is not None and plan.uniform_size is not None:
         yield (
-            f"{plan.uniform} everywhere takes {_beyond(plan.uniform_size - plan.size, plan.unit)} and costs "
-            f"{_cost(plan.uniform_measured)}."
+            f"{plan.uniform} everywhere takes {_format_size_difference(plan.uniform_size - plan.size, plan.unit)} and "
+            f"costs {_cost(plan.uniform_measured)}."
         )
 
 
-def _beyond(more: float, unit: str) -> str:
+def _format_size_difference(more: float, unit: str) -> str:
     """Size of a rival, seen from the plan."""
     if not more:
         return "the same bytes" if unit == "bytes" else "the same bits"

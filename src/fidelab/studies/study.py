@@ -101,7 +101,7 @@ def arm_of(result: ArmResult) -> StudyArm:
 
 
 def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
-    """The job with these questions alone."""
+    """Return the job with only these questions."""
     settings, captures = prepared.settings, []
     for request in requests:
         key = capture_key(job.arm, request, job.resolved.versions, job.replicate)

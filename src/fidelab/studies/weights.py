@@ -70,7 +70,7 @@ class _Weights(Question):
 
     @property
     def cells(self) -> list[Cell]:
-        """Format by format, in the order of the model."""
+        """Return the cells by format, in the order of the model's layers."""
         return [
             Cell(
                 _text(spec, (group.pattern,)),
@@ -216,7 +216,7 @@ def _groups(path: str, by: By) -> list[_Group]:
 
 
 def _text(spec: FormatSpec, patterns: Sequence[str]) -> str:
-    """The option ``weights`` that rounds these groups alone."""
+    """Return the option ``weights`` that rounds only these groups."""
     return str(FormatSpec(spec.name, tuple(sorted((*spec.options, ("only", ",".join(patterns)))))))
 
 

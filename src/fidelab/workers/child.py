@@ -171,7 +171,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
         outbox.send(Idle())
         if not (tasks := further.get()):
             break
-    outbox.send(Done(finite(answering.ran())))
+    outbox.send(Done(finite(answering.runtime_info())))
     try:
         engine.close()
     except Exception:  # everything is answered; the log keeps later errors
@@ -201,10 +201,10 @@ class _Answering:
             self._outbox.flush()
             self._outbox.send(Captured(index, str(path), time.monotonic() - began))
 
-    def ran(self) -> dict[str, Any]:
+    def runtime_info(self) -> dict[str, Any]:
         """Runtime info for manifests: the engine's record, its installation and variables, and peak memory in bytes."""
         memory = {**self._facts, "peak_host_bytes": peak_bytes(), "peak_device_bytes": self._engine.peak_device_bytes()}
-        return {**self._engine.ran().record(), **self._job.about, **memory}
+        return {**self._engine.runtime_info().record(), **self._job.about, **memory}
 
     def _answer(self, task: ProbeTask) -> Path:
         request, self._engine.seed = request_from_record(task.request), task.seed
@@ -216,7 +216,7 @@ class _Answering:
             answer = self._answered(request, writer)
             if answer.head is not None:
                 writer.head(self._head(answer))
-            return writer.finish(answer.estimator, self.ran(), answer.facts)
+            return writer.finish(answer.estimator, self.runtime_info(), answer.facts)
         except BaseException:
             writer.abort()
             raise
@@ -259,8 +259,7 @@ def _check_tokenizer(engine: Engine, job: Job) -> None:
             (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b), min(len(sample), len(actual))
         )
         raise EngineError(
-            f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "
-            "its numbers could not be compared"
+            f"the engine's tokenizer differs from the model's at token {at} of a sample; results could not be compared"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from fidelab.core import Status
 from fidelab.core.errors import EngineError
-from fidelab.core.runtime import ran_faults
+from fidelab.core.runtime import invalid_runtime_fields
 from fidelab.core.serial import from_json, to_json
 
 PROTOCOL = 9
@@ -146,19 +146,19 @@ def decode(line: bytes) -> Message:
             fields = {"pid": fields["pid"], "protocol": fields["protocol"]}
         message: Message = from_json(cls, fields)
         if isinstance(message, Done):
-            check_ran(message.ran)
+            check_runtime_info(message.ran)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(f"the worker sent something that is not a message ({error}): {line[:80]!r}") from None
     return message
 
 
-def check_ran(ran: Mapping[str, Any]) -> None:
+def check_runtime_info(ran: Mapping[str, Any]) -> None:
     """Check the fields of runtime info that are read here; further fields are not checked.
 
     Raises:
         ValueError: a field has another type; names it.
     """
-    if fault := next(ran_faults(ran), None):
+    if fault := next(invalid_runtime_fields(ran), None):
         raise ValueError(f"what ran: {fault} is of another type")
 
 

@@ -54,7 +54,7 @@ _MOST_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of a log file, and of either e
 _LOG_WAIT = 0.5  # seconds between two looks at its length
 _WRONG_BUILD = (
     "the engine's build may not suit this machine: try it out with fidelab doctor --trial, and where that fails, "
-    "install it anew (fidelab setup install)"
+    "install it again (fidelab setup install)"
 )
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 

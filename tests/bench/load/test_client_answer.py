@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fidelab.bench.load.answer import read_stream, split_events
 from fidelab.bench.load.exchange import Exchange
-from fidelab.engines.openai.http import said
+from fidelab.engines.openai.http import error_message
 from tests.bench.load.sse_server import DONE, event, stream
 
 # What servers send, each in its own way of writing events.
@@ -216,4 +216,4 @@ def test_json_that_is_no_whole_answer_is_an_error_of_the_exchange(events: list[o
     ],
 )
 def test_what_a_server_says_is_found_in_every_usual_form(body: bytes, message: str) -> None:
-    assert said(body) == message
+    assert error_message(body) == message

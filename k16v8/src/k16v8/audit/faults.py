@@ -131,7 +131,7 @@ FAULTS = (
 def self_test(
     *, head_dim: int = 64, device: torch.device | str = "cpu", seed: int = 0
 ) -> Iterator[tuple[Finding, bool]]:
-    """Every fault at its place, every honest variant at its worst; and whether the audit judged it rightly."""
+    """Yield every fault and every correct variant, and whether the audit judged it correctly."""
     lengths = sorted({fault.kv_length for fault in FAULTS})
     inputs = random_inputs(lengths, head_dim=head_dim, device=device, seed=seed)
     found = list(audit((*(fault.implementation for fault in FAULTS), *HONEST), inputs))

@@ -97,7 +97,7 @@ def _sdpa(
     if q.is_cuda and backend is SDPBackend.FLASH_ATTENTION and not window:
         mask = causal_lower_right(q.shape[2], k.shape[2])  # takes no other mask
     elif q.shape[2] > 1 or window:
-        mask = _seen(q, k, window)
+        mask = _visible_mask(q, k, window)
     try:
         with sdpa_kernel(backend), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why each of the other back ends does not serve
@@ -108,7 +108,7 @@ def _sdpa(
         raise
 
 
-def _seen(q: Tensor, k: Tensor, window: int) -> Tensor:
+def _visible_mask(q: Tensor, k: Tensor, window: int) -> Tensor:
     at = torch.arange(k.shape[2], device=q.device)
     positions = at[-q.shape[2] :, None]
     seen = at <= positions
@@ -123,11 +123,11 @@ def _eager(
     logits = q @ k.transpose(2, 3) * scale
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
-    logits = logits.masked_fill(~_seen(q, k, window), float("-inf"))
+    logits = logits.masked_fill(~_visible_mask(q, k, window), float("-inf"))
     return logits.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
 
 
-def _ours(
+def _k16v8_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -233,8 +233,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "sdpa-efficient": partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
     "sdpa-cudnn": partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
     "eager": _eager,
-    "k16v8-torch": partial(_ours, kernels="torch"),
-    "k16v8-triton": partial(_ours, kernels="triton"),
+    "k16v8-torch": partial(_k16v8_attention, kernels="torch"),
+    "k16v8-triton": partial(_k16v8_attention, kernels="triton"),
     "flash-attn": _flash_attn,
     "flashinfer": _flashinfer,
 }

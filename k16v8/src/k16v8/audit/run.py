@@ -167,10 +167,10 @@ def _triple(tensors: Mapping[str, Tensor], name: str, device: torch.device | str
     for part in "qkv":
         full = f"{name}.{part}" if name else part
         if full not in tensors:
-            raise InputError(f"the tensors have no {full!r} beside {full[:-1]}q")
+            raise InputError(f"the tensors have no {full!r} next to {full[:-1]}q")
         x = tensors[full]
         if x.dtype not in _UNIT:
-            raise InputError(f"{full} is {_short(x.dtype)}; there are {', '.join(map(_short, _UNIT))}")
+            raise InputError(f"{full} is {_dtype_name(x.dtype)}; there are {', '.join(map(_dtype_name, _UNIT))}")
         if x.dim() not in (3, 4) or 0 in x.shape:
             raise InputError(f"{full} has shape {list(x.shape)}; write [heads, tokens, dim]")
         if not bool(x.isfinite().all()):
@@ -179,7 +179,9 @@ def _triple(tensors: Mapping[str, Tensor], name: str, device: torch.device | str
     q, k, v = parts
     fits = k.shape[:3] == v.shape[:3] and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
     if not fits or q.shape[2] > k.shape[2] or q.shape[1] % k.shape[1] or len({x.dtype for x in parts}) > 1:
-        shapes = ", ".join(f"{part} {_short(x.dtype)} {list(x.shape)}" for part, x in zip("qkv", parts, strict=True))
+        shapes = ", ".join(
+            f"{part} {_dtype_name(x.dtype)} {list(x.shape)}" for part, x in zip("qkv", parts, strict=True)
+        )
         raise InputError(f"{name or 'q, k, v'} do not fit together: {shapes}")
     return q, k, v
 
@@ -224,8 +226,10 @@ def _ask(implementation: Implementation, one: Inputs) -> Tensor:
     if not isinstance(out, Tensor):
         raise EngineError(f"{where} returned {type(out).__name__}, not a tensor")
     if out.shape != wanted or out.dtype != q.dtype:
-        found = f"{_short(out.dtype)} {list(out.shape)}"
-        raise EngineError(f"{where} returned {found}, not {_short(q.dtype)} {list(wanted)} ([batch, heads, Q, Dv])")
+        found = f"{_dtype_name(out.dtype)} {list(out.shape)}"
+        raise EngineError(
+            f"{where} returned {found}, not {_dtype_name(q.dtype)} {list(wanted)} ([batch, heads, Q, Dv])"
+        )
     return out
 
 
@@ -235,5 +239,5 @@ def _errors(out: Tensor, exact: Tensor) -> Tensor:
     return torch.where(size > 0, error / size, torch.where(error == 0, 0.0, math.inf))
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

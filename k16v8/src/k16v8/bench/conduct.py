@@ -44,7 +44,7 @@ def bench_kernels(
     device, found = describe(settings.device), versions()
     record = load(path) if resume else _new(device, found)
     if resume:
-        _check_same(record, device, found, path)
+        _check_same_setup(record, device, found, path)
         _check_pages(record, settings, path)
     record["geometries"] = list(dict.fromkeys([*record["geometries"], *(one.name for one in geometries)]))
     rates = bandwidth(settings.device, settings.seconds)
@@ -106,7 +106,7 @@ def load(path: Path) -> dict[str, Any]:
     return record
 
 
-def _check_same(record: dict[str, Any], device: dict[str, Any], found: dict[str, str | None], path: Path) -> None:
+def _check_same_setup(record: dict[str, Any], device: dict[str, Any], found: dict[str, str | None], path: Path) -> None:
     was, now = record["device"]["name"], device["name"]
     if was != now:
         raise InputError(f"{path}: measured on {was}, this is {now}; write to a new file")

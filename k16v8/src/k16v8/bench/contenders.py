@@ -66,7 +66,7 @@ class Draw:
             part.copy_(self.normal(len(part)))
         return codes.view(storage(name).dtype).view(shape)
 
-    def words(self, *shape: int) -> Tensor:
+    def random_words(self, *shape: int) -> Tensor:
         """Random bits, int32."""
         info = torch.iinfo(torch.int32)
         return torch.randint(
@@ -162,10 +162,10 @@ class Contender:
         return cell.held_bytes(self.formats) + self.scratch * values + 64 * cell.batch * cell.queries * heads * dim
 
 
-def _ours(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+def _k16v8_work(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
     held = _paged(cell, pair, draw)
     q, call, name = _attending(cell, held, draw, kernels)
-    return Work(call, q, partial(_paged_head, held), _same, name)
+    return Work(call, q, partial(_paged_head, held), _identity, name)
 
 
 def _unpack(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
@@ -179,7 +179,7 @@ def _unpack(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
         wide.v_cache.copy_(codes)
         return attend()
 
-    return Work(call, q, partial(_paged_head, held), _same, f"copy to bfloat16, {name}")
+    return Work(call, q, partial(_paged_head, held), _identity, f"copy to bfloat16, {name}")
 
 
 def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[Tensor, Callable[[], Tensor], str]:
@@ -228,7 +228,7 @@ def _paged_head(held: PagedCache, sequence: int, head: int) -> tuple[Tensor, Ten
     return keys, values
 
 
-def _same(out: Tensor) -> Tensor:
+def _identity(out: Tensor) -> Tensor:
     return out
 
 
@@ -238,7 +238,7 @@ def _sdpa(cell: Cell, pair: str, draw: Draw, *, kernels: str, backend: SDPBacken
     mask: Any = None
     if cell.queries > 1:
         by_name = q.is_cuda and backend is SDPBackend.FLASH_ATTENTION  # takes no mask but this one
-        mask = causal_lower_right(cell.queries, cell.tokens) if by_name else _lower_right(cell, draw.device)
+        mask = causal_lower_right(cell.queries, cell.tokens) if by_name else _causal_mask(cell, draw.device)
 
     def call() -> Tensor:
         try:
@@ -283,7 +283,7 @@ def _tokens(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _lower_right(cell: Cell, device: torch.device) -> Tensor:
+def _causal_mask(cell: Cell, device: torch.device) -> Tensor:
     at = torch.arange(cell.tokens, device=device)
     return at <= at[-cell.queries :, None]
 
@@ -413,7 +413,7 @@ def _xqa(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
         )
         return found
 
-    return Work(call, q, partial(_paged_head, held), _same, f"FlashInfer XQA, pages of {cell.page}")
+    return Work(call, q, partial(_paged_head, held), _identity, f"FlashInfer XQA, pages of {cell.page}")
 
 
 def _flashinfer(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
@@ -438,7 +438,7 @@ def _flashinfer(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
         found: Tensor = wrapper.run(q, store, out=out)
         return found
 
-    return Work(call, q, partial(_paged_head, held), _same, f"FlashInfer, pages of {cell.page}")
+    return Work(call, q, partial(_paged_head, held), _identity, f"FlashInfer, pages of {cell.page}")
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -462,9 +462,9 @@ def _library(module: str, title: str, device: torch.device) -> Any:
 
 
 CONTENDERS = (
-    Contender("k16v8", "16/16", "ours", _ours),
-    Contender("k16v8", "16/8", "ours", _ours),
-    Contender("k16v8", "8/8", "ours", _ours),
+    Contender("k16v8", "16/16", "ours", _k16v8_work),
+    Contender("k16v8", "16/8", "ours", _k16v8_work),
+    Contender("k16v8", "8/8", "ours", _k16v8_work),
     Contender("sdpa-flash", "16/16", "rival", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),
     Contender("sdpa-efficient", "16/16", "rival", partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)),
     Contender("sdpa-cudnn", "16/16", "rival", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),

@@ -43,7 +43,7 @@ def best(results: Iterable[dict[str, Any]], formats: str, *roles: str) -> dict[s
 
 
 def judge(record: dict[str, Any]) -> None:
-    """Add to every cell its best kernels, to every measured result its rates, and the goals to the record."""
+    """Add the best kernels to every cell, the rates to every measured result, and the goals to the record."""
     for entry in record["cells"]:
         cell = _cell(entry)
         products = isinstance(cell, WeightCell)

@@ -96,19 +96,19 @@ def run(
         for contender in settings.contenders
         if cell.kind in contender.kinds
     ]
-    fresh = [one for one in asked if _known(one[2], one[0]) is None]
+    fresh = [one for one in asked if _find_result(one[2], one[0]) is None]
     # what a process did not outlive comes last: it must not keep the others from being measured again and again
-    again = [one for one in asked if (known := _known(one[2], one[0])) and known["status"] == "unfinished"]
+    again = [one for one in asked if (known := _find_result(one[2], one[0])) and known["status"] == "unfinished"]
     left = 0
     for contender, cell, entry in (*fresh, *again):
         if time.monotonic() > settings.until:
             left += 1
             continue
         fixed = {"run": len(record["runs"]) - 1}
-        _put(entry, contender, asdict(_unfinished(contender)) | fixed)
+        _store_result(entry, contender, asdict(_unfinished(contender)) | fixed)
         save()
         result = run_one(contender, cell, settings)
-        _put(entry, contender, asdict(result) | fixed)
+        _store_result(entry, contender, asdict(result) | fixed)
         save()
         if result.status in ("failed", "no_memory"):
             check_device(settings.device, f"{contender.name} {contender.formats} at {cell.key}: {result.reason}")
@@ -121,14 +121,14 @@ def _unfinished(contender: Contender) -> Result:
     return Result(contender.name, contender.formats, contender.role, "unfinished", reason)
 
 
-def _known(entry: dict[str, Any], contender: Contender) -> dict[str, Any] | None:
+def _find_result(entry: dict[str, Any], contender: Contender) -> dict[str, Any] | None:
     wanted = (contender.name, contender.formats)
     return next((one for one in entry["results"] if (one["name"], one["formats"]) == wanted), None)
 
 
-def _put(entry: dict[str, Any], contender: Contender, result: dict[str, Any]) -> None:
+def _store_result(entry: dict[str, Any], contender: Contender, result: dict[str, Any]) -> None:
     """Add a result, or replace the one of this contender."""
-    known = _known(entry, contender)
+    known = _find_result(entry, contender)
     if known is None:
         entry["results"].append(result)
     else:
@@ -249,16 +249,16 @@ def _error(work: Work | WeightWork, out: Tensor, cell: Cell | WeightCell, draw: 
     """Relative L2 of the worst query or row among some, NaN where any of all values is."""
     if isinstance(work, WeightWork) or isinstance(cell, WeightCell):
         assert isinstance(work, WeightWork)
-        return work.error(out, cell.shape[1], lambda n, most: _some(n, most, draw))
+        return work.error(out, cell.shape[1], lambda n, most: _sample_indices(n, most, draw))
     found = work.tokens(out)
     if found.shape != work.q.shape or not bool(found.isfinite().all()):
         return math.nan
     ratio = cell.shape[0] // cell.shape[1]
     worst = 0.0
     kv_heads = cell.shape[1]
-    for pair in _some(cell.batch * kv_heads, max(4, _MAX_CHECKED_TOKENS // cell.tokens), draw):
+    for pair in _sample_indices(cell.batch * kv_heads, max(4, _MAX_CHECKED_TOKENS // cell.tokens), draw):
         sequence, head = divmod(pair, kv_heads)
-        queries = torch.tensor(_some(cell.queries, _QUERIES, draw), device=draw.device)
+        queries = torch.tensor(_sample_indices(cell.queries, _QUERIES, draw), device=draw.device)
         rows = sequence * cell.queries + queries
         positions = cell.tokens - cell.queries + queries
         keys, values = work.head(sequence, head)
@@ -281,7 +281,7 @@ def _distinct(works: Sequence[Work | WeightWork]) -> bool:
     return len(known) == len(works)
 
 
-def _some(n: int, most: int, draw: Draw) -> list[int]:
+def _sample_indices(n: int, most: int, draw: Draw) -> list[int]:
     """The last one and random others: what a fault at an edge, or in the middle, would spoil."""
     others = draw.permutation(n).tolist()
     return sorted({n - 1, *others[: most - 1]})

@@ -150,7 +150,7 @@ def measure(
             found["figures"][name] = {"reason": f"{type(error).__name__}: {one_line(error)}"}
         keep(found)
 
-    check("decode", _right(step))
+    check("decode", _accuracy(step))
     if kernels == "triton":
         check("drafts", _drafts(step))
     if kernels == "triton":
@@ -161,11 +161,11 @@ def measure(
         figure("uneven", lambda: _uneven(model, device, kernels, page))
         figure("variants", lambda: _variants(model, device, kernels, page))
         if kernels != "triton" and found["passed"]:
-            figure("beside", lambda: _beside(model, device, kernels, page))
+            figure("beside", lambda: _compare_kernels(model, device, kernels, page))
     return found
 
 
-def _right(step: Serving) -> dict[str, Any]:
+def _accuracy(step: Serving) -> dict[str, Any]:
     """The relative L2 of each sequence; an empty one gives zeros."""
     out = step.call().float()
     exact = reference.decode(step.q, step.cache)[0].float()
@@ -258,7 +258,7 @@ def _microseconds(call: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _beside(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
+def _compare_kernels(model: Geometry, device: torch.device, kernels: str, page: int) -> dict[str, Any]:
     """Microseconds of a step of the goal's cell, replayed from graphs in turns, and bytes of the cache a second.
 
     Both read one cache, which is larger than any cache of a device.
@@ -368,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu with Triton's interpreter. [default: cuda]")
     parser.add_argument("--geometry", default="llama-3.1-8b", help=f"{', '.join(GEOMETRIES)}. [default: llama-3.1-8b]")
     parser.add_argument(
-        "--kernels", default="triton", help="triton, or flashinfer and beside it triton. [default: triton]"
+        "--kernels", default="triton", help="triton, or flashinfer compared with triton. [default: triton]"
     )
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")

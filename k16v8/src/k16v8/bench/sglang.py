@@ -7,7 +7,7 @@ This module loads them as SGLang's server does, then runs that bench with the sa
 
     K16V8=1 python -m k16v8.bench.sglang --attention-backend k16v8 --disable-cuda-graph --model-path …
 
-The plug-in has no CUDA graphs: it makes the table of pages anew in each step, and a graph needs it in one place.
+The plug-in has no CUDA graphs: it rebuilds the page table in each step, and a graph needs it in one place.
 Without graphs small batches are slower, so a comparison is fair only with rivals that have none either.
 """
 

@@ -27,7 +27,7 @@ _DTYPE = torch.bfloat16
 _KINDS: tuple[Kind, ...] = ("linear", "experts")
 
 
-def _ours(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
+def _k16v8_work(cell: WeightCell, name: str, draw: Draw, *, kernels: str) -> WeightWork:
     """Our kernels on a checkpoint's layout."""
     weight = _drawn(cell, _layout(name), draw)
     chosen = choose_weights(kernels, layout=name, dtype=_DTYPE, device=draw.device)
@@ -136,7 +136,7 @@ def _drawn(cell: WeightCell, layout: Layout, draw: Draw) -> QuantizedWeight:
     inputs, outputs, group = cell.shape
     stack, groups = (cell.experts,) if cell.experts else (), -(-inputs // group)
     words = (inputs, outputs // 8) if layout == "awq" else (inputs // 8, outputs)
-    qweight, qzeros = (draw.words(*stack, *size) for size in (words, (groups, outputs // 8)))
+    qweight, qzeros = (draw.random_words(*stack, *size) for size in (words, (groups, outputs // 8)))
     scales = (draw.normal(*stack, groups, outputs).abs() + 0.5).mul_(inputs**-0.5 / 8)
     if layout == "awq":
         return weights.awq(qweight, qzeros, scales, group)
@@ -180,8 +180,8 @@ def _dense(weight: QuantizedWeight, expert: int, columns: slice) -> Tensor:
 
 
 WEIGHT_CONTENDERS = (
-    Contender("k16v8", "awq", "ours", _ours, _KINDS),
-    Contender("k16v8", "gptq", "ours", _ours, _KINDS),
+    Contender("k16v8", "awq", "ours", _k16v8_work, _KINDS),
+    Contender("k16v8", "gptq", "ours", _k16v8_work, _KINDS),
     Contender("torch matmul", "bf16", "rival", _torch, _KINDS),
     Contender("torch int4", "int4", "rival", _torch_int4, _KINDS, scratch=2),
     Contender("marlin", "awq", "rival", _marlin, _KINDS, scratch=1),

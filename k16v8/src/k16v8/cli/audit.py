@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 
 from k16v8.cli.common import (
     add_json,
-    at_least,
     check_device,
     device_name,
     finite,
     note,
+    number_type,
     parse_numbers,
     show_json,
     table,
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="128,1024,4096,16384",
         help="KV lengths, separated by commas. [default: 128,1024,4096,16384]",
     )
-    parser.add_argument("--head-dim", type=at_least(1, int), help="Of random inputs. [default: 64]")
+    parser.add_argument("--head-dim", type=number_type(1, int), help="Of random inputs. [default: 64]")
     parser.add_argument(
         "--tensors",
         type=Path,
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "several): [heads, tokens, dim] after rotary embedding, q of the last tokens.",
     )
     parser.add_argument("--self-test", action="store_true", help="Audit seven known faults, which it must find.")
-    parser.add_argument("--seed", type=at_least(0, int), help="Of random inputs. [default: 0]")
+    parser.add_argument("--seed", type=number_type(0, int), help="Of random inputs. [default: 0]")
     add_json(parser)
 
 
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         findings, failed = [one for one, _ in judged], [one for one, right in judged if not right]
     else:
         every = [name for name in IMPLEMENTATIONS if name != "eager"]
-        audited = [implementation(name) for name in (_names(options.implementation) or every)]
+        audited = [implementation(name) for name in (_parse_names(options.implementation) or every)]
         if path is not None:
             tensors, metadata = read_tensors(path)
             inputs = audit.recorded_inputs(tensors, kv_lengths, device=device)
@@ -178,7 +178,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     return tensors, metadata
 
 
-def _names(text: str | None) -> list[str]:
+def _parse_names(text: str | None) -> list[str]:
     """Return the names in the given order, each once; modules of the current folder can be imported."""
     if not text:
         return []

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from k16v8.cli.bench_tables import render
-from k16v8.cli.common import add_json, add_operations, at_least, check_device, counts, note, operations, show_json
+from k16v8.cli.common import add_json, add_operations, check_device, counts, note, number_type, operations, show_json
 from k16v8.errors import UnknownNameError, UsageError
 
 # default shapes: a GPU takes ten minutes, a CPU two
@@ -51,20 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", help="Sequences. [default: 1,4,8,16,32,64; cpu: 1,4]")
     add("--lengths", help="Tokens of each. [default: 2k,8k,32k,128k; cpu: 512,2k]")
     add("--prefixes", help="Tokens before a chunk of extend, or none. [default: 2k,8k,32k; cpu: 512]")
-    add("--chunk", type=at_least(1, int), help="Tokens of a chunk. [default: 512; cpu: 64]")
-    add("--page", type=at_least(1, int), default=16, help="Tokens in a page. [default: 16]")
+    add("--chunk", type=number_type(1, int), help="Tokens of a chunk. [default: 512; cpu: 64]")
+    add("--page", type=number_type(1, int), default=16, help="Tokens in a page. [default: 16]")
     add("--rows", help="Of activations, or tokens. [default: 1,4,16,64,512,4096; cpu: 1]")
     add("--layouts", default="awq,gptq", help="Of our 4-bit weights. [default: awq,gptq]")
-    add("--group", type=at_least(1, int), default=128, help="Inputs that share a scale. [default: 128]")
+    add("--group", type=number_type(1, int), default=128, help="Inputs that share a scale. [default: 128]")
     add(
         "--experts",
         help="Models whose experts are measured: qwen3-30b-a3b, mixtral-8x7b, tiny-experts, or none. "
         "[default: the first two; cpu: none]",
     )
     add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
-    add("--seconds", type=at_least(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
-    add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
-    add("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
+    add("--seconds", type=number_type(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
+    add("--minutes", type=number_type(0.0, float), help="After which nothing more is begun.")
+    add("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
     add("--output", type=Path, help="The record. [default: runs/kernels-DEVICE-TIME.json]")
     add("--resume", type=Path, help="Resume this record. What it holds is kept.")
     add_operations(parser, "attention")

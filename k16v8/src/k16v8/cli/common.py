@@ -41,7 +41,7 @@ def operations(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-def at_least(least: Number, kind: Callable[[str], Number], most: float = math.inf) -> Callable[[str], Number]:
+def number_type(least: Number, kind: Callable[[str], Number], most: float = math.inf) -> Callable[[str], Number]:
     """The type of a flag that takes a number from ``least`` to ``most``."""
 
     def number(text: str) -> Number:

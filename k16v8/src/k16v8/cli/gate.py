@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from k16v8.cli.common import (
     add_json,
     add_operations,
-    at_least,
     check_device,
     device_name,
     finite,
     note,
+    number_type,
     operations,
     show_json,
     table,
@@ -44,11 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--soak",
-        type=at_least(0, int),
+        type=number_type(0, int),
         default=500,
         help="Decode steps through page reuse; 0 leaves them out. [default: 500]",
     )
-    parser.add_argument("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
+    parser.add_argument("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
     add_operations(parser, "attention,weights")
     add_json(parser)
 

@@ -46,7 +46,7 @@ def _written(case: Case, kernels: Kernels, device: torch.device | str, seed: int
     both = torch.cat((problem.key, problem.value), -1).repeat_interleave(2, 0)[::2]
     dim = problem.key.shape[2]
     key, value = both[..., :dim], both[..., dim:]
-    before = [part.clone() for part in _parts(cache)]
+    before = [part.clone() for part in _cache_tensors(cache)]
     kernels.write(key, value, cache, slots)
 
     untouched = torch.ones(cache.k_cache.shape[:2], dtype=torch.bool, device=device).flatten()
@@ -54,7 +54,7 @@ def _written(case: Case, kernels: Kernels, device: torch.device | str, seed: int
     untouched = untouched.view(cache.k_cache.shape[:2])
     clean = all(
         torch.equal(now[untouched].view(torch.uint8), then[untouched].view(torch.uint8))
-        for now, then in zip(_parts(cache), before, strict=True)
+        for now, then in zip(_cache_tensors(cache), before, strict=True)
     )
     place = (slots[kept] // cache.page, slots[kept] % cache.page)
     figures = {"untouched_bytes_equal": float(clean)}
@@ -112,11 +112,13 @@ def _ratio(case: Case, wanted: float, device: torch.device | str) -> Result:
     return (f"allocation, scale {case.v_scaling}", abs(ours / native - wanted) < 1e-9, figures, "")
 
 
-def _parts(cache: PagedCache) -> list[Tensor]:
+def _cache_tensors(cache: PagedCache) -> list[Tensor]:
     parts = (cache.k_cache, cache.v_cache, cache.k_scale, cache.v_scale)
     return [part for part in parts if part is not None and part.dim() > 0]
 
 
 def _disjoint(cache: PagedCache) -> bool:
-    ranges = sorted((part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in _parts(cache))
+    ranges = sorted(
+        (part.data_ptr(), part.data_ptr() + part.numel() * part.element_size()) for part in _cache_tensors(cache)
+    )
     return all(end <= start for (_, end), (start, _) in pairwise(ranges))

@@ -60,7 +60,7 @@ def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
                     f"{side}_scale is {_dtype(scale)} {_shape(scale)}; one per token and head is float16 "
                     f"{list(codes.shape[:3])}"
                 )
-        _same_device(codes, f"{side}_scale", scale)
+        _check_same_device(codes, f"{side}_scale", scale)
     if cache.k_cache.shape[:3] != cache.v_cache.shape[:3]:
         raise UsageError(
             f"k_cache {_shape(cache.k_cache)} and v_cache {_shape(cache.v_cache)} differ in blocks, page or heads"
@@ -73,7 +73,7 @@ def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
     if lengths.shape != table.shape[:1] or lengths.dtype != torch.int32 or not lengths.is_contiguous():
         raise UsageError(f"lengths is {_dtype(lengths)} {_shape(lengths)}; it takes int32 [{table.shape[0]}]")
     for name, tensor in (("v_cache", cache.v_cache), ("block_table", table), ("lengths", lengths)):
-        _same_device(cache.k_cache, name, tensor)
+        _check_same_device(cache.k_cache, name, tensor)
     if validate:
         _validate_lengths(cache)
 
@@ -120,7 +120,7 @@ def check_write(
             raise UsageError(
                 f"{what} is {_dtype(x)}; a {name} cache takes {'a float type' if stored.quantized else name}"
             )
-        _same_device(cache.k_cache, what, x)
+        _check_same_device(cache.k_cache, what, x)
     if not (slots.shape == key.shape[:1] == value.shape[:1]) or slots.dtype not in (torch.int64, torch.int32):
         raise UsageError(
             f"slots is {_dtype(slots)} {_shape(slots)}; it takes one int64 for each of {key.shape[0]} keys and "
@@ -128,11 +128,11 @@ def check_write(
         )
     if not slots.is_contiguous():
         raise UsageError("slots has gaps; call contiguous()")
-    _same_device(cache.k_cache, "slots", slots)
+    _check_same_device(cache.k_cache, "slots", slots)
     if saturated is not None:
         if saturated.shape != (2,) or saturated.dtype != torch.int32:
             raise UsageError(f"saturated is {_dtype(saturated)} {_shape(saturated)}; it takes int32 [2]")
-        _same_device(cache.k_cache, "saturated", saturated)
+        _check_same_device(cache.k_cache, "saturated", saturated)
     if validate and slots.numel():
         least, most = int(slots.min()), int(slots.max())
         room = cache.k_cache.shape[0] * cache.page
@@ -189,7 +189,7 @@ def check_extend(
     batch = len(cache.lengths)
     if query_starts.shape != (batch + 1,) or query_starts.dtype != torch.int32 or not query_starts.is_contiguous():
         raise UsageError(f"query_starts is {_dtype(query_starts)} {_shape(query_starts)}; it takes int32 [{batch + 1}]")
-    _same_device(q, "query_starts", query_starts)
+    _check_same_device(q, "query_starts", query_starts)
     if validate:
         counts = query_starts.diff()
         if int(query_starts[0]) != 0 or int(query_starts[-1]) != q.shape[0] or bool((counts < 0).any()):
@@ -226,7 +226,7 @@ def _check_attend(
         raise UsageError(
             f"q is {_dtype(q)} and keys are {cache.k_format}: keys are multiplied as they are, the types must be one"
         )
-    _same_device(q, "the cache", cache.k_cache)
+    _check_same_device(q, "the cache", cache.k_cache)
     if attention.window < 0:
         raise UsageError(f"window is {attention.window}; it takes a number of tokens, or 0 for all")
     if attention.softcap < 0:
@@ -236,16 +236,16 @@ def _check_attend(
             raise UsageError(
                 f"sinks is {_dtype(attention.sinks)} {_shape(attention.sinks)}; it takes float32 [{heads}]"
             )
-        _same_device(q, "sinks", attention.sinks)
+        _check_same_device(q, "sinks", attention.sinks)
     out, lse = buffers.get("out"), buffers.get("lse")
     if out is not None:
         if out.shape != (q.shape[0], heads, cache.v_dim) or out.dtype not in _FLOATS or out.stride(2) != 1:
             raise UsageError(f"out is {_dtype(out)} {_shape(out)}; it takes [{q.shape[0]}, {heads}, {cache.v_dim}]")
-        _same_device(q, "out", out)
+        _check_same_device(q, "out", out)
     if lse is not None:
         if lse.shape != (q.shape[0], heads) or lse.dtype != torch.float32 or lse.stride(1) != 1:
             raise UsageError(f"lse is {_dtype(lse)} {_shape(lse)}; it takes float32 [{q.shape[0]}, {heads}]")
-        _same_device(q, "lse", lse)
+        _check_same_device(q, "lse", lse)
 
 
 def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None:
@@ -261,11 +261,11 @@ def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None
             f"x is {_dtype(x)} {_shape(x)} with strides {list(x.stride())}; it takes floats [M, {weight.inputs}], rows "
             "without gaps"
         )
-    _same_device(x, "the weight", weight.qweight)
+    _check_same_device(x, "the weight", weight.qweight)
     if out is not None:
         if out.shape != (len(x), weight.outputs) or out.dtype != x.dtype or out.stride(1) != 1:
             raise UsageError(f"out is {_dtype(out)} {_shape(out)}; it takes {_dtype(x)} [{len(x)}, {weight.outputs}]")
-        _same_device(x, "out", out)
+        _check_same_device(x, "out", out)
 
 
 def check_expert_matmul(
@@ -297,10 +297,10 @@ def check_expert_matmul(
         )
     for name, tensor in (("the weight", weight.qweight), ("experts", experts), ("routing", routing), ("out", out)):
         if tensor is not None:
-            _same_device(x, name, tensor)
+            _check_same_device(x, name, tensor)
 
 
-def _same_device(one: Tensor, name: str, other: Tensor) -> None:
+def _check_same_device(one: Tensor, name: str, other: Tensor) -> None:
     if one.device != other.device:
         raise UsageError(f"{name} lies on {other.device}, the others on {one.device}")
 

@@ -56,7 +56,7 @@ BUFFER = _COUNTERS + _PARTIALS // 4 + _PARTIALS // 64
 
 
 # Batch sizes and lengths change from call to call, and with them where a batch's rows begin in tables that all batches
-# share: what follows from them compiles nothing anew.
+# share: values derived from them trigger no compilation.
 @triton.jit(
     do_not_specialize=["table_row"],
     do_not_specialize_on_alignment=["part_lse", "work", "starts", "sinks", "lse", "table", "lengths"],

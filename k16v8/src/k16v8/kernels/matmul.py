@@ -98,7 +98,7 @@ def matmul_kernel(
         seen = at < tl.load(expert_end + block)
         target = tl.load(pairs + at, mask=seen, other=0).to(tl.int64)
         source = target // shared
-        if expert < 0:  # an expert that lives elsewhere: its outputs are 0
+        if expert < 0:  # an expert of another device: its outputs are 0
             end = begin
         expert = tl.maximum(expert, 0)
         qweight += expert * inputs * words

@@ -55,7 +55,7 @@ class Libraries:
 
 
 def prefill_route(
-    arch: int | str, libraries: Libraries, *, most_queries: int, cache: PagedCache, dtype: torch.dtype, window: int,
+    arch: int | str, libraries: Libraries, *, max_queries: int, cache: PagedCache, dtype: torch.dtype, window: int,
     capacity: int,
 ) -> Route:  # fmt: skip
     """Plan of attention to the prompts of one batch.
@@ -63,7 +63,7 @@ def prefill_route(
     Args:
         arch: As Triton names it, 90 for sm_90; a string for AMD and CPUs.
         libraries: What is installed.
-        most_queries: The longest chunk of a prompt in the batch.
+        max_queries: The longest chunk of a prompt in the batch.
         cache: For its formats and widths.
         dtype: Of queries.
         window: Tokens that a query sees, 0 for all.
@@ -73,7 +73,7 @@ def prefill_route(
         ``extend``, the Triton kernel, for short continuations, for keys in codes (they would be rounded once more),
         where the workspace is too small for a window, and where no library runs; otherwise the library.
     """
-    if isinstance(arch, str) or arch < 80 or most_queries <= _IN_PLACE_QUERIES:
+    if isinstance(arch, str) or arch < 80 or max_queries <= _IN_PLACE_QUERIES:
         return "extend"
     if storage(cache.k_format).quantized or cache.k_cache.dtype != dtype:
         return "extend"
@@ -166,7 +166,7 @@ class Call:
     causal: bool
     query_starts: Tensor  # int32 [pieces + 1]
     key_starts: Tensor
-    most_queries: int
+    max_queries: int
     most_keys: int
 
 
@@ -189,7 +189,7 @@ class PrefillBatch:
     _plans: dict[tuple[int, ...], list[_Chunk]] = field(default_factory=dict)
 
     @property
-    def most_queries(self) -> int:
+    def max_queries(self) -> int:
         """Most queries of one sequence."""
         return max(self.counts, default=0)
 
@@ -234,7 +234,7 @@ class PrefillBatch:
         for call in laid.calls:
             query_starts = next(tensors)
             index = call.rows if isinstance(call.rows, slice) else next(tensors).long()
-            calls.append(Call(index, call.causal, query_starts, key_starts, call.most_queries, max(laid.sizes)))
+            calls.append(Call(index, call.causal, query_starts, key_starts, call.max_queries, max(laid.sizes)))
         return _Chunk(slots, calls)
 
 
@@ -245,7 +245,7 @@ class _LaidCall:
     rows: slice | list[int]
     causal: bool
     query_starts: list[int]
-    most_queries: int
+    max_queries: int
 
 
 @dataclass(frozen=True)
@@ -431,7 +431,7 @@ def varlen_arguments(
         "v": values,
         "cu_seqlens_q": call.query_starts,
         "cu_seqlens_k": call.key_starts,
-        "max_seqlen_q": call.most_queries,
+        "max_seqlen_q": call.max_queries,
         "max_seqlen_k": call.most_keys,
         "softmax_scale": scale,
         "causal": call.causal,

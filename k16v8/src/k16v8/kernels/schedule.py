@@ -20,7 +20,7 @@ from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.launch import Target, Tiles, launch, target_of, tiles
 
 ROUNDS = 2  # of programs on the device that a list may have besides one item of each sequence; static, unmeasured
-_SHORTEST = 256  # tokens of a split at least: below, merging costs more than it gains; static, unmeasured
+_MIN_SPLIT_TOKENS = 256  # tokens of a split at least: below, merging costs more than it gains; static, unmeasured
 SCHEDULE_TILE = Tiles(1, 1, 4, 1)
 
 
@@ -113,7 +113,7 @@ def schedule_arguments(
 def schedule_constants(cache: PagedCache, target: Target) -> dict[str, object]:
     """The constexprs of the kernel."""
     tokens = tiles("decode", target, cache).tokens
-    shortest = tokens if target.backend == "interpreter" else round_tokens(_SHORTEST, tokens)
+    shortest = tokens if target.backend == "interpreter" else round_tokens(_MIN_SPLIT_TOKENS, tokens)
     return {"TOKENS": tokens, "SHORTEST": shortest, "SEQUENCES": 32}
 
 

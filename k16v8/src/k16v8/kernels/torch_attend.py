@@ -25,7 +25,7 @@ _LOGITS = 1 << 16  # logits at a time, of no less than one KV head
 _ROWS = 128  # rows of a product: queries times query heads of a KV head
 
 _MEMORY_BOUND_ROWS = 32  # with fewer, a product is bound by memory
-_MAX_PADDING_SHARE = 8  # of a block of keys, so much may be padding where that saves products: one part in so many
+_MAX_PADDING_SHARE = 8  # at most 1/8 of a block of keys may be padding if that saves products
 _NONE, _ALL = float("-inf"), slice(None)
 # An e4m3 moved to where float16 has its exponent and fraction is a float16, so many times too small.
 _UNITS = {"fp8_e4m3": 2.0**8, "fp8_e4m3fnuz": 2.0**7}
@@ -50,12 +50,12 @@ class Call:
     lse: Tensor
 
     @property
-    def tokens_at_once(self) -> int:
+    def block_tokens(self) -> int:
         """Tokens of a block of keys."""
         cache = self.cache
-        return max(cache.page, self.at_once(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
+        return max(cache.page, self.device_limit(_KEYS) // (cache.kv_heads * max(cache.head_dim, cache.v_dim)))
 
-    def at_once(self, limit: int) -> int:
+    def device_limit(self, limit: int) -> int:
         """A limit on this device."""
         return limit if self.q.device.type == "cpu" else limit * _DEVICE_FACTOR
 
@@ -107,13 +107,13 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
     """Sequence ``row`` of ``length`` tokens; the last of them are the queries at ``places``."""
     q, cache = call.queries(call.q[places]), call.cache
     kv_heads, queries, ratio, _ = q.shape
-    start, window, many = length - queries, call.attention.window or length, call.tokens_at_once
+    start, window, many = length - queries, call.attention.window or length, call.block_tokens
     begin = max(0, start - window + 1)
     merging = many < length - begin
     if merging:
         out = torch.zeros(kv_heads, queries, ratio, cache.v_dim, dtype=torch.float32, device=q.device)
         lse = torch.full(out.shape[:3], _NONE, dtype=torch.float32, device=q.device)
-    step = min(queries, max(1, call.at_once(_ROWS) // ratio))
+    step = min(queries, max(1, call.device_limit(_ROWS) // ratio))
     later = _triangle(step, q.device)
     for a in range(begin, length, many):
         b = min(a + many, length)
@@ -124,7 +124,7 @@ def attend_sequence(call: Call, row: int, length: int, places: slice) -> None:
         for i in seeing[::step]:
             j = min(i + step, seeing.stop)
             lo, hi = max(a, i - window + 1), min(b, j)
-            some = max(1, call.at_once(_LOGITS) // ((j - i) * ratio * (hi - lo)))
+            some = max(1, call.device_limit(_LOGITS) // ((j - i) * ratio * (hi - lo)))
             for head in range(0, kv_heads, some):
                 heads, asked = slice(head, head + some), slice(i - start, j - start)
                 block = held.part(heads, slice(lo - first * cache.page, hi - first * cache.page))
@@ -172,7 +172,7 @@ def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[T
 
 def attend_last(call: Call, lasts: list[Last]) -> None:
     """Sequences with one query each: those that are alike in length together."""
-    for part in _parts(call, lasts):
+    for part in _batches(call, lasts):
         if len(part) == 1:
             row, length, place = part[0]
             attend_sequence(call, row, length, slice(place, place + 1))
@@ -180,9 +180,9 @@ def attend_last(call: Call, lasts: list[Last]) -> None:
             _attend_padded(call, part)
 
 
-def _parts(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
+def _batches(call: Call, lasts: list[Last]) -> Iterator[list[Last]]:
     """Together are sequences whose keys are one block and that waste little when they are padded to the longest."""
-    most, window = call.tokens_at_once, call.attention.window
+    most, window = call.block_tokens, call.attention.window
     part: list[Last] = []
     longest = 0
     for last in sorted(lasts, key=lambda last: last.length):
@@ -297,7 +297,7 @@ def _widened(codes: Tensor, name: str) -> Tensor:
     """``[kv_heads, B, n, page, dim]`` as float32 ``[kv_heads * B, n * page, dim]``, without scale and unit."""
     if name not in _UNITS:
         values = _float32(codes_to_values(codes, name) if name == "int4" else codes)
-    elif _holds_nan(codes, name):
+    elif _contains_nan(codes, name):
         values = _table(name).to(codes.device)[codes.int()]
     else:
         moved = torch.empty(codes.shape, dtype=torch.int16, device=codes.device).copy_(codes.view(torch.int8))
@@ -311,7 +311,7 @@ def _float32(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
 
-def _holds_nan(codes: Tensor, name: str) -> bool:
+def _contains_nan(codes: Tensor, name: str) -> bool:
     signed = codes.view(torch.int8)
     if name == "fp8_e4m3":  # 0x7f and 0xff
         return int(signed.amax()) == 127 or int(codes.amax()) == 255

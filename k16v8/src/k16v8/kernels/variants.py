@@ -1,6 +1,6 @@
 """Kernel variants of one layer's cache, and their compilation before a server serves.
 
-A kernel is compiled anew for other constants, types and properties of its arguments, which takes seconds.  None of
+A kernel is compiled again for other constants, types and properties of its arguments, which takes seconds.  None of
 them follows from a step's batch, lengths or place in memory.
 """
 

@@ -104,8 +104,8 @@ def gptq(
     order = torch.argsort(g_idx, dim=-1, stable=True)
     if not bool((g_idx.gather(-1, order) == groups).all()):
         raise UsageError(
-            f"g_idx does not give {weight.group} rows to each of {scales.shape[-2]} groups; such a module has no order "
-            "in which its groups are runs of rows: convert it again with desc_act=false"
+            f"g_idx does not give {weight.group} rows to each of {scales.shape[-2]} groups, so rows cannot be ordered "
+            "by group; convert it again with desc_act=false"
         )
     stored = codes(weight)
     stored = stored.gather(-2, order.unsqueeze(-1).expand_as(stored))

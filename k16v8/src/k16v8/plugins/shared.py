@@ -222,7 +222,7 @@ class Engine:
 
         Versions that were tested are not looked at further.  In others every name must be there, which imports them.
         """
-        found = self._found()
+        found = self._installed_package()
         if not found:
             return f"k16v8 runs in {self.title}, which is not installed"
         if self._is_tested(found) or not (missing := _missing(self.names)):
@@ -231,10 +231,10 @@ class Engine:
 
     def warning(self) -> str:
         """Message about a version that was not tested; empty if it was."""
-        found = self._found()
+        found = self._installed_package()
         return "" if self._is_tested(found) else f"k16v8 was not tested with {self.title} {found}; {self._advice()}"
 
-    def _found(self) -> str:
+    def _installed_package(self) -> str:
         return next(filter(None, map(_installed, self.packages)), "")
 
     def _is_tested(self, found: str) -> bool:
@@ -337,10 +337,10 @@ def decode_queries(ratio: int, drafts: int) -> int:
     """
     from k16v8.kernels.checks import MAX_ROWS
 
-    return 1 + drafts if ratio * (1 + drafts) <= MAX_ROWS and _named_kernels() == "triton" else 1
+    return 1 + drafts if ratio * (1 + drafts) <= MAX_ROWS and _selected_kernels() == "triton" else 1
 
 
-def _named_kernels() -> str:
+def _selected_kernels() -> str:
     named = os.environ.get(KERNELS_SWITCH, "").strip() or "triton"
     if named not in ("triton", "flashinfer"):
         raise UsageError(f"{KERNELS_SWITCH}={named}: write triton or flashinfer")
@@ -414,7 +414,7 @@ def prompt_route(
     return prefill_route(
         _architecture(q.device),
         installed(),
-        most_queries=batch.most_queries,
+        max_queries=batch.max_queries,
         cache=cache,
         dtype=q.dtype,
         window=attention.window,
@@ -481,7 +481,7 @@ class Pages:
         from k16v8.kernels import dispatch
         from k16v8.kernels.cache import scaling_of, storage
 
-        named = _named_kernels()
+        named = _selected_kernels()
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else named,
             k_format=self.k_format,
@@ -547,8 +547,8 @@ def read_back(
     return {
         "stored": stored[0],
         "v_stored": stored[1],
-        "k_format": _asked(found.k_format, found.k_scales),
-        "v_format": _asked(found.v_format, found.v_scales),
+        "k_format": _requested_format(found.k_format, found.k_scales),
+        "v_format": _requested_format(found.v_format, found.v_scales),
         "matches": float(torch.cat([same for same, _ in sides]).float().mean()),
         "disjoint": len({*held}) == len(held),
         "saturated": sum(beyond for _, beyond in sides),
@@ -556,7 +556,7 @@ def read_back(
     }
 
 
-def _asked(name: str, scales: Tensor | None) -> str:
+def _requested_format(name: str, scales: Tensor | None) -> str:
     """The format that a server was asked for; see :meth:`Pages.on`."""
     return name if scales is None or scales.dim() else "fp8_e4m3"
 

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from fidelab.bench.load.answer import read_stream
 from fidelab.bench.load.exchange import DriveResult, Exchange, Load, LoadRequest, ServerRefusedError, Target
 from fidelab.core.errors import InputError, UsageError
-from fidelab.engines.openai.http import cleaner, said, split_url
+from fidelab.engines.openai.http import cleaner, error_message, split_url
 
-BEHIND = 0.050  # seconds: p99 of sent − due above which an open loop did not keep its rate
+MAX_P99_DELAY = 0.050  # seconds: p99 of sent − due above which an open loop did not keep its rate
 
 _POLL_SECONDS = 0.010  # seconds between looks at the clock
 _PROGRESS_TICKS = 20
@@ -186,7 +186,7 @@ class _Client:
             ended=max((exchange.ended for exchange in exchanges if not exchange.warmup), default=started),
             lag=np.asarray(self._late[ticks:]),
             cpu_seconds=cpu,
-            behind=self._load.open_loop and _is_behind(exchanges),
+            behind=self._load.open_loop and _is_late(exchanges),
         )
 
     def _open(self) -> aiohttp.ClientSession:
@@ -375,7 +375,7 @@ class _Client:
         if flight.status == 200:
             self._answered = True
             return
-        text = self._clean(said(b"".join(flight.parts)) if flight.status else flight.detail)
+        text = self._clean(error_message(b"".join(flight.parts)) if flight.status else flight.detail)
         kind = f"http-{flight.status}" if flight.status else flight.error or ""
         self._early.append((kind, re.sub(r"\d+", "#", text)))
         enough = min(_EARLY, len(self._load.requests))
@@ -409,16 +409,16 @@ class _Client:
         if flight.status == 200 and flight.error != "invalid-http":
             read_stream(exchange, flight.parts, flight.times, flight.whole)
         elif flight.status:
-            exchange.error, exchange.detail = f"http-{flight.status}", said(b"".join(flight.parts))
+            exchange.error, exchange.detail = f"http-{flight.status}", error_message(b"".join(flight.parts))
         exchange.detail = self._clean(exchange.detail)
         exchange.finish_reason = exchange.finish_reason and self._clean(exchange.finish_reason)
         return exchange
 
 
-def _is_behind(exchanges: list[Exchange]) -> bool:
-    """Whether the p99 of ``sent - due`` is above :data:`BEHIND`."""
+def _is_late(exchanges: list[Exchange]) -> bool:
+    """Whether the p99 of ``sent - due`` is above :data:`MAX_P99_DELAY`."""
     late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
-    return bool(late) and float(np.percentile(late, 99)) > BEHIND
+    return bool(late) and float(np.percentile(late, 99)) > MAX_P99_DELAY
 
 
 async def _sleep_until(when: float) -> None:
@@ -438,7 +438,7 @@ def _hopeless(url: str, kind: str, status: int, text: str) -> InputError | None:
     if status in (401, 403):
         return ServerRefusedError(f"{url} refuses the key ({status}: {text}): give --api-key", status, text)
     if 300 <= status < 400:
-        return ServerRefusedError(f"{url} redirects elsewhere ({status}): correct --base-url", status, text)
+        return ServerRefusedError(f"{url} redirects to another address ({status}): correct --base-url", status, text)
     if status in (404, 405):
         message = f"{url} answers {status}: {text}: correct --model or --base-url"
         return ServerRefusedError(message, status, text)

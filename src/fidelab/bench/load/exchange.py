@@ -12,7 +12,7 @@ from fidelab.core.errors import InputError
 
 
 class ServerRefusedError(InputError):
-    """A server refuses every request alike.  ``status``: HTTP status.  ``said``: the server's own words."""
+    """The server refuses every request.  ``status``: HTTP status.  ``said``: the server's message."""
 
     def __init__(self, message: str, status: int, said: str) -> None:
         super().__init__(message)

@@ -242,7 +242,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 
     Rates are those of counters, interpolated linearly between the readings around both instants, unless the server
     was idle just before and after; llama-server and SGLang count a request when it is complete.  Where a counter is
-    missing or began anew, SGLang's own rate stands in, as its mean over the readings with requests at work.
+    missing or was reset, SGLang's own rate stands in, as its mean over the readings with requests at work.
     Gauges are of the readings between the two instants.  Counts of several engines add up, shares are averaged.
 
     Returns ``None`` where no reading is of a server that is known.
@@ -253,8 +253,8 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         return None
     names = _KINDS[kind]
     within = [sample for sample in samples if started <= sample.at <= ended]
-    running = _told(sample.total(names.running) for sample in within)
-    usage = [min(share, 1.0) for share in _told(sample.mean(names.usage) for sample in within)]
+    running = _without_none(sample.total(names.running) for sample in within)
+    usage = [min(share, 1.0) for share in _without_none(sample.mean(names.usage) for sample in within)]
     generated = _increase(samples, names, names.generated, started, ended)
     return ServerReading(
         kind=kind,
@@ -263,7 +263,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         kv_usage_max=max(usage, default=None),
         running_mean=_mean(running),
         running_max=max(running, default=None),
-        waiting_max=max(_told(sample.total(names.waiting) for sample in within), default=None),
+        waiting_max=max(_without_none(sample.total(names.waiting) for sample in within), default=None),
         samples=len(within),
         speculation=_speculation(samples, within, names, started, ended),
         preemptions=_increase(samples, names, names.preempted, started, ended),
@@ -295,7 +295,7 @@ def _speculation(
 def _increase(
     samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
 ) -> float | None:
-    """Growth of a counter; ``None`` where it is missing, began anew, or was not read on both sides.
+    """Growth of a counter; ``None`` where it is missing, was reset, or was not read on both sides.
 
     One with labels is not shown before it first counts: then it is 0.
     """
@@ -306,7 +306,7 @@ def _increase(
     around = samples[before[-1] : after[0] + 1]
     totals = [sample.total(counter) for sample in around]
     values = [total or 0.0 for total in totals]
-    if not _told(totals) or (np.diff(values) < 0).any():
+    if not _without_none(totals) or (np.diff(values) < 0).any():
         return None
     at = [sample.at for sample in around]
     # A server at rest counts what it counted when the load began or ended; before it there may have been a warm-up.
@@ -323,7 +323,7 @@ def _increase(
 def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: Sequence[str]) -> float | None:
     """Mean of a gauge over the readings with requests at work; rates add up over engines, lengths and shares do not."""
     busy = (sample for sample in within if sample.total(names.running) != 0)
-    return _mean(_told((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
+    return _mean(_without_none((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
 
 
 def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
@@ -347,7 +347,7 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     return {name: tuple(engines.values()) for name, engines in counters.items()}
 
 
-def _told(values: Iterable[float | None]) -> list[float]:
+def _without_none(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 

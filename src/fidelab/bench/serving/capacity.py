@@ -84,7 +84,7 @@ class _Search:
         self._cells: list[CellResult] = []
         self._longest: int | None = None
         self._flags: list[Flag] = []
-        self._gone = ""
+        self._failure = ""
 
     def run(self, contexts: Sequence[int]) -> Measurement:
         border = self._find_longest(contexts)
@@ -93,10 +93,10 @@ class _Search:
         if border is not None:
             self._flags.append(Flag(kind=border.kind, text=f"longest context {self._longest:,}: {border.why}"))
         for context in contexts or sorted({max(1, self._longest // 4), self._longest}):
-            if self._gone:
+            if self._failure:
                 break
             self._cell(context)
-        return self._measurement(self._gone)
+        return self._measurement(self._failure)
 
     # --------------------------------------------------------------------------------------------- the search
 
@@ -110,7 +110,7 @@ class _Search:
         tokens = most if limit is not None else min([_FIRST_PROMPT_TOKENS, *contexts])
         while tokens > 0 and bad - good > max(_FINE, good // 50):
             found = self._try(tokens, 1)
-            if self._gone:
+            if self._failure:
                 return found
             if found is None:
                 good = self._longest = tokens
@@ -132,7 +132,7 @@ class _Search:
         good, bad = 0, self._most + 1
         border = _Border("most", f"{self._most} at once are answered; more were not tried")
         n = 1
-        while bad - good > 1 and not self._gone:
+        while bad - good > 1 and not self._failure:
             found = self._try(context, n)
             if found is None:
                 good = n
@@ -170,7 +170,7 @@ class _Search:
         except ServerRefusedError as error:
             return _refusal(error.status, error.said or str(error))
         except InputError as error:
-            return self._lost(str(error))
+            return self._failed_border(str(error))
         finally:
             self._watch.close()
         self._watch.driven(number, 0, driven)
@@ -186,11 +186,11 @@ class _Search:
             words = self._contact.explain(driven.requests[0]) if n == 1 else None
             status = "400" if words else str(first.error).removeprefix("http-")  # streams may end without a status
             border = _refusal(int(status) if status.isdecimal() else 0, words or said, f"{len(failed)} of {n}: ")
-            return self._lost(border.why) if self._is_gone else border
+            return self._failed_border(border.why) if self._is_unreachable else border
         reading = driven.server
         if reading is not None and reading.preemptions:
             return _Border("preempted", f"at {n} at once, {reading.preemptions:,.0f} preempted")
-        together = _together(driven.measured)
+        together = _peak_concurrency(driven.measured)
         working = reading.running_max if reading is not None else None
         if n > 1 and (together < n if working is None else max(working, together) < n):
             at_work = together if working is None else max(int(working), together)
@@ -204,17 +204,17 @@ class _Search:
         return None
 
     @property
-    def _is_gone(self) -> bool:
+    def _is_unreachable(self) -> bool:
         try:
             identify(self._contact.client(), self._contact.server.model)
         except EngineError:
             return True
         return False
 
-    def _lost(self, why: str) -> _Border:
-        self._gone = f"the server is gone: {why}" if self._is_gone else why
+    def _failed_border(self, why: str) -> _Border:
+        self._failure = f"the server is gone: {why}" if self._is_unreachable else why
         kind = "memory" if _MEMORY.search(why) else "failed"
-        return _Border(kind, self._gone)
+        return _Border(kind, self._failure)
 
     # ------------------------------------------------------------------------------------------------- records
 
@@ -229,7 +229,7 @@ class _Search:
             metrics.append(PREDICTED(room, cell=at))
         self._cells.append(CellResult(cell, tuple(metrics)))
         self._watch.begin(f"context {context:,}", 1)
-        self._watch.measured(self._cells[-1], self._measurement(self._gone))
+        self._watch.measured(self._cells[-1], self._measurement(self._failure))
 
     def _measurement(self, reason: str) -> Measurement:
         metrics: list[Metric] = [metric for cell in self._cells for metric in cell.metrics]
@@ -254,7 +254,7 @@ def _refusal(status: int, said: str, count: str = "") -> _Border:
     return _Border("rejected" if 400 <= status < 500 else "failed", f"{count}{said}")
 
 
-def _together(exchanges: Sequence[Exchange]) -> int:
+def _peak_concurrency(exchanges: Sequence[Exchange]) -> int:
     """The most requests that were between their first token and their end at one time."""
     spans = [(float(one.events[0]), one.ended) for one in exchanges if len(one.events)]
     return max((sum(begin <= at < end or begin == at for begin, end in spans) for at, _ in spans), default=0)

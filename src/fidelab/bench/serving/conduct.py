@@ -101,7 +101,7 @@ class _Sweep:
     def _measure(self, number: int, repeat: int, asked: LoadAsked, title: str) -> str | None:
         """One drive of one cell; why the server is gone, if it is."""
         self._watch.begin(title, self._settings.count(asked) + self._settings.warmup)
-        if reason := self._beyond(asked):
+        if reason := self._limit_reason(asked):
             self._end(number, asked, Status.NOT_SUPPORTED, reason)
             return None
         try:
@@ -117,7 +117,7 @@ class _Sweep:
             return None
         except InputError as error:
             self._end(number, asked, Status.FAILED, str(error))
-            return self._gone()
+            return self._unreachable_reason()
         self._watch.driven(number, repeat, driven)
         self._drives[number].append(driven)
         cell = self._cell(number)
@@ -126,7 +126,7 @@ class _Sweep:
             self._end(number, asked, Status.NOT_SUPPORTED, words)
             return None
         self._watch.measured(cell, self._serving())
-        return self._gone() if failed else None
+        return self._unreachable_reason() if failed else None
 
     def _drive(self, asked: LoadAsked, requests: Sequence[LoadRequest]) -> Drive:
         settings, contact = self._settings, self._contact
@@ -155,7 +155,7 @@ class _Sweep:
             due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
         return self._contact.requests([asked.context] * count, [asked.output] * count, due, seed)
 
-    def _beyond(self, asked: LoadAsked) -> str | None:
+    def _limit_reason(self, asked: LoadAsked) -> str | None:
         limit, tokens = self._contact.limit, asked.context + asked.output
         if limit is not None and tokens > limit:
             return (
@@ -214,7 +214,7 @@ class _Sweep:
             return None
         return words if _TOO_LONG.search(words) else None
 
-    def _gone(self) -> str | None:
+    def _unreachable_reason(self) -> str | None:
         """Reason why no more can be asked; ``None`` if more can."""
         contact = self._contact
         try:

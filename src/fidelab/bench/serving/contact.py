@@ -49,7 +49,7 @@ _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|n
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Usage:
     """A trial's answer."""
 
     prompt_tokens: int | None
@@ -74,9 +74,9 @@ class Contact:
     added: float = 0.0
     per_unit: float = 1.0
     counts: bool = True
-    """The server counts tokens, in streams or elsewhere."""
+    """The server counts tokens, in streams or in whole answers."""
     by_finish: bool = False
-    """The server does not count in streams, but ends answers for their length and counts alike elsewhere."""
+    """The server does not count tokens in streams, but its other answers have the same counts and end at the limit."""
     limit: int | None = None
     """Tokens of prompt and answer together, where the server says so."""
 
@@ -336,7 +336,7 @@ class _Trial:
         per_unit = (answer.prompt_tokens - tokens) / (longer - units)
         return replace(contact, per_unit=per_unit, added=tokens - per_unit * units)
 
-    def _streamed(self, units: int) -> tuple[int, _Said]:
+    def _streamed(self, units: int) -> tuple[int, _Usage]:
         """The answer to a streamed trial, and the units of its prompt: a template may need more than were asked."""
         while True:
             try:
@@ -380,13 +380,13 @@ class _Trial:
                     raise
         raise AssertionError("unreachable")
 
-    def _stream(self, prompt: Tokens | str) -> _Said:
+    def _stream(self, prompt: Tokens | str) -> _Usage:
         """One streamed answer."""
         usage: Mapping[str, Any] = {}
         finish = None
         for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):
             if event.get("error"):
-                raise Refused(f"{self._client.root} answers: {self._client.shown(event['error'])}")
+                raise Refused(f"{self._client.root} answers: {self._client.clean_json(event['error'])}")
             choices = event.get("choices")
             if isinstance(choices, list) and choices and isinstance(choices[0], dict):
                 finish = choices[0].get("finish_reason") or finish
@@ -394,16 +394,16 @@ class _Trial:
                 usage = event["usage"]
         if finish is None and not usage:
             raise EngineError(f"{self._client.root} broke off a stream of {_OUTPUT} tokens: look at its log")
-        return _said(usage, finish)
+        return _read_usage(usage, finish)
 
-    def _whole(self, units: int) -> _Said:
+    def _whole(self, units: int) -> _Usage:
         """Return one unstreamed answer."""
         answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
         choices, usage = answer.get("choices"), answer.get("usage")
         first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        return _said(usage if isinstance(usage, dict) else {}, first.get("finish_reason"))
+        return _read_usage(usage if isinstance(usage, dict) else {}, first.get("finish_reason"))
 
 
-def _said(usage: Mapping[str, Any], finish: Any) -> _Said:
+def _read_usage(usage: Mapping[str, Any], finish: Any) -> _Usage:
     counts = number(usage, "prompt_tokens"), number(usage, "completion_tokens")
-    return _Said(*counts, finish if isinstance(finish, str) else None)
+    return _Usage(*counts, finish if isinstance(finish, str) else None)

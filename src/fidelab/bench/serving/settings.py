@@ -58,7 +58,7 @@ class ServingSettings(BaseModel):
             raise UsageError(explain_validation(error, "bench serve", cls)) from None
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
+    def _check_values(self) -> Self:
         for name, values in (("concurrency", self.concurrency), ("contexts", self.contexts)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} names one value twice")

@@ -34,7 +34,7 @@ class Found:
     own: bool = True
 
 
-def own_folder() -> Path:
+def user_folder() -> Path:
     """Folder of the user's presets: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "presets"
 
@@ -42,7 +42,7 @@ def own_folder() -> Path:
 def listing() -> dict[str, Found]:
     """All presets that have a name, sorted by it; the user's own hide those of the package."""
     found: dict[str, Found] = {}
-    for folder in (_PRESET_DIR, own_folder()):
+    for folder in (_PRESET_DIR, user_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
         found |= {path.stem: Found(path.stem, path) for path in files if path.is_file()}
     return dict(sorted(found.items()))

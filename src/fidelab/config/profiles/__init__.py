@@ -96,7 +96,7 @@ class Stage(BaseModel):
     variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Stage:
+    def _check_kind(self) -> Stage:
         if (self.experiment is None) == (self.command is None):
             raise ValueError("a stage has either 'experiment' or 'command'")
         if self.command is not None and not self.command:
@@ -156,7 +156,7 @@ class Profile(BaseModel):
     def _names_exist(self) -> Profile:
         stages = [stage.name for stage in self.stages]
         if twice := next((name for name in stages if stages.count(name) > 1), None):
-            raise ValueError(f"two stages are called {twice!r}")
+            raise ValueError(f"two stages have the name {twice!r}")
         for place, stage in enumerate(self.stages):
             changes = stage.variants.values()
             wanted = {name for needs in (stage.needs, *(c.needs for c in changes if c.needs)) for name in needs.stages}

@@ -294,7 +294,7 @@ class HFEngine(Engine):
         estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, self._model.head)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         import torch
 
         from fidelab.engines.hf.cache import EncodedCache, state_tensors
@@ -308,8 +308,8 @@ class HFEngine(Engine):
             versions={**self.versions(), "python": platform.python_version()},
             device=device_name(self._arm.device),
             attention=self._model.attention,
-            k_format=self._model.proof.found(0),
-            v_format=self._model.proof.found(1),
+            k_format=self._model.proof.observed_format(0),
+            v_format=self._model.proof.observed_format(1),
             k_dtype=dtypes[0] if dtypes else None,
             v_dtype=dtypes[1] if dtypes else None,
             cache_bytes_per_token=cache.bytes_per_token() if cache else None,

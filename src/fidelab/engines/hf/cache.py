@@ -280,7 +280,7 @@ class EncodedCache(DynamicCache):
     @property
     def kv_layers(self) -> int:
         """Layers that hold keys and values, skipped ones included: 0 before the first write."""
-        return sum(layer.k.parts is not None for layer in self.encoded) + len(self._plain())
+        return sum(layer.k.parts is not None for layer in self.encoded) + len(self._skipped_with_content())
 
     def repeated(self, sequences: int) -> EncodedCache:
         """A copy that holds the one sequence of this cache ``sequences`` times."""
@@ -298,7 +298,7 @@ class EncodedCache(DynamicCache):
             raise NotSupportedError("a recurrent state, a sliding window or a tail cannot be cut back to a prefix")
         for store in self._stores():
             store.keep_first(tokens)
-        for layer in self._plain():
+        for layer in self._skipped_with_content():
             layer.crop(tokens)
 
     def check_bands(self) -> None:
@@ -332,11 +332,11 @@ class EncodedCache(DynamicCache):
 
     def bytes(self) -> int:
         """Bytes held by keys and values, skipped layers included."""
-        return sum(store.bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
+        return sum(store.bytes for store in self._stores()) + sum(x.nbytes for x in self._skipped_tensors())
 
     def expected_bytes(self) -> int:
         """Bytes that the formats should take for the same content."""
-        return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
+        return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._skipped_tensors())
 
     def bytes_per_token(self) -> float | None:
         """Bytes per encoded token of one sequence over all layers: ``None`` before there is one."""
@@ -366,15 +366,15 @@ class EncodedCache(DynamicCache):
     def _per_token(self, held: list[int]) -> float | None:
         pairs = zip(held, self._stores(), strict=True)
         encoded = sum((n - store.exact_bytes) / store.positions for n, store in pairs if store.positions)
-        plain = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._plain_sides())
+        plain = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._skipped_tensors())
         return encoded + plain or None
 
     def _stores(self) -> list[EncodedStore]:
         return [store for layer in self.encoded for store in (layer.k, layer.v)]
 
-    def _plain(self) -> list[Any]:
-        """Skipped layers with content."""
+    def _skipped_with_content(self) -> list[Any]:
+        """Return the skipped layers that have content."""
         return [layer for layer in self._skipped if layer.is_initialized and layer.keys.numel()]
 
-    def _plain_sides(self) -> list[Tensor]:
-        return [x for layer in self._plain() for x in (layer.keys, layer.values)]
+    def _skipped_tensors(self) -> list[Tensor]:
+        return [x for layer in self._skipped_with_content() for x in (layer.keys, layer.values)]

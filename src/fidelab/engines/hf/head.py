@@ -57,7 +57,7 @@ class ReplayedHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format and is marked failed elsewhere
+        usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():
             return
         replayed, live = self._replay(states[usable], self._scale), live[usable]

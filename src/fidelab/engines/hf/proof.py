@@ -44,7 +44,7 @@ _POSITIONS = 256  # of a layer, that are compared: where there are more, drawn o
 _QUERIES = 256  # the first ones, that attention is computed again for
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
 _RECOMPUTED_KEYS = "attention makes keys and values of its own from what the cache hands over"
-_PART = "no forward through an empty cache was seen, which alone tells what the kernels read"
+_PART = "no forward through an empty cache was observed, so what the kernels read is unknown"
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Proof:
 
     # ------------------------------------------------------------------------------------------- answers
 
-    def found(self, side: int) -> str | None:
+    def observed_format(self, side: int) -> str | None:
         """The format of keys (0) or values (1) that was observed; ``None`` if none is proven."""
         names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
@@ -289,11 +289,11 @@ class Proof:
                     return  # nothing is encoded yet
                 written, out = written[:, :, max(0, begin - fresh) : max(0, end - fresh)], out[:, :, begin:end]
                 if store.format.token_block == 1:
-                    parts, out, written = self._some(parts, out, written)
+                    parts, out, written = self._sample_positions(parts, out, written)
                 else:
                     written = written[:, :, written.shape[2] % store.format.token_block :]
             else:
-                parts, out, written = self._some(parts, out, written)
+                parts, out, written = self._sample_positions(parts, out, written)
             names = names_of(parts, written.shape[-1], out, scale, asked=self._asked[side])
             decodes = bool(names)
             if self._asked[side].name not in KNOWN:
@@ -313,7 +313,7 @@ class Proof:
             self._note(evidence, side, layer, (parts, written, scale), names, out)
         evidence.layers.append(layer)
 
-    def _some(self, parts: Parts, out: Tensor, written: Tensor) -> tuple[Parts, Tensor, Tensor]:
+    def _sample_positions(self, parts: Parts, out: Tensor, written: Tensor) -> tuple[Parts, Tensor, Tensor]:
         """The positions that are compared, in order: all that the parts hold, or drawn ones and the last."""
         tokens = min(out.shape[2], *(part.shape[2] for part in parts))
         parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]

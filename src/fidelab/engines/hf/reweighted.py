@@ -64,7 +64,7 @@ class Reweighing:
             native = not chosen
         statistics: list[dict[str, Any]] = []
         if self._reusable is None:
-            self._reusable = self._fits(request) and self._try_reuse(request.windows[0])
+            self._reusable = self._fits_memory(request) and self._try_reuse(request.windows[0])
         start = first if self._reusable else 0
         if start:  # the native answer may lie on disk since an earlier run
             for window in request.windows:
@@ -119,7 +119,7 @@ class Reweighing:
 
     @contextmanager
     def _attending(self, name: str | None) -> Iterator[None]:
-        """Exchange the model's attention, where a name is given."""
+        """Replace the model's attention if a name is given."""
         before = self._model.config._attn_implementation
         if name is not None:
             exceptions.register_attention()
@@ -154,7 +154,7 @@ class Reweighing:
             self._kept[window] = entering
         return states[0], logits
 
-    def _fits(self, request: Reweighted | Recached) -> bool:
+    def _fits_memory(self, request: Reweighted | Recached) -> bool:
         """Whether the states of all windows have room."""
         tokens = sum(map(len, request.windows))
         width = self._model.config.hidden_size

@@ -107,7 +107,7 @@ class _Serving:
         for start, end in pairwise([*starts, len(window)]):
             steps.append((cache.get_seq_length(), end - start, 1))
             states, logits = self._forward(window[start:end], cache, single=end - start == 1)
-            rows.append(self._kept(states, logits, start, end))
+            rows.append(self._requested_rows(states, logits, start, end))
         self.counted.append(Counted(steps, steps[0][0], lost))
         return torch.cat(rows)
 
@@ -123,13 +123,13 @@ class _Serving:
             if not self._model.sentinels:
                 self._model.check_replay(states[:, -1], logits[:, -1])
             for row, found in enumerate(rows):
-                found.append(self._kept(states[row], logits[row], start, end))
+                found.append(self._requested_rows(states[row], logits[row], start, end))
             self.tokens += ids.numel()
             self._sink.progress(ids.numel(), decoded=ids.numel() if start else 0)
         self.counted += [Counted(steps, 0) for _ in windows]
         return [torch.cat(found) for found in rows]
 
-    def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
+    def _requested_rows(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
         """Requested rows among ``start`` … ``end`` - 1 of one sequence."""
         low, high = max(self._request.first, start) - start, min(self._request.last + 1, end) - start
         part = slice(low, max(low, high))
@@ -189,6 +189,6 @@ class _Serving:
         self.tokens += sum(map(len, batch))
         self._sink.progress(sum(map(len, batch)))
         return [
-            self._kept(states[row, pads[row] :], logits[row, -len(window) :], 0, len(window))
+            self._requested_rows(states[row, pads[row] :], logits[row, -len(window) :], 0, len(window))
             for row, window in enumerate(windows)
         ]

@@ -169,19 +169,19 @@ def assigned(
     chosen: dict[int, tuple[ModelWeight, FormatSpec]] = {}
     for rule in rules:
         for pattern in (*rule.only, *rule.skip):
-            if not any(_names(pattern, weight) for weight in weights):
+            if not any(_matches(pattern, weight) for weight in weights):
                 what = f"weights={text or rule.format}: {pattern} names no weight of this model"
-                raise UsageError(f"{what}; {_known(pattern, weights)}")
+                raise UsageError(f"{what}; {_describe_names(pattern, weights)}")
         for weight in weights:
             # A weight that is not rounded by default must be named itself, not by a name that includes it.
-            own = any(pattern.rpartition(".")[2] == weight.kind and _names(pattern, weight) for pattern in rule.only)
-            named = own or (weight.usual and (not rule.only or any(_names(p, weight) for p in rule.only)))
-            if named and not any(_names(pattern, weight) for pattern in rule.skip):
+            own = any(pattern.rpartition(".")[2] == weight.kind and _matches(pattern, weight) for pattern in rule.only)
+            named = own or (weight.usual and (not rule.only or any(_matches(p, weight) for p in rule.only)))
+            if named and not any(_matches(pattern, weight) for pattern in rule.skip):
                 chosen[weight.key] = (weight, rule.format)
     return list(chosen.values())
 
 
-def _known(pattern: str, weights: Sequence[ModelWeight]) -> str:
+def _describe_names(pattern: str, weights: Sequence[ModelWeight]) -> str:
     """Names that a pattern of this form can match."""
     if _SPAN.fullmatch(pattern):
         return f"its layers are 0–{max((weight.layer for weight in weights if weight.layer is not None), default=0)}"
@@ -189,7 +189,7 @@ def _known(pattern: str, weights: Sequence[ModelWeight]) -> str:
     return f"its linear weights are {', '.join(kinds[:_MAX_LISTED])}{', …' if len(kinds) > _MAX_LISTED else ''}"
 
 
-def _names(pattern: str, weight: ModelWeight) -> bool:
+def _matches(pattern: str, weight: ModelWeight) -> bool:
     if span := _SPAN.fullmatch(pattern):
         first, last = int(span["first"]), int(span["last"] or span["first"])
         return weight.layer is not None and first <= weight.layer <= last

@@ -201,7 +201,7 @@ class LlamaCppEngine(Engine):
         self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
         if self._gpu and not offload:
             raise NotSupportedError(
-                f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
+                f"this build of {_PACKAGE} runs only on the CPU: pass --device cpu or install another"
             )
         self._model = LlamaModel(arm.path, **self._placement())
         if self._speculation is not None and self._speculation.draft:
@@ -228,7 +228,7 @@ class LlamaCppEngine(Engine):
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
         return answer_with_head(request, estimator, facts, began, head)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         context_info = self._seen
         about = build()
         return RuntimeInfo(
@@ -479,7 +479,7 @@ class LlamaCppEngine(Engine):
         """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
 
         Raises:
-            NotSupportedError: drafts are verified against the most likely tokens alone.
+            NotSupportedError: drafts are verified against only the most likely tokens.
         """
         sampling = request.sampling
         if sampling is not None and drafter is not None:
@@ -495,7 +495,7 @@ class LlamaCppEngine(Engine):
             pending[sequence] = _last(context, request.prompts[index], sequence)
             sink.progress(len(request.prompts[index]))
             if request.rows:
-                kept[sequence] = self._kept(context, pending[sequence])
+                kept[sequence] = self._capture_rows(context, pending[sequence])
         while True:
             for sequence, logits in list(pending.items()):
                 ids = generated[sequence]
@@ -520,7 +520,7 @@ class LlamaCppEngine(Engine):
                 logits = context.step(tokens)
                 pending = dict(zip(tokens, logits[:, None], strict=True))
                 if request.rows:
-                    kept = dict(zip(tokens, self._kept(context, logits)[:, None], strict=True))
+                    kept = dict(zip(tokens, self._capture_rows(context, logits)[:, None], strict=True))
             else:
                 texts = {sequence: [*request.prompts[batch[sequence]], *generated[sequence]] for sequence in pending}
                 pending = verified(context, drafter, texts)
@@ -530,7 +530,7 @@ class LlamaCppEngine(Engine):
             sink.progress(n, decoded=n)
         yield from zip(generated, rows, failed, strict=True)
 
-    def _kept(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
+    def _capture_rows(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
         """Rows that a capture keeps, from the logits [n, V] of the context's last call."""
         if self._head is None or context.states is None:
             return _logprobs(logits)

@@ -13,7 +13,7 @@ from fidelab.core import Speculation, looked_up
 from fidelab.core.errors import UsageError
 from fidelab.engines.llamacpp.library import Floats, LlamaContext
 from fidelab.engines.options import is_count
-from fidelab.engines.speculation import Drafts, known_word
+from fidelab.engines.speculation import Drafts, check_choice
 
 _TYPES = ("ngram-simple",)
 _MAX_DRAFT_TOKENS = 16  # tokens of a draft, llama-server's default; so is the next
@@ -43,7 +43,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     most, n = int(options.get(_MAX, _MAX_DRAFT_TOKENS)), int(options.get(_SIZE, _N_GRAM))
     if draft:
         return Speculation("draft_model", most, None, draft, names)
-    known_word(_TYPE, str(kind), _TYPES)
+    check_choice(_TYPE, str(kind), _TYPES)
     return Speculation(str(kind), most, (n, n), "", names)
 
 

@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 # rounded state, in 16 bits, which costs 1e-6 where logits reach 50.
 _KL = 1e-5
 # The numbers of types in ggml's enumeration → the bytes as numbers.
-_PLAIN: Mapping[int, Callable[[Bytes], Array]] = {
+_UNQUANTIZED: Mapping[int, Callable[[Bytes], Array]] = {
     0: lambda raw: raw.view("<f4"),
     1: lambda raw: raw.view("<f2"),
     30: lambda raw: BFloat16(raw.view("<u2")),
@@ -111,7 +111,7 @@ class LlamaHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed elsewhere
+        usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():
             return
         p, q = (x.astype(np.float64) for x in (live[usable], self._replay(inputs[usable], self._scale)))
@@ -157,13 +157,13 @@ def _read(path: Path, name: str, shape: tuple[int, int]) -> tuple[Floats, Callab
         found.to_float(raw.ctypes.data, floats.ctypes.data, size)
         return floats
 
-    return _floats(raw, kind).reshape(shape) if kind in _PLAIN else weight(), rounded
+    return _floats(raw, kind).reshape(shape) if kind in _UNQUANTIZED else weight(), rounded
 
 
 def _floats(raw: Bytes, kind: int) -> Floats:
     """The numbers of a plain type, or of one that ggml rounds states to."""
-    if kind in _PLAIN:
-        return to_float32(_PLAIN[kind](raw), copy=True)
+    if kind in _UNQUANTIZED:
+        return to_float32(_UNQUANTIZED[kind](raw), copy=True)
     if kind not in _BLOCKS:
         raise EngineError(f"llama.cpp rounds states to a type that is unknown here ({kind}): {USE_LOGPROBS}")
     blocks = raw.view(_BLOCKS[kind])

@@ -44,8 +44,8 @@ ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
 _T = TypeVar("_T")
 _WITHOUT_ATTENTION = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
-_WHOLE = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c_uint8)
-_REAL = (ctypes.c_float, ctypes.c_double)
+_INTEGER_TYPES = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c_uint8)
+_FLOAT_TYPES = (ctypes.c_float, ctypes.c_double)
 _BLOCK = 64  # rows of logits copied at a time
 _POINTERS = 29  # words of a ggml tensor up to the end of its sources
 _SIZES, _SOURCES = 2, 19  # the words where its four sizes and its sources begin
@@ -495,7 +495,7 @@ def parameters(
         name.replace("_", "-"): (of, name, kind)
         for of, structure in structures.items()
         for name, kind in structure._fields_
-        if kind in (*_WHOLE, *_REAL, ctypes.c_bool)
+        if kind in (*_INTEGER_TYPES, *_FLOAT_TYPES, ctypes.c_bool)
     }
     for key, value in others:
         if key not in fields:
@@ -517,7 +517,7 @@ def _field(key: str, text: str, kind: Any) -> Any:
         value, what = words.index(text) if text in words else _whole(text, kind), f"one of {', '.join(words)}"
     elif kind is ctypes.c_bool:
         value, what = switched(text), "yes or no"
-    elif kind in _REAL:
+    elif kind in _FLOAT_TYPES:
         value, what = _number(text), "a number that llama.cpp takes"
     else:
         value, what = _whole(text, kind), "a whole number that llama.cpp takes"

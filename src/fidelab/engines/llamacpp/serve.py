@@ -56,10 +56,10 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
         words += ["--n-gpu-layers", _ALL_LAYERS, *(["--split-mode", "none", "--main-gpu", number] if colon else [])]
     if "flash-attn" not in options:
         words += ["--flash-attn", "on"]
-    return [*words, *flags(_named(arm), _FLAGS, _WORDS)]
+    return [*words, *flags(_named_options(arm), _FLAGS, _WORDS)]
 
 
-def _named(arm: Arm) -> Iterator[tuple[str, str]]:
+def _named_options(arm: Arm) -> Iterator[tuple[str, str]]:
     """Options of the arm, with names for values that may be given as numbers; -1 leaves the choice to llama.cpp."""
     for key, value in arm.options:
         words = ENUMERATIONS.get(key)

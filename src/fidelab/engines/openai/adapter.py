@@ -196,7 +196,7 @@ class OpenAIEngine(Engine):
         began = time.monotonic()
         return answer_with_head(request, Estimator.TOPK, self.facts_of(request, sink), began, head=None)
 
-    def ran(self) -> RuntimeInfo:
+    def runtime_info(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
         k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted
@@ -237,7 +237,7 @@ class OpenAIEngine(Engine):
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
 
-        for index, arrays in self._asked(len(request.windows), rows, sink, self._width()):
+        for index, arrays in self._send_all(len(request.windows), rows, sink, self._width()):
             sink.add(index, arrays)
             sink.progress(len(request.windows[index]))
         return {"tokens": sum(map(len, request.windows))}
@@ -253,7 +253,7 @@ class OpenAIEngine(Engine):
                 return {}
             return _rows(_checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]))
 
-        for index, arrays in self._asked(len(pairs), rows, sink, self._width()):
+        for index, arrays in self._send_all(len(pairs), rows, sink, self._width()):
             add_sequence(sink, index, pairs[index][1], arrays, None if arrays else "empty continuation")
             sink.progress(len(request.items()[index]))
         return {"tokens": sum(map(len, request.items())), "one_prefill": True}
@@ -273,7 +273,7 @@ class OpenAIEngine(Engine):
             tops = _checked(done.tops or [])
             return done, {} if not tops or not done.ids else _rows(tops)
 
-        for index, (done, rows) in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
+        for index, (done, rows) in self._send_all(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
             other = done.read not in (None, len(prompt)) and not isinstance(request, ImageGenerate)
             if other and self._dialect.sends == "ids":
@@ -305,7 +305,7 @@ class OpenAIEngine(Engine):
             return {"not_measurable": str(error)}
         except Refused:
             pass  # of one item; the others may succeed
-        for index, arrays in self._asked(len(request.prompts), rows, sink, self._width()):
+        for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
             add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
             sink.progress(len(request.continuations[index]))
         return {"tokens": sum(map(len, request.continuations)), "one_prefill": True}
@@ -319,7 +319,7 @@ class OpenAIEngine(Engine):
         faults: list[str] = []
         counts: list[int] = []
         for index, window in enumerate(request.windows):
-            tops, count, fault = self._as_asked(request, window)
+            tops, count, fault = self._score_window(request, window)
             sink.add(index, _rows(_checked(tops[request.first : request.last + 1])))
             sink.progress(len(window))
             counts.append(count)
@@ -329,7 +329,7 @@ class OpenAIEngine(Engine):
         name = "hit tokens" if request.way.startswith("prefix") else "sent at once"
         return {"tokens": sum(map(len, request.windows)), "engaged": {name: min(counts)}}
 
-    def _as_asked(self, request: Served, window: Tokens) -> tuple[Sequence[Top], int, str]:
+    def _score_window(self, request: Served, window: Tokens) -> tuple[Sequence[Top], int, str]:
         """Report on a window, the count that proves the serving mode, and why it does not (empty if it does)."""
         way, size, salt = request.way, request.size, uuid.uuid4().hex
         crowd = request.others if way == "batch" else ()
@@ -361,7 +361,7 @@ class OpenAIEngine(Engine):
             each = [_times(events, 1 + request.n) for events in self._streamed(prompt_groups[index], 1 + request.n)]
             return np.asarray(np.max(each, axis=0), dtype=np.float64)
 
-        for index, times in self._asked(len(prompt_groups), seconds, sink, 1):
+        for index, times in self._send_all(len(prompt_groups), seconds, sink, 1):
             sink.add(index, {"seconds": times})
             decoded = request.n * len(prompt_groups[index])
             sink.progress(sum(map(len, prompt_groups[index])) + decoded, decoded=decoded)
@@ -391,7 +391,7 @@ class OpenAIEngine(Engine):
             sink.fail(index, reason)
         return {"not_measurable": reason}
 
-    def _asked(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
+    def _send_all(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
         """Answers in order, ``width`` requests at a time; refused items are marked failed.
 
         Raises:
@@ -421,7 +421,7 @@ class OpenAIEngine(Engine):
 def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:
     """Reason why a server's count of cached tokens does not prove a hit of ``size``; empty if it does."""
     if cached is None:
-        return "the server does not say that it found a prefix in its cache, or computes what it scores anew"
+        return "the server does not report a prefix cache hit, or recomputes the tokens that it scores"
     if way == "prefix-partial" and isinstance(block, int) and size % block == 0:
         return f"a hit of {size} tokens ends with a whole block of {block}"
     if not 0 < cached <= size or (way == "prefix-partial" and cached != size):

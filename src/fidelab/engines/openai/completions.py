@@ -74,7 +74,7 @@ class Completions(Dialect):
             **({"stop_token_ids": list(stop)} if self._additions else {}),
             **({"logprobs": self.top_generated} if rows and self.top_generated else {}),
         )
-        returned_ids = _own_ids(choice)
+        returned_ids = _generated_ids(choice)
         usage = mapping(answer, "usage")
         check_length(number(usage, "completion_tokens") if returned_ids is None else len(returned_ids), max_tokens)
         if self.returns == "ids" and returned_ids is None:
@@ -110,7 +110,7 @@ class Completions(Dialect):
             counted = number(mapping(event, "usage"), "completion_tokens") or counted
             choices = event.get("choices")
             choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-            returned_ids = _own_ids(choice)
+            returned_ids = _generated_ids(choice)
             tokens = len(returned_ids) if returned_ids is not None else int(bool(choice.get("text")))
             total += tokens
             if tokens:
@@ -134,7 +134,7 @@ class Completions(Dialect):
                     last = Refused(f"{self._client.root} reads {n_read} tokens where {len(sample)} ids were sent")
                     continue
                 self._adds_bos = self.sends == "text" and n_read == len(sample) + 1
-                self.returns = "ids" if _own_ids(choice) is not None else "text"
+                self.returns = "ids" if _generated_ids(choice) is not None else "text"
                 return
         raise EngineError(str(last))
 
@@ -182,7 +182,7 @@ class Completions(Dialect):
         answer = self._client.post("/completions", self._body(prompt, **fields), largest=largest)
         choices = answer.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-            raise Refused(f"{self._client.root} answers without choices: {self._client.shown(answer)}")
+            raise Refused(f"{self._client.root} answers without choices: {self._client.clean_json(answer)}")
         return answer, choices[0]
 
     # ------------------------------------------------------------------------------------- log-probabilities
@@ -194,7 +194,7 @@ class Completions(Dialect):
             return [], []
         if isinstance(content := logprobs.get("content"), list):  # the form of chats; llama-server adds ids
             entries = [[entry, *(entry.get("top_logprobs") or [])] for entry in content]
-            named = [[(self._named(e), e.get("logprob")) for e in entry] for entry in entries]
+            named = [[(self._token_id(e), e.get("logprob")) for e in entry] for entry in entries]
             return [top_of(pairs) for pairs in named], [str(entry.get("token", "")) for entry in content]
         texts = [str(text) for text in logprobs.get("tokens") or []]
         token_logprobs = logprobs.get("token_logprobs") or [None] * len(texts)
@@ -205,7 +205,7 @@ class Completions(Dialect):
         ]
         return [top_of(entry) for entry in pairs], texts
 
-    def _named(self, entry: Mapping[str, Any]) -> int | None:
+    def _token_id(self, entry: Mapping[str, Any]) -> int | None:
         token = entry.get("id")
         return token if isinstance(token, int) else self._words.token(str(entry.get("token", "")))
 
@@ -272,7 +272,7 @@ def _cached(answer: Mapping[str, Any]) -> int | None:
     return number(mapping(mapping(answer, "usage"), "prompt_tokens_details"), "cached_tokens")
 
 
-def _own_ids(choice: Mapping[str, Any]) -> list[int] | None:
+def _generated_ids(choice: Mapping[str, Any]) -> list[int] | None:
     """The generated ids, where a server returns them."""
     for key in ("token_ids", "tokens"):
         ids = choice.get(key)

@@ -40,7 +40,7 @@ class Dialect(ABC):
     Attributes:
         sends, returns: ``ids`` or ``text``.
         top: log-probabilities per position of prompts, ``top_generated``: of generated tokens; 0 for none.
-        why_not: why prompts have no log-probabilities.
+        why_not: reason why prompts have no log-probabilities.
     """
 
     sends: str = "ids"

@@ -177,7 +177,7 @@ def parse_json(text: bytes) -> Any:
         return None
 
 
-def said(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Message in the body of an error, in any of the usual forms."""
     found = parse_json(body)
     return (body.decode("utf-8", "replace").strip() or "no message") if found is None else message_of(found)
@@ -313,7 +313,7 @@ class Client:
         """
         self.root, self._api = split_url(base_url)
         if key and not (key.isprintable() and key.isascii()):
-            raise UsageError("the key holds characters that HTTP cannot carry: look for a line end in it")
+            raise UsageError("the key contains characters that HTTP headers cannot hold; check it for a line break")
         self.key = key
         self.named: set[str] = set()
         """Model names found in answers, without the key; at most eight."""
@@ -355,7 +355,7 @@ class Client:
         try:
             answer = self._send("POST", path, body, api, largest, self._timeout, stream=True)
         except OSError as error:
-            raise EngineError(self._gone(error)) from None
+            raise EngineError(self._connection_error(error)) from None
         if answer.status != 200:
             raise self._refusal(answer, path)
         data = [(at, line[5:].strip()) for at, line in answer.arrived if line.startswith(b"data:")]
@@ -378,7 +378,7 @@ class Client:
             except OSError as error:
                 hopeless = isinstance(_root(error), ConnectionRefusedError | ssl.SSLError)
                 if not left or hopeless or pause > over - time.monotonic():
-                    raise EngineError(self._gone(error)) from None
+                    raise EngineError(self._connection_error(error)) from None
             else:
                 if answer.status == 200:
                     return answer.content
@@ -414,7 +414,7 @@ class Client:
         except TimeoutError:
             raise Refused(
                 f"{self.root} did not answer within {self._timeout:g} s: "
-                "look whether it hangs, or give --engine-arg timeout=SECONDS"
+                "check whether it hangs, or pass --engine-arg timeout=SECONDS"
             ) from None
         except TooLargeError:
             raise Refused(
@@ -443,9 +443,9 @@ class Client:
         return answer
 
     def _refusal(self, answer: Answer, path: str, attempts: int = 1) -> EngineError:
-        status, text = answer.status, self.clean(said(answer.content))
+        status, text = answer.status, self.clean(error_message(answer.content))
         if status in (401, 403):
-            unsent = "" if self.key else f" (none was sent: {_KEY} goes to this machine alone)"
+            unsent = "" if self.key else f" (none was sent: {_KEY} goes only to this machine)"
             return EngineError(
                 f"{self.root} refuses the key ({status}: {text}): put it in an environment variable and name that by "
                 f"--engine-arg api-key-env=NAME{unsent}"
@@ -461,11 +461,11 @@ class Client:
             )
         return Refused(f"{self.root} answers {status}: {text}", status)
 
-    def shown(self, found: Any) -> str:
+    def clean_json(self, found: Any) -> str:
         """A part of a server's answer, cleaned as :attr:`clean` does."""
         return self.clean(_text(found))
 
-    def _gone(self, error: Exception) -> str:
+    def _connection_error(self, error: Exception) -> str:
         root = _root(error)
         if isinstance(root, ConnectionRefusedError):
             return f"{self.root} refuses connections: start the server, or correct base-url"

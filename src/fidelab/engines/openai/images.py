@@ -80,7 +80,7 @@ class ImageChats:
         rows = rows[len(rows) - len(given) :]
         for at, (token, row) in enumerate(zip(given, rows, strict=True)):
             if token not in row:
-                raise Refused(f"the server read another token than the text behind the image has at position {at}")
+                raise Refused(f"the server read a different token after the image at position {at}")
         return rows
 
     def _post(self, request: ImageGenerate | ImageForced, index: int, **fields: Any) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class ImageChats:
 def _choice(answer: Mapping[str, Any], client: Client) -> dict[str, Any]:
     choices = answer.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise Refused(f"{client.root} answers without choices: {client.shown(answer)}")
+        raise Refused(f"{client.root} answers without choices: {client.clean_json(answer)}")
     return choices[0]
 
 

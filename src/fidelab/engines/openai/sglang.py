@@ -76,7 +76,7 @@ class SGLangGenerate(Dialect):
         largest = largest_answer(len(ids) + max_tokens, fields.get("top_logprobs_num", 0))
         answer = self._client.post("/generate", body, api=False, largest=largest)
         if not isinstance(answer.get("output_ids"), list):
-            raise Refused(f"{self._client.root} returns no output_ids: {self._client.shown(answer)}")
+            raise Refused(f"{self._client.root} returns no output_ids: {self._client.clean_json(answer)}")
         return answer, mapping(answer, "meta_info")
 
 

@@ -54,7 +54,7 @@ from fidelab.engines.sglang.launch import (
     prepare,
     speculation_of,
 )
-from fidelab.engines.sglang.read_back import ran
+from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
 from fidelab.engines.speculation import speculation_record
@@ -173,8 +173,8 @@ class SGLangEngine(Engine):
             facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
         return answer_with_head(request, self._estimator, facts, began, self._head)
 
-    def ran(self) -> RuntimeInfo:
-        info = ran(self._arm, self._about, self._session.arguments, self.versions())
+    def runtime_info(self) -> RuntimeInfo:
+        info = runtime_info(self._arm, self._about, self._session.arguments, self.versions())
         if self._speculation is not None:
             info.more["speculation"] = speculation_record(self._speculation, self._session.drafts)
         return info
@@ -195,7 +195,7 @@ class SGLangEngine(Engine):
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
         for group in request.groups():
-            self._together(group, 1 + request.n)
+            self._check_group(group, 1 + request.n)
         return time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
@@ -205,7 +205,7 @@ class SGLangEngine(Engine):
             raise NotSupportedError("SGLang's layers can be seen where they run one by one: remove cuda-graph")
         for index, window in enumerate(request.windows):
             prompt = window[: request.last + 1]
-            self._fits(len(prompt), 1)
+            self._check_length(len(prompt), 1)
             [response] = self._ask([SGLangRequest(prompt, first=request.first, layers=True)])
             assert response.states is not None
             sink.add(index, {"states": response.states})
@@ -262,7 +262,7 @@ class SGLangEngine(Engine):
             raise NotSupportedError(_UNFORCED)
 
         def ask(requests: Sequence[SGLangRequest]) -> list[Response]:
-            self._together([one.prompt for one in requests], max(one.max_tokens for one in requests))
+            self._check_group([one.prompt for one in requests], max(one.max_tokens for one in requests))
             sink.progress(
                 sum(len(one.prompt) + one.max_tokens - 1 for one in requests), decoded=requests[0].max_tokens - 1
             )
@@ -280,7 +280,7 @@ class SGLangEngine(Engine):
         page = self._about["page_size"]
         tokens_held = 0
         for index, (prompt, new) in enumerate(sizes):
-            self._fits(prompt, new)
+            self._check_length(prompt, new)
             needed = prompt + new + page
             if batch and (len(batch) >= most or tokens_held + needed > room):
                 yield batch
@@ -290,7 +290,7 @@ class SGLangEngine(Engine):
         if batch:
             yield batch
 
-    def _known(self, tokens: Tokens) -> None:
+    def _check_ids(self, tokens: Tokens) -> None:
         """Refuse ids outside the vocabulary, which SGLang does not check and which end its scheduler."""
         if not tokens or not 0 <= min(tokens) <= max(tokens) < self._about["vocabulary"]:
             raise EngineError(
@@ -299,7 +299,7 @@ class SGLangEngine(Engine):
                 else "SGLang answers no empty prompt"
             )
 
-    def _fits(self, prompt: int, new: int) -> None:
+    def _check_length(self, prompt: int, new: int) -> None:
         if prompt + new > self._room:
             raise EngineError(
                 f"{prompt} + {new} tokens do not fit the cache of {self._room}: pass --engine-arg max-total-tokens=N"
@@ -310,11 +310,11 @@ class SGLangEngine(Engine):
                 "--engine-arg context-length=N where the model can do more"
             )
 
-    def _together(self, group: Sequence[Tokens], new: int) -> None:
+    def _check_group(self, group: Sequence[Tokens], new: int) -> None:
         """Refuse prompts that could not be answered at the same time."""
         for prompt in group:
-            self._known(prompt)
-            self._fits(len(prompt), new)
+            self._check_ids(prompt)
+            self._check_length(len(prompt), new)
         needed = sum(len(prompt) + new + int(self._about["page_size"]) for prompt in group[1:]) + len(group[0]) + new
         if needed > self._room:
             raise EngineError(
@@ -358,7 +358,7 @@ class SGLangEngine(Engine):
         Live logits are those of the last row of a window, or of the first row that was sampled.
         """
         for request in requests:
-            self._known((*request.prompt, *request.force))
+            self._check_ids((*request.prompt, *request.force))
         responses = self._session.ask(requests) if requests else []
         pairs = [
             (rows[-1:] if len(response.ids) == 1 else rows[:1], _tensor(response.live))

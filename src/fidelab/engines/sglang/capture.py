@@ -294,7 +294,7 @@ class _Capture:
             "page_size": runner.page_size,
             "cache_tokens": runner.max_total_num_tokens,
             "graphs": getattr(runner, "decode_cuda_graph_runner", None) is not None,
-            "cache": stored.seen(batch),
+            "cache": stored.inspect(batch),
             "states": _states(runner.req_to_token_pool),
         }
         partial = self._folder / "about.json.partial"
@@ -320,7 +320,7 @@ class _Stored:
         if len(args) > 2 and args[1] is not None and args[2] is not None:
             self._given[module.layer_id] = (args[1].detach().clone(), args[2].detach().clone())
 
-    def seen(self, batch: Any) -> dict[str, Any]:
+    def inspect(self, batch: Any) -> dict[str, Any]:
         """Types, bytes and scales of the cache, and the share of the recorded numbers that it holds."""
         for handle in self._handles:
             handle.remove()

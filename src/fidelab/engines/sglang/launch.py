@@ -31,7 +31,7 @@ from fidelab.engines.options import (
     switched,
     trusts_code,
 )
-from fidelab.engines.speculation import known_word
+from fidelab.engines.speculation import check_choice
 
 __all__ = [
     "CONTROLLED",
@@ -177,7 +177,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
             raise UsageError(f"{names[0]}: nothing drafts here; give {_ALGORITHM}, too")
         return None
     method, draft, tokens = options[_ALGORITHM].upper(), options.get(_DRAFT, ""), options.get(_TOKENS, "")
-    known_word(_ALGORITHM, method, _ALGORITHMS)
+    check_choice(_ALGORITHM, method, _ALGORITHMS)
     if method in _WITH_MODEL and not draft:
         raise UsageError(f"{_ALGORITHM}={method} needs {_DRAFT}=MODEL")
     word = "draft_model" if method == "STANDALONE" else method

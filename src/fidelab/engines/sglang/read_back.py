@@ -18,7 +18,7 @@ _BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 
 _BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
-def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
+def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
     """The record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     paired = is_pair(arm.kv)
@@ -29,7 +29,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
         k_format, v_format = _pair_as(arm, about)
         k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
     else:
-        k_format = v_format = _found(arm.kv.k.name, about)
+        k_format = v_format = _stored_format(arm.kv.k.name, about)
         k_dtype = v_dtype = cache["dtype"]
     return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
@@ -72,7 +72,7 @@ def _observed_layers(cache: Mapping[str, Any], matches: float | None) -> int:
     return int(cache["read_back"].get("layers", matches is not None))
 
 
-def _found(asked: str, about: Mapping[str, Any]) -> str | None:
+def _stored_format(asked: str, about: Mapping[str, Any]) -> str | None:
     """Format of the arm if the storage proves it, else the format found."""
     cache = about["cache"]
     if cache["matches"] is not None and cache["matches"] < 1:

@@ -125,7 +125,7 @@ class SGLangSession:
             raise
         except Exception as error:
             raise EngineError(_cause(self._folder) or f"SGLang does not start: {one_line(error)}") from error
-        self._mark("warm-up", **_told_apart(engine, time.monotonic() - began))
+        self._mark("warm-up", **_startup_seconds(engine, time.monotonic() - began))
         return engine
 
     def describe(self) -> tuple[dict[str, Any], Response]:
@@ -175,7 +175,7 @@ class SGLangSession:
         prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
         ids: list[list[int]] = [[] for _ in group]
         n_yielded = 0
-        salts: Any = [self._own_salt() for _ in group] if len(group) > 1 else self._own_salt()
+        salts: Any = [self._unique_salt() for _ in group] if len(group) > 1 else self._unique_salt()
         try:
             for chunk in self._alive().generate(
                 input_ids=prompts, sampling_params=parameters, stream=True, **self._salted(salts)
@@ -238,7 +238,7 @@ class SGLangSession:
                 input_ids=[list(request.prompt) for request in requests],
                 sampling_params=[self._parameters(request) for request in requests],
                 rid=names,
-                **self._salted([request.salt or self._own_salt() for request in requests]),
+                **self._salted([request.salt or self._unique_salt() for request in requests]),
             )
         except Exception as error:
             raise self._failed(error) from error
@@ -248,7 +248,7 @@ class SGLangSession:
     def _salted(self, salts: str | list[str]) -> dict[str, Any]:
         return {"cache_salt": salts} if self._serving else {}
 
-    def _own_salt(self) -> str:
+    def _unique_salt(self) -> str:
         self._salts += 1
         return f"alone-{self._salts}"
 
@@ -324,7 +324,7 @@ def _counted(meta: Mapping[str, Any]) -> Drafts:
     return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _DRAFT_COUNTERS))
 
 
-def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
+def _startup_seconds(engine: Any, seconds: float) -> dict[str, float]:
     """Seconds of import and of loading within SGLang's start, from its own count if it has one.
 
     The schedulers count from the end of their imports.
@@ -342,7 +342,7 @@ def _array(rows: Any, n: int, dtype: str) -> Array | None:
 
 
 def _cause(folder: Path) -> str | None:
-    """The failure of a scheduler, as the plug-in recorded it."""
+    """Return the failure of a scheduler that the plug-in recorded."""
     path = folder / "failure.txt"
     return f"SGLang's scheduler ended: {path.read_text('utf-8')}" if path.exists() else None
 

@@ -56,12 +56,12 @@ class _Ways(Ways[SGLangRequest]):
 
     def rows(self, indices: Sequence[int], crowd: Sequence[Tokens] = (), lost: int = 0) -> None:
         before, behind = ([SGLangRequest(prompt) for prompt in half] for half in (crowd[::2], crowd[1::2]))
-        responses = self.run([*before, *map(self._asked, indices), *behind])[len(before) :]
+        responses = self.run([*before, *map(self._window_request, indices), *behind])[len(before) :]
         for index, response in zip(indices, responses, strict=False):
             self.counted.append(Counted(response.steps, response.cached, lost))
             self._add(index, response)
 
-    def _asked(self, index: int) -> SGLangRequest:
+    def _window_request(self, index: int) -> SGLangRequest:
         """The request whose rows are the answer to a window."""
         window, size, first, way = self.windows[index], self.request.size, self.request.first, self.request.way
         if way == "decode":

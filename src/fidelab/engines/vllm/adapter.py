@@ -59,7 +59,7 @@ from fidelab.engines.vllm.launch import (
 )
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
 from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
-from fidelab.engines.vllm.read_back import ran
+from fidelab.engines.vllm.read_back import runtime_info
 from fidelab.engines.vllm.ways import answer_served
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -114,7 +114,7 @@ class VLLMEngine(Engine):
             return Support(True)
         backend = backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
-            return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
+            return Support(False, "this vLLM runs only on the CPU: pass --device cpu")
         return Support(backend.ok, backend.reason)
 
     @classmethod
@@ -132,7 +132,7 @@ class VLLMEngine(Engine):
         self._backend = backend_for(arm)
         kinds = self.foreseen
         self._model = VLLMModel(arm, self.mark, serving="served" in kinds, layerwise="layerwise" in kinds)
-        requested, running = dict(arm.options).get("attention-backend"), self.ran().attention
+        requested, running = dict(arm.options).get("attention-backend"), self.runtime_info().attention
         if requested and running != requested:
             raise EngineError(f"attention-backend={requested} was asked for, vLLM runs {running}")
 
@@ -150,8 +150,8 @@ class VLLMEngine(Engine):
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, head)
 
-    def ran(self) -> RuntimeInfo:
-        return ran(self._model, self._arm, self._backend, self.versions())
+    def runtime_info(self) -> RuntimeInfo:
+        return runtime_info(self._model, self._arm, self._backend, self.versions())
 
     def peak_device_bytes(self) -> int | None:
         """Peak device memory in bytes of a single rank, which runs in this process; several ranks run in others."""

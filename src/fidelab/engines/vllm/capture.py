@@ -64,7 +64,7 @@ def register() -> None:
 
             def checked(weights: Any) -> Any:
                 loaded = inner(weights)
-                unfilled = sorted({*ledger.untouched()} - _made_by_vllm(model))
+                unfilled = sorted({*ledger.untouched()} - _generated_parameters(model))
                 if unfilled:
                     n = len(unfilled)
                     raise ValueError(f"{n} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
@@ -81,7 +81,7 @@ def register() -> None:
     DefaultModelLoader.load_weights = load_weights
 
 
-def _made_by_vllm(model: Any) -> set[str]:
+def _generated_parameters(model: Any) -> set[str]:
     """Parameters that a checkpoint need not have: scales of the cache, and weights quantized at load time."""
     names = set()
     for module_name, module in model.named_modules():
@@ -112,7 +112,7 @@ class FidelabWorker:
         import torch
 
         model = self.model_runner.get_model()
-        processor = _found(model, "logits_processor")
+        processor = _find_module(model, "logits_processor")
         return {
             "runner": self._fidelab.wrapped.version,
             "architecture": type(model).__name__,
@@ -512,9 +512,9 @@ def _language(model: Any) -> Any:
 
 
 def _head(model: Any) -> Any:
-    return _found(model, "lm_head") or _found(getattr(_language(model), "model", None), "embed_tokens")
+    return _find_module(model, "lm_head") or _find_module(getattr(_language(model), "model", None), "embed_tokens")
 
 
-def _found(model: Any, name: str) -> Any:
+def _find_module(model: Any, name: str) -> Any:
     """Module of the model or of its language model; ``None`` if neither has it."""
     return getattr(model, name, None) or getattr(_language(model), name, None) if model is not None else None

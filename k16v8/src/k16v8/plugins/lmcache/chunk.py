@@ -17,7 +17,7 @@ offset  bytes  header
 ======  =====  =====================================================================================
 
 A frame holds up to 4 MiB of one side's 16-bit content, in the order layer, token, head, dimension: keys as they are,
-values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32 of
+values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Each frame is followed by the CRC-32 of
 header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  The frames of the
 keys come first.
 
@@ -135,7 +135,7 @@ class ChunkSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
-            raise DtypeError(f"a K16/V8 chunk holds bfloat16 or float16, not {_word(self.dtype)}")
+            raise DtypeError(f"a K16/V8 chunk holds bfloat16 or float16, not {_dtype_name(self.dtype)}")
         for kind, name, known in (("layout", self.layout, LAYOUTS), ("scale", self.scale, SCALES)):
             if name not in known:
                 raise UnknownNameError(kind, name, known)
@@ -208,7 +208,7 @@ class ChunkSpec:
         if model != _fingerprint(self.model.encode()):
             raise ModelError(f"the chunk is of another model than {self.model!r}")
         for kind, what, found, due in (
-            (DtypeError, "element type", _word(_DTYPES[dtype]), _word(self.dtype)),
+            (DtypeError, "element type", _dtype_name(_DTYPES[dtype]), _dtype_name(self.dtype)),
             (LayoutError, "layout", LAYOUTS[layout], self.layout),
             (ScaleError, "scale", SCALES[scale], self.scale),
             (ShapeError, "layers, tokens, KV heads, head dimension", (*sizes,), self.sizes),
@@ -227,7 +227,7 @@ class ChunkSpec:
         if kv.shape != self.shape:
             raise ShapeError(f"the tensor is {list(kv.shape)}; {self.layout} of this chunk is {list(self.shape)}")
         if kv.dtype != self.dtype:
-            raise DtypeError(f"the tensor is {_word(kv.dtype)}, the chunk {_word(self.dtype)}")
+            raise DtypeError(f"the tensor is {_dtype_name(kv.dtype)}, the chunk {_dtype_name(self.dtype)}")
         return kv.detach().permute([self.layout.index(letter) for letter in LAYOUTS[0]])
 
     def _sizes_text(self) -> str:
@@ -238,5 +238,5 @@ def _fingerprint(name: bytes) -> bytes:
     return blake2b(name, digest_size=16).digest()
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -326,13 +326,13 @@ def _unpacked(held: PagedCache, dtype: torch.dtype) -> PagedCache:
     return replace(held, k_cache=keys, v_cache=values, k_format=own, v_format=own, k_scale=None, v_scale=None)
 
 
-def _parts(held: PagedCache) -> dict[str, Tensor]:
+def _cache_tensors(held: PagedCache) -> dict[str, Tensor]:
     named = {name: getattr(held, name) for name in ("k_cache", "v_cache", "k_scale", "v_scale")}
     return {name: x for name, x in named.items() if x is not None}
 
 
 def _bytes(held: PagedCache) -> int:
-    return sum(x.untyped_storage().nbytes() for x in _parts(held).values())
+    return sum(x.untyped_storage().nbytes() for x in _cache_tensors(held).values())
 
 
 def bytes_per_place(held: PagedCache) -> float:
@@ -343,7 +343,7 @@ def bytes_per_place(held: PagedCache) -> float:
 def _moved(held: PagedCache, step: Step) -> PagedCache:
     """The content in as many blocks as the step says."""
     moved: dict[str, Any] = {}
-    for name, x in _parts(held).items():
+    for name, x in _cache_tensors(held).items():
         content = x if step.kept is None else x[step.kept]
         moved[name] = x.new_empty(step.blocks, *x.shape[1:])
         moved[name][: content.shape[0]] = content
