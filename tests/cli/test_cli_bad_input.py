@@ -228,7 +228,7 @@ def test_a_full_disk_is_said_before_anything_runs(room: Path, monkeypatch: pytes
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10, 9, 1))
     line = refused(*TILT, cwd=room)
-    assert "captures need about" in line
+    assert "saved outputs need about" in line
     assert "0.00 GiB are free" in line
 
 

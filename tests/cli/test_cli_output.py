@@ -120,7 +120,7 @@ def test_a_dry_run_says_it_in_words_too(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     done = cli("compare", "fake", *SMALL, *SIZES, "--kv", "tilt", "--dry-run", cwd=tmp_path)
     assert done.code == 0
-    for word in ("reference", "candidate:tilt", "tokens", "MiB of captures in"):
+    for word in ("reference", "candidate:tilt", "tokens", "MiB of saved outputs in"):
         assert word in done.out
 
 

@@ -66,7 +66,7 @@ def test_reference_is_asked_again_for_a_new_candidate_alone(tmp_path: Path) -> N
     done = _run(tmp_path, kv=ARMS[:2])
     after = _times(tmp_path)
     assert {folder.parent.name.split("-")[2] for folder in before if before[folder] != after[folder]} == {"exact"}
-    assert "captured again, as rows went after an earlier comparison (--keep-rows): kld of exact" in done.err
+    assert "run again, as rows went after an earlier comparison (--keep-rows): kld of exact" in done.err
     alone = _run(tmp_path / "alone", kv=ARMS[:2])
     assert _scored(done)["candidates"] == _scored(alone)["candidates"]
 

@@ -371,7 +371,7 @@ def test_a_full_disk_is_said_for_all_runs_together(room: Path, monkeypatch: pyte
     need = needed_bytes(prepare(load(path)).plan)
     assert need > 0
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=3 * need))
-    assert "captures of 4 runs need about" in refused("compare", "-f", path.name, cwd=room)
+    assert "saved outputs of 4 runs need about" in refused("compare", "-f", path.name, cwd=room)
     assert cli("compare", "-f", path.name, "--set", "runs=3", cwd=room).code == 0
 
 

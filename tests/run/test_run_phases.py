@@ -166,7 +166,7 @@ def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[An
     return {
         "nowhere": ((exact, tmp_path / "nowhere"), (), "nowhere does not exist"),
         "no-capture": ((exact, tmp_path), (), "is not a capture"),
-        "whole-store": ((exact, exact.parent), (), "holds captures of several configurations"),
+        "whole-store": ((exact, exact.parent), (), "holds saved outputs of several configurations"),
         "twice": ((exact, tilt, tilt), (), "two candidates are named 'tilt[q=0.6]'; tell them apart with"),
         "bands": ((exact, tilt), ("--bands", "x"), "bands: Input should be 'fidelab' or 'refract'"),
     }

@@ -264,7 +264,7 @@ def test_rescoring_a_run_that_was_stopped_says_what_to_do(done: Done) -> None:
     outcomes.write_text(json.dumps({**record, "arms": record["arms"][:1]}))
     found = cli("report", "--rescore", done.folder, cwd=done.cwd)
     assert found.code == 2
-    assert f"was stopped before candidate:{KV} was captured" in found.err
+    assert f"was stopped before candidate:{KV} was run" in found.err
     assert f"--resume {done.folder}" in found.err
 
 

@@ -133,7 +133,7 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
     wide, kv_wide = max(map(len, (*names, " " * 24))), max((len(job["kv"]) for job in jobs), default=0)
     for job in jobs:
         state = f"{job['tokens']:>9,} tokens {duration(job['seconds']):>9}"
-        state = state if job["captures_missing"] else "captured already"
+        state = state if job["captures_missing"] else "saved already"
         print(f"{indent}{job['role']:<{wide}} {job['kv']:<{kv_wide}} {state}")
     for name, seconds in plan["benches"].items():
         print(f"{indent}{f'bench {name}' if name != 'loads' else 'loads for benches':<{wide}} {duration(seconds)}")
@@ -147,7 +147,7 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
         leading = ", ".join(plan["not_counted"])
         print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
     mib = plan["disk_bytes"] / 2**20
-    print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of captures in {plan['captures_dir']}")
+    print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of saved outputs in {plan['captures_dir']}")
     if plan["conversion_bytes"]:
         mib = plan["conversion_bytes"] / 2**20
         print(f"{indent}and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")

@@ -91,7 +91,7 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
         **{f"verdict of {name}": verdict for name, verdict in row.verdicts.items()},
         "recommended": row.recommended,
         "folder": size,
-        "captures": f"{_mebibytes(sum(held.values()))} in {len(held)} of {len(row.captures)}, shared with other runs",
+        "saved outputs": f"{_mebibytes(sum(held.values()))} in {len(held)} of {len(row.captures)}, shared by runs",
         **made,
     }
     for name, value in facts.items():

@@ -86,7 +86,7 @@ def verify(
         )
         if as_json:
             continue
-        said = one.remark if one.recomputed is None else f"{one.recomputed:,} numbers computed again from captures"
+        said = one.remark if one.recomputed is None else f"{one.recomputed:,} numbers computed again from saved outputs"
         print(": ".join(filter(None, (str(one.path), _VERDICTS[one.verdict], said))))
     if as_json:
         print_json({"receipts": entries})

@@ -45,7 +45,7 @@ class CrossEngine(BaseModel):
     )
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
-    floor: float = Field(default=0.25, ge=0, le=1, description="share of the items captured again; 0: none")
+    floor: float = Field(default=0.25, ge=0, le=1, description="share of the items run again; 0: none")
     seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
     device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")

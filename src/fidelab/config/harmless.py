@@ -26,7 +26,7 @@ HARMLESS: Mapping[str, tuple[str, ...]] = {
         "enforce-eager", "experts-implementation", "flash-attn", "model-runner", "offload-kqv", "quantization",
         "sampling-backend", "schedule-policy", "spec-type", "swa-full", "tp-plan", "weights",
     ),
-    "what is captured, and what is run although it was refused": ("estimator", "force", "logprobs", "prompts"),
+    "what is saved, and what is run although it was refused": ("estimator", "force", "logprobs", "prompts"),
     "parsers of answers, by the engine's own names": ("reasoning-parser", "skip-server-warmup", "tool-call-parser"),
     "names of drafts and of served models": ("method", "model", "served-model-name"),
     "files that are only read, in the file's own folder": ("chat-template", "mmproj", "model-draft"),

@@ -308,7 +308,7 @@ class Experiment(BaseModel):
         default=1, ge=1, le=99, description="independent runs with fresh captures; metrics list the values as repeats"
     )
     floor: float = Field(
-        default=0.25, ge=0, le=1, description="share of the items captured again to measure run-to-run noise; 0: none"
+        default=0.25, ge=0, le=1, description="share of the items run again to measure run-to-run noise; 0: none"
     )
     twins: float = Field(
         default=0.25,

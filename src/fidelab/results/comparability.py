@@ -25,7 +25,7 @@ _CALLED = {
     "reference.kv": "the reference's KV cache",
     "control.kv": "the control's KV cache",
     COUNTED: "what the composite is made of",
-    "floor": "the share of items captured again for the floor",
+    "floor": "the share of items run again for run-to-run noise",
 }
 _CAPTURE = re.compile(r"\.?\+\d+(?=\.)")  # kld.+1.items, kld.512+1.items
 _MAX_SHOWN_LENGTH = 40  # characters of a value: lists are long

@@ -90,7 +90,7 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
 
 def _no_twin(arm: Arm) -> str:
     has_jitter = arm.engine in ENGINES.names() and engine_class(arm.engine).has_jitter
-    return "not measured: no twin ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
+    return "not measured: no rounding noise ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
 
 
 def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:

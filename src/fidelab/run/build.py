@@ -168,7 +168,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     asked = linked([with_probes(settings, job, requests) for job in numbered])
     remarks = [_limit_remark(name, settings.axes[name], inputs) for name in requests if pack is None]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
-        remarks.append(f"captured again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
+        remarks.append(f"run again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
     return Plan(settings, asked, unavailable, tuple(filter(None, remarks)), requests)
 
 

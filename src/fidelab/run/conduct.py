@@ -143,7 +143,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
     left = planned - {result.role for result in results}
     remedy = f"resume with: fidelab compare --resume {folder.path}"
     if left:
-        raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
+        raise InputError(f"{folder.path} was stopped before {min(left)} was run; {remedy}")
     experiment = load(folder.config)
     if limits:
         merged = experiment.limits.model_dump() | dict(limits)
@@ -156,7 +156,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
         try:
             result.check_captures()
         except MismatchError as error:
-            raise type(error)(f"{error}: captures were mixed up; {remedy}") from None
+            raise type(error)(f"{error}: saved outputs were mixed up; {remedy}") from None
     return score_run(experiment, facts, results)
 
 
@@ -368,7 +368,7 @@ def _check_placed(settings: Settings) -> None:
     for name, resolved in settings.resolved.items():
         if resolved.environment.image:
             raise UsageError(
-                f"arm {name} runs in an image, which executor {executor.name} cannot reach: give the "
+                f"{name} runs in an image, which executor {executor.name} cannot reach: give the "
                 "cluster's nodes the engine itself, or use --executor local"
             )
 

@@ -376,9 +376,9 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     """
     folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    what, remedy = "captures", "fewer --windows, or another --output-dir"
+    what, remedy = "saved outputs", "fewer --windows, or another --output-dir"
     if runs > 1:
-        what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
+        what, remedy = f"saved outputs of {runs} runs", "fewer --runs, or another output_dir"
     if need > free:
         sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
         raise OutputError(f"{what} need {sizes}: use {remedy}")

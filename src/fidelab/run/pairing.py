@@ -416,7 +416,7 @@ class Scorer:
             place, folder = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
             raise CaptureError(
                 f"{name} cannot be scored from {folder} against {self.by_role[self._role].arm.name}: "
-                f"the captures do not hold what this axis asks ({type(error).__name__}: {str(error)[:200]}; "
+                f"the saved outputs do not hold what this test asks ({type(error).__name__}: {str(error)[:200]}; "
                 f"{Path(place.filename).name}, line {place.lineno})"
             ) from error
 

@@ -99,7 +99,7 @@ def _find(role: str, path: Path, name: str | None) -> _Found:
         key = capture.manifest["key"]
         asked = asked or {"arm": key["arm"], **capture.manifest["asked"]}
         if asked["arm"] != key["arm"]:
-            raise CaptureError(f"{path} holds captures of several configurations; name the folder of one")
+            raise CaptureError(f"{path} holds saved outputs of several configurations; name the folder of one")
         same = captures.setdefault(capture.axis, {})
         known = same.get(key["probe"])
         if known is None or key["replicate"] < known.manifest["key"]["replicate"]:
@@ -117,7 +117,7 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
     common = [axis for axis in every if all(axis in arm.captures for arm in arms)]
     if not common:
         listed = "; ".join(f"{arm.path} has {', '.join(arm.captures)}" for arm in arms)
-        raise CaptureError(f"the captures have no axis in common: {listed}")
+        raise CaptureError(f"the saved outputs have no test in common: {listed}")
     for axis in every:
         if axis not in common and not _is_reference_only(axis):
             lacking = next(arm for arm in arms if axis not in arm.captures)
@@ -128,7 +128,9 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
         for arm, picked in zip(arms, chosen, strict=True):
             captures = [c for request, c in arm.captures[axis].items() if request in requests or not requests]
             if len(captures) > 1:
-                raise CaptureError(f"{arm.path} holds several {axis} captures; name one, such as {captures[0].folder}")
+                raise CaptureError(
+                    f"{arm.path} holds several saved outputs of {axis}; name one, such as {captures[0].folder}"
+                )
             picked[axis] = captures[0]
     for axis, reference in chosen[0].items():
         if any(picked[axis].folder == reference.folder for picked in chosen[1:]):
