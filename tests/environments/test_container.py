@@ -387,7 +387,7 @@ def test_the_shell_of_a_remote_machine_says_that_there_is_no_docker(docker: Fake
     ssh = docker.folder / "ssh"
     ssh.write_text("#!/bin/sh\necho 'sh: 1: docker: not found' >&2\nexit 127\n")
     ssh.chmod(0o755)
-    with pytest.raises(EngineError, match=r"docker or podman, and neither is there behind the prefix 'ssh host'"):
+    with pytest.raises(EngineError, match=r"docker or podman, and neither is there after the prefix 'ssh host'"):
         find_image("engine:1", ["ssh", "host"])
 
 
