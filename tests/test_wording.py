@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 IN_DOCSTRINGS = re.compile(r"\AWhat (?!if\b)")
 ANYWHERE = re.compile(
-    r"\bgo(?:es|ne)? on with\b|\b(?:leave|leaves|left|leaving) (?:it |them )?away\b|\bof ours\b|\bmend(?:s|ed|ing)?\b"
+    r"\bgo(?:es|ne)? on with\b|\b(?:leave|leaves|left|leaving) (?:\S+ ){0,2}away\b|\bof ours\b|\bmend(?:s|ed|ing)?\b"
     r"|(?<!there )\bis no (?!longer|more|less|such|larger|smaller|better|worse)",
     re.IGNORECASE,
 )

@@ -52,7 +52,7 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
     ("words", "said"),
     [
         ((*FAKE, "--kv", "tlit", *SIZES), "did you mean 'tilt'? There are: tilt, "),
-        (("compare", "--serve", "vllm serve m; reboot", "--change", "-q x"), "--serve: ';' is for a shell"),
+        (("compare", "--serve", "vllm serve m; reboot", "--change", "-q x"), "--serve: ';' is shell syntax"),
         (("compare", "--serve", "vllm serve m", "--change", "--port 1"), "changes nothing that is compared"),
         (("compare", "--serve", "vllm serve m"), "name at least one candidate"),
         (("compare", "m", "--serve", "vllm serve m", "--change", "-q x"), "leave out MODEL"),

@@ -57,7 +57,7 @@ def list_runs(
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="")
-    for name in ("run", "started (UTC)", "model", "reference", "arms", "engine", "status", "verdicts", "recommended"):
+    for name in ("run", "engine", "reference", "status", "recommended"):
         table.add_column(name, overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for row in rows:
@@ -109,16 +109,12 @@ def _entry(row: LedgerRow) -> dict[str, Any]:
 
 
 def _cells(row: LedgerRow) -> tuple[str, ...]:
-    verdicts = ", ".join(f"{name} {verdict}" for name, verdict in row.verdicts.items())
+    """Cells that fit into 80 columns; ``--json`` and ``runs show`` have the rest."""
     return (
         row.path,
-        row.created[:16].replace("T", " "),
-        row.model,
-        row.reference,
-        str(len(row.arms)) if row.arms else "",
         ", ".join(row.engines),
+        row.reference,
         row.status if row.kind == "run" else f"{row.status} ({row.kind})",
-        verdicts if len(row.arms) <= 4 else f"{verdicts[:60]}…",
         row.recommended,
         _mebibytes(row.bytes + sum(row.existing_captures().values())),
     )

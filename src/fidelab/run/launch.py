@@ -281,7 +281,7 @@ def _port(host: str, port: int | None) -> int:
             return int(free.getsockname()[1])
     except OSError as error:
         where = f"--host {host}" + (f" --port {port}" if port else "")
-        raise UsageError(f"{where}: {error.strerror or error}; name another, or leave --port away") from None
+        raise UsageError(f"{where}: {error.strerror or error}; name another, or omit --port") from None
     except OverflowError:
         raise UsageError(f"--port {port}: ports go to 65535") from None
 

@@ -51,7 +51,7 @@ def listing() -> dict[str, Found]:
 def find_preset(name: str, engine: str | None = None) -> Found:
     """A preset by its name, or by the path of its file.
 
-    ``NAME`` may leave the engine away where presets ``NAME-ENGINE`` exist; the first of them is meant where none is
+    ``NAME`` may omit the engine where presets ``NAME-ENGINE`` exist; the first of them is meant where none is
     asked for.
 
     Raises:

@@ -153,9 +153,9 @@ class LlamaCppEngine(Engine):
         if Path(arm.path).suffix != ".gguf":
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
-            return Support(False, "llama.cpp computes in the types of the file, not in float32: leave --dtype away")
+            return Support(False, "llama.cpp computes in the types of the file, not in float32: omit --dtype")
         if not _flash(arm) and arm.kv.v.name not in _UNQUANTIZED:
-            return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
+            return Support(False, f"V = {arm.kv.v} needs flash attention: omit flash-attn=off")
         return Support(True)
 
     serve_command = staticmethod(serve.serve_command)
