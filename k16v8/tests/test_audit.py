@@ -186,7 +186,7 @@ def test_recorded_tensors_are_cut_at_each_length_whose_last_token_asks() -> None
     ("change", "message"),
     [
         ({"q": None}, "have no q"),
-        ({"v": None}, "have no 'v' beside q"),
+        ({"v": None}, "have no 'v' next to q"),
         ({"k": torch.ones(2, 9, 8)}, "do not fit together"),
         ({"k": torch.ones(3, 9, 16), "v": torch.ones(3, 9, 16)}, "do not fit together"),
         ({"k": torch.ones(2, 3, 16), "v": torch.ones(2, 3, 16)}, "do not fit together"),

@@ -235,7 +235,7 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], _Libr
         monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
         monkeypatch.setattr(shared, "_architecture", lambda device: 90)
         monkeypatch.setattr(prefills, "WORKSPACE", size)
-        monkeypatch.setattr(prefills, "_SHORT", 16)
+        monkeypatch.setattr(prefills, "_IN_PLACE_QUERIES", 16)
         monkeypatch.setattr(prefills.capacity, "__defaults__", (size,))
         return library
 

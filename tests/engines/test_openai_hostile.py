@@ -196,7 +196,7 @@ def test_answers_of_any_form_are_one_line(answer: bytes, ask: Callable[[Client],
 
 def test_a_key_that_no_header_carries_is_refused_without_repeating_it() -> None:
     for key in ("sk-a\r\nX: y", "schlüssel"):
-        with pytest.raises(UsageError, match="characters that HTTP cannot carry") as caught:
+        with pytest.raises(UsageError, match="characters that HTTP headers cannot hold") as caught:
             client("http://127.0.0.1:1", key)
         assert key not in str(caught.value)
 

@@ -139,7 +139,7 @@ def test_items_with_other_content_are_refused_by_number(tmp_path: Path) -> None:
 def test_fewer_items_and_other_tasks_are_refused(tmp_path: Path) -> None:
     ref, test = outcomes(10, 3, 2, 5)
     samples(tmp_path / "ref", ref)
-    with pytest.raises(MismatchError, match="item 18 is in one of"):
+    with pytest.raises(MismatchError, match="item 18 is in only one of"):
         run(tmp_path, samples(tmp_path / "few", test[:18]))
     with pytest.raises(MismatchError, match="arc_easy against hellaswag"):
         run(tmp_path, samples(tmp_path / "other", test, "hellaswag"))

@@ -19,7 +19,7 @@ from tests.workers import liar
 KINDS = (*liar.SAYS, *liar.WRITES)
 GOOD = "tilt[q=0.999]"
 HONEST = {"writes-not-a-number", "writes-few-rows", "writes-odd-facts"}  # rows that fail, and what nobody reads
-PREFIX_HINT = "do both sides see this folder?"
+PREFIX_HINT = "do both sides see this folder"
 
 
 def label(kind: str) -> str:
