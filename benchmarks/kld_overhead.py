@@ -124,7 +124,7 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
         answer = engine.answer(capture.request, _Sink(writer))
         answered = time.perf_counter()
         writer.head(store_head(store, answer.head, answer.softcap, answer.scale))
-        folders.append(writer.finish(answer.estimator, engine.ran().record(), answer.facts))
+        folders.append(writer.finish(answer.estimator, engine.runtime_info().record(), answer.facts))
         spent[f"answers of the {job.role.partition(':')[0]}"] += answered - began
         spent["heads, checksums"] += time.perf_counter() - answered
     began = time.perf_counter()
