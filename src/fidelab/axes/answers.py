@@ -75,7 +75,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def after_reasoning(text: str, prompt: str = "") -> str:
-    """An answer without the reasoning in it (:data:`REASONING`).
+    """Return an answer without the reasoning in it (:data:`REASONING`).
 
     A block that does not end takes all the rest, so that nothing may be left.  Text before a lone end marker is
     reasoning too: its beginning is in the prompt, or was not written.  ``prompt``: end of the prompt; if it begins

@@ -150,11 +150,11 @@ class AxisScore:
         return paired_difference(self.items(), theirs, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
     def at(self, part: str) -> AxisScore | None:
-        """The score of one part if the axis scores its parts separately, else this score."""
+        """Return the score of one part if the axis scores its parts separately, else this score."""
         return self.parts.get(part) if self.parts else self
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
-        """The usable items (that are also ``among`` the given ones)."""
+        """Return the usable items (that are also ``among`` the given ones)."""
         keep = self.usable if among is None else self.usable & among
         return RatioItems(self.num[keep], self.den[keep], self.clusters[keep])
 
@@ -172,7 +172,7 @@ class AxisScore:
         return ratio_interval(self.items(), seed, bounds=self.bounds, proportion=self.proportion)
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:
-        """The metric ``score`` with its 95% interval, made of the usable items; null without any.
+        """Return the metric ``score`` with its 95% interval, made of the usable items; null without any.
 
         Raises:
             ValueError: an axis without ``transform`` has no score.
@@ -203,7 +203,7 @@ class AxisScore:
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
 
     def with_measurement(self, **fields: Any) -> Self:
-        """The score with fields of :attr:`found`."""
+        """Return the score with fields of :attr:`found`."""
         return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:
@@ -258,7 +258,7 @@ class Axis:
         self.settings = settings
 
     def request(self, inputs: AxisInputs) -> Request:
-        """The request sent to every arm, if the axis has only one.
+        """Return the request sent to every arm, if the axis has only one.
 
         Raises:
             InputError: text or prompts do not suffice; names the needed amount.
@@ -270,7 +270,7 @@ class Axis:
         raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """The requests sent to every arm, by part; an axis with a single request names its part ``""``.
+        """Return the requests sent to every arm, by part; an axis with a single request names its part ``""``.
 
         The ``axis`` of a request is :func:`part_name` of its part.
         """
@@ -282,11 +282,17 @@ class Axis:
         return 1
 
     def look(self, part: str) -> int:
-        """The look that a part belongs to, from 0; only undecided candidates are asked parts of later looks."""
+        """Return the look that a part belongs to, counted from 0.
+
+        Only candidates that are still undecided are asked the parts of later looks.
+        """
         return 0
 
     def available(self, inputs: AxisInputs) -> int | None:
-        """The number of items that the setting ``limit`` selects from (by default the prompts); ``None``: unknown."""
+        """Return the number of items that the setting ``limit`` selects from, by default the number of prompts.
+
+        ``None`` means that the number is not known.
+        """
         return len(inputs.prompts)
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
@@ -351,7 +357,7 @@ def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
 
 
 def part_name(axis: str, part: str) -> str:
-    """The name of the captures of a part: ``perplexity.2048``, or the name of the axis for the part ``""``."""
+    """Return the name of the captures of a part: ``perplexity.2048``, or the name of the axis for the part ``""``."""
     return f"{axis}.{part}" if part else axis
 
 
@@ -382,7 +388,7 @@ def prompt_ids(
 
 
 def image_files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
-    """Each file once, in base64, and the numbers of those that each prompt shows."""
+    """Return each file once, in base64, and the numbers of those that each prompt shows."""
     numbers: dict[bytes, int] = {}
     shows = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in shown)
     return tuple(base64.b64encode(image).decode() for image in numbers), shows
@@ -415,21 +421,24 @@ def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
 
 
 def written_text(capture: Capture, item: int) -> str:
-    """The generated text without the stop token."""
+    """Return the generated text without the stop token."""
     ids, request = capture.ids(item), capture.request
     ended = isinstance(request, Generate) and ids and ids[-1] in request.stop
     return capture.text(ids[:-1] if ended else ids)
 
 
 def answer_text(capture: Capture, item: int) -> str:
-    """The generated text without the stop token and without reasoning."""
+    """Return the generated text without the stop token and without reasoning."""
     request = capture.request
     prompt = capture.text(request.prompts[item][-_REASONING_TAIL_TOKENS:]) if isinstance(request, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
 
 
 def select_groups(request: Request, groups: Sequence[Hashable], share: float) -> Request:
-    """A ``share`` (0…1) of the groups, evenly spread, with all their items; ``groups`` [n]: the group of each item."""
+    """Return the request cut down to a ``share`` (0…1) of its groups, evenly spread, with all their items.
+
+    ``groups`` [n]: the group of each item.
+    """
     names = list(dict.fromkeys(groups))
     kept = {names[index] for index in spread(len(names), share)}
     return request.select([index for index, group in enumerate(groups) if group in kept])

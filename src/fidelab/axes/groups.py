@@ -22,12 +22,12 @@ _MIN_GROUP_POSITIONS = 8  # positions of a group
 
 
 def domains(clusters: NDArray[np.int64], names: Mapping[int, str]) -> NDArray[np.object_]:
-    """The domain of each row by its document's number; ``""``: not known."""
+    """Return the domain of each row by its document's number; ``""``: not known."""
     return np.array([names.get(int(document), "") for document in clusters], dtype=object)
 
 
 def structure_labels(pair: Pair, windows: Sequence[Sequence[int]], first: int, last: int) -> NDArray[np.object_]:
-    """The kind of structure of the token that each row predicts, windows one after the other; ``""``: none."""
+    """Return the kind of structure of the token that each row predicts, windows one after the other; ``""``: none."""
     labels: list[str] = []
     for window in windows:
         kinds = structures([pair.ref.text([token]) for token in window])

@@ -353,7 +353,7 @@ class _Asked:
             yield instance, _Note(name, instance.doc_id, index, _content(instance.doc))
 
     def requests(self, axis: str) -> dict[str, Request]:
-        """The requests by part; only parts that have items."""
+        """Return the requests by part; only parts that have items."""
         s = self.settings
         used = s.template if self.tokenizer.template == "chat" else "raw"
         settings = (("limit", s.limit), ("shots", s.shots), ("tasks", ",".join(s.tasks)), ("template", used))

@@ -143,7 +143,7 @@ class PLAD(Axis):
         return questions if len(questions) > 1 else []
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        """A share of the prompts, each with all its perturbations."""
+        """Return a share of the prompts, each with all its perturbations."""
         if not isinstance(request, Generate):
             return super().repeated(request, share)
         return select_groups(request, [json.loads(note)["prompt"] for note in request.notes], share)

@@ -319,7 +319,7 @@ class _RetrievalScore(AxisScore):
     compat: str | None
 
     def by_cell(self) -> Cells:
-        """The usable trials."""
+        """Return the usable trials."""
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:

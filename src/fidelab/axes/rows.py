@@ -39,7 +39,7 @@ CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
 def estimator_of(pair: Pair) -> Estimator:
-    """The weaker estimator of the two sides."""
+    """Return the weaker estimator of the two sides."""
     estimators = {pair.ref.estimator, pair.test.estimator}
     return next(e for e in (Estimator.TOPK, Estimator.LOGPROBS, Estimator.HIDDEN) if e in estimators)
 
@@ -52,13 +52,13 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
 
 
 def unmeasurable(reason: str) -> AxisScore:
-    """A score without items, and why."""
+    """Return a score without items, and why."""
     nothing = np.empty(0)
     return AxisScore(nothing, nothing, nothing, nothing.astype(bool), not_measurable=reason)
 
 
 def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -> AxisScore:
-    """The score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
+    """Return the score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
     return AxisScore(
         num=rows.kl,
         den=np.ones(len(rows)),
@@ -73,7 +73,7 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
 
 
 def item_rows(capture: Capture, item: int) -> int:
-    """The number of rows stored for an item; 0 if it failed."""
+    """Return the number of rows stored for an item; 0 if it failed."""
     name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
     if capture.against:
         name = next((name for name in capture.names(item) if name.startswith(FIGURES)), name)
@@ -126,7 +126,7 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
 
 
 def figures_of(rows: RowComparison) -> dict[str, NDArray[Any]]:
-    """The columns of a comparison, by which :func:`compare_item` gives it again."""
+    """Return the columns of a comparison, by which :func:`compare_item` gives it again."""
     return {field.name: getattr(rows, field.name) for field in fields(rows)}
 
 

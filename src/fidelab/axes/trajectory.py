@@ -165,7 +165,10 @@ class _Fork:
 
 
 def survival_plot(shares: Sequence[float]) -> Curve:
-    """The curve of ``shares`` [n + 1]: prompts whose text still equals the reference's after 0 … n tokens, 0-1."""
+    """Return the curve of the share of prompts whose text still equals the reference's after 0 … n tokens.
+
+    ``shares`` [n + 1]: each share, from 0 to 1.
+    """
     return Curve(
         key="survival",
         title="How long greedy text stays the same",
@@ -187,7 +190,10 @@ def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
 
 
 def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPair:
-    """The texts around the divergence of prompt ``item`` at token ``at``; ``margin`` in nats, NaN if one side ends."""
+    """Return the texts of both sides around the token ``at`` at which prompt ``item`` diverges.
+
+    ``margin``: in nats, NaN if one side ends there.
+    """
     ended = math.isnan(margin)
     return TextPair(
         label=f"prompt {item}, token {at}: {'one side ends' if ended else f'margin {margin:.3g} nats'}",

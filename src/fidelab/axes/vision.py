@@ -354,7 +354,7 @@ class _Dependence:
         return cls(ref_sums, test_sums, tokens, np.asarray(columns[3], dtype=np.int64))
 
     def retained(self) -> RatioItems:
-        """The arm's dependence over the reference's."""
+        """Return the arm's dependence over the reference's."""
         return RatioItems(self.test, self.ref, self.clusters)
 
     @property
@@ -363,7 +363,7 @@ class _Dependence:
         return bool(len(self.ref)) and float(self.ref.sum() / self.tokens.sum()) < _BLIND
 
     def metrics(self, part: str, seed: int, bound: bool) -> tuple[Metric, ...]:
-        """The arm's dependence, the reference's, and the share that is kept, which bounds do not give."""
+        """Return the arm's dependence, the reference's, and the share that is kept, which bounds do not give."""
         sides = []
         for definition, sums in ((_DEPENDENCE[part], self.test), (_REFERENCE[part], self.ref)):
             items = RatioItems(sums, self.tokens, self.clusters)

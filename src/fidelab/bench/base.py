@@ -228,14 +228,14 @@ def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measuremen
 
 
 def complete(found: Measurement, heads: Iterable[Metric | None], plots: Iterable[Plot]) -> Measurement:
-    """The measurement with its plots, and with ``heads`` marked as those that stand for it in summaries."""
+    """Return the measurement with its plots, and with ``heads`` marked as those that stand for it in summaries."""
     marked = {id(head) for head in heads}
     metrics = tuple(m.model_copy(update={"headline": True}) if id(m) in marked else m for m in found.metrics)
     return found.model_copy(update={"metrics": metrics, "plots": tuple(plots)})
 
 
 def largest(found: Measurement, key: str, length: str = "tokens") -> Metric | None:
-    """The metric of this key at the largest length of the smallest batch."""
+    """Return the metric of this key at the largest length of the smallest batch."""
     measured = (metric for metric in found.metrics if metric.key == key and metric.cell)
     return max(measured, key=lambda m: (-float(m.cell["batch"]), float(m.cell[length])), default=None)
 
@@ -262,7 +262,7 @@ class CurvePoint:
 
 
 def curves(series: Mapping[str, Sequence[CurvePoint]], **shape: Any) -> list[Curve]:
-    """A curve per series, ``shape`` being what they share."""
+    """Return a curve per series, ``shape`` being what they share."""
     above = [point.x for points in series.values() for point in points if point.x > 0]
     log = bool(above) and max(above) / min(above) >= _LOG_FROM
     plotted = []

@@ -151,7 +151,7 @@ class Pool:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Facts that are not metrics: the server's own figures, the client's lag, tokens, errors by kind."""
+        """Return facts that are not metrics: the server's own figures, the client's lag, tokens, errors by kind."""
         lag, server = self.lag(50, 99), self.server
         return {
             "client over server": self.ratio(),
@@ -175,7 +175,7 @@ class Pool:
         }
 
     def ratio(self) -> float | None:
-        """The client's output rate over the server's."""
+        """Return the client's output rate over the server's."""
         ours, theirs = self.output_rate(), self.server.output_rate if self.server else None
         return ours / theirs if ours is not None and theirs else None
 
@@ -248,7 +248,7 @@ _ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # make a cell
 
 
 def count_by_finish(drive: Drive) -> Drive:
-    """The drive with token counts where the stream had no usage, but ended for its length.
+    """Return the drive with token counts where the stream had no usage, but ended for its length.
 
     A server that stops for ``length`` says that it wrote as many tokens as were asked.  Only for servers that say the
     same in the usage of an unstreamed answer, and count prompts as the client does: so nothing is guessed from events.
@@ -265,7 +265,7 @@ def count_by_finish(drive: Drive) -> Drive:
 
 
 def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) -> Drive:
-    """The drive with the server's rate from its counters over the whole drive, where the measured part is short.
+    """Return the drive with the server's rate from its counters over the whole drive, where the measured part is short.
 
     Counters are read once a second: between two readings it is not known when the tokens came.  But over the whole
     drive (``whole``, ``seconds``), the warm-up included, the server's tokens are the client's: the share that belongs

@@ -57,7 +57,7 @@ Values = Mapping[Definition, float | None]
 
 
 def latency(name: str, part: str) -> Definition:
-    """The metric of ``ttft``, ``tpot``, ``itl`` or ``e2el``: of its ``mean``, or of ``p50`` and so on."""
+    """Return the metric of ``ttft``, ``tpot``, ``itl`` or ``e2el``: of its ``mean``, or of ``p50`` and so on."""
     word, about = _LATENCIES[name]
     return Definition(key_of(f"{word} {part}"), "ms", "lower", f"{about}; {part}.", name=f"{word} {part}")
 
@@ -93,7 +93,7 @@ class Latency:
 def load_at(
     arrival: str, context: int, output: int, concurrency: int | None = None, rate: float | None = None
 ) -> Coordinates:
-    """The shape of a load; ``None`` as concurrency or rate means no limit."""
+    """Return the shape of a load; ``None`` as concurrency or rate means no limit."""
     at: Coordinates = {"context": context, "output": output, "arrival": arrival}
     limits = {"concurrency": concurrency, "rate": rate}
     return at | {name: limit for name, limit in limits.items() if limit is not None}
@@ -106,7 +106,7 @@ def load_metrics(
     more: Values | None = None,
     repeats: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[Metric, ...]:
-    """The metrics of one load that are known, in this order; ``repeats``: key → each repeat."""
+    """Return the metrics of one load that are known, in this order; ``repeats``: key → each repeat."""
     every, caveats = dict(rates), dict[str, str]()
     for times in latencies:
         every |= times.values()

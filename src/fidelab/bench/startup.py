@@ -31,7 +31,7 @@ TOTAL = Definition("total", "s", "lower", "From the process' start to the first 
 
 
 def part(name: str) -> Definition:
-    """The metric of one part of the time."""
+    """Return the metric of one part of the time."""
     about = f"The part of the start-up called {name}; what an engine cannot tell apart stands under the later part."
     return Definition(key_of(name), "s", "lower", about, aggregate="median", name=name)
 

@@ -57,7 +57,7 @@ def array_bytes(array: Array) -> int:
 
 
 def to_float32(array: Array, *, copy: bool = False) -> NDArray[np.float32]:
-    """The values as float32 (exact for float16 and bfloat16); with ``copy``, always in memory of their own."""
+    """Return the values as float32 (exact for float16 and bfloat16); with ``copy``, always in memory of their own."""
     if isinstance(array, BFloat16):
         bits = array.bits.astype(np.uint32)
         bits <<= 16  # in place: clearing the pages of a second array takes longer than the shift
@@ -110,7 +110,7 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
-    """The tensors of a safetensors file, where their bytes begin, and how many there are.
+    """Return the tensors of a safetensors file, where their bytes begin, and how many there are.
 
     The file may come from anybody: nothing is allocated by a size that only the header states.
 
@@ -166,11 +166,11 @@ class TensorFile:
             raise CaptureError(f"{path} is damaged ({error}); delete it and capture again") from error
 
     def names(self) -> list[str]:
-        """The tensors of this file."""
+        """Return the tensors of this file."""
         return [*self._entries]
 
     def get(self, name: str) -> Array:
-        """One tensor as a view into the map, without copying.
+        """Return one tensor as a view into the map, without copying.
 
         Raises:
             CaptureError: there is no tensor of this name, or it is of a type that numpy lacks.

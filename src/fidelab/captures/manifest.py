@@ -34,7 +34,7 @@ _MAX_VOCABULARY = 1 << 24  # of a vocabulary
 
 
 def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
-    """The key of a capture; captures with equal keys have equal content."""
+    """Return the key of a capture; captures with equal keys have equal content."""
     return {
         "arm": arm.fingerprint(),
         "probe": request_hash(request),

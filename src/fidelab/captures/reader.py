@@ -133,7 +133,7 @@ class Capture:
         return HeadFile(path, record["sha256"], record["softcap"], record["scale"])
 
     def pieces(self) -> list[str]:
-        """The token strings by id."""
+        """Return the token strings by id."""
         path = self._shared_file("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
         try:
             pieces = strict_json(_unpacked(path))
@@ -147,11 +147,11 @@ class Capture:
         return list(pieces)
 
     def ids(self, item: int) -> list[int]:
-        """The token ids that one item was answered with; none where it failed before the first."""
+        """Return the token ids that one item was answered with; none where it failed before the first."""
         return self.ints(item, "ids") if "ids" in self.names(item) else []
 
     def text(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self._detokenizer(ids)
 
     @cached_property
@@ -159,7 +159,7 @@ class Capture:
         return Detokenizer(self.pieces())
 
     def array(self, item: int, name: str) -> Array:
-        """One stored array of one item.
+        """Return one stored array of one item.
 
         Raises:
             CaptureError: there is none, or it has not the shape and type that arrays of this name have.
@@ -187,7 +187,7 @@ class Capture:
         return array
 
     def names(self, item: int) -> list[str]:
-        """The arrays stored for one item; empty for a failed one."""
+        """Return the arrays stored for one item; empty for a failed one."""
         if "parts" not in self.items[item]:
             return []
         prefix = f"{item}."
@@ -227,7 +227,7 @@ class Capture:
         return to_float32(cut, copy=True)
 
     def ints(self, item: int, name: str) -> list[int]:
-        """One stored array of token ids."""
+        """Return one stored array of token ids."""
         return [int(value) for value in np.asarray(self.array(item, name))]
 
     @property
@@ -344,7 +344,7 @@ def find_captures(root: Path) -> Iterator[Path]:
 
 
 def key_name(capture: Capture) -> str:
-    """The name that :func:`~fidelab.captures.manifest.capture_folder` gives the folder of a capture with this key."""
+    """Return the folder name that :func:`~fidelab.captures.manifest.capture_folder` gives a capture with this key."""
     key = capture.manifest["key"]
     return f"{capture.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 

@@ -42,7 +42,7 @@ class _Request:
         return items
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The request cut down to some of its items (the quarter for run-to-run noise)."""
+        """Return the request cut down to some of its items (the quarter for run-to-run noise)."""
         return replace(self, **{name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")})
 
 
@@ -132,7 +132,7 @@ class Forced(_Request):
     _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt followed by its continuation."""
+        """Return each prompt followed by its continuation."""
         return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
 
 
@@ -155,15 +155,15 @@ class Timed(_Request):
     kind: str = field(default="timed", init=False)
 
     def groups(self) -> tuple[tuple[Tokens, ...], ...]:
-        """The prompts by ``batch``; the last group may be smaller."""
+        """Return the prompts by ``batch``; the last group may be smaller."""
         return tuple(self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch))
 
     def items(self) -> tuple[Tokens, ...]:
-        """The groups, each as its prompts' tokens in a row."""
+        """Return the groups, each as its prompts' tokens in a row."""
         return tuple(tuple(chain.from_iterable(group)) for group in self.groups())
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The request cut down to some of its groups."""
+        """Return the request cut down to some of its groups."""
         groups = self.groups()
         prompts = tuple(chain.from_iterable(groups[i] for i in indices))
         return replace(self, prompts=prompts, notes=_chosen(self.notes, indices))
@@ -213,7 +213,7 @@ class ImageGenerate(Generate):
     _PER_ITEM = ("prompts", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt after numbers that stand for its images."""
+        """Return each prompt after numbers that stand for its images."""
         return _with_images(self.prompts, self.images, self.shows)
 
 
@@ -233,7 +233,7 @@ class ImageForced(Forced):
     _PER_ITEM = ("prompts", "continuations", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt with its continuation, after numbers that stand for its images."""
+        """Return each prompt with its continuation, after numbers that stand for its images."""
         return _with_images(super().items(), self.images, self.shows)
 
 
@@ -443,5 +443,5 @@ def _tuples(value: Any) -> Any:
 
 
 def token_hashes(items: Sequence[Tokens]) -> list[str]:
-    """One short hash per item, to match the items of two captures."""
+    """Return one short hash per item, to match the items of two captures."""
     return [digest(np.asarray(item, dtype="<i4").tobytes())[:16] for item in items]

@@ -42,7 +42,7 @@ Kernels, parsers, calibration texts and engines also fail with intact checkpoint
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page, in Markdown."""
     parts = [_INTRODUCTION]
     rules = sorted(RULES.values(), key=lambda rule: list(_SECTIONS).index(_module(rule)))
     for module, group in groupby(rules, key=_module):

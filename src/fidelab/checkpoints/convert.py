@@ -132,7 +132,7 @@ class Certificate:
         return max((*self.modules, *self.tensors), key=lambda compared: compared.max_error, default=Compared(""))
 
     def record(self) -> dict[str, Any]:
-        """The certificate as plain data."""
+        """Return the certificate as plain data."""
         differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
         return {
             "schema": "fidelab.certificate/1",
@@ -156,7 +156,7 @@ class Certificate:
         }
 
     def line(self) -> str:
-        """The certificate in one line."""
+        """Return the certificate in one line."""
         count = sum(compared.values for compared in (*self.modules, *self.tensors))
         what = f"{len(self.modules)} quantized modules and {len(self.tensors)} other tensors"
         if self.exact:

@@ -110,10 +110,10 @@ class Checkpoint:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: str | TensorInfo) -> NDArray[Any]:
-        """A tensor as it is stored, in the type that :data:`RAW` gives and its own shape.
+        """Return a tensor as it is stored, with its own shape and in the type that :data:`RAW` gives.
 
         Raises:
-            InputError: the tensor does not exist, or its file has changed since it was opened.
+            InputError: If the tensor does not exist, or its file has changed since it was opened.
         """
         info = self._info(tensor)
         raw = self._bytes(info, 0, info.nbytes)
@@ -124,10 +124,12 @@ class Checkpoint:
         return raw.reshape(*info.shape[:-1], -1) if rows and raw.size and raw.size % rows == 0 else raw
 
     def floats(self, tensor: str | TensorInfo) -> NDArray[np.float32]:
-        """A tensor's values as float32, blocks of GGUF dequantized; packed integers come as the integers they are in.
+        """Return a tensor's values as float32.
+
+        Blocks of GGUF are dequantized.  Packed integers are returned as the integers that hold them.
 
         Raises:
-            InputError: as :meth:`read`; or the type is one that cannot be decoded.
+            InputError: As :meth:`read`, or if the type cannot be decoded.
         """
         info = self._info(tensor)
         if self.format == "gguf" and info.dtype not in RAW:

@@ -118,7 +118,7 @@ class QuantizedLinear:
         return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """The weights, ``[N, K]`` float32: exact for integers whose scales have at most 15 significant bits."""
+        """Return the weights, ``[N, K]`` float32: exact for integers whose scales have at most 15 significant bits."""
         values: NDArray[np.float32]
         if self.kind == "float4":
             values = _FP4[self.codes & 15]
@@ -137,9 +137,10 @@ class QuantizedLinear:
         return spread
 
     def with_positive_scales(self) -> QuantizedLinear:
-        """The same weights without negative scales: ``q' = 2^bits - 1 - q``, ``z' = 2^bits - 1 - z``, ``s' = |s|``.
+        """Return the same weights without negative scales.
 
-        Exact: the signs of both factors change.
+        Where a scale is negative: ``q' = 2^bits - 1 - q``, ``z' = 2^bits - 1 - z``, ``s' = |s|``.  This is exact,
+        because the signs of both factors change.
         """
         negative = np.signbit(self.scales)
         if self.kind != "int" or not negative.any():
@@ -161,10 +162,10 @@ class QuantizedLinear:
         return self
 
     def regrouped(self, group_size: int) -> QuantizedLinear | None:
-        """The same weights in groups of ``group_size`` inputs in their order, scales repeated; ``None``: impossible.
+        """Return the same weights in groups of ``group_size`` consecutive inputs, with scales repeated.
 
-        Inputs that an index assigns to groups can be put in order where each run of ``group_size`` inputs has one
-        scale and one zero point.
+        Inputs that an index assigns to groups can be put in order if each run of ``group_size`` inputs has one scale
+        and one zero point.  ``None`` means that this is impossible.
         """
         if self.group_index is None and self.group_size == group_size:
             return self
@@ -192,7 +193,7 @@ class QuantizedModule:
     settings: Settings
 
     def unpack(self, stored: Mapping[str, StoredArray]) -> QuantizedLinear:
-        """The module's weights.
+        """Return the module's weights.
 
         ``stored``: its parts by suffix.
 
@@ -226,7 +227,7 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, stored: Mapping[str, StoredArray], settings: Settings) -> QuantizedLinear:
-        """The weights from the module's tensors.
+        """Return the weights from the module's tensors.
 
         Raises:
             ValueError, IndexError, KeyError, TypeError: they do not belong together.
@@ -242,7 +243,7 @@ class Layout(ABC):
 
 
 def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = None) -> NDArray[np.uint8]:
-    """The unsigned fields of ``bits`` bits in 32-bit words, which follow one another along ``axis``, lowest bits first.
+    """Return the unsigned fields of ``bits`` bits that 32-bit words hold along ``axis``, lowest bits first.
 
     Fields that cross words (3, 5, 6, 7 bits) take the lowest bits of the next one.
 
@@ -252,7 +253,7 @@ def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = 
     Words that are one number broadcast to a shape, which take no memory, give fields of zero that take none.
 
     Raises:
-        ValueError: the words hold fewer.
+        ValueError: If the words hold fewer fields than ``count``.
     """
     placeholder = not any(words.strides)
     words = words if placeholder else np.ascontiguousarray(words).view(np.uint32)
@@ -435,7 +436,7 @@ class Awq(Layout):
         ).symmetric()
 
     def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        """The tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
+        """Return the tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
 
         Raises:
             ValueError: outputs that do not fill words, or scales that their type does not hold.
@@ -643,7 +644,7 @@ _AUTO_ROUND = {
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
-    """The key of :data:`LAYOUTS` for a ``quantization_config``.
+    """Return the key of :data:`LAYOUTS` for a ``quantization_config``.
 
     Raises:
         InputError: an unknown method, or a variant that is not read.
@@ -682,7 +683,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def quantized_modules(
     tensors: Mapping[str, _Shaped], quantization: Mapping[str, Any] | None
 ) -> dict[str, QuantizedModule]:
-    """The quantized linear layers of a checkpoint by name, in the order of its tensors.
+    """Return the quantized linear layers of a checkpoint by name, in the order of its tensors.
 
     Args:
         tensors: types and shapes of all tensors.

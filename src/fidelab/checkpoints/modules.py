@@ -93,12 +93,12 @@ def kind_of(module: str) -> str:
 
 
 def leaf_of(name: str) -> str:
-    """A name with a star for every number, the same for all layers."""
+    """Return a name with a star for every number, the same for all layers."""
     return re.sub(r"\d+", "*", name)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model, of a model that has others besides."""
+    """Return the configuration of the text model, of a model that has others besides."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -229,7 +229,7 @@ class Packing:
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
-    """All modules, by name, in the order of the checkpoint's tensors.
+    """Return all modules, by name, in the order of the checkpoint's tensors.
 
     A tensor without a known ending is a separate module with the part ``""``.
     """
@@ -241,14 +241,14 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
 
 
 def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
-    """The original's tensor of this name, under one of the prefixes that language models have there."""
+    """Return the original's tensor of this name, under one of the prefixes that language models have there."""
     bare = strip_prefixes(name)
     names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
     return next((base.tensors[each] for each in names if each in base.tensors), None)
 
 
 def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
-    """The original's weight of a module, see :func:`tensor_in`."""
+    """Return the original's weight of a module, see :func:`tensor_in`."""
     return tensor_in(base, f"{module}.weight") or tensor_in(base, module)
 
 
@@ -256,7 +256,7 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "
 
 
 def strip_prefixes(name: str) -> str:
-    """A name without the prefixes that writers add to and remove from text models."""
+    """Return a name without the prefixes that writers add to and remove from text models."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 

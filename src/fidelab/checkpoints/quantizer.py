@@ -92,7 +92,7 @@ def _ignored(model: Any, kept: Sequence[str], kinds: Sequence[str]) -> list[str]
 
 
 def tail(name: str) -> str:
-    """A module's name without what wraps the language model."""
+    """Return a module's name without what wraps the language model."""
     return re.sub(r"^(model\.|language_model\.)+", "", name)
 
 

@@ -76,7 +76,7 @@ class Rule(BaseModel):
         return self
 
     def expression(self) -> re.Pattern[str]:
-        """The pattern as an expression for whole names."""
+        """Return the pattern as an expression for whole names."""
         text = self.pattern.removeprefix("re:")
         try:
             return re.compile(text if self.pattern.startswith("re:") else re.escape(text))
@@ -172,7 +172,7 @@ class Recipe(BaseModel):
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a YAML file; paths in it are relative to its folder.
+    """Return the recipe in a YAML file; paths in it are relative to its folder.
 
     Raises:
         ConfigError: missing, no YAML, an unknown key (the nearest is named) or a value that does not fit.

@@ -105,7 +105,7 @@ class _Chat:
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a special token (``eos_token``)."""
+        """Return the id of a special token (``eos_token``)."""
         text = self.special.get(token)
         return None if text is None or self.tokenizer is None else self.tokenizer.token_to_id(text)
 

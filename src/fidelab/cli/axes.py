@@ -20,10 +20,10 @@ _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
 def axis_settings(
     axes: str, flags: Mapping[str, Mapping[str, Any]], limit: Sequence[str] = (), quick: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """The chosen axes with what flags say about them.
+    """Return the chosen axes with what flags say about them.
 
-    ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured
-    is an error.
+    ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured is
+    an error.
 
     Raises:
         UsageError: not an axis, a flag without its axis, or a limit that is not a number.
@@ -91,7 +91,7 @@ def _must_have_limit(axis: str, text: str) -> None:
 
 
 def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """The chosen benches with what flags say about them.
+    """Return the chosen benches with what flags say about them.
 
     ``flags``: flag → ``bench.setting`` → value, ``None`` where the flag was not given.  A flag that no chosen bench
     knows is an error.

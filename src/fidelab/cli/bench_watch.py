@@ -15,7 +15,7 @@ from fidelab.results.numbers import format_amount
 
 
 def watcher() -> ServingWatch:
-    """The watch that fits standard error."""
+    """Return the watch that fits standard error."""
     console = open_console(stderr=True)
     return _Bar(console) if console.is_terminal else _Lines(console)
 

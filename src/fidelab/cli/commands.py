@@ -21,7 +21,7 @@ class _Shown:
     """Help text of a command or a group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; a flag takes no value, so it has no metavar."""
+        """Return all parameters; a flag takes no value, so it has no metavar."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -29,7 +29,7 @@ class _Shown:
         return parameters
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line without hidden arguments."""
+        """Return the usage line without hidden arguments."""
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
         hidden = [p.get_usage_pieces(ctx) for p in self.get_params(ctx) if getattr(p, "hidden", False)]
         return [piece for piece in pieces if [piece] not in hidden]

@@ -492,7 +492,7 @@ def experiment_from(
 
 
 def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
-    """An experiment of one axis, without a control or measured noise unless ``more`` has them."""
+    """Return an experiment of one axis, without a control or measured noise unless ``more`` has them."""
     data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
     for settings in more:
         data |= settings

@@ -46,7 +46,7 @@ class Options:
     @classmethod
     @functools.cache
     def parameters(cls) -> tuple[Parameter, ...]:
-        """The fields as parameters of a command, those of base classes first."""
+        """Return the fields as parameters of a command, those of base classes first."""
         parameters = []
         for name, annotation in get_type_hints(cls, include_extras=True).items():
             if cls._panel:
@@ -59,12 +59,12 @@ class Options:
         return tuple(parameters)
 
     def settings(self) -> dict[str, Any]:
-        """The options as data of an experiment; by default the fields under their own names."""
+        """Return the options as data of an experiment; by default the fields under their own names."""
         return dict(vars(self))
 
 
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of groups in its signature, where ``function`` takes the groups themselves.
+    """Return a command with the fields of groups in its signature, where ``function`` takes the groups themselves.
 
     Raises:
         ValueError: two parameters have the same name.
@@ -95,7 +95,7 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_flags(context: typer.Context) -> dict[str, str]:
-    """The parameters that the command line names, each with its flag as people write it."""
+    """Return the parameters that the command line names, each with its flag as people write it."""
     found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -122,7 +122,7 @@ def refuse_other_options(context: typer.Context, parameter: str, owner: str, all
 def begin_from_preset(
     name: str | None, context: typer.Context, data: dict[str, Any], trusted: Sequence[Path] | None
 ) -> dict[str, Any]:
-    """The settings of an experiment whose arms begin from a preset; what the command line says goes before it.
+    """Return the settings of an experiment whose arms begin from a preset; what the command line says goes before it.
 
     Raises:
         FidelabError: the preset does not exist, is not trusted, or is for another engine.
@@ -512,7 +512,7 @@ class LimitOptions(Options, panel=SCORING):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """The given options, as data of an experiment."""
+        """Return the given options, as data of an experiment."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return {"limits": given} if given else {}
 

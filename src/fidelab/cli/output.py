@@ -81,7 +81,7 @@ def duration(seconds: float) -> str:
 
 
 def command_line() -> str:
-    """The command that was given, for the record."""
+    """Return the command that was given, for the record."""
     return shlex.join(["fidelab", *sys.argv[1:]])
 
 

@@ -28,7 +28,7 @@ _PLAN_SECONDS = 10.0  # seconds for which the plan is believed before the run's 
 
 
 def watcher() -> Listener:
-    """The listener that fits standard error."""
+    """Return the listener that fits standard error."""
     console = open_console(stderr=True)
     return _Bars(console) if console.is_terminal else _Lines(console)
 

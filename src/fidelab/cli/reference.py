@@ -31,7 +31,7 @@ def pages() -> dict[str, str]:
 
 
 def with_harmless_options(guide: str) -> str:
-    """The guide to security, with its table regenerated from the code."""
+    """Return the guide to security, with its table regenerated from the code."""
     from fidelab.config.harmless import table
 
     before, _, rest = guide.partition("<!-- harmless options -->\n")

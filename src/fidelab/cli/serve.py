@@ -58,7 +58,7 @@ class PresetOptions(options.Options, panel="Preset"):
     threads: options.Threads = None
 
     def preset(self, name: str, trusted: Sequence[Path]) -> Preset:
-        """The preset with these values.
+        """Return the preset with these values.
 
         Raises:
             ConfigError: it is not what it should be, or its file asks for what a file may not do unasked.
@@ -323,7 +323,7 @@ def _is_of(server: Served, preset: Preset) -> bool:
 
 
 def faults_of(found: Sequence[Finding]) -> list[str]:
-    """The differences, in words."""
+    """Return the differences, in words."""
     return [f"{one.what}: declared {one.declared or 'none'}, runs {one.effective}" for one in found if one.differs]
 
 

@@ -16,7 +16,7 @@ _ENV = "env."
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between commas outside of brackets (of formats or JSON) and JSON strings."""
+    """Return the parts between commas outside of brackets (of formats or JSON) and JSON strings."""
     parts, depth, start, quoted, escaped = list[str](), 0, 0, False, False
     for at, sign in enumerate(text):
         if sign == '"' and not escaped:
@@ -33,7 +33,7 @@ def split_commas(text: str) -> list[str]:
 
 
 def arm_fields(text: str) -> dict[str, Any]:
-    """The fields of an arm's settings.
+    """Return the fields of an arm's settings.
 
     Raises:
         ValueError: a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.

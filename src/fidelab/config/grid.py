@@ -58,7 +58,7 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
 
 
 def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:
-    """Every combination of values, the last key's fastest."""
+    """Return every combination of values, the last key's fastest."""
     return [dict(zip(vary, values, strict=True)) for values in product(*vary.values())] if vary else []
 
 
@@ -68,7 +68,7 @@ def cell_name(levels: Mapping[str, str]) -> str:
 
 
 def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of the cell's arm."""
+    """Return the fields of the cell's arm."""
     fields: dict[str, Any] = {"name": cell_name(levels)}
     maps: dict[str, dict[str, str]] = {"engine_args": {}, "env": {}}
     for key, value in levels.items():

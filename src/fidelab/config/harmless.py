@@ -73,6 +73,6 @@ def _is_here(url: str) -> bool:
 
 
 def table() -> list[str]:
-    """The table in Markdown, a line each."""
+    """Return the table in Markdown, a line each."""
     rows = [f"| {what} | {', '.join(f'`{key}`' for key in keys)} |" for what, keys in HARMLESS.items()]
     return ["| what it is | options |", "|---|---|", *rows]

@@ -18,10 +18,12 @@ _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: f
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' and 'candidates:'") -> dict[str, Any]:
-    """The keys of a settings file, with ``a.b=c`` overrides applied; ``keys``: such as it should have, for the message.
+    """Return the keys of a settings file, with ``a.b=c`` overrides applied.
+
+    ``keys``: examples of the expected keys, for the error message.
 
     Raises:
-        ConfigError: missing, not UTF-8, not YAML or no keys; the message names the place.
+        ConfigError: If the file is missing, is not UTF-8 or YAML, or has no keys.  The message names the place.
     """
     data = _parse(read_text(path), path)
     if not isinstance(data, dict):
@@ -31,7 +33,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' a
 
 
 def read_text(path: Path) -> str:
-    """The text of a settings file.
+    """Return the text of a settings file.
 
     Raises:
         ConfigError: missing, a folder, a pipe or a device, longer than 1 MiB, or not UTF-8.
@@ -131,7 +133,7 @@ def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix:
 
 
 def expand(path: str) -> Path:
-    """The absolute path of a path that users write.
+    """Return the absolute path of a path that users write.
 
     Raises:
         InputError: it names the home of a user who does not exist.
@@ -143,12 +145,15 @@ def expand(path: str) -> Path:
 
 
 def expand_existing(value: str, reserved: Collection[str]) -> str:
-    """The absolute path where ``value`` names a file or folder; any other value, and a reserved name, as it is."""
+    """Return the absolute path if ``value`` names a file or folder, else ``value`` itself.
+
+    A reserved name is also returned unchanged.
+    """
     return str(expand(value)) if value not in reserved and expand(value).exists() else value
 
 
 def explain_validation(error: ValidationError, where: str, model: type[BaseModel], prefix: str = "") -> str:
-    """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
+    """Return one line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
     first = error.errors()[0]
     # pydantic adds the alternatives of a union to the place; users did not write them
     tried = ("literal[", "function-", "ArmConfig", "EngineConfig")

@@ -67,7 +67,7 @@ class EngineConfig(BaseModel):
         return {"name": value} if isinstance(value, str) else value
 
     def all_fields(self) -> dict[str, Any]:
-        """The fields as plain data, also where a bare name would do."""
+        """Return the fields as plain data, also where a bare name would do."""
         return {
             "name": self.name,
             "python": self.python,

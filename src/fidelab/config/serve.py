@@ -339,7 +339,7 @@ def program_python(pasted: Pasted) -> str | None:
 
 
 def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:
-    """A candidate's settings: flags and variables that replace or add to the pasted command's.
+    """Return a candidate's settings: flags and variables that replace or add to the pasted command's.
 
     ``NAME=value`` sets a variable, ``--no-NAME`` takes a flag back.
 
@@ -607,7 +607,10 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
 
 
 def move_folders(text: str, folders: Mapping[str, str]) -> str:
-    """A path, or a text with paths in it, with some folders replaced by others: those of an image by those here."""
+    """Replace folders in a path, or in a text that contains paths.
+
+    ``folders`` maps a folder in the image to the folder on this machine.
+    """
     if not folders:
         return text
     names = "|".join(re.escape(folder) for folder in sorted(folders, key=len, reverse=True))

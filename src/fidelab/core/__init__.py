@@ -99,7 +99,7 @@ def finite(value: Any) -> Any:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a regular file.  A pipe or a device, which may never end, is not opened.
+    """Return the bytes of a regular file.  A pipe or a device, which may never end, is not opened.
 
     Raises:
         OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
@@ -130,7 +130,7 @@ def strict_json(
     half_pairs: bool = False,
     most_values: int | None = None,
 ) -> Any:
-    """The value of a JSON text that may come from anybody.
+    """Return the value of a JSON text that may come from anybody.
 
     Args:
         not_finite: maps NaN and the infinities to their replacement; they are refused by default.
@@ -225,7 +225,7 @@ def cache_parameter(model: Any) -> str:
 
 
 def engine_name(text: str) -> str:
-    """An engine's own name: ``llama.cpp`` → ``llamacpp``, ``transformers`` → ``hf``; any other stays."""
+    """Return an engine's own name: ``llama.cpp`` → ``llamacpp``, ``transformers`` → ``hf``; any other stays."""
     return {"llama.cpp": "llamacpp", "transformers": "hf"}.get(text.lower(), text)
 
 
@@ -290,7 +290,7 @@ class FormatSpec(AsText):
         return cls(match["name"], tuple(sorted((key, ",".join(values)) for key, values in options.items())))
 
     def without(self, *keys: str) -> FormatSpec:
-        """The same format without some options."""
+        """Return the same format without some options."""
         return FormatSpec(self.name, tuple(pair for pair in self.options if pair[0] not in keys))
 
     def __str__(self) -> str:
@@ -419,7 +419,7 @@ class Speculation:
 
 
 def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequence[int]:
-    """The draft of prompt lookup: at most ``most`` tokens that followed the end of ``tokens`` before; or none.
+    """Return the draft of prompt lookup: at most ``most`` tokens that followed the end of ``tokens`` before; or none.
 
     ``lookup``: the longest n-gram that ends the text and occurs in it earlier counts, of these lengths, and of its
     occurrences the first.  They may overlap.  (Saxena, Prompt Lookup Decoding, 2023; vLLM's method ``ngram``.)

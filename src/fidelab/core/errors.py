@@ -100,5 +100,5 @@ class OutputError(FidelabError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """All known names, the most similar to ``name`` first, ties in alphabetical order."""
+    """Return all known names, the most similar to ``name`` first, ties in alphabetical order."""
     return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))

@@ -47,11 +47,11 @@ class Registry:
         return [*self._table]
 
     def names(self) -> list[str]:
-        """All names: the built-in ones in table order, then third-party ones in alphabetical order."""
+        """Return all names: the built-in ones in table order, then third-party ones in alphabetical order."""
         return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]
 
     def load(self, name: str) -> Any:
-        """The object called ``name``.
+        """Return the object called ``name``.
 
         Raises:
             UnknownNameError: no table and no entry point has this name.

@@ -55,7 +55,7 @@ def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed
 
 
 def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> list[DoctorCheck]:
-    """The checks of a whole section, which raises only where fidelab itself is damaged."""
+    """Return the checks of a whole section, which raises only where fidelab itself is damaged."""
     try:
         return list(examine())
     except CAUGHT as error:

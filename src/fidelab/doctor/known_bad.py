@@ -36,7 +36,7 @@ class Pair:
     settled: bool = True
 
     def matching_versions(self, facts: Facts, environ: Mapping[str, str]) -> str:
-        """The versions that are here, in words; empty where they are not, or the harm is avoided."""
+        """Return the versions that are here, in words; empty where they are not, or the harm is avoided."""
         if self.variable and environ.get(self.variable[0], "").lower() == self.variable[1].lower():
             return ""
         met = []

@@ -53,7 +53,7 @@ class System:
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:
-        """A file's content, stripped; empty where it cannot be read."""
+        """Return a file's content, stripped; empty where it cannot be read."""
         try:
             return self.path(name).read_text("utf-8", "replace").strip("\0 \n")
         except OSError:

@@ -39,7 +39,7 @@ def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
-    """The text form; no line is longer than ``width``, the last one says whether anything blocks."""
+    """Return the text form; no line is longer than ``width``, the last one says whether anything blocks."""
     rows = [row for _, group in groupby(diagnosis.checks, lambda check: check.group) for row in _rows(list(group))]
     indent = _STATUS_WIDTH + max(len(label) for _, label, _ in rows) + 2
     text = []

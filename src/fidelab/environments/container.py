@@ -74,7 +74,7 @@ class Container:
     network: bool = False
 
     def command(self, python: str, module: str) -> list[str]:
-        """The command line that runs a module in it."""
+        """Return the command line that runs a module in it."""
         user = "0:0" if self.image.rootless else f"{os.getuid()}:{os.getgid()}"
         words = ["run", "--rm", "--init", "--interactive", "--name", self.name, "--pull", "never", "--user", user]
         if self.image.podman and os.getuid():  # without root: the user keeps the number inside
@@ -110,12 +110,12 @@ class Container:
 
 
 def new_name() -> str:
-    """A name that no other container has."""
+    """Return a name that no other container has."""
     return f"fidelab-{uuid4().hex[:12]}"
 
 
 def find_image(name: str) -> Image:
-    """An image that was pulled or built; nothing is pulled.
+    """Return an image that was pulled or built; nothing is pulled.
 
     Args:
         name: a name that docker accepts: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
@@ -148,7 +148,7 @@ def existing_paths(values: Iterable[str]) -> list[str]:
 
 
 def link_targets(path: str | Path) -> list[str]:
-    """A file or folder and the targets of its links outside it, since a container would see broken links."""
+    """Return a file or folder and the targets of its links outside it, since a container would see broken links."""
     root = Path(path)
     found = [str(root)]
     links = (child for child in (root, *(root.rglob("*") if root.is_dir() else ())) if child.is_symlink())

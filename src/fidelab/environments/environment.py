@@ -194,7 +194,7 @@ def provided_here(cls: type[Engine]) -> bool:
 
 
 def interpreter(python: str) -> str:
-    """The absolute path of an interpreter.
+    """Return the absolute path of an interpreter.
 
     Raises:
         UsageError: there is none.
@@ -295,7 +295,7 @@ def engines_dir() -> Path:
 
 
 def shim(folder: str) -> str:
-    """The absolute path of a user's shim folder.
+    """Return the absolute path of a user's shim folder.
 
     Raises:
         InputError: there is none.

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def cpu_name() -> str:
-    """The processor's model as the system calls it."""
+    """Return the processor's model as the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux
@@ -76,7 +76,7 @@ def source_commit() -> str | None:
 def cgroup_memory(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int] | None:
-    """The lowest memory limit of this process' control groups and the least that is left below one, both in bytes.
+    """Return the lowest memory limit of this process' control groups and the least memory left, both in bytes.
 
     File cache that the kernel would give up counts as left.  ``None`` without a limit or without control groups.
     """

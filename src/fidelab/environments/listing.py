@@ -69,7 +69,7 @@ class Installed:
 
 
 def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None) -> list[Installed]:
-    """Every engine but the test engine, in each of its environments; like :func:`asking`, and waits."""
+    """Return every engine but the test engine, in each of its environments; like :func:`asking`, and waits."""
     with asking(engines, limit, image) as answers:
         return answers()
 

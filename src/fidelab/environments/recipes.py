@@ -194,7 +194,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def recipe(engine: str, variant: str) -> Recipe:
-    """The recipe of an engine for ``cuda``, ``rocm`` or ``cpu``.
+    """Return the recipe of an engine for ``cuda``, ``rocm`` or ``cpu``.
 
     Raises:
         UsageError: there is none.
@@ -221,7 +221,7 @@ def data_path(name: str) -> Path:
 
 
 def variants(engine: str) -> list[str]:
-    """The environments that an engine may have, the one for GPUs first."""
+    """Return the environments that an engine may have, the one for GPUs first."""
     return [candidate.name for candidate in RECIPES.values() if candidate.engine == engine] or [engine]
 
 

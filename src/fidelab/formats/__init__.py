@@ -36,7 +36,7 @@ FORMATS = Registry(
 
 
 def create(spec: FormatSpec) -> Format:
-    """The format that ``spec`` names, with its options.
+    """Return the format that ``spec`` names, with its options.
 
     Raises:
         UnknownNameError: no table has this name.

@@ -53,10 +53,10 @@ class Format(ABC):
         return False
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale that stays fixed for a sequence, from its first written content.
+        """Return the scale that stays fixed for a sequence, from its first written content.
 
-        ``mask``: ``[batch, tokens]`` bool, False where a position is padding and must not count.
-        ``None`` for formats without such a scale.
+        ``mask``: ``[batch, tokens]`` bool, False where a position is padding and must not count. ``None`` for formats
+        without such a scale.
         """
         return None
 

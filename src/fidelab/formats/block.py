@@ -121,7 +121,7 @@ class Block8(Block):
         return d, finite(round_half_away(blocks * inverse(d))).to(torch.int8).view(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """The int8 codes."""
+        """Return the int8 codes."""
         return codes.view(torch.int8).float()
 
     def rounding(self, multiples: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ class BlockAffine(Block):
 
 
 def largest(blocks: Tensor) -> Tensor:
-    """The value of largest magnitude, sign included, the first of several; NaN where there is one."""
+    """Return the value of largest magnitude, sign included, the first of several; NaN where there is one."""
     return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
 
 

@@ -55,7 +55,7 @@ class Excepted(Format):
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale of ``inner``."""
+        """Return the scale of ``inner``."""
         return self.inner.fit(x, mask)
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:

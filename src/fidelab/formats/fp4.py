@@ -123,7 +123,7 @@ class NVFloat4(Float4):
         return exact.clamp(_E4M3_SMALLEST, _E4M3_TOP).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def widen(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """The e4m3 number times ``g``."""
+        """Return the e4m3 number times ``g``."""
         widened = stored.contiguous().view(torch.float8_e4m3fn).float()
         if self.scaling == "per-tensor":
             widened = widened * self._require_scale(scale)
@@ -141,7 +141,7 @@ class MXFloat4(Float4):
     size = 32
 
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
-        """The exponent of amax in float32's own bits, less 2."""
+        """Return the exponent of amax in float32's own bits, less 2."""
         amax = blocks.abs().amax(-1)
         exponent = amax.clamp_max(torch.finfo(torch.float32).max).view(torch.int32) >> 23
         return torch.where(amax.isnan(), 255, (exponent - 2).clamp_min(0)).to(torch.uint8)

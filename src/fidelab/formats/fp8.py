@@ -122,7 +122,7 @@ class Float8(Format):
         return narrow(_widen(parts[0], self.dtype, torch.float32) * s, dtype)
 
     def token_bytes(self, dim: int) -> int:
-        """One byte per value, two more for a scale per token and head."""
+        """Return one byte per value, two more for a scale per token and head."""
         return dim + (2 if self.scaling == "per-token-head" else 0)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:

@@ -49,7 +49,7 @@ class BlockLevels(Block):
     code_bytes = SIZE // 2
 
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The fitted ``d``; codes 0 … 15, two to a byte."""
+        """Return the fitted ``d``; codes 0 … 15, two to a byte."""
         first = _first(blocks)
         multiples = finite(blocks * inverse(first))  # scaled, so that no product below overflows
         codes = _look_up(_nearest_codes(multiples.device), _half_units(multiples))
@@ -60,7 +60,7 @@ class BlockLevels(Block):
         return torch.where(below == 0, first, first * (above / below)), pack_halves(codes)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """The levels."""
+        """Return the levels."""
         return _level(unpack_halves(codes))
 
     def rounding(self, multiples: Tensor) -> Tensor:

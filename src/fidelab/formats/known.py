@@ -105,7 +105,7 @@ def names_of(
     exact: bool = True,
     asked: FormatSpec | None = None,
 ) -> list[str]:
-    """The formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
+    """Return the formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
 
     Several where the content leaves it open (zeros are alike in many); none where no format does.
 
@@ -155,7 +155,10 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
-    """The format, without options, that encodes one fixed vector as ``encode`` does, ways of rounding included."""
+    """Return the format, without options, that encodes one fixed vector as ``encode`` does.
+
+    The way of rounding must be the same, too.
+    """
     return _VECTORS.get(_digest(encode(_vector())))
 
 

@@ -51,7 +51,7 @@ class Native(Format):
         return (_convert(x, self.dtype),)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """The stored values in ``dtype``."""
+        """Return the stored values in ``dtype``."""
         return _convert(parts[0], dtype)
 
     def token_bytes(self, dim: int) -> int:

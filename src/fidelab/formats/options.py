@@ -25,7 +25,7 @@ def only(spec: FormatSpec, *known: str) -> None:
 
 
 def choice(spec: FormatSpec, key: str, allowed: Sequence[str]) -> str:
-    """The value of ``key``, one of ``allowed``; the first of them where the option is absent.
+    """Return the value of ``key``, one of ``allowed``; the first of them where the option is absent.
 
     Raises:
         UsageError: another value.
@@ -38,7 +38,7 @@ def choice(spec: FormatSpec, key: str, allowed: Sequence[str]) -> str:
 
 
 def multiple(spec: FormatSpec, key: str, step: int, default: int) -> int:
-    """The value of ``key``: a positive multiple of ``step``, or ``default`` where the option is absent.
+    """Return the value of ``key``: a positive multiple of ``step``, or ``default`` where the option is absent.
 
     Raises:
         UsageError: another value.

@@ -78,7 +78,7 @@ class Rotated(Format):
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale of the rotated content."""
+        """Return the scale of the rotated content."""
         return self.inner.fit(self._rotate(x), mask)
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:

@@ -51,10 +51,10 @@ def finite_amax(x: Tensor, dims: tuple[int, ...], mask: Tensor | None = None) ->
 
 
 def half_scale(exact: Tensor, *, up: bool = False) -> Tensor:
-    """A float32 scale >= 0 as float16: the nearest one, or with ``up`` the next one not below it.
+    """Return a float32 scale >= 0 as float16: the nearest one, or with ``up`` the next one not below it.
 
-    Kept within [2^-24, 65504]: a scale that underflowed to 0 would be divided by, one that overflowed to
-    infinity would decode to NaN.  NaN stays NaN.
+    Kept within [2^-24, 65504]: a scale that underflowed to 0 would be divided by, one that overflowed to infinity would
+    decode to NaN.  NaN stays NaN.
     """
     exact = exact.clamp(HALF_MIN, HALF_MAX)
     half = exact.to(torch.float16)

@@ -86,7 +86,7 @@ class GroupedUInt(Format):
         return self._bytes(dim, self._stored_bits)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """The same with codes packed without gaps."""
+        """Return the same with codes packed without gaps."""
         return self._bytes(dim, self.bits)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -62,12 +62,15 @@ class WeightFormat(ABC):
         """Bytes of a weight of this shape: codes without gaps, and all scales."""
 
     def used(self, inputs: int) -> str:
-        """The format that rows of ``inputs`` values get: its own name, or that of the one that takes its place."""
+        """Return the format that rows of ``inputs`` values get.
+
+        This is the format's own name, or the name of the format that takes its place.
+        """
         return self.name
 
 
 def weight_format(spec: FormatSpec) -> WeightFormat:
-    """The format of weights that ``spec`` names, with its options.
+    """Return the format of weights that ``spec`` names, with its options.
 
     Raises:
         UnknownNameError: there is none of this name.

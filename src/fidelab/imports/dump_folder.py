@@ -61,7 +61,7 @@ class Dump(ABC):
         return next(iter(self.shapes.values()))[1]
 
     def tokens(self, number: int) -> NDArray[np.int64] | None:
-        """The tokens of a window, where they are known."""
+        """Return the tokens of a window, where they are known."""
         return None
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Dump(ABC):
         """One window, mapped."""
 
     def facts(self) -> dict[str, Any]:
-        """The facts for the report's environment."""
+        """Return the facts for the report's environment."""
         name = self.path.resolve().name
         return {"folder": name, "files": len(self.shapes), "ids": self.vocabulary, "type": self.kind}
 

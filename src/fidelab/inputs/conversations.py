@@ -404,7 +404,7 @@ def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
 
 
 def traffic_text(traffic: Traffic) -> Text:
-    """The log as a text with a document per conversation."""
+    """Return the log as a text with a document per conversation."""
     if traffic.text is not None:
         return traffic.text
     parts = [f"{conversation.text}\n" for conversation in traffic.conversations]
@@ -420,7 +420,10 @@ def traffic_text(traffic: Traffic) -> Text:
 
 
 def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:
-    """Every conversation up to the last message that is not the assistant's, with its tools; none of plain text."""
+    """Return every conversation up to its last message that is not the assistant's, with its tools.
+
+    A log of plain text has no conversations.
+    """
     prompts = []
     for conversation in traffic.conversations:
         messages = conversation.messages
@@ -451,11 +454,11 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
 
 
 def recorded(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> tuple[list[Response], int]:
-    """Every recorded answer after its history, and the number of answers that the template later renders differently.
+    """Return the recorded answers, each after its history, and how many the template later renders differently.
 
-    The input is what a server's cache would have held when the answer was sampled.  A template may drop the
-    reasoning of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with
-    the text before it.
+    The input is what a server's cache would have held when the answer was sampled.  A template may drop the reasoning
+    of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with the text
+    before it.
     """
     responses, lost = list[Response](), 0
     for conversation in conversations:

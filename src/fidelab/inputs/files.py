@@ -14,7 +14,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def read_utf8(path: Path, what: str) -> str:
-    """The file's text exactly as it is, line ends included.  ``what`` names the file's role in messages.
+    """Return the file's text exactly as it is, line ends included.  ``what`` names the file's role in messages.
 
     Raises:
         InputError: no such file, it cannot be read, or it is not UTF-8 (with line and byte).
@@ -34,7 +34,7 @@ def read_utf8(path: Path, what: str) -> str:
 
 
 def numbered_lines(path: Path, what: str) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, without the space around them, and their numbers from 1."""
+    """Return the lines of a file that are not blank, without the space around them, and their numbers from 1."""
     lines = enumerate(read_utf8(path, what).removeprefix("\ufeff").split("\n"), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
 

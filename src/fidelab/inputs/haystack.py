@@ -40,7 +40,7 @@ class Stretch:
     boundaries: Tokens
 
     def nearest(self, place: float) -> int:
-        """The boundary nearest to an index."""
+        """Return the boundary nearest to an index."""
         return min(self.boundaries, key=lambda boundary: abs(boundary - place))
 
 
@@ -121,7 +121,7 @@ def _cut(sentence: str) -> Iterator[str]:
 
 
 def space_before(tokenizer: Tokenizer) -> str:
-    """The text to put before a sentence for a leading space: empty if the tokenizer adds one itself."""
+    """Return the text to put before a sentence for a leading space: empty if the tokenizer adds one itself."""
     joined = tokenizer.decode((*tokenizer.encode("One."), *tokenizer.encode("Two.")))
     return "" if joined == "One. Two." else " "
 

@@ -97,7 +97,7 @@ _SEGMENTS = (
 
 
 def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
-    """One digit in seven segments on white: [size, size, 3]."""
+    """Return one digit in seven segments on white: [size, size, 3]."""
     image: Pixels = np.full((size, size, 3), 255, dtype=np.uint8)
     left, right, thick = int(0.3 * size), int(0.7 * size), size // 14
     top, middle, bottom = int(0.15 * size), size // 2, int(0.85 * size)
@@ -117,7 +117,7 @@ def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
 
 
 def png(pixels: Pixels) -> bytes:
-    """A PNG file of an image ``[height, width, 3]``; equal pixels give equal bytes under one version of zlib."""
+    """Return a PNG file of an image ``[height, width, 3]``; equal pixels give equal bytes under one version of zlib."""
     height, width, _ = pixels.shape
     rows = np.concatenate((np.zeros((height, 1), dtype=np.uint8), pixels.reshape(height, -1)), axis=1)
 
@@ -181,7 +181,7 @@ def _drawn(name: str, question: str, right: str, answers: Sequence[str], image: 
 
 
 def read_url(url: str) -> bytes:
-    """The image file in a ``data:`` URL.
+    """Return the image file in a ``data:`` URL.
 
     Raises:
         InputError: it is at another address, too large, or no image that can be read; the URL is not shown.
@@ -221,7 +221,7 @@ def _check(data: bytes) -> None:
 
 
 def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
-    """Every conversation of a log that shows images, up to the last message that is not the assistant's.
+    """Return every conversation of a log that shows images, up to the last message that is not the assistant's.
 
     Its wrong images are those of the next such conversation, in turn, or a drawn image where there is none.
 
@@ -292,7 +292,7 @@ def placeholder(tokenizer: Tokenizer) -> str:
 def tokens_around(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], template: Template, placeholder: str
 ) -> PromptTokens:
-    """A conversation as the model's chat template writes it with images and without.
+    """Return a conversation as the model's chat template writes it with images and without.
 
     ``raw``, and a model without a template: the placeholder for each image, a line end, and the text.
 

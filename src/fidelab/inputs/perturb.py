@@ -47,7 +47,7 @@ def perturb(text: str, name: str, seed: int) -> str | None:
 
 
 def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
-    """The prompt with its last user message perturbed; ``None`` where that does not apply or there is none.
+    """Return the prompt with its last user message perturbed; ``None`` where that does not apply or there is none.
 
     Raises:
         UnknownNameError: no perturbation has this name.

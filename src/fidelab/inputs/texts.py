@@ -45,14 +45,13 @@ class Text:
 
 
 def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> Text:
-    """The corpus of a name: ``default`` and ``domains`` (the package's own), ``wikitext-2`` (the hub's), or a file's.
+    """Return the corpus ``default`` or ``domains`` of the package, ``wikitext-2`` from the hub, or that of a file.
 
     ``domains`` holds eight kinds of text; ``tokenizer``: whose chat template writes its conversations.
 
     The package's own text is its short documents, then its long ones.
 
-    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title``
-    lines.
+    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title`` lines.
 
     Raises:
         InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
@@ -95,9 +94,10 @@ def _wikitext() -> str:
 
 
 def domains_text(tokenizer: Tokenizer | None) -> Text:
-    """The package's own documents of eight kinds; without a tokenizer, conversations are written without a template.
+    """Return the package's own documents of eight kinds.
 
-    A template that takes no tools, or not these roles, gets the conversations as plain text.
+    Without a tokenizer, conversations are written without a template.  If a template does not accept tools or these
+    roles, the conversations are also written as plain text.
     """
     documents: list[tuple[str, str]] = []
     for name, domain, count in _DOMAINS:

@@ -58,7 +58,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: Model) -> Tokenizer:
-        """The tokenizer of a resolved model.
+        """Return the tokenizer of a resolved model.
 
         Raises:
             InputError: the model's folder has none that can be loaded without running its code.
@@ -77,11 +77,11 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> Tokens:
-        """The ids of ``text``, without BOS or EOS."""
+        """Return the ids of ``text``, without BOS or EOS."""
         return self.backend.encode(text)
 
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
-        """The ids, and for each the offset (in characters of ``text``) where its text begins.
+        """Return the ids, and for each the offset (in characters of ``text``) where its text begins.
 
         Raises:
             InputError: the tokenizer keeps no offsets (see ``offsets``).
@@ -89,11 +89,11 @@ class Tokenizer:
         return self.backend.encode_with_offsets(text)
 
     def chat(self, messages: Sequence[ChatMessage], template: Template = "chat", tools: Tools = ()) -> Tokens:
-        """A prompt's ids, ending where the model's answer begins.
+        """Return a prompt's ids, ending where the model's answer begins.
 
-        ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
-        none; ``raw`` takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds
-        one, and omits ``tools``.
+        ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is none; ``raw``
+        takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds one, and omits
+        ``tools``.
 
         Raises:
             InputError: the template refuses these messages.
@@ -111,7 +111,7 @@ class Tokenizer:
         generation: bool = False,
         private: bool = False,
     ) -> str:
-        """The text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
+        """Return the text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
 
         ``generation``: with what comes before the model's next answer.  ``private``: the text is kept nowhere.
 
@@ -123,11 +123,11 @@ class Tokenizer:
         return _join_messages(messages) + ("\n\n" if generation else "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included, nothing cleaned up."""
+        """Return the text of ``ids``, special tokens included, nothing cleaned up."""
         return self.backend.decode(ids)
 
     def pieces(self) -> list[str]:
-        """The tokenizer's own string for each id; ``""`` for an id that has none."""
+        """Return the tokenizer's own string for each id; ``""`` for an id that has none."""
         return self.backend.pieces()
 
     def special_ids(self) -> frozenset[int]:
@@ -402,7 +402,7 @@ class _HuggingFace:
 
 
 def apply_template(library: Any, messages: Sequence[ChatMessage], **switches: Any) -> str:
-    """The text that the chat template of a Transformers tokenizer makes of some messages.
+    """Return the text that the chat template of a Transformers tokenizer makes of some messages.
 
     A template is a program of whoever made the model: its time, its memory and the length of its text are bounded.
 

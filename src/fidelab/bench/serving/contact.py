@@ -99,7 +99,7 @@ class Contact:
         return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
 
     def facts(self) -> dict[str, Any]:
-        """Facts for the report: the server and the settings of its requests."""
+        """Return facts for the report: the server and the settings of its requests."""
         root, api = split_url(self.settings.base_url)
         return {
             "target": root,
@@ -120,7 +120,7 @@ class Contact:
         return None
 
     def record(self) -> dict[str, Any]:
-        """Facts for the report: how requests were made."""
+        """Return facts for the report: how requests were made."""
         form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
         return {
             "prompts": form[self.form],
@@ -159,7 +159,7 @@ class Contact:
         ]
 
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
-        """One greedy request, with as much as the server takes to make the answer whole."""
+        """Return one greedy request, with as much as the server takes to make the answer whole."""
         extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
         chat = self.settings.endpoint == "chat"
         return {

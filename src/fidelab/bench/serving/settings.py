@@ -70,7 +70,7 @@ class ServingSettings(BaseModel):
         return "closed" if self.request_rate is None else self.arrival
 
     def cells(self) -> list[LoadAsked]:
-        """The loads, by context, then concurrency."""
+        """Return the loads, by context, then concurrency."""
         return [
             LoadAsked(
                 arrival=self.kind,

@@ -40,7 +40,7 @@ def user_folder() -> Path:
 
 
 def listing() -> dict[str, Found]:
-    """All presets that have a name, sorted by it; the user's own hide those of the package."""
+    """Return all presets that have a name, sorted by it; the user's own hide those of the package."""
     found: dict[str, Found] = {}
     for folder in (_PRESET_DIR, user_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
@@ -49,10 +49,10 @@ def listing() -> dict[str, Found]:
 
 
 def find_preset(name: str, engine: str | None = None) -> Found:
-    """A preset by its name, or by the path of its file.
+    """Return a preset by its name, or by the path of its file.
 
-    ``NAME`` may omit the engine where presets ``NAME-ENGINE`` exist; the first of them is meant where none is
-    asked for.
+    ``NAME`` may omit the engine where presets ``NAME-ENGINE`` exist; the first of them is meant where none is asked
+    for.
 
     Raises:
         ConfigError: the file does not exist.
@@ -75,7 +75,7 @@ def find_preset(name: str, engine: str | None = None) -> Found:
 
 
 def load_preset(found: Found, changes: Mapping[str, Any] | None = None) -> Preset:
-    """The preset in a file, with other values for some of an arm's fields.
+    """Return the preset in a file, with other values for some of an arm's fields.
 
     Raises:
         ConfigError: not YAML, an unknown key or a wrong type; the message names the place.
@@ -89,8 +89,7 @@ def validate(found: Found, data: Mapping[str, Any]) -> Preset:
 
 
 def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:
-    """The plain data of an experiment whose arms no longer name presets. Values that are not arms are left to
-    validation.
+    """Return the plain data of an experiment, with each preset that an arm names replaced by its content.
 
     Args:
         data: of an experiment; an arm may be a text, too.
@@ -121,7 +120,7 @@ def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[st
 
 
 def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConfig]:
-    """The arms of the grid that ``vary`` spans, named by their levels.
+    """Return the arms of the grid that ``vary`` spans, named by their levels.
 
     Raises as :func:`arm_of`, which ``check`` goes to.
     """
@@ -133,7 +132,7 @@ def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConf
 
 
 def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, Any]:
-    """The fields of an arm that names a ``preset``: the preset's, overridden by the arm's.
+    """Return the fields of an arm that names a ``preset``: the preset's, overridden by the arm's.
 
     Raises as :func:`find_preset` and :func:`load_preset`, and as ``check`` of a file that is anybody's.
     """
@@ -167,7 +166,7 @@ def _differences(own: Mapping[str, Any]) -> list[str]:
 
 
 def experiment_of(preset: Preset) -> dict[str, Any]:
-    """The fields of an experiment whose arms all begin from a preset, with the preset itself as reference."""
+    """Return the fields of an experiment whose arms all begin from a preset, with the preset itself as reference."""
     fields = preset.arm_fields()
     reference = {key: fields.pop(key) for key in ("name", "kv") if key in fields}
     return {**fields, "reference": reference}

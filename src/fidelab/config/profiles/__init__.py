@@ -198,12 +198,12 @@ class Resolved(BaseModel):
 
 
 def names() -> list[str]:
-    """The profiles that come with the package."""
+    """Return the profiles that come with the package."""
     return sorted(path.stem for path in _PROFILE_DIR.glob("*.yaml"))
 
 
 def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
-    """A profile that comes with the package, or one of a file that the user trusts.
+    """Return a profile that comes with the package, or one of a file that the user trusts.
 
     Raises:
         UnknownNameError: the profile does not exist.
@@ -229,7 +229,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
 def resolve(
     name: str, profile: Profile, variant: str | None = None, parameters: Mapping[str, Value] | None = None
 ) -> Resolved:
-    """The stages as they would be run.
+    """Return the stages as they would be run.
 
     Args:
         name: what the user called the profile.
@@ -347,12 +347,12 @@ def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
 
 
 def experiments() -> list[str]:
-    """The experiment files that come with the package, by name."""
+    """Return the experiment files that come with the package, by name."""
     return sorted(path.stem for path in _EXPERIMENTS.glob("*.yaml"))
 
 
 def find_experiment(path: Path) -> Path:
-    """The file that a user means: one that exists, else the bundled experiment NAME or experiments/NAME.yaml.
+    """Return the file that a user means: one that exists, else the bundled experiment NAME or experiments/NAME.yaml.
 
     Raises:
         ConfigError: neither; lists the bundled experiments, and says how a profile is run.
