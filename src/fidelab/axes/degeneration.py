@@ -1,11 +1,11 @@
-"""Degeneration onset: the first token of the degenerate rest of a long greedy text, if any.
+"""Axis degeneration: the token at which a long greedy text begins to degenerate, if it does.
 
 See docs/metrics.md#degeneration.
 
-Small models loop under greedy decoding with any cache, so an onset counts only if it lies more than 32 tokens before
-the reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
-repetition therefore downgrade the verdict only if more prompts get worse than better (McNemar's exact test,
-p ≤ 0.05).  Noise where the reference has none always downgrades it.
+Small models loop under greedy decoding with any cache, so an onset counts only if it is more than 32 tokens before the
+reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
+repetition therefore downgrade the verdict only if more prompts get worse than better (McNemar's exact test, p ≤ 0.05).
+Noise where the reference has none always downgrades it.
 """
 
 from __future__ import annotations

@@ -160,10 +160,10 @@ class GSM8K(Axis):
 
 @dataclass(frozen=True)
 class _Answer:
-    """Output of one side: ids, text up to a question that it adds, and the number that it answers with.
+    """Output of one side: its ids, its text up to the first question that it invents, and the number that it gives.
 
-    ``unfinished``: only its reasoning has numbers.  ``length``: tokens of its own words, reasoning included;
-    ``None`` if they were cut at the token budget.
+    ``unfinished``: only its reasoning has numbers.  ``length``: tokens of its own words, reasoning included; ``None``
+    if they were cut at the token budget.
     """
 
     ids: Sequence[int]

@@ -1,9 +1,9 @@
-"""Paths: does an arm give the same distributions in every serving mode of a server?
+"""Axis paths: whether an arm gives the same distributions in every serving mode of a server.
 
 See docs/metrics.md#paths.
 
-A part per way.  Each way is compared with the cold prefill of the same arm, and the figure is shown next to that of
-the reference, whose ways are compared with its own cold prefill.
+There is one part per serving mode ("way").  Each way is compared with the cold prefill of the same arm.  The figure is
+shown next to the reference's, whose ways are compared with its own cold prefill.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Paths(Axis):
         return asked
 
     def _plan(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """(part, way, size, first row, other requests); the cold prefill first."""
+        """Return (part, way, size, first row, other requests) for each request, with the cold prefill first."""
         n_ctx = self.settings.n_ctx
         block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # half of a short window
         partial = block + _TOKENS_AFTER_HIT if block + _TOKENS_AFTER_HIT < n_ctx - 2 else block - _TOKENS_AFTER_HIT
@@ -226,7 +226,7 @@ class Paths(Axis):
         )
 
     def _reference(self, ref: Mapping[str, Capture], part: str) -> Floats:
-        """The reference's KL of one way, computed for the first arm."""
+        """Return the reference's KL of one way, which is computed for the first arm."""
         key = ref[_COLD].folder, ref[part].folder
         if key not in self._own:
             self._own[key] = _kl(ref[_COLD], ref[part])
@@ -246,7 +246,7 @@ def _engine(capture: Capture) -> str:
 
 
 def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
-    """Prompts of other requests, each of another length, from the end of the text."""
+    """Return prompts for the other requests, each of a different length, from the end of the text."""
     ids = inputs.tokenizer.encode(inputs.text.content)
     lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
     if sum(lengths) > len(ids):
@@ -268,7 +268,7 @@ def _request(capture: Capture) -> Served:
 
 
 def _unproven(capture: Capture) -> tuple[Status, str] | None:
-    """Reason why the rows of a capture do not count (way unsupported, or not proven by counters), or ``None``."""
+    """Return why the rows of a capture do not count (way unsupported, or not proven by counters), else ``None``."""
     facts = capture.manifest["facts"]
     if why := facts.get("not_supported"):
         return Status.NOT_SUPPORTED, str(why)
@@ -278,19 +278,19 @@ def _unproven(capture: Capture) -> tuple[Status, str] | None:
 
 
 def _kl(cold: Capture, way: Capture) -> Floats:
-    """KL(cold ‖ way) [windows, rows of the way], nats; NaN where a row failed."""
+    """Return KL(cold ‖ way) [windows, rows of the way] in nats; NaN where a row failed."""
     pair, rows = Pair(cold, way, ()), _request(way).n_rows
     targets, skip = np.full(rows, -1, dtype=np.int64), _request(way).first - _request(cold).first
     return np.stack([compare_item(pair, item, item, targets, skip).kl for item in range(len(way.items))])
 
 
 def _windows(kl: Floats) -> NDArray[np.int64]:
-    """The window of each row, in the order in which ``kl`` is ravelled."""
+    """Return the window of each row, in the order in which ``kl`` is ravelled."""
     return np.repeat(np.arange(kl.shape[0]), kl.shape[1])
 
 
 def _tail(kl: Floats) -> float:
-    """90th percentile of the rows; 0 without a usable row."""
+    """Return the 90th percentile of the rows; 0 without a usable row."""
     usable = kl[np.isfinite(kl)]
     return float(np.quantile(usable, _TAIL_QUANTILE)) if len(usable) else 0.0
 
@@ -333,7 +333,7 @@ def _noise_of_other_families(part: str, tails: Mapping[str, float]) -> float:
 def _cell(
     part: str, why: tuple[Status, str] | None, capture: Capture, first: int, at: int | None, theirs: int | None
 ) -> Cell:
-    """Outcome of a way, its counts, and the alarm."""
+    """Return the outcome of a way, its counts, and the alarm."""
     if why is not None:
         return Cell(at={"way": part}, status=why[0], reason=why[1])
     counts = capture.manifest["facts"]["engaged"]
@@ -359,7 +359,7 @@ def _metrics(
 
 
 def _estimate(kl: Floats, seed: int) -> tuple[float | None, tuple[float, float] | None]:
-    """Mean and 95% interval over windows."""
+    """Return the mean and its 95% interval over windows."""
     usable = np.isfinite(kl.ravel())
     if not usable.any():
         return None, None
@@ -368,13 +368,13 @@ def _estimate(kl: Floats, seed: int) -> tuple[float | None, tuple[float, float] 
 
 
 def _sentence(part: str, position: int) -> str:
-    """``decoding parts from prefill at position 97``."""
+    """Return a sentence such as ``decoding parts from prefill at position 97``."""
     way, _, number = part.rpartition("-")
     return f"{_WORDS[part] if part in _WORDS else f'{_WORDS[way]} ({number} others)'} at position {position}"
 
 
 def _summary(ends: Mapping[str, int], first: Mapping[str, int], n: int) -> str:
-    """The way that parts first, or that none does."""
+    """Name the way that diverges first, or say that none does."""
     if not ends:
         return f"{counted(n, 'way')} {'agrees' if n == 1 else 'agree'} with a cold prefill" if n else ""
     part = min(ends, key=lambda name: first[name] + ends[name])
@@ -383,7 +383,7 @@ def _summary(ends: Mapping[str, int], first: Mapping[str, int], n: int) -> str:
 
 
 def _curve(part: str, kl: Floats, first: int) -> Curve:
-    """Mean KL over the windows by position."""
+    """Return the mean KL over the windows by position."""
     means = [float(np.mean(usable)) if len(usable := column[np.isfinite(column)]) else None for column in kl.T]
     return Curve(
         key="paths",

@@ -151,8 +151,8 @@ class Vision(Axis):
         """Requests with the questions and their images.
 
         Raises:
-            UnavailableError: the reference cannot read images, or the log has none.
-            InputError: an image of the log cannot be used, or a question has no room.
+            UnavailableError: If the reference cannot read images, or the log has none.
+            InputError: If an image of the log cannot be used, or a question has no room.
         """
         s, asked = self.settings, self._tokenized_prompts(inputs)
         source = "traffic" if asked and not asked[0][0].right else "drawn"

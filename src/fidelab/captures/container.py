@@ -156,7 +156,7 @@ class TensorFile:
         """Map the file.
 
         Raises:
-            CaptureError: the file is not a complete safetensors file.
+            CaptureError: If the file is not a complete safetensors file.
         """
         self.path = path
         try:

@@ -102,7 +102,7 @@ class Capture:
         """The question, token ids included.
 
         Raises:
-            CaptureError: the file holds no request, or another one than the manifest says.
+            CaptureError: If the file holds no request, or another one than the manifest says.
         """
         try:
             text = _unpacked(self.folder / PROBE)
@@ -200,7 +200,7 @@ class Capture:
         Empty where rows were kept, and for an item that had none.
 
         Raises:
-            CaptureError: the columns compare with another capture, or do not fit each other.
+            CaptureError: If the columns compare with another capture, or do not fit each other.
         """
         if not self.against:
             return {}
@@ -384,7 +384,7 @@ def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = Tru
     """Check size and, with ``content``, hash of a file.
 
     Raises:
-        CaptureError: they differ from ``record``; ``name`` is what the message calls the file.
+        CaptureError: If they differ from ``record``; ``name`` is what the message calls the file.
     """
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise CaptureError(f"{name} is missing or truncated; delete it and capture again")

@@ -33,11 +33,11 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
     """Remove files of ended writers, damaged and ``doomed`` captures, then heads and vocabularies without a capture.
 
     Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.  Captures
-    of other versions stay, and with them all heads and vocabularies, since it is not known which they need.
-    Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
+    of other versions stay, and with them all heads and vocabularies, since it is not known which they need. Returns
+    (path, bytes) of what was removed, or with ``dry_run`` would be.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: If there is no such folder.
     """
     going: list[Path] = []
     needed: set[str] = set()
@@ -83,7 +83,7 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     capture is written next to the old one and takes its place when it is complete.
 
     Raises:
-        CaptureError: rows of an item without figures would be lost.
+        CaptureError: If rows of an item without figures would be lost.
     """
     test = pair.test
     manifest = test.manifest
@@ -155,7 +155,7 @@ def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: 
     ``asked``: its arm, as manifests have it.
 
     Raises:
-        CaptureError: its rows are gone, or it is damaged.
+        CaptureError: If its rows are gone, or it is damaged.
     """
     if capture.against:
         raise CaptureError(

@@ -146,7 +146,7 @@ def survey(
     """Input of the rules. Reads every tensor of the checkpoint once.
 
     Raises:
-        InputError: the method is not known, or a file changed meanwhile.
+        InputError: If the method is not known, or a file changed meanwhile.
     """
     scheme = scheme_of(checkpoint)
     modules = modules_of(checkpoint)

@@ -177,10 +177,10 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
         dtype: one of :data:`DTYPES`.
 
     Raises:
-        UsageError: the target exists or lies within the source, or the layout or type is unknown.
-        InputError: the source cannot be read, or the target cannot hold it; the message names the modules and the
+        UsageError: If the target exists or lies within the source, or the layout or type is unknown.
+        InputError: If the source cannot be read, or the target cannot hold it.  The message names the modules and the
             reason.
-        OutputError: the target cannot be written, or its disk has no room.
+        OutputError: If the target cannot be written, or its disk has no room.
     """
     if to not in TARGETS:
         raise UnknownNameError("layout", to, TARGETS)
@@ -491,7 +491,7 @@ def _cast(values: NDArray[np.float32], dtype: str, name: str, lossy: bool) -> ND
     """Values in a type as it is stored.
 
     Raises:
-        InputError: they overflow, or are rounded and that is not allowed.
+        InputError: If they overflow, or are rounded and that is not allowed.
     """
     if dtype == "F32":
         return values
@@ -690,7 +690,7 @@ def _certify(plan: _Plan, folder: Path, quantization: dict[str, Any] | None) -> 
     """Compare both checkpoints, from their files, value by value.
 
     Raises:
-        OutputError: the target lacks a tensor, has one too many, or differs where nothing was allowed to.
+        OutputError: If the target lacks a tensor, has one too many, or differs where nothing was allowed to.
     """
     source = plan.source
     certificate = Certificate(

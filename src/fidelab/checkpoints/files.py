@@ -143,7 +143,7 @@ class Checkpoint:
         that are not in :data:`RAW` come as bytes.
 
         Raises:
-            InputError: as :meth:`read`.
+            InputError: As :meth:`read`.
         """
         info = self._info(tensor)
         kind = RAW.get(info.dtype, np.dtype("u1"))
@@ -375,7 +375,7 @@ def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """Stored values (:meth:`Checkpoint.read`) as float32.
 
     Raises:
-        InputError: the type cannot be decoded.
+        InputError: If the type cannot be decoded.
     """
     if dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)

@@ -54,8 +54,8 @@ class Fragile:
 def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: int = 4096) -> Fragile:
     """Write a copy of ``source`` in which the rows of ``pairs`` RoPE pairs of K are ``factor`` times as large.
 
-    The pairs are those that turn fastest, in every layer and head; the same rows of all heads of Q, which share
-    the heads of K in groups, are scaled by ``1 / factor``.  Biases are scaled with their rows.
+    The pairs are those that turn fastest, in every layer and head; the same rows of all heads of Q, which share the
+    heads of K in groups, are scaled by ``1 / factor``.  Biases are scaled with their rows.
 
     Args:
         source: a folder with safetensors of 16 or 32 bits, not quantized.
@@ -63,10 +63,10 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
         factor: a power of two of at least 2.
 
     Raises:
-        UsageError: ``target`` exists, or ``factor`` or ``pairs`` are not possible.
-        InputError: the model undoes the scaling (norms of queries and keys), keeps its projections in another form, or
-            has an architecture whose pairs are not known; or a weight would overflow or become subnormal.
-        OutputError: ``target`` cannot be written.
+        UsageError: If ``target`` exists, or ``factor`` or ``pairs`` are not possible.
+        InputError: If the model undoes the scaling (norms of queries and keys), keeps its projections in another form,
+            or has an architecture whose pairs are not known; or a weight would overflow or become subnormal.
+        OutputError: If ``target`` cannot be written.
     """
     if factor < 2 or factor & (factor - 1):
         raise UsageError(f"factor {factor} is not a power of two of at least 2; other factors would round the weights")

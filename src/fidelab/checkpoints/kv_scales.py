@@ -38,7 +38,7 @@ def refuse_unscalable(source: str | Path) -> None:
     """Refuse a checkpoint that cannot get scales, before anything runs.
 
     Raises:
-        InputError: it is not a safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
+        InputError: If it is not a safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
     """
     with open_checkpoint(source) as checkpoint:
         _attentions(checkpoint)

@@ -323,7 +323,7 @@ def _stored_scales(scales: NDArray[np.float32], dtype: str) -> StoredArray:
     """Scales in the type in which they were stored.
 
     Raises:
-        ValueError: the type cannot hold them exactly.
+        ValueError: If the type cannot hold them exactly.
     """
     if dtype == "BF16":
         bits = np.ascontiguousarray(scales).view(np.uint32)
@@ -690,7 +690,7 @@ def quantized_modules(
         quantization: the checkpoint's ``quantization_config``; without one, nothing is quantized.
 
     Raises:
-        InputError: the method is not known, or a module lacks a tensor.
+        InputError: If the method is not known, or a module lacks a tensor.
     """
     if quantization is None:
         return {}

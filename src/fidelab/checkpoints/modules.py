@@ -347,7 +347,7 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
     """Quantization of the checkpoint's configuration, in one form for all methods.
 
     Raises:
-        InputError: it names a method, or a variant of one, that is not known.
+        InputError: If it names a method, or a variant of one, that is not known.
     """
     raw = checkpoint.quantization
     if raw is None:

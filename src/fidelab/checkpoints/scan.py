@@ -136,7 +136,7 @@ def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> St
     ``scale``: it holds scales, of which every number is looked at.
 
     Raises:
-        InputError: the file ends early.
+        InputError: If the file ends early.
     """
     chunks = checkpoint.chunks(info, _CHUNK_BYTES)
     return reduce(Statistics.joined, (_of_chunk(chunk, info, scale) for chunk in chunks), Statistics())

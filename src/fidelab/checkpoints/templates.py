@@ -208,7 +208,7 @@ def _tokenizer(path: Path) -> Any:
     """The tokenizer of a file. A panic of the library, which is not an Exception, also counts as unreadable.
 
     Raises:
-        MissingPackageError: the package tokenizers is not installed.
+        MissingPackageError: If the package tokenizers is not installed.
     """
     package = require("tokenizers", "this check")
     try:

@@ -117,7 +117,7 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     """``128,1k`` → (128, 1024).
 
     Raises:
-        UsageError: a part is not a number, or below ``least``.
+        UsageError: If a part is not a number, or below ``least``.
     """
     from fidelab.core.errors import UsageError
 

@@ -289,7 +289,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
     """The place of a packed reference; ``None`` for a reference that runs here.
 
     Raises:
-        UsageError: a flag asks for other windows than the pack's.
+        UsageError: If a flag asks for other windows than the pack's.
     """
     from fidelab.core.errors import UsageError
     from fidelab.models import resolve
@@ -329,8 +329,8 @@ def _pasted(
     What ``flags`` say of the engine goes before the command's own words.
 
     Raises:
-        UsageError: it cannot be read, or a flag repeats a setting of the command.
-        ConfigError: it is in a file that asks for an action that needs permission.
+        UsageError: If it cannot be read, or a flag repeats a setting of the command.
+        ConfigError: If it is in a file that asks for an action that needs permission.
     """
     from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted

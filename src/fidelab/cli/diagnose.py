@@ -187,7 +187,7 @@ def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, An
     """Compare the plan with the best single format on its engine.
 
     Raises:
-        NotSupportedError: the plan is a single format.
+        NotSupportedError: If the plan is a single format.
     """
     from fidelab.cli.compare import launch
     from fidelab.core.errors import NotSupportedError

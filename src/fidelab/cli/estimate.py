@@ -34,7 +34,7 @@ def parse_counts(text: str, what: str) -> list[int]:
     """``2k,8k,32768`` → numbers, where k is 1,024.
 
     Raises:
-        UsageError: one of them is not a whole number above 0.
+        UsageError: If one of them is not a whole number above 0.
     """
     counts = []
     for item in text.split(","):

@@ -67,7 +67,7 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command with the fields of groups in its signature, where ``function`` takes the groups themselves.
 
     Raises:
-        ValueError: two parameters have the same name.
+        ValueError: If two parameters have the same name.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type[Options]] = {}
@@ -109,7 +109,7 @@ def refuse_other_options(context: typer.Context, parameter: str, owner: str, all
     """An option, such as ``--resume``, takes the settings of what it names: the run, or another ``owner``.
 
     Raises:
-        UsageError: a parameter that is not ``allowed`` was given; it would be ignored.
+        UsageError: If a parameter that is not ``allowed`` was given; it would be ignored.
     """
     from fidelab.core.errors import UsageError
 
@@ -125,7 +125,7 @@ def begin_from_preset(
     """Return the settings of an experiment whose arms begin from a preset; what the command line says goes before it.
 
     Raises:
-        FidelabError: the preset does not exist, is not trusted, or is for another engine.
+        FidelabError: If the preset does not exist, is not trusted, or is for another engine.
     """
     if name is None:
         return data

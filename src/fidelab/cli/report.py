@@ -133,7 +133,7 @@ def _write_files(files: dict[str, str], folder: Path | None) -> None:
     """Files of a form that can be several; none is replaced.
 
     Raises:
-        UsageError: several are to be printed, or one is there already.
+        UsageError: If several are to be printed, or one is there already.
     """
     from fidelab.core.errors import OutputError, UsageError
     from fidelab.results.record import write_atomically

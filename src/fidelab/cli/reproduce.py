@@ -150,7 +150,7 @@ def check_stages(resolved: Resolved, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:
-        ConfigError: an experiment's key or value is wrong, or the words of a command are.
+        ConfigError: If an experiment's key or value is wrong, or the words of a command are.
     """
     from fidelab.config.cross import validate_cross
     from fidelab.config.experiment import validate

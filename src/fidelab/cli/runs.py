@@ -134,7 +134,7 @@ def _moment(text: str) -> datetime:
     """``7d``, ``12h``, a day or a time; without a zone it is UTC, as are the times that are listed.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: If it is none of these.
     """
     from fidelab.core.errors import UsageError
 

@@ -36,7 +36,7 @@ def arm_fields(text: str) -> dict[str, Any]:
     """Return the fields of an arm's settings.
 
     Raises:
-        ValueError: a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.
+        ValueError: If a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.
     """
     if not _PAIRS.match(text.strip()):
         return {"kv": text}

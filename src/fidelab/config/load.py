@@ -136,7 +136,7 @@ def expand(path: str) -> Path:
     """Return the absolute path of a path that users write.
 
     Raises:
-        InputError: it names the home of a user who does not exist.
+        InputError: If it names the home of a user who does not exist.
     """
     try:
         return Path(path).expanduser().absolute()

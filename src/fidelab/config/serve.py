@@ -487,7 +487,7 @@ def _expanded(word: str, where: str) -> str:
     """A word with ``~`` and ``$NAME`` replaced as a shell does.
 
     Raises:
-        UsageError: the variable is not set, or holds a secret.
+        UsageError: If the variable is not set, or holds a secret.
     """
 
     def value(match: re.Match[str]) -> str:

@@ -84,8 +84,8 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
         file: where it lies; what lies in its folder, too, may be read.
 
     Raises:
-        ConfigError: it asks for something and is not trusted; lists everything.
-        UsageError: a flag names something that this file does not ask for (``trust.exact``).
+        ConfigError: If it asks for something and is not trusted.  The message lists everything.
+        UsageError: If a flag names something that this file does not ask for (``trust.exact``).
     """
     trust = trust or Trust()
     asked = [demand for demand in demands(settings) if (demand.key, demand.value) not in trust.words]
@@ -102,7 +102,7 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
     Its words appear in the report's commands. They need no permission, since the user named the file as a command.
 
     Raises:
-        ConfigError: as :func:`check_trust`.
+        ConfigError: As :func:`check_trust`.
     """
     engine = pasted["engine"]
     asked = [
@@ -136,7 +136,7 @@ def load_trusted(
     ``files``: those that the person named by ``--trust``.  ``read``: makes settings of plain data, given their place.
 
     Raises:
-        ConfigError: as :func:`~fidelab.config.experiment.load`, and as :func:`check_trust`.
+        ConfigError: As :func:`~fidelab.config.experiment.load`, and as :func:`check_trust`.
     """
     written = read_yaml(file)
     data = deepcopy(written)
@@ -161,7 +161,7 @@ def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) 
         files: those that the person named by ``--trust``, or their folders.
 
     Raises:
-        ConfigError: it is not remembered (:func:`trust_content`), and not trusted.
+        ConfigError: If it is not remembered (:func:`trust_content`), and not trusted.
     """
     known = digest(content)
     if known in _trusted_digests():

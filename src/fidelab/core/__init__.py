@@ -102,7 +102,7 @@ def read_file(path: Path, most: int) -> bytes:
     """Return the bytes of a regular file.  A pipe or a device, which may never end, is not opened.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
+        OSError: If the file cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     try:
         kind = path.stat().st_mode
@@ -195,7 +195,7 @@ def parse_share(value: Any) -> Any:
     """``"1%"`` and ``"0.01"`` are the same share; values other than text are returned unchanged.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: If it is not a number.
     """
     if not isinstance(value, str):
         return value
@@ -213,7 +213,7 @@ def cache_parameter(model: Any) -> str:
     ``**kwargs``, a name that it does not list is dropped without a warning, and the model runs without a cache.
 
     Raises:
-        NotSupportedError: ``forward`` lists none of these names.
+        NotSupportedError: If ``forward`` lists none of these names.
     """
     parameters = inspect.signature(model.forward).parameters
     for name in _CACHE_PARAMETERS:
@@ -268,7 +268,7 @@ class FormatSpec(AsText):
         ``whole``: what errors quote, where the text is part of something.
 
         Raises:
-            UsageError: the text does not have that form.
+            UsageError: If the text does not have that form.
         """
         match = _FORMAT.match(text.strip())
         if match is None:
@@ -318,7 +318,7 @@ class KVSpec:
         Names are not checked here: only the engine knows which it has.
 
         Raises:
-            UsageError: the text does not have that form.
+            UsageError: If the text does not have that form.
         """
         label = text.strip()
         sides = label.split("/")

@@ -54,7 +54,7 @@ class Registry:
         """Return the object called ``name``.
 
         Raises:
-            UnknownNameError: no table and no entry point has this name.
+            UnknownNameError: If no table and no entry point has this name.
         """
         target = self._table.get(name) or _foreign(self.group).get(name)
         if target is None:
@@ -78,7 +78,7 @@ def require(module: str, user: str = "this command") -> Any:
     ``user``: what needs it, the subject of the message.
 
     Raises:
-        MissingPackageError: the package, or an optional package that it imports, is not installed.
+        MissingPackageError: If the package, or an optional package that it imports, is not installed.
     """
     try:
         return import_module(module)

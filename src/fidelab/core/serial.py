@@ -32,7 +32,7 @@ class AsText:
         """The inverse of ``str``.
 
         Raises:
-            UsageError: the text has another form.
+            UsageError: If the text has another form.
         """
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ def from_json(kind: type[_T], data: Any, at: str = "") -> _T:
         at: where the data stands, for messages.
 
     Raises:
-        ValueError: the data do not have this form; names the field.
+        ValueError: If the data do not have this form.  The message names the field.
     """
     found: _T = _read(kind, data, at or getattr(kind, "__name__", "it"))
     return found

@@ -159,7 +159,7 @@ def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = 
     ``limit``: seconds for one answer.  ``files``: files in the questions, which an engine in a container has to see.
 
     Raises:
-        EngineError: its interpreter does not start, or speaks another protocol version.
+        EngineError: If its interpreter does not start, or speaks another protocol version.
     """
     with start(environment, limit, files) as asked:
         asked.greet()
@@ -171,7 +171,7 @@ def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] 
     """As :func:`ask`, without waiting for the interpreter.  Its faults are raised by the first answer.
 
     Raises:
-        EngineError: its interpreter does not start.
+        EngineError: If its interpreter does not start.
     """
     if environment.is_current:
         yield _Here(environment)

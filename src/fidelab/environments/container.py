@@ -121,8 +121,9 @@ def find_image(name: str) -> Image:
         name: a name that docker accepts: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
 
     Raises:
-        UsageError: ``FIDELAB_CONTAINER`` names a missing program.
-        EngineError: the image is missing, docker and podman are, or they do not answer; names the remedy.
+        UsageError: If ``FIDELAB_CONTAINER`` names a missing program.
+        EngineError: If the image is missing, docker and podman are, or they do not answer.  The message names the
+            remedy.
     """
     program = _program()
     done = _run([program, "image", "inspect", name])
@@ -194,7 +195,7 @@ def _program() -> str:
     """docker or podman, whichever is there.
 
     Raises:
-        UsageError, EngineError: as :func:`find_image`.
+        UsageError, EngineError: As :func:`find_image`.
     """
     chosen = os.environ.get(CHOICE)
     for name in (chosen,) if chosen else _PROGRAMS:
@@ -209,7 +210,7 @@ def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Output of a short command.
 
     Raises:
-        EngineError: it has no output, or cannot be started.
+        EngineError: If it has no output, or cannot be started.
     """
     try:
         return subprocess.run(

@@ -104,7 +104,7 @@ class Environment:
             files: further paths that it sees.
 
         Raises:
-            OutputError: the link folder cannot be made.
+            OutputError: If the link folder cannot be made.
         """
         if self.image is None:
             return None
@@ -139,7 +139,7 @@ class Environment:
         """Variables to set on top of this process' own; none for an image, whose container has its own.
 
         Raises:
-            OutputError: the link folder cannot be made.
+            OutputError: If the link folder cannot be made.
         """
         if self.image is not None:
             return {}
@@ -167,10 +167,10 @@ def locate(
         image: a container image that has the engine, with ``python`` as it is called there.
 
     Raises:
-        UnknownNameError: there is no such engine.
-        UsageError: the interpreter does not exist.
-        InputError: a shim folder does not exist.
-        EngineError: the engine is not installed, or the shim folders of its recipe or the image are missing.
+        UnknownNameError: If there is no such engine.
+        UsageError: If the interpreter does not exist.
+        InputError: If a shim folder does not exist.
+        EngineError: If the engine is not installed, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
     shims = tuple(shim(folder) for folder in pythonpath)
@@ -210,7 +210,7 @@ def recipe_shims(folder: Path) -> tuple[str, ...]:
     """Return the shim folders of the recipe by which an environment was installed; they come with fidelab.
 
     Raises:
-        EngineError: this fidelab does not have one of them.
+        EngineError: If this fidelab does not have one of them.
     """
     marker = read_marker(folder) or {}
     paths = [data_path(str(name)) for name in marker.get("shims", [])]
@@ -255,12 +255,11 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
 def link_folder() -> Path:
     """Folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else.
 
-    It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry
-    points, by which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the
-    packages.
+    It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry points, by
+    which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the packages.
 
     Raises:
-        OutputError: the cache cannot be written.
+        OutputError: If the cache cannot be written.
     """
     packages = [_about(name) for name in ("fidelab", *([] if missing() else [K16V8]))]
 

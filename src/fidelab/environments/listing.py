@@ -80,12 +80,12 @@ def asking(
 ) -> Iterator[Callable[[], list[Installed]]]:
     """Ask all environments of these engines at once, each by its own process; ``limit``: seconds for one answer.
 
-    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine's
-    environments come in the order in which runs would take them; an engine without any has one entry.  Processes that
-    still work when the context is left are ended.  ``image``: in this container image instead.
+    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine's environments
+    come in the order in which runs would take them; an engine without any has one entry.  Processes that still work
+    when the context is left are ended.  ``image``: in this container image instead.
 
     Raises:
-        EngineError: the image is missing.
+        EngineError: If the image is missing.
     """
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
     with ExitStack() as stack:

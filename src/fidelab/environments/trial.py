@@ -89,7 +89,7 @@ def try_out(
         names: formats to try; empty: all.
 
     Raises:
-        EngineError: the engine cannot be asked, or the trial model cannot be made.
+        EngineError: If the engine cannot be asked, or the trial model cannot be made.
     """
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 

@@ -178,7 +178,7 @@ def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) ->
     """Parts of the format ``name``, as :func:`canonical` writes it, decoded to float32.
 
     Raises:
-        ValueError: parts of this form cannot be of that format.
+        ValueError: If parts of this form cannot be of that format.
     """
     for candidate, decode in _fitting(parts, dim, scale):
         if candidate == name:

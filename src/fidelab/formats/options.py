@@ -16,7 +16,7 @@ def only(spec: FormatSpec, *known: str) -> None:
     """Refuse every option but ``known``.
 
     Raises:
-        UsageError: ``spec`` has another option.
+        UsageError: If ``spec`` has another option.
     """
     for key, _ in spec.options:
         if key not in known:

@@ -62,7 +62,7 @@ def write_run(
     """Write the run folder; the report comes last.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: If the folder cannot be written.
     """
     settings = {"imported": {"kind": source.kind, **source.settings}}
     head = "# The figures of this run were imported; it cannot be run again from here.\n"

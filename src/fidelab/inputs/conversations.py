@@ -165,8 +165,8 @@ def _exchange(record: dict[str, Any]) -> dict[str, Any]:
     some with the payload in ``body``.
 
     Raises:
-        _Failed: the record has a status other than 200 or success, or an error.
-        _Bad: the request or the response cannot be read.
+        _Failed: If the record has a status other than 200 or success, or an error.
+        _Bad: If the request or the response cannot be read.
     """
     request, response = (_payload(record, name) for name in ("request", "response"))
     for place in (record, record.get("response"), response):
@@ -323,7 +323,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Tools in OpenAI's form.
 
     Raises:
-        _Bad: a tool has no name, or its parameters are not a JSON schema of an object.
+        _Bad: If a tool has no name, or its parameters are not a JSON schema of an object.
     """
     if tools is None:
         return ()

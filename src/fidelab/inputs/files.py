@@ -43,7 +43,7 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[str, int, Any]]:
     """The values of a JSON-lines file, each after its place for messages and its line number.
 
     Raises:
-        InputError: the file cannot be read, or a line is not JSON (with its number).
+        InputError: If the file cannot be read, or a line is not JSON (with its number).
     """
     for number, line in numbered_lines(path, what):
         place = f"{what} {path}, line {number}"

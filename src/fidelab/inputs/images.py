@@ -297,7 +297,7 @@ def tokens_around(
     ``raw``, and a model without a template: the placeholder for each image, a line end, and the text.
 
     Raises:
-        InputError: the template refuses these messages, or writes nothing for an image.
+        InputError: If the template refuses these messages, or writes nothing for an image.
     """
     plain = [_without_images(message) for message in messages]
     if template == "chat" and tokenizer.template == "chat":

@@ -37,7 +37,7 @@ def perturb(text: str, name: str, seed: int) -> str | None:
     """``text`` with one perturbation, or ``None`` where it does not apply.
 
     Raises:
-        UnknownNameError: no perturbation has this name.
+        UnknownNameError: If no perturbation has this name.
     """
     change = _CHANGES.get(name)
     if change is None:
@@ -50,7 +50,7 @@ def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
     """Return the prompt with its last user message perturbed; ``None`` where that does not apply or there is none.
 
     Raises:
-        UnknownNameError: no perturbation has this name.
+        UnknownNameError: If no perturbation has this name.
     """
     asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
     if not asked:

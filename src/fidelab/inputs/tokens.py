@@ -84,7 +84,7 @@ class Tokenizer:
         """Return the ids, and for each the offset (in characters of ``text``) where its text begins.
 
         Raises:
-            InputError: the tokenizer keeps no offsets (see ``offsets``).
+            InputError: If the tokenizer keeps no offsets (see ``offsets``).
         """
         return self.backend.encode_with_offsets(text)
 
@@ -96,7 +96,7 @@ class Tokenizer:
         ``tools``.
 
         Raises:
-            InputError: the template refuses these messages.
+            InputError: If the template refuses these messages.
         """
         if template == "chat" and self.template == "chat":
             return self.backend.chat(messages, tools)
@@ -116,7 +116,7 @@ class Tokenizer:
         ``generation``: with what comes before the model's next answer.  ``private``: the text is kept nowhere.
 
         Raises:
-            InputError: the template refuses these messages.
+            InputError: If the template refuses these messages.
         """
         if self.template == "chat":
             return self.backend.render(messages, tools, generation=generation, private=private)

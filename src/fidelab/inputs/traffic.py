@@ -36,7 +36,7 @@ def random_prompts(
     No two begin with the same id; with more prompts than ids, no two with the same two ids.
 
     Raises:
-        InputError: no ids are left, or there are fewer different prompts than were asked.
+        InputError: If no ids are left, or there are fewer different prompts than were asked.
     """
     return mixed_prompts(vocab_size, special_ids, [length] * count, seed)
 

@@ -197,8 +197,8 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
     """Ask the server who it is and try it out.
 
     Raises:
-        EngineError: it is not there, refuses the key, does not serve this model, or answers no trial.
-        InputError: the tokenizer that was named cannot be had.
+        EngineError: If it is not there, refuses the key, does not serve this model, or answers no trial.
+        InputError: If the tokenizer that was named cannot be had.
     """
     client = Client(settings.base_url, key, settings.timeout)
     server = identify(client, settings.served_model_name or settings.model)

@@ -55,8 +55,8 @@ def find_preset(name: str, engine: str | None = None) -> Found:
     for.
 
     Raises:
-        ConfigError: the file does not exist.
-        UnknownNameError: no preset has this name, or not for this engine; the message lists those that exist.
+        ConfigError: If the file does not exist.
+        UnknownNameError: If no preset has this name, or not for this engine.  The message lists those that exist.
     """
     if os.sep in name or name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
@@ -97,7 +97,7 @@ def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[st
         check: refuses files that the person does not trust.
 
     Raises:
-        ConfigError: a preset cannot be found or read, or is not trusted; names the arm.
+        ConfigError: If a preset cannot be found or read, or is not trusted.  The message names the arm.
     """
 
     def expanded(value: Any, place: str) -> Any:

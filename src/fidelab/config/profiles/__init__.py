@@ -238,8 +238,8 @@ def resolve(
         parameters: what the command line sets; goes before the variant's.
 
     Raises:
-        UnknownNameError: the variant or parameter does not exist.
-        ConfigError: a text names a parameter that the profile does not have, or a value of one fits no setting.
+        UnknownNameError: If the variant or parameter does not exist.
+        ConfigError: If a text names a parameter that the profile does not have, or a value of one fits no setting.
     """
     if variant is not None and variant not in profile.variants:
         raise UnknownNameError(f"variant of profile {name}", variant, profile.variants)
