@@ -27,11 +27,11 @@ _NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\
 _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
 _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
-_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
+_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # the limit of attempts keeps nested brackets from taking long
 _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
-_NEGATION_SPAN = 200  # characters in which "not" is looked for before a name
+_NEGATION_SPAN = 200  # characters before a name that are searched for "not"
 
 
 def find_names(text: str, names: Sequence[str]) -> list[str]:

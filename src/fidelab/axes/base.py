@@ -47,7 +47,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 _HARM_POINTS = -5.0  # points
-_REASONING_TAIL_TOKENS = 16  # tokens at a prompt's end in which reasoning may begin
+_REASONING_TAIL_TOKENS = 16  # tokens at the end of a prompt that may open a block of reasoning
 
 
 class AxisSettings(BaseModel):
@@ -195,7 +195,7 @@ class AxisScore:
         other = control.at(self.part)
         if self.bound or other is None:
             return None
-        n = min(len(self.num), len(other.num))  # if one arm was asked more, only the items of both
+        n = min(len(self.num), len(other.num))  # an arm may have more items: only those of both count
         own, theirs = (side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other))
         if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(own, theirs)):
             return None

@@ -35,9 +35,9 @@ from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate,
 from fidelab.results.measurement import Definition, Metric, Unit, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
-_MAX_SHOWN_ONSETS = 8  # onsets per arm whose text the report shows
-_BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset
-_POINTS = 64  # of the curve
+_MAX_SHOWN_ONSETS = 8  # onsets per arm for which the report shows the text
+_BEFORE, _AFTER = 48, 64  # tokens of that text before and after the onset
+_POINTS = 64  # points of the curve
 _CHANCE = 0.05
 
 _EARLIER = Definition(

@@ -34,7 +34,7 @@ from fidelab.results.plots import Curve
 
 _BINS = 32
 _LIMIT = 0.01  # nats
-_HIGH = 0.95  # quantile of KL from which on it is high
+_HIGH = 0.95  # KL above this quantile counts as high
 _PATH, _KL = "path", "kl"
 
 _MEAN = Definition("mean_kl", "nats", "lower", "Mean KL divergence per token of the reference's text.", name="mean KL")
@@ -254,7 +254,7 @@ def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int
     assert isinstance(request, Forced)
     try:
         marks = [turns([pair.ref.text([token]) for token in request.continuations[r]]) for r, _ in pair.items]
-    except CaptureError:  # a capture without its vocabulary
+    except CaptureError:  # the capture has no vocabulary
         return
     turn = np.array([mark for each in marks for mark in each], dtype=np.float64)
     usable = ~rows.failed & np.isfinite(rows.kl)

@@ -18,7 +18,7 @@ STRUCTURE = "structure"
 """Coordinate of metrics over one kind of structure token."""
 
 _ROWS = Definition("positions", "count", None, "Scored positions.")
-_MIN_GROUP_POSITIONS = 8  # positions of a group
+_MIN_GROUP_POSITIONS = 8  # positions that a group needs
 
 
 def domains(clusters: NDArray[np.int64], names: Mapping[int, str]) -> NDArray[np.object_]:

@@ -42,9 +42,9 @@ from fidelab.metrics.intervals import (
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
-_MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
-_MAX_SHOWN_ITEMS = 8  # lost items whose text the report shows
-_DIGITS = 24  # of a number in the table
+_MEASURABLE = 0.05  # accuracy of the reference below which a loss cannot be seen
+_MAX_SHOWN_ITEMS = 8  # lost items for which the report shows the text
+_DIGITS = 24  # characters of a number in the table
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
 _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the problems that the reference solves.")

@@ -50,7 +50,7 @@ from fidelab.results.plots import Curve
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _MIN_CONTEXT = 8  # tokens
-_MIN_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
+_MIN_WINDOWS = 6  # windows of a longer context: fewer resampling clusters give wide intervals and weak verdicts
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
 _METRICS = (
@@ -247,7 +247,7 @@ class KLD(Axis):
         s, asked = self.settings, self._contexts()
         sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
         have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
-        if s.early:  # the whole text may be too short to decide
+        if s.early:  # the whole text may be too short for a decision
             fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
             sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is not None:

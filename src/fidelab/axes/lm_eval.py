@@ -54,9 +54,9 @@ from fidelab.results.plots import Plot, TablePlot
 
 _LIKELIHOOD, _ANSWERS = "loglikelihood", "generate"
 _CONTEXT = 2048  # tokens, if the model's limit is unknown; the harness' default
-_DEFAULT_ANSWER_TOKENS = 256  # tokens of an answer, if a task has no limit; the harness' default
-_PREFERRED_METRICS = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
-_MAX_SHOWN_DOCUMENTS = 100  # documents with another result that the report lists
+_DEFAULT_ANSWER_TOKENS = 256  # tokens of an answer if the task has no limit; the harness' default
+_PREFERRED_METRICS = ("acc", "exact_match")  # preferred metrics to judge a task by
+_MAX_SHOWN_DOCUMENTS = 100  # changed documents that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
 
 _VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
@@ -254,7 +254,7 @@ def _loaded(names: tuple[str, ...], include_path: str | None, shots: int | None)
             raise InputError(f"axis lm-eval: the harness{where} has no task {unknown[0]!r}{near}")
         try:
             tasks: dict[str, Any] = manager.load([*names])["tasks"]
-        except Exception as error:  # data sets fail in many ways, most of them the network's
+        except Exception as error:  # loading a data set fails in many ways, mostly because of the network
             raise InputError(f"axis lm-eval: {', '.join(names)} cannot be loaded ({_line(error)})") from None
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False):
@@ -474,7 +474,7 @@ class _Answers:
     lacking: set[Document] = field(default_factory=set)
 
     def read(self, pair: Pair, side: Literal["ref", "test"]) -> None:
-        request = pair.test.request  # of equal items the reference's index is that of one of them
+        request = pair.test.request  # equal items share one index on the reference's side
         if len(request.notes) != len(request.items()):
             raise CaptureError(f"capture {pair.test.folder} holds no answers to tasks; capture again")
         for r, t in pair.items:
@@ -678,7 +678,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         rows=tuple(rows),
         note="The harness' own metrics over the documents that both answered.",
     )
-    if not right:  # texts' likelihoods alone: no answer is right or wrong
+    if not right:  # only likelihoods of texts: no answer is right or wrong
         done = {document for key, side in test.items() for document in ((key[0], n) for n in side)}
         return _Unpaired(
             num=np.zeros(len(asked)),

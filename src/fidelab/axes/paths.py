@@ -35,14 +35,14 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BATCH = "batch"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
-_TOKENS_AFTER_HIT = 9  # tokens of a hit after its last whole block
+_TOKENS_AFTER_HIT = 9  # tokens after the last whole block of a prefix hit
 _CHUNK = 64
-_READ = 16  # tokens that are read at once before the others are decoded
+_READ = 16  # tokens that are prefilled at once before the rest is decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
-_MIN_ALLOWANCE = 1e-4  # nats: the least allowance for rounding
-_MIN_ALLOWANCE_WITHOUT_TWIN = 1e-2  # nats: the same without a twin
-_MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
+_MIN_ALLOWANCE = 1e-4  # nats: smallest allowance for rounding
+_MIN_ALLOWANCE_WITHOUT_TWIN = 1e-2  # nats: smallest allowance if the reference is not a twin
+_MARGIN = 4.0  # factor on the figure of the twin, or of the arm's other ways
 _TAIL_QUANTILE = 0.9  # quantile of a figure over positions
 
 _WORDS = {
@@ -150,7 +150,7 @@ class Paths(Axis):
     def _plan(self) -> Iterator[tuple[str, str, int, int, int]]:
         """Return (part, way, size, first row, other requests) for each request, with the cold prefill first."""
         n_ctx = self.settings.n_ctx
-        block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # half of a short window
+        block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # for a short window, half of it
         partial = block + _TOKENS_AFTER_HIT if block + _TOKENS_AFTER_HIT < n_ctx - 2 else block - _TOKENS_AFTER_HIT
         yield _COLD, _COLD, 0, 0, 0
         for way in self.settings.ways:
@@ -179,13 +179,13 @@ class Paths(Axis):
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")
         ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
-        lost = _unproven(test[_COLD])  # without its cold prefill no way can be compared
+        lost = _unproven(test[_COLD])  # no way can be compared without the cold prefill
         unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
         known = _unproven(ref[_COLD]) is None
-        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is not a twin, since its kernels differ
+        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # an arm with other kernels is not a twin
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _first_divergent_rows(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
