@@ -63,8 +63,7 @@ class ToolCallsSettings(AxisSettings):
 
 
 class ToolCalls(Axis):
-    """Greedy answers at the turns of a log at which its assistant called tools, each with the turns before it as
-    prompt.
+    """Greedy answers at the turns of a log at which its assistant called tools, with the turns before as prompt.
 
     See docs/metrics.md#tool-calls.
     """

@@ -181,7 +181,7 @@ class Vision(Axis):
         answers = reference.get(_ANSWER)
         if answers is None or not isinstance(answers.request, ImageGenerate):
             raise CaptureError("the reference left no answers about images; capture again")
-        stop = answers.request.stop  # servers do not read images after an answer
+        stop = answers.request.stop  # servers do not read stop tokens after an answer
         ids = [
             tuple(token for token in answers.ids(index) if token not in stop) if item["failed"] is None else ()
             for index, item in enumerate(answers.items)

@@ -57,9 +57,7 @@ Values = Mapping[Definition, float | None]
 
 
 def latency(name: str, part: str) -> Definition:
-    """Return the definition of the mean or a percentile (``mean``, ``p50`` …) of ``ttft``, ``tpot``, ``itl`` or
-    ``e2el``.
-    """
+    """Return the definition of a statistic (``mean``, ``p50`` …) of ``ttft``, ``tpot``, ``itl`` or ``e2el``."""
     word, about = _LATENCIES[name]
     return Definition(key_of(f"{word} {part}"), "ms", "lower", f"{about}; {part}.", name=f"{word} {part}")
 

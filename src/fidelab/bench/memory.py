@@ -88,7 +88,7 @@ class Memory(Bench):
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "How much memory does it take?"
     Settings = MemorySettings
-    first: ClassVar[bool] = True  # lengths ascend, because a peak never falls
+    first: ClassVar[bool] = True  # this bench runs first, since a peak raised by another bench never falls
     not_on_servers: ClassVar[str] = "a server's memory is not to be seen from outside"
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:

@@ -25,7 +25,7 @@ _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _MAX_ANSWER_BYTES = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are not of interest
 _MAX_KEPT_BYTES = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
-_MAX_VALUE = 2.0**63  # characters of a number
+_MAX_VALUE = 2.0**63  # largest value of a counter or gauge
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
 _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 

@@ -25,7 +25,7 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Mea
 from fidelab.results.plots import TablePlot
 
 TITLE = "How much does its server take?"
-MAX_CONCURRENCY = 256  # concurrent requests to try by default
+MAX_CONCURRENCY = 256  # largest number of concurrent requests to try by default
 _FIRST_PROMPT_TOKENS = 256  # tokens of the first prompt if the server does not report its limit
 _MAX_PROMPT_TOKENS = 1 << 20
 _FINE = 16  # tokens: the longest context is found to within a block of this size, or 2%

@@ -188,8 +188,9 @@ class Contact:
 
 
 def cache_room(contact: Contact, tokens: int) -> int | None:
-    """Return how many requests of this length fit into the server's cache together; ``None`` if it does not report
-    a size.
+    """Return how many requests of this length the server's cache holds together.
+
+    ``None`` means that the server does not report the size of its cache.
     """
     size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
