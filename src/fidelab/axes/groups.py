@@ -48,7 +48,7 @@ def by_group(
     top1: Definition,
     seed: int,
 ) -> Iterator[Metric]:
-    """Return for each group of rows the mean KL, the top-token agreement, their intervals, and the number of positions.
+    """Yield for each group of rows the mean KL, the top-token agreement, their intervals, and the number of positions.
 
     ``labels`` [n]: the group of each row; rows without one, and groups of fewer than eight rows, are left out.
     """

@@ -373,7 +373,7 @@ class KLD(Axis):
         return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
 
     def _groups(self, pairs: Sequence[Pair], rows: RowComparison, score: AxisScore, seed: int) -> Iterator[Metric]:
-        """Return the metrics by domain and by structure, for texts whose documents have domains."""
+        """Yield the metrics by domain and by structure, for texts whose documents have domains."""
         named = {tuple(one) for pair in pairs for one in pair.ref.manifest["settings"].get("domains") or ()}
         if not named or score.bound:
             return

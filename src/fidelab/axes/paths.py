@@ -148,7 +148,7 @@ class Paths(Axis):
         return asked
 
     def _plan(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """Return (part, way, size, first row, other requests) for each request, with the cold prefill first."""
+        """Yield (part, way, size, first row, other requests) for each request, with the cold prefill first."""
         n_ctx = self.settings.n_ctx
         block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # for a short window, half of it
         partial = block + _TOKENS_AFTER_HIT if block + _TOKENS_AFTER_HIT < n_ctx - 2 else block - _TOKENS_AFTER_HIT

@@ -186,7 +186,7 @@ class Pool:
 
     @cached_property
     def server(self) -> ServerReading | None:
-        """Return the figures that the server reports over all drives."""
+        """The figures that the server reports over all drives."""
         read = [(drive.server, drive.seconds) for drive in self.drives if drive.server is not None]
         if not read:
             return None

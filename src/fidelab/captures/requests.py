@@ -296,7 +296,7 @@ class Served(_Request):
 
     @property
     def n_stepped(self) -> int:
-        """Return the number of tokens that are decoded one by one."""
+        """The number of tokens that are decoded one by one."""
         match self.way:
             case "decode":
                 return sum(max(0, len(window) - self.size) for window in self.windows)

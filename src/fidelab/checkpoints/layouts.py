@@ -2,9 +2,9 @@
 
 A linear layer of ``N`` outputs and ``K`` inputs becomes several tensors of a checkpoint: packed codes, scales, zero
 points, the group of every input.  A :class:`Layout` turns them into a :class:`QuantizedLinear`, and :class:`Awq` back,
-without any loss: equal codes, zero points and scales are equal weights.  What a module is follows from the names, the
-types and the shapes of its tensors wherever these tell it (bits, groups, whether there are zero points), because
-configurations override themselves per layer in many ways; the configuration is asked for the rest.
+without any loss: equal codes, zero points and scales are equal weights.  The properties of a module (bits, groups, zero
+points) are taken from the names, types and shapes of its tensors where possible, because configurations override
+themselves per layer in many ways.  The configuration decides the rest.
 
 Layouts as their projects write them:
 
@@ -38,12 +38,12 @@ ACTIVATION_PARTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Parts of a quantized module that say how its inputs are rounded, not what its weights are."""
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column of a word at each of its places
+_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column at each place of a word
 _AWQ_PLACES = np.argsort(_AWQ_COLUMNS)
 
 
 class StoredArray(NamedTuple):
-    """A tensor as it is stored: numpy's view of it, and its type as safetensors names it."""
+    """A tensor as it is stored: numpy's view of it, and the name of its type in safetensors."""
 
     values: NDArray[Any]
     dtype: str
@@ -112,7 +112,7 @@ class QuantizedLinear:
         return 1 << (self.bits - 1)
 
     def rows(self, start: int, stop: int) -> QuantizedLinear:
-        """Some outputs of the layer."""
+        """Return some outputs of the layer."""
         part = slice(start, stop)
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
@@ -156,7 +156,7 @@ class QuantizedLinear:
         )
 
     def symmetric(self) -> QuantizedLinear:
-        """Without zero points where each of them is half the range."""
+        """Return the weights without zero points if each of them is half the range."""
         if self.zeros is not None and (self.zeros == self.midpoint).all():
             return replace(self, zeros=None)
         return self
@@ -195,10 +195,10 @@ class QuantizedModule:
     def unpack(self, stored: Mapping[str, StoredArray]) -> QuantizedLinear:
         """Return the module's weights.
 
-        ``stored``: its parts by suffix.
+        ``stored``: the stored parts by suffix.
 
         Raises:
-            InputError: shapes or types that do not belong together; names the module.
+            InputError: If shapes or types do not fit together.  The message names the module.
         """
         try:
             return self.layout.unpack(stored, self.settings)
@@ -214,7 +214,7 @@ class Layout(ABC):
     """Storage of a module by one method.
 
     Attributes:
-        name: the method, and its variant.
+        name: the method and its variant.
         marker: the part by which its modules are found.
         needed: parts that a module cannot be without.
         optional: parts that a module may have.
@@ -230,12 +230,12 @@ class Layout(ABC):
         """Return the weights from the module's tensors.
 
         Raises:
-            ValueError, IndexError, KeyError, TypeError: they do not belong together.
+            ValueError, IndexError, KeyError, TypeError: If the tensors do not fit together.
         """
 
     @classmethod
     def holds(cls, tensors: Mapping[str, _Shaped], module: str) -> bool:
-        """True if the tensors of a module are in this layout."""
+        """Return whether the tensors of a module are in this layout."""
         return all(f"{module}.{part}" in tensors for part in cls.needed)
 
 
@@ -286,7 +286,10 @@ def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = 
 
 
 def pack_words(fields: NDArray[Any], bits: int, axis: int) -> NDArray[np.int32]:
-    """32-bit words of unsigned fields, the inverse of :func:`unpack_words`; the last word is filled with zeros."""
+    """Pack unsigned fields into 32-bit words, the inverse of :func:`unpack_words`.
+
+    The last word is filled with zeros.
+    """
     along = np.moveaxis(fields, axis, 0)
     per_block, words_per_block = _block(bits)
     count = along.shape[0]
@@ -306,7 +309,7 @@ def pack_words(fields: NDArray[Any], bits: int, axis: int) -> NDArray[np.int32]:
 
 
 def _block(bits: int) -> tuple[int, int]:
-    """Fields and words after which the pattern repeats."""
+    """Return the numbers of fields and words after which the pattern repeats."""
     if not 1 <= bits <= 8:
         raise ValueError(f"{bits} bits per weight, where 1 to 8 are possible")
     common = math.gcd(bits, 32)
@@ -320,7 +323,7 @@ def _scales(stored: StoredArray) -> NDArray[np.float32]:
 
 
 def _stored_scales(scales: NDArray[np.float32], dtype: str) -> StoredArray:
-    """Scales in the type in which they were stored.
+    """Return the scales in the type in which they were stored.
 
     Raises:
         ValueError: If the type cannot hold them exactly.
@@ -337,7 +340,9 @@ def _stored_scales(scales: NDArray[np.float32], dtype: str) -> StoredArray:
 
 
 def _grouping(k: int, groups: int, settings: Settings) -> int:
-    """Inputs per group: a size of the configuration that fits the shapes, else what divides them."""
+    """Return the inputs per group: a size in the configuration that fits the shapes, else the quotient of the
+    shapes.
+    """
     if groups < 1 or k < 1:
         raise ValueError(f"{groups} groups of {k} inputs")
     sizes = settings.group_sizes if settings.block is None else (settings.block[1], *settings.group_sizes)
@@ -348,7 +353,7 @@ def _grouping(k: int, groups: int, settings: Settings) -> int:
 
 
 def _index(stored: StoredArray | None, k: int, groups: int, group_size: int) -> NDArray[np.int32] | None:
-    """The group of every input; ``None`` where groups are in order."""
+    """Return the group of every input; ``None`` if groups are in order."""
     if stored is None or not stored.values.size or (stored.values < 0).any():  # -1: not filled in, groups in order
         return None
     index = stored.values.astype(np.int32).reshape(-1)
@@ -396,7 +401,7 @@ class Gptq(Layout):
         return self._shifted(pack_words(fields[:, rows], bits, axis=1), bits, -1)
 
     def _shifted(self, words: NDArray[Any], bits: int, by: int) -> NDArray[np.int32]:
-        """Packed zero points with a one added to, or subtracted from, every field, in words modulo 2^32."""
+        """Add a one to, or subtract it from, every field of the packed zero points, in words modulo 2^32."""
         raw = np.ascontiguousarray(words).view(np.uint32)
         if self.minus_one:
             ones = pack_words(np.ones(words.shape[1] * 32 // bits, np.uint8), bits, axis=0).view(np.uint32)
@@ -405,7 +410,7 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """Like :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
+    """Like :class:`Gptq`, with zero points stored as they are (``checkpoint_format: gptq_v2``)."""
 
     name: ClassVar[str] = "gptq_v2"
     minus_one: ClassVar[bool] = False
@@ -439,7 +444,7 @@ class Awq(Layout):
         """Return the tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
 
         Raises:
-            ValueError: outputs that do not fill words, or scales that their type does not hold.
+            ValueError: If the outputs do not fill words, or the scales do not fit their type.
         """
         if linear.shape[0] % 8:
             raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
@@ -492,7 +497,7 @@ class PackQuantized(Layout):
         if (points := stored.get("weight_zero_point")) is not None:
             if points.dtype == "I32":
                 zeros = unpack_words(points.values, bits, axis=0, count=n)
-            else:  # not packed by older writers: signed integers
+            else:  # older writers do not pack them: signed integers
                 zeros = (_per_row(points.values, n).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
             if zeros.shape != scales.shape:
                 raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} disagree")
@@ -545,7 +550,7 @@ class ScaledWeight(Layout):
 
 
 class BlockFp8(ScaledWeight):
-    """``weight [N, K]`` in float8 with ``weight_scale_inv``, which is the scale of a block, ``weight_block_size``."""
+    """``weight [N, K]`` in float8 with ``weight_scale_inv``, the scale of each block of ``weight_block_size``."""
 
     name: ClassVar[str] = "fp8"
     marker: ClassVar[str] = "weight_scale_inv"
@@ -589,7 +594,7 @@ class Mxfp4(Layout):
 
 
 def _halves(packed: StoredArray) -> NDArray[np.uint8]:
-    """The two halves of every byte, the lower one first."""
+    """Return the two halves of every byte, the lower one first."""
     if packed.dtype != "U8":
         raise ValueError(f"weights of type {packed.dtype}, where two are packed into a U8")
     n, half = packed.values.shape
@@ -607,7 +612,7 @@ def _float4(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> QuantizedL
 
 
 def _per_row(scales: NDArray[Any], n: int, block: tuple[int, int] | None = None) -> NDArray[Any]:
-    """Scales (or zero points) as ``[N, G]``, from one for all, one per output or one per block."""
+    """Return scales (or zero points) as ``[N, G]``, from one for all, one per output or one per block."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (n, 1))
     if scales.ndim == 1:
@@ -647,7 +652,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
     """Return the key of :data:`LAYOUTS` for a ``quantization_config``.
 
     Raises:
-        InputError: an unknown method, or a variant that is not read.
+        InputError: If the method is unknown, or its variant is not supported.
     """
     method = str(quantization.get("quant_method") or "").lower().replace("_", "-")
     if method in {"auto-round", "intel/auto-round"}:

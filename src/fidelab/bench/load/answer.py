@@ -19,7 +19,7 @@ _DONE = b"[DONE]"
 
 
 def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int]]:
-    """Yield the data of each server-sent event and the offset after its blank line, where it is complete.
+    """Return the data of each server-sent event and the offset after its blank line, where it is complete.
 
     Several data lines are joined by line feeds.  Comments, other fields and events without data are skipped.  Data
     without a blank line after it counts at the end of a ``whole`` body, since some servers omit that line.  It also

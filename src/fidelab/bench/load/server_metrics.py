@@ -212,7 +212,7 @@ class Scraper:
 
 
 def _of_interest(page: bytes) -> Iterator[bytes]:
-    """Return the lines with known names, up to the limit for one answer."""
+    """Yield the lines with known names, up to the limit for one answer."""
     kept = 0
     for match in _INTEREST.finditer(page):
         kept += len(match[0])

@@ -90,7 +90,7 @@ class Contact:
 
     @property
     def target(self) -> Target:
-        """Return the target for a load."""
+        """The target for a load."""
         return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
 
     def client(self) -> Client:

@@ -148,7 +148,7 @@ def comparability(contact: Contact) -> dict[str, Any]:
 
 
 def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
-    """Return a line for each request of a cell."""
+    """Yield a line for each request of a cell."""
     sent = {request.index: request for request in drive.requests}
     for exchange in drive.result.exchanges:
         asked = sent[exchange.index]
