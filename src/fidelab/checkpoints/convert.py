@@ -454,7 +454,7 @@ def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
         linear = ordered.with_positive_scales()
     else:
         raise InputError(f"module {name} has no groups of {size} inputs in their order")
-    if linear.zeros is None:  # integers of fewer bits keep their zero points and codes
+    if linear.zeros is None:  # codes and midpoints of fewer bits stay as they are
         linear = replace(linear, zeros=np.full(linear.scales.shape, linear.midpoint, np.uint8))
     linear = replace(linear, bits=_BITS)
     if plan.dtype is not None and plan.dtype != linear.scale_dtype:

@@ -53,7 +53,7 @@ _MAX_SCALE_CHANGE = {
     2: 0.4,
     1: 0.6,
 }  # by which a layer may be larger or smaller
-_KEPT_ERROR = 0.02  # share of 16-bit layers that were rescaled
+_KEPT_ERROR = 0.02  # largest error of rescaled 16-bit layers
 _FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
 _SAME_RATIO = 1.01  # times as large an error tells nothing
 _CLEAR_RATIO = 1.5  # times as large an error tells one of two explanations apart
@@ -640,7 +640,7 @@ _NUMBERS = (
     *("residual_multiplier", "attention_multiplier", "rope_local_base_freq", "attn_output_gate", "use_qk_norm"),
     *("attention_bias", "mlp_bias"),
 )
-_LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # files that decide some questions by themselves
+_LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # whose difference is only suspicious
 _MAX_SHOWN_LENGTH = 40  # characters of a value
 _GGUF_LENGTHS = ("context_length", "vocab_size", "attention.sliding_window")
 _GGUF_OTHER = ("general.", "tokenizer.", "split.", "quantize.")

@@ -42,7 +42,7 @@ _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of 
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIERS = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
-_MAX_LISTED_MISSING = 100_000  # experts that a finding lists
+_MAX_LISTED_MISSING = 100_000  # missing experts after which the search stops
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
