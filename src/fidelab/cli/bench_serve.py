@@ -92,7 +92,7 @@ class _OneLoadOptions(_LoadOptions):
         return super().settings() | {
             "contexts": (_single("--random-input-len", self.random_input_len),),
             "concurrency": () if self.max_concurrency is None else (self.max_concurrency,),
-            "fit": False,  # explicit settings for one load always apply
+            "fit": False,  # one load runs with exactly the requested size
         }
 
 

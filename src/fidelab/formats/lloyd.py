@@ -34,7 +34,7 @@ _BITS = {f"lloyd{bits}": bits for bits in range(1, 5)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``lloyd1`` to ``lloyd4``; no options."""
+    """Create ``lloyd1`` to ``lloyd4``, which have no options."""
     options.only(spec)
     return LloydMax(spec.name, _BITS[spec.name])
 
@@ -70,7 +70,7 @@ class LloydMax(Format):
 
     @property
     def emulated(self) -> bool:
-        """True if ``bits`` leaves gaps in a byte."""
+        """Whether ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -97,7 +97,7 @@ class LloydMax(Format):
         return -(-dim * self._stored_bits // 8) + 2
 
     def packed_token_bytes(self, dim: int) -> int:
-        """Return the same with codes packed without gaps."""
+        """Return the bytes of a token with codes packed without gaps."""
         return -(-dim * self.bits // 8) + 2
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

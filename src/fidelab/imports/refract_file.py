@@ -1,4 +1,4 @@
-"""Reading a REFRACT report: which schema it has, and where in it things are."""
+"""Read a REFRACT report: its schema, and the places of its values."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class RefractFile:
 
     @property
     def detail(self) -> Node:
-        """The breakdown of the composite."""
+        """Return the breakdown of the composite."""
         return self.root["composite_detail"]
 
     def score(self, name: str) -> float | None:
@@ -79,7 +79,7 @@ def read_refract(path: Path) -> RefractFile:
     """Read a report of REFRACT 0.2 or 0.3.
 
     Raises:
-        InputError: unreadable, not JSON, or of another schema; the message names the place.
+        InputError: If the file cannot be read, is not JSON, or has another schema.  The message names the place.
     """
     file = read_json(path, "report")
     readable = " and ".join(f"{name}.*" for name in READABLE)
