@@ -40,7 +40,7 @@ class Node:
         return [Node(value, f"{self.place}[{index}]") for index, value in enumerate(self.value or [])]
 
     def entries(self) -> Iterator[tuple[str, Node]]:
-        """Return the entries of an object."""
+        """Yield the entries of an object."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield _text(key), self[key]
 
@@ -128,7 +128,7 @@ def metrics_of(
     bound: bool = False,
     cell: Coordinates | None = None,
 ) -> Iterator[Metric]:
-    """Return the available metrics, with the first one as headline; ``bound``: those in nats are lower bounds."""
+    """Yield the available metrics, with the first one as headline; ``bound``: those in nats are lower bounds."""
     for number, (field, definition) in enumerate(definitions.items()):
         value, ci = figures.get(field), figures.get(f"{field}_ci")
         if value is not None or ci is not None:

@@ -61,7 +61,7 @@ class RefractFile:
 
     @property
     def detail(self) -> Node:
-        """Return the breakdown of the composite."""
+        """The breakdown of the composite."""
         return self.root["composite_detail"]
 
     def score(self, name: str) -> float | None:

@@ -1,7 +1,7 @@
-"""GSM8K: word problems with a number for an answer, worked examples to put before them, and reading answers.
+"""GSM8K: word problems with numbers as answers, worked examples for the prompt, and parsing of answers.
 
-Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the hub, or of a JSONL file with its
-fields: ``question``, and ``answer`` ending in ``#### number``.  The worked examples are the package's own.
+Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the hub, or of a JSONL file with its fields:
+``question``, and ``answer`` ending in ``#### number``.  The worked examples are the package's own.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def load_problems(source: str, limit: int | None = None) -> tuple[Problem, ...]:
     A problem's ``id`` is the file's, else the number of its row or line, from 1.
 
     Raises:
-        InputError: no such file, a line that is not a problem (with its number), no problem at all, or the hub cannot
-            be reached.
+        InputError: If the file does not exist, a line is not a problem (the message has its number), there is no
+            problem, or the hub cannot be reached.
     """
     if source == "gsm8k":
         rows = [(f"gsm8k test set, row {n}", n, row) for n, row in enumerate(_from_hub(), 1)]
@@ -79,7 +79,7 @@ def load_shots(n: int) -> tuple[Problem, ...]:
 
 
 def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "raw"]) -> list[dict[str, str]]:
-    """Chat messages that show the worked examples and put the question.
+    """Return chat messages that show the worked examples and ask the question.
 
     ``chat``: an example is a turn of the user and one of the assistant.  ``raw``: one message with ``Question:`` and
     ``Answer:`` before each part, which a base model continues.

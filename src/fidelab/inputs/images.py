@@ -67,7 +67,7 @@ class ImagePrompt:
 
 
 def draw(color: str, shape: str, count: int, size: int = 224, reach: float = 0.35) -> Pixels:
-    """``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel.
+    """Draw ``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel.
 
     ``reach``: from the middle of a shape to its side, as a share of its part of the width.
     """
@@ -97,7 +97,7 @@ _SEGMENTS = (
 
 
 def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
-    """Return one digit in seven segments on white: [size, size, 3]."""
+    """Draw one digit in seven segments on white: [size, size, 3]."""
     image: Pixels = np.full((size, size, 3), 255, dtype=np.uint8)
     left, right, thick = int(0.3 * size), int(0.7 * size), size // 14
     top, middle, bottom = int(0.15 * size), size // 2, int(0.85 * size)
@@ -134,7 +134,7 @@ def png(pixels: Pixels) -> bytes:
 
 
 def drawn_prompts() -> tuple[ImagePrompt, ...]:
-    """Sixteen questions about as many images, four each about colours, shapes, counts and digits, in turn."""
+    """Return sixteen questions about as many images, four each about colors, shapes, counts and digits, in turn."""
     rng = np.random.default_rng(_SEED)
     colors, shapes, counts = ("red", "green", "blue"), ("circle", "square", "triangle"), ("one", "two", "three", "four")
     digits, drawn_digits = tuple("0123456789"), rng.permutation(10).tolist()
@@ -184,7 +184,8 @@ def read_url(url: str) -> bytes:
     """Return the image file in a ``data:`` URL.
 
     Raises:
-        InputError: it is at another address, too large, or no image that can be read; the URL is not shown.
+        InputError: If the image is at another address, is too large, or cannot be read.  The message does not show the
+            URL.
     """
     head, comma, body = url.partition(",")
     if not head.startswith("data:"):
@@ -226,7 +227,8 @@ def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
     Its wrong images are those of the next such conversation, in turn, or a drawn image where there is none.
 
     Raises:
-        InputError: an image that cannot be read, without ``--skip-bad`` (how many, and the first with their places).
+        InputError: If an image cannot be read, without ``--skip-bad`` (the message has the number, and the first
+            places).
     """
     found: list[tuple[str, tuple[dict[str, Any], ...], tuple[bytes, ...]]] = []
     bad: list[str] = []
@@ -280,7 +282,7 @@ class PromptTokens:
 
 
 def placeholder(tokenizer: Tokenizer) -> str:
-    """Text of the image placeholder token by the config of the model; empty where there is none."""
+    """Return the text of the image placeholder token by the model's config; empty if there is none."""
     try:
         config = json.loads((tokenizer.model.path / "config.json").read_text("utf-8"))
         index = config.get("image_token_id", config.get("image_token_index"))
@@ -318,7 +320,7 @@ def tokens_around(
 
 
 def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its text alone, as one text: templates of models for text take no parts."""
+    """Return a message without its images, as one text, because templates of text models take no parts."""
     content = message["content"]
     if isinstance(content, list):
         content = "\n".join(str(part["text"]) for part in content if part.get("type") == "text")

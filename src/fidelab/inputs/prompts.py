@@ -31,8 +31,9 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
     ``id`` and ``kind``.  ``.txt``: one prompt per line.  Blank lines do not count.
 
     Raises:
-        InputError: no such file, not UTF-8, no prompt in it, or a line that is not what it should be (with its number).
-        UsageError: a limit below 1.
+        InputError: If the file does not exist, is not UTF-8, has no prompt, or has an invalid line (the message has its
+            number).
+        UsageError: If the limit is below 1.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} prompts: at least 1")

@@ -1,4 +1,4 @@
-"""Texts by their names, with where their documents begin."""
+"""Texts by name, with the places where their documents begin."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the defau
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus.  ``doc_starts``: character offsets of its documents, empty where it has fewer than two.
+    """A corpus.  ``doc_starts``: character offsets of its documents, empty if it has fewer than two.
 
-    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: what
-    each document is (``code``), where that is known.
+    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: the
+    kind of each document (``code``), if known.
     """
 
     name: str
@@ -54,7 +54,8 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title`` lines.
 
     Raises:
-        InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
+        InputError: If the file does not exist, is not UTF-8 (the message names line and byte) or is empty, or the hub
+            cannot be reached.
     """
     name = str(name_or_path)
     if name == "domains":
@@ -81,7 +82,7 @@ def _documents(content: str) -> tuple[int, ...]:
 
 
 def _wikitext() -> str:
-    """WikiText-2's raw test text: the hub keeps its lines as rows, blank ones without their blank."""
+    """Return WikiText-2's raw test text; the hub stores its lines as rows, blank lines without their blank."""
     from fidelab.models.hub import dataset_file
 
     try:

@@ -1,4 +1,4 @@
-"""Text → token ids, with the model's own tokenizer and chat template, and what is known about both."""
+"""Turn text into token ids with the model's own tokenizer and chat template, and describe both."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tokenizer:
         """Return the tokenizer of a resolved model.
 
         Raises:
-            InputError: the model's folder has none that can be loaded without running its code.
+            InputError: If the model's folder has no tokenizer that can be loaded without running its code.
         """
         if model.kind == "fake":
             return cls(model, bos_id=None, stop_ids=(0,), template="raw", offsets=True, backend=_Bytes())
@@ -91,7 +91,7 @@ class Tokenizer:
     def chat(self, messages: Sequence[ChatMessage], template: Template = "chat", tools: Tools = ()) -> Tokens:
         """Return a prompt's ids, ending where the model's answer begins.
 
-        ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is none; ``raw``
+        ``chat`` runs the model's template, with thinking off if it has a switch, or ``raw`` without a template; ``raw``
         takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds one, and omits
         ``tools``.
 
@@ -113,7 +113,7 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
 
-        ``generation``: with what comes before the model's next answer.  ``private``: the text is kept nowhere.
+        ``generation``: adds the text that introduces the model's next answer.  ``private``: the text is stored nowhere.
 
         Raises:
             InputError: If the template refuses these messages.
@@ -179,10 +179,10 @@ _MAX_CACHED_BYTES = 256 << 20  # bytes of answers; beyond, the older half is for
 
 
 class _Remembered:
-    """A tokenizer whose answers are kept in the cache folder: what was asked before needs no import of Transformers.
+    """A tokenizer whose answers are kept in the cache folder, so that repeated calls need no import of Transformers.
 
     An answer holds for the content of all files in the model's folder but its weights, for the versions of the
-    libraries, and for this module.  A store that cannot be used is done without.
+    libraries, and for this module.  Without a usable store, answers are not kept.
     """
 
     def __init__(self, model: Model) -> None:
@@ -404,10 +404,12 @@ class _HuggingFace:
 def apply_template(library: Any, messages: Sequence[ChatMessage], **switches: Any) -> str:
     """Return the text that the chat template of a Transformers tokenizer makes of some messages.
 
-    A template is a program of whoever made the model: its time, its memory and the length of its text are bounded.
+    A template is a program by the author of the model, so its time, its memory and the length of its text are limited.
 
     Raises:
-        TimeoutError, MemoryError, ValueError: it goes beyond a bound.  Exception: whatever it or jinja2 raises.
+        TimeoutError, MemoryError, ValueError: If the template exceeds a limit.
+
+    Exception: Any exception of the template or jinja2.
     """
     given = [dict(message) for message in messages]
     with bounded():
