@@ -27,17 +27,17 @@ _NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\
 _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
 _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
-_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
+_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # the limit of attempts keeps nested brackets from taking long
 _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
-_NEGATION_SPAN = 200  # characters in which "not" is looked for before a name
+_NEGATION_SPAN = 200  # characters before a name that are searched for "not"
 
 
 def find_names(text: str, names: Sequence[str]) -> list[str]:
-    """Names in the first sentence that has any of them, as whole words, in their order there.
+    """Return the names in the first sentence that has any of them, in their order in that sentence.
 
-    Case and accents do not matter.  A name right after "not" does not count.
+    Names match as whole words, whatever their case and accents.  A name right after "not" does not count.
     """
     for sentence in _SENTENCE_END.split(text):
         folded = _fold(sentence)
@@ -49,10 +49,11 @@ def find_names(text: str, names: Sequence[str]) -> list[str]:
 
 
 def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of all calls in a text, in order, in one of the forms that models write.
+    """Return the name and arguments of every call in a text, in order.
 
-    Tags for the name and each argument (Qwen3-Coder), ``[TOOL_CALLS]name[ARGS]{…}`` (Mistral since 2025), or JSON
-    objects with ``name`` and ``arguments`` or ``parameters``, alone, in a list, between tags, or after ``function``.
+    The forms that models write are: tags for the name and each argument (Qwen3-Coder), ``[TOOL_CALLS]name[ARGS]{…}``
+    (Mistral since 2025), and JSON objects with ``name`` and ``arguments`` or ``parameters``.  The objects may be
+    single, in a list, between tags, or after ``function``.
     """
     if tagged := list(_XML_CALL.finditer(text)):
         bodies = (text[match.end() :].partition("</function>")[0] for match in tagged)
@@ -75,11 +76,11 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def after_reasoning(text: str, prompt: str = "") -> str:
-    """An answer without the reasoning in it (:data:`REASONING`).
+    """Return an answer without the reasoning in it (:data:`REASONING`).
 
-    A block that does not end takes all the rest, so that nothing may be left.  Text before a lone end marker is
-    reasoning too: its beginning is in the prompt, or was not written.  ``prompt``: end of the prompt; if it begins
-    reasoning, an answer that does not end it is all reasoning.
+    A block without an end takes all the rest, so the result may be empty.  Text before a lone end marker is reasoning
+    too, because its beginning is in the prompt or was not written.  ``prompt``: end of the prompt.  If it opens a block
+    of reasoning that the answer does not end, the whole answer is reasoning.
     """
     opened = _OPENED.search(prompt)
     rest = _BLOCK.sub("", opened[0] + text if opened else text)

@@ -47,7 +47,7 @@ T = TypeVar("T")
 Floats = NDArray[np.float64]
 
 _HARM_POINTS = -5.0  # points
-_REASONING_TAIL_TOKENS = 16  # tokens at a prompt's end in which reasoning may begin
+_REASONING_TAIL_TOKENS = 16  # tokens at the end of a prompt that may open a block of reasoning
 
 
 class AxisSettings(BaseModel):
@@ -150,11 +150,11 @@ class AxisScore:
         return paired_difference(self.items(), theirs, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
     def at(self, part: str) -> AxisScore | None:
-        """The score of one part if the axis scores its parts separately, else this score."""
+        """Return the score of one part if the axis scores them separately, else this score."""
         return self.parts.get(part) if self.parts else self
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
-        """The usable items (that are also ``among`` the given ones)."""
+        """Return the usable items, or only those that are also ``among`` the given ones."""
         keep = self.usable if among is None else self.usable & among
         return RatioItems(self.num[keep], self.den[keep], self.clusters[keep])
 
@@ -164,7 +164,7 @@ class AxisScore:
         return len(np.unique(self.clusters[self.usable]))
 
     def mean(self) -> float | None:
-        """Σnum/Σden over the usable items; ``None`` if there is none."""
+        """Σnum/Σden over the usable items; ``None`` if there are none."""
         return ratio_estimate(self.items())
 
     def mean_interval(self, seed: int) -> tuple[float, float] | None:
@@ -172,10 +172,12 @@ class AxisScore:
         return ratio_interval(self.items(), seed, bounds=self.bounds, proportion=self.proportion)
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:
-        """The metric ``score`` with its 95% interval, made of the usable items; null without any.
+        """Return the metric ``score`` with its 95% interval, computed from the usable items.
+
+        Its value is null without usable items.
 
         Raises:
-            ValueError: an axis without ``transform`` has no score.
+            ValueError: If the axis has no ``transform``, and therefore no score.
         """
         if self.transform is None:
             raise ValueError("a score needs a transform of the mean")
@@ -185,14 +187,15 @@ class AxisScore:
         return SCORE(ratio_estimate(self.items(), self.transform), interval, headline=headline)
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
-        """Paired difference of this arm and the control over the items usable on both, at this arm's ``part``.
+        """Return the paired difference between this arm and the control over the items usable on both sides.
 
-        ``None``: no item is usable on both, or one of them is a lower bound alone.
+        The difference is of this arm's ``part``.  It is ``None`` if no item is usable on both sides, or if this score
+        is a lower bound.
         """
         other = control.at(self.part)
         if self.bound or other is None:
             return None
-        n = min(len(self.num), len(other.num))  # if one arm was asked more, only the items of both
+        n = min(len(self.num), len(other.num))  # an arm may have more items: only those of both count
         own, theirs = (side.positions.get("window", np.arange(len(side.num)))[:n] for side in (self, other))
         if n < max(len(self.num), len(other.num)) and not (self.positions and np.array_equal(own, theirs)):
             return None
@@ -203,11 +206,11 @@ class AxisScore:
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
 
     def with_measurement(self, **fields: Any) -> Self:
-        """The score with fields of :attr:`found`."""
+        """Return the score with these fields replaced in :attr:`found`."""
         return replace(self, found=Measurement.model_validate({**dict(self.found), **fields}))
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:
-        """Measurement for the report, with its outcome, the counts of items, and ``more`` metrics."""
+        """Return the measurement for the report, with its outcome, the counts of items, and ``more`` metrics."""
         found = self.found
         status, reason = Status.IDENTICAL if self.identical else Status.OK, None
         if self.not_measurable:
@@ -258,10 +261,10 @@ class Axis:
         self.settings = settings
 
     def request(self, inputs: AxisInputs) -> Request:
-        """The request sent to every arm, if the axis has only one.
+        """Return the request sent to every arm, if the axis has only one.
 
         Raises:
-            InputError: text or prompts do not suffice; names the needed amount.
+            InputError: If text or prompts do not suffice.  The message names the needed amount.
         """
         raise NotImplementedError(f"axis {self.name} must implement request() or requests()")
 
@@ -270,37 +273,44 @@ class Axis:
         raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """The requests sent to every arm, by part; an axis with a single request names its part ``""``.
+        """Return the requests sent to every arm, by part.
 
-        The ``axis`` of a request is :func:`part_name` of its part.
+        An axis with a single request names its part ``""``.  The ``axis`` of a request is :func:`part_name` of its
+        part.
         """
         return {"": self.request(inputs)}
 
     @property
     def n_looks(self) -> int:
-        """Maximum number of looks at whether more requests are needed."""
+        """The maximum number of looks at whether more requests are needed."""
         return 1
 
     def look(self, part: str) -> int:
-        """The look that a part belongs to, from 0; only undecided candidates are asked parts of later looks."""
+        """Return the look that a part belongs to, counted from 0.
+
+        Only candidates that are still undecided are asked the parts of later looks.
+        """
         return 0
 
     def available(self, inputs: AxisInputs) -> int | None:
-        """The number of items that the setting ``limit`` selects from (by default the prompts); ``None``: unknown."""
+        """Return the number of items that the setting ``limit`` selects from, by default the number of prompts.
+
+        ``None`` means that the number is not known.
+        """
         return len(inputs.prompts)
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
-        """Further questions, made from the reference's answers to :meth:`requests`."""
+        """Return further requests, made from the reference's answers to :meth:`requests`."""
         return {}
 
     def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """Requests of the largest size that :meth:`follow_up` may return, for estimates of time."""
+        """Return the largest requests that :meth:`follow_up` may return, to estimate the time."""
         return {}
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        """Part of a request that the reference answers again for run-to-run noise; ``None`` for no repeat.
+        """Return the part of a request that the reference answers again to measure run-to-run noise.
 
-        By default an evenly spread ``share`` (0…1) of the items.
+        By default this is an evenly spread ``share`` (0…1) of the items.  ``None`` means no repeat.
         """
         if isinstance(request, Timed):
             return None
@@ -328,14 +338,15 @@ class Axis:
         return self.score(pairs[""], seed)
 
     def failed_part_cell(self, part: str, reason: str) -> Cell | None:
-        """Remark on a failed part if the others are scored without it; ``None`` if they are not."""
+        """Return the remark on a failed part if the others are scored without it, else ``None``."""
         return None
 
 
 def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
-    """``lost 9 of 36, gained 2``: items with a lower share for the arm, out of those the reference got.
+    """Return a text such as ``lost 9 of 36, gained 2``.
 
-    ``items``: shares 0 … 1 of each item for the reference and the arm.
+    An item is lost if the arm has a lower share of it, out of the items that the reference got.  ``items``: shares 0 …
+    1 of each item for the reference and the arm.
     """
     lost, gained = sum(test < ref for ref, test in items), sum(test > ref for ref, test in items)
     had = sum(ref > 0 for ref, _ in items)
@@ -343,7 +354,9 @@ def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
 
 
 def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
-    """Sentence that lowers the verdict if accuracy falls by 5 points or more; see docs/metrics.md#verdicts."""
+    """Return the sentence that lowers the verdict if accuracy falls by 5 points or more; see
+    docs/metrics.md#verdicts.
+    """
     if difference.interval is None or difference.interval[1] >= _HARM_POINTS:
         return ()
     most, least = (-end for end in difference.interval)
@@ -351,22 +364,22 @@ def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
 
 
 def part_name(axis: str, part: str) -> str:
-    """The name of the captures of a part: ``perplexity.2048``, or the name of the axis for the part ``""``."""
+    """Return the name of the captures of a part: ``perplexity.2048``, or the name of the axis for the part ``""``."""
     return f"{axis}.{part}" if part else axis
 
 
 def parts_of(axis: str, named: Mapping[str, T]) -> dict[str, T]:
-    """Captures or failures of one axis, by part."""
+    """Return the captures or failures of one axis, by part."""
     return {name[len(axis) + 1 :]: value for name, value in named.items() if name.split(".", 1)[0] == axis}
 
 
 def prompt_ids(
     inputs: AxisInputs, limit: int | None, template: Template, n_predict: int, setting: str
 ) -> tuple[Tokens, ...]:
-    """Token ids of the first ``limit`` prompts, each with room for ``n_predict`` generated tokens.
+    """Return the token ids of the first ``limit`` prompts, each with room for ``n_predict`` generated tokens.
 
     Raises:
-        InputError: a prompt without tokens, or one that is too long for the model; ``setting`` is the fix.
+        InputError: If a prompt has no tokens, or is too long for the model.  The message names ``setting`` as the fix.
     """
     prompts = inputs.prompts[:limit]
     ids = tuple(inputs.tokenizer.chat(prompt.messages, template, prompt.tools) for prompt in prompts)
@@ -382,14 +395,14 @@ def prompt_ids(
 
 
 def image_files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
-    """Each file once, in base64, and the numbers of those that each prompt shows."""
+    """Return each distinct file once, in base64, and for each prompt the indices of the files that it shows."""
     numbers: dict[bytes, int] = {}
     shows = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in shown)
     return tuple(base64.b64encode(image).decode() for image in numbers), shows
 
 
 def image_messages(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *, shown: bool = True) -> str:
-    """Messages for engines that take no tokens: their words as token ids, as everything that captures keep."""
+    """Return the messages for engines that do not accept tokens, with their text as token ids, as in all captures."""
     coded = []
     for message in messages:
         content = message["content"]
@@ -406,7 +419,10 @@ def image_messages(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *,
 
 
 def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
-    """Plot of texts side by side; empty without pairs, or if captures lack the vocabulary to decode tokens."""
+    """Return the plot of texts side by side, or nothing without pairs.
+
+    It is also empty if captures lack the vocabulary to decode tokens.
+    """
     try:
         listed = tuple(pairs)
     except CaptureError:
@@ -415,27 +431,30 @@ def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
 
 
 def written_text(capture: Capture, item: int) -> str:
-    """The generated text without the stop token."""
+    """Return the generated text without the stop token."""
     ids, request = capture.ids(item), capture.request
     ended = isinstance(request, Generate) and ids and ids[-1] in request.stop
     return capture.text(ids[:-1] if ended else ids)
 
 
 def answer_text(capture: Capture, item: int) -> str:
-    """The generated text without the stop token and without reasoning."""
+    """Return the generated text without the stop token and without reasoning."""
     request = capture.request
     prompt = capture.text(request.prompts[item][-_REASONING_TAIL_TOKENS:]) if isinstance(request, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
 
 
 def select_groups(request: Request, groups: Sequence[Hashable], share: float) -> Request:
-    """A ``share`` (0…1) of the groups, evenly spread, with all their items; ``groups`` [n]: the group of each item."""
+    """Return the request cut down to a ``share`` (0…1) of its groups, evenly spread, with all their items.
+
+    ``groups`` [n]: the group of each item.
+    """
     names = list(dict.fromkeys(groups))
     kept = {names[index] for index in spread(len(names), share)}
     return request.select([index for index, group in enumerate(groups) if group in kept])
 
 
 def spread(n: int, share: float) -> list[int]:
-    """``ceil(share · n)`` indices, evenly spread over 0 … n-1."""
+    """Return ``ceil(share · n)`` indices, evenly spread over 0 … n-1."""
     count = max(1, math.ceil(share * n))
     return sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)}) if count > 1 else [0]

@@ -1,11 +1,11 @@
-"""Degeneration onset: the first token of the degenerate rest of a long greedy text, if any.
+"""Axis degeneration: the token at which a long greedy text begins to degenerate, if it does.
 
 See docs/metrics.md#degeneration.
 
-Small models loop under greedy decoding with any cache, so an onset counts only if it lies more than 32 tokens before
-the reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
-repetition therefore downgrade the verdict only if more prompts get worse than better (McNemar's exact test,
-p ≤ 0.05).  Noise where the reference has none always downgrades it.
+Small models loop under greedy decoding with any cache, so an onset counts only if it is more than 32 tokens before the
+reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
+repetition therefore downgrade the verdict only if more prompts get worse than better (McNemar's exact test, p ≤ 0.05).
+Noise where the reference has none always downgrades it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate,
 from fidelab.results.measurement import Definition, Metric, Unit, key_of
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
-_MAX_SHOWN_ONSETS = 8  # onsets per arm whose text the report shows
-_BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset
-_POINTS = 64  # of the curve
+_MAX_SHOWN_ONSETS = 8  # onsets per arm for which the report shows the text
+_BEFORE, _AFTER = 48, 64  # tokens of that text before and after the onset
+_POINTS = 64  # points of the curve
 _CHANCE = 0.05
 
 _EARLIER = Definition(

@@ -1,4 +1,4 @@
-"""Effect of speculation on greedy text, and acceptance of its drafts as the engine counts them.
+"""Effect of speculative decoding on greedy text, and the acceptance rate of its drafts as the engine counts it.
 
 See docs/metrics.md#acceptance.
 """
@@ -23,10 +23,10 @@ _MAX_NAMED_TEXTS = 3  # changed texts that the sentence names
 
 
 def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """Metrics and sentences of an arm that speculates; empty for other arms.
+    """Return the metrics and sentences of an arm with speculative decoding; empty for other arms.
 
     ``forks``: for each text that diverges from the reference's, the item, the index, and by how much the reference
-    preferred its own token (nats; NaN where one side ends or that is not known).
+    preferred its own token (nats; NaN if one side ends there or the value is not known).
     """
     facts = pair.test.manifest["facts"].get(SPECULATION)
     if facts is None:

@@ -3,7 +3,7 @@
 See docs/metrics.md#forced-decode-kld.
 
 Prefill KLD reads a cache that was filled by a single forward pass.  Here every token is added to the cache by its own
-forward pass, as in generation, and all arms receive the same tokens, so a changed token does not alter the rest.
+forward pass, as in generation, and all arms receive the same tokens, so one changed token does not change the rest.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fidelab.results.plots import Curve
 
 _BINS = 32
 _LIMIT = 0.01  # nats
-_HIGH = 0.95  # quantile of KL from which on it is high
+_HIGH = 0.95  # KL above this quantile counts as high
 _PATH, _KL = "path", "kl"
 
 _MEAN = Definition("mean_kl", "nats", "lower", "Mean KL divergence per token of the reference's text.", name="mean KL")
@@ -139,10 +139,10 @@ class ForcedDecode(Axis):
         }
 
     def _recorded(self, inputs: AxisInputs) -> Forced:
-        """First answers of the log, each after the turns before it; longer ones are cut.
+        """Return the first answers of the log, each after the turns before it; longer answers are cut.
 
         Raises:
-            UnavailableError: there is no log, or it has no answer that fits the model.
+            UnavailableError: If there is no log, or it has no answer that fits the model.
         """
         s = self.settings
         if inputs.traffic is None or inputs.traffic.text is not None:
@@ -221,10 +221,10 @@ class ForcedDecode(Axis):
 def greedy_probe(
     inputs: AxisInputs, axis: str, n_predict: int, limit: int | None, template: Literal["chat", "raw"], *, batch: int
 ) -> Generate:
-    """Greedy continuations of the first prompts, ids only.
+    """Return the request for greedy continuations of the first prompts, with token ids only.
 
     Raises:
-        InputError: a prompt without tokens, or one that is too long for the model; names the setting to change.
+        InputError: If a prompt has no tokens, or is too long for the model.  The message names the setting to change.
     """
     tokenizer = inputs.tokenizer
     setting = f"axes.{axis.split('.', 1)[0]}.n_predict={n_predict}"
@@ -254,7 +254,7 @@ def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int
     assert isinstance(request, Forced)
     try:
         marks = [turns([pair.ref.text([token]) for token in request.continuations[r]]) for r, _ in pair.items]
-    except CaptureError:  # a capture without its vocabulary
+    except CaptureError:  # the capture has no vocabulary
         return
     turn = np.array([mark for each in marks for mark in each], dtype=np.float64)
     usable = ~rows.failed & np.isfinite(rows.kl)

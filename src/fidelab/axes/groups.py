@@ -1,4 +1,4 @@
-"""Metrics of an axis' rows per domain of text and per kind of structure token."""
+"""Metrics of an axis by domain of text and by kind of structure token."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ STRUCTURE = "structure"
 """Coordinate of metrics over one kind of structure token."""
 
 _ROWS = Definition("positions", "count", None, "Scored positions.")
-_MIN_GROUP_POSITIONS = 8  # positions of a group
+_MIN_GROUP_POSITIONS = 8  # positions that a group needs
 
 
 def domains(clusters: NDArray[np.int64], names: Mapping[int, str]) -> NDArray[np.object_]:
-    """The domain of each row by its document's number; ``""``: not known."""
+    """Return the domain of each row, looked up by the number of its document; ``""`` if it is not known."""
     return np.array([names.get(int(document), "") for document in clusters], dtype=object)
 
 
 def structure_labels(pair: Pair, windows: Sequence[Sequence[int]], first: int, last: int) -> NDArray[np.object_]:
-    """The kind of structure of the token that each row predicts, windows one after the other; ``""``: none."""
+    """Return the kind of structure of the token that each row predicts, window after window.
+
+    The label is ``""`` for a token without a kind.
+    """
     labels: list[str] = []
     for window in windows:
         kinds = structures([pair.ref.text([token]) for token in window])
@@ -45,7 +48,7 @@ def by_group(
     top1: Definition,
     seed: int,
 ) -> Iterator[Metric]:
-    """Mean KL and agreement of the most likely token, with intervals, and the positions of each group of rows.
+    """Yield for each group of rows the mean KL, the top-token agreement, their intervals, and the number of positions.
 
     ``labels`` [n]: the group of each row; rows without one, and groups of fewer than eight rows, are left out.
     """

@@ -42,9 +42,9 @@ from fidelab.metrics.intervals import (
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
-_MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
-_MAX_SHOWN_ITEMS = 8  # lost items whose text the report shows
-_DIGITS = 24  # of a number in the table
+_MEASURABLE = 0.05  # accuracy of the reference below which a loss cannot be seen
+_MAX_SHOWN_ITEMS = 8  # lost items for which the report shows the text
+_DIGITS = 24  # characters of a number in the table
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
 _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the problems that the reference solves.")
@@ -160,10 +160,10 @@ class GSM8K(Axis):
 
 @dataclass(frozen=True)
 class _Answer:
-    """Output of one side: ids, text up to a question that it adds, and the number that it answers with.
+    """Output of one side: its ids, its text up to the first question that it invents, and the number that it gives.
 
-    ``unfinished``: only its reasoning has numbers.  ``length``: tokens of its own words, reasoning included;
-    ``None`` if they were cut at the token budget.
+    ``unfinished``: only its reasoning has numbers.  ``length``: tokens of its own words, reasoning included; ``None``
+    if they were cut at the token budget.
     """
 
     ids: Sequence[int]

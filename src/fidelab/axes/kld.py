@@ -50,7 +50,7 @@ from fidelab.results.plots import Curve
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _MIN_CONTEXT = 8  # tokens
-_MIN_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
+_MIN_WINDOWS = 6  # windows of a longer context: fewer resampling clusters give wide intervals and weak verdicts
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
 _METRICS = (
@@ -236,15 +236,18 @@ class KLD(Axis):
         return (n_ctx,) if isinstance(n_ctx, int) else n_ctx or _DEFAULT_CONTEXTS
 
     def _window_count(self, n_ctx: int, windows: int) -> int:
-        """Windows of a context, of so many of the shortest one."""
+        """Return the number of windows of a context, given the number of windows of the shortest one."""
         return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
-        """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""
+        """Return the number of windows for each context, shortest first.
+
+        Default contexts that the text or the model does not allow are left out.
+        """
         s, asked = self.settings, self._contexts()
         sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
         have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
-        if s.early:  # the whole text may be too short to decide
+        if s.early:  # the whole text may be too short for a decision
             fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
             sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is not None:
@@ -303,11 +306,11 @@ class KLD(Axis):
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        """One context."""
+        """Score one context."""
         return self._score([pair], seed)
 
     def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
-        """Score of one context, from a pair for each of its captures, in order."""
+        """Score one context from a pair for each of its captures, in order."""
         first, asked = pairs[0], [_prefill(pair) for pair in pairs]
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
@@ -370,7 +373,7 @@ class KLD(Axis):
         return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
 
     def _groups(self, pairs: Sequence[Pair], rows: RowComparison, score: AxisScore, seed: int) -> Iterator[Metric]:
-        """Metrics by domain and by structure, of texts whose documents have domains."""
+        """Yield the metrics by domain and by structure, for texts whose documents have domains."""
         named = {tuple(one) for pair in pairs for one in pair.ref.manifest["settings"].get("domains") or ()}
         if not named or score.bound:
             return
@@ -395,7 +398,10 @@ class KLD(Axis):
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
-    """Sort key: the band of this context, then the upper end of the mean KL (without an interval, the mean)."""
+    """Return the sort key of a context: its band, then the upper end of its mean KL.
+
+    Without an interval, the mean itself takes the place of the upper end.
+    """
     mean, interval = score.found.value("mean"), score.found.ci("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
@@ -424,7 +430,7 @@ def _by_context(score: AxisScore) -> list[Metric]:
 
 
 def _cut_of(part: str) -> int:
-    """The number of a context's capture, from 0: a further one holds more of its windows."""
+    """Return the number of a context's capture, counted from 0; each further capture adds windows."""
     return int(part.partition("+")[2] or 0)
 
 
@@ -454,7 +460,7 @@ def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison
 
 
 def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
-    """Actual next token of each row; -1 if the window has none."""
+    """Return the actual next token of each row, or -1 if the window has none."""
     after = [*request.windows[item][request.first + 1 : request.last + 2]]
     return np.asarray(after + [-1] * (request.n_rows - len(after)), dtype=np.int64)
 
@@ -478,16 +484,16 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
 
 
 def _cut(rows: RowComparison) -> float | None:
-    """Mean probability that was cut off; ``None`` if vocabularies have the same size."""
+    """Return the mean probability that was cut off, or ``None`` if both vocabularies have the same size."""
     known = rows.cut[np.isfinite(rows.cut)]
     return float(known.mean()) if len(known) else None
 
 
 def kl_curve(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
-    """Mean KL (nats) per bin, at the middle of each bin.
+    """Return the curve of the mean KL (nats) per bin, plotted at the middle of each bin.
 
     ``key``: ``position`` (in the window) or ``confidence`` (the reference's largest probability).  ``edges`` [n + 1],
-    ``means`` [n]: ``None`` for an empty bin.
+    ``means`` [n], with ``None`` for an empty bin.
     """
     title, x_label, caption = _PLOT_TEXTS[key]
     return Curve(

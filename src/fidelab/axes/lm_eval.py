@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness, answered by any arm. See docs/metrics.md#lm-eval.
 
 The harness builds a task's requests, and its filters and metrics score the answers; in between, arms answer from
-captures like any other.  Continuations whose log-likelihood is requested (multiple choice, ``loglikelihood``,
+captures, as for every other axis.  Continuations whose log-likelihood is requested (multiple choice, ``loglikelihood``,
 ``loglikelihood_rolling``) are forced token by token; ``generate_until`` is a greedy continuation that is cut at the
 task's stop strings afterwards.  Prompts are tokenized as the harness' own ``hf`` model does.
 
@@ -54,9 +54,9 @@ from fidelab.results.plots import Plot, TablePlot
 
 _LIKELIHOOD, _ANSWERS = "loglikelihood", "generate"
 _CONTEXT = 2048  # tokens, if the model's limit is unknown; the harness' default
-_DEFAULT_ANSWER_TOKENS = 256  # tokens of an answer, if a task has no limit; the harness' default
-_PREFERRED_METRICS = ("acc", "exact_match")  # metrics by which a task is judged, where it has one of them
-_MAX_SHOWN_DOCUMENTS = 100  # documents with another result that the report lists
+_DEFAULT_ANSWER_TOKENS = 256  # tokens of an answer if the task has no limit; the harness' default
+_PREFERRED_METRICS = ("acc", "exact_match")  # preferred metrics to judge a task by
+_MAX_SHOWN_DOCUMENTS = 100  # changed documents that the report lists
 _ROLLING = {"byte_perplexity": "byte", "bits_per_byte": "byte", "word_perplexity": "word"}
 
 _VALUE = Definition("task_metric", "", None, "Mean of the harness' metric over the documents.")
@@ -232,8 +232,8 @@ def _tasks(settings: LMEvalSettings) -> dict[str, Any]:
     """The tasks by name, groups and tags taken apart.
 
     Raises:
-        UsageError: the harness is not installed, or no task is named.
-        InputError: there is no such task, it cannot be loaded, or it is not supported here.
+        UsageError: If the harness is not installed, or no task is named.
+        InputError: If there is no such task, it cannot be loaded, or it is not supported here.
     """
     if not settings.tasks:
         raise UsageError("axis lm-eval: name tasks, as in --axes lm-eval:arc_easy, or set axes.lm-eval.tasks")
@@ -254,7 +254,7 @@ def _loaded(names: tuple[str, ...], include_path: str | None, shots: int | None)
             raise InputError(f"axis lm-eval: the harness{where} has no task {unknown[0]!r}{near}")
         try:
             tasks: dict[str, Any] = manager.load([*names])["tasks"]
-        except Exception as error:  # data sets fail in many ways, most of them the network's
+        except Exception as error:  # loading a data set fails in many ways, mostly because of the network
             raise InputError(f"axis lm-eval: {', '.join(names)} cannot be loaded ({_line(error)})") from None
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False):
@@ -353,7 +353,7 @@ class _Asked:
             yield instance, _Note(name, instance.doc_id, index, _content(instance.doc))
 
     def requests(self, axis: str) -> dict[str, Request]:
-        """The requests by part; only parts that have items."""
+        """Return the requests by part; only parts that have items."""
         s = self.settings
         used = s.template if self.tokenizer.template == "chat" else "raw"
         settings = (("limit", s.limit), ("shots", s.shots), ("tasks", ",".join(s.tasks)), ("template", used))
@@ -384,7 +384,7 @@ class _Asked:
 
 
 def _built(name: str, task: Any, limit: int | None, template: Any) -> list[Any]:
-    """The harness' requests of one task."""
+    """Return the harness' requests of one task."""
     with _quiet():
         try:
             task.build_all_requests(
@@ -474,7 +474,7 @@ class _Answers:
     lacking: set[Document] = field(default_factory=set)
 
     def read(self, pair: Pair, side: Literal["ref", "test"]) -> None:
-        request = pair.test.request  # of equal items the reference's index is that of one of them
+        request = pair.test.request  # equal items share one index on the reference's side
         if len(request.notes) != len(request.items()):
             raise CaptureError(f"capture {pair.test.folder} holds no answers to tasks; capture again")
         for r, t in pair.items:
@@ -492,14 +492,14 @@ class _Answers:
             self.values[key] = value
 
     def documents(self) -> set[Document]:
-        """Documents of which every request was answered."""
+        """Documents for which every request was answered."""
         return {(task, document) for task, document, _ in self.values} - self.lacking
 
 
 def _value(
     capture: Capture, item: int, pair: Pair, note: _Note, request: Request, t: int
 ) -> tuple[float, bool] | str | None:
-    """Answer to one item; ``None`` if it failed."""
+    """Return the answer to one item; ``None`` if the item failed."""
     if capture.items[item]["failed"] is not None:
         return None
     if isinstance(request, Generate):
@@ -535,7 +535,7 @@ def _rows(capture: Capture, item: int, targets: Tokens) -> tuple[Floats, NDArray
 
 
 def _text(capture: Capture, item: int, note: _Note) -> str:
-    """Text within the task's budget, up to its first stop string."""
+    """Return the text within the task's budget, up to its first stop string."""
     ids = capture.ids(item)
     text = written_text(capture, item) if len(ids) <= note.n else capture.text(ids[: note.n])
     for stop in note.until:
@@ -545,7 +545,7 @@ def _text(capture: Capture, item: int, note: _Note) -> str:
 
 
 def _topk_refusal(pair: Pair) -> str:
-    """Reason why log-likelihoods cannot be read from a pair; empty if they can."""
+    """Return the reason why log-likelihoods cannot be read from a pair; empty if they can."""
     for capture in (pair.test, pair.ref):
         if capture.estimator is Estimator.TOPK:
             engine = capture.manifest["asked"]["engine"]
@@ -573,7 +573,7 @@ def _scored(
     """The harness' metrics of one side on some documents, by its own filters.
 
     Raises:
-        CaptureError: the task has other documents now than when it was asked.
+        CaptureError: If the task has other documents now than when it was asked.
     """
     from lm_eval.api.model import LM
 
@@ -678,7 +678,7 @@ def _score(tasks: Mapping[str, Any], ref: Table, test: Table, asked: Sequence[Do
         rows=tuple(rows),
         note="The harness' own metrics over the documents that both answered.",
     )
-    if not right:  # texts' likelihoods alone: no answer is right or wrong
+    if not right:  # only likelihoods of texts: no answer is right or wrong
         done = {document for key, side in test.items() for document in ((key[0], n) for n in side)}
         return _Unpaired(
             num=np.zeros(len(asked)),
@@ -765,7 +765,7 @@ def _row(key: Key, ref: Mapping[int, Value], test: Mapping[int, Value]) -> tuple
 
 
 def _aggregate(metric: str, values: Sequence[Value]) -> float | None:
-    """The figure that the harness gives for such values: a mean, or a perplexity from sums and counts."""
+    """Aggregate values as the harness does: a mean, or a perplexity from sums and counts."""
     pairs = [value for value in values if isinstance(value, tuple)]
     if not pairs:
         return float(np.mean([value for value in values if not isinstance(value, tuple)])) if values else None
@@ -776,7 +776,7 @@ def _aggregate(metric: str, values: Sequence[Value]) -> float | None:
 
 
 def _changed(right: Mapping[Document, tuple[float, float]]) -> tuple[Plot, ...]:
-    """The documents that one side alone gets right."""
+    """Return the documents that exactly one side gets right."""
     rows = [
         (task, float(document), "lost" if a > b else "gained") for (task, document), (a, b) in right.items() if a != b
     ]
@@ -794,7 +794,7 @@ def _changed(right: Mapping[Document, tuple[float, float]]) -> tuple[Plot, ...]:
 
 
 class _Unpaired(AxisScore):
-    """A score of texts' likelihoods, which lack a share of right documents to compare with the control's."""
+    """Score of text likelihoods, which have no share of right documents to compare with the control's."""
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
         return None

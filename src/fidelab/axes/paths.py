@@ -1,9 +1,9 @@
-"""Paths: does an arm give the same distributions in every serving mode of a server?
+"""Axis paths: whether an arm gives the same distributions in every serving mode of a server.
 
 See docs/metrics.md#paths.
 
-A part per way.  Each way is compared with the cold prefill of the same arm, and the figure is shown next to that of
-the reference, whose ways are compared with its own cold prefill.
+There is one part per serving mode ("way").  Each way is compared with the cold prefill of the same arm.  The figure is
+shown next to the reference's, whose ways are compared with its own cold prefill.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BATCH = "batch"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
-_TOKENS_AFTER_HIT = 9  # tokens of a hit after its last whole block
+_TOKENS_AFTER_HIT = 9  # tokens after the last whole block of a prefix hit
 _CHUNK = 64
-_READ = 16  # tokens that are read at once before the others are decoded
+_READ = 16  # tokens that are prefilled at once before the rest is decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
-_MIN_ALLOWANCE = 1e-4  # nats: the least allowance for rounding
-_MIN_ALLOWANCE_WITHOUT_TWIN = 1e-2  # nats: the same without a twin
-_MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
+_MIN_ALLOWANCE = 1e-4  # nats: smallest allowance for rounding
+_MIN_ALLOWANCE_WITHOUT_TWIN = 1e-2  # nats: smallest allowance if the reference is not a twin
+_MARGIN = 4.0  # factor on the figure of the twin, or of the arm's other ways
 _TAIL_QUANTILE = 0.9  # quantile of a figure over positions
 
 _WORDS = {
@@ -148,9 +148,9 @@ class Paths(Axis):
         return asked
 
     def _plan(self) -> Iterator[tuple[str, str, int, int, int]]:
-        """(part, way, size, first row, other requests); the cold prefill first."""
+        """Yield (part, way, size, first row, other requests) for each request, with the cold prefill first."""
         n_ctx = self.settings.n_ctx
-        block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # half of a short window
+        block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # for a short window, half of it
         partial = block + _TOKENS_AFTER_HIT if block + _TOKENS_AFTER_HIT < n_ctx - 2 else block - _TOKENS_AFTER_HIT
         yield _COLD, _COLD, 0, 0, 0
         for way in self.settings.ways:
@@ -179,13 +179,13 @@ class Paths(Axis):
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")
         ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
-        lost = _unproven(test[_COLD])  # without its cold prefill no way can be compared
+        lost = _unproven(test[_COLD])  # no way can be compared without the cold prefill
         unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
         known = _unproven(ref[_COLD]) is None
-        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is not a twin, since its kernels differ
+        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # an arm with other kernels is not a twin
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _first_divergent_rows(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
@@ -226,7 +226,7 @@ class Paths(Axis):
         )
 
     def _reference(self, ref: Mapping[str, Capture], part: str) -> Floats:
-        """The reference's KL of one way, computed for the first arm."""
+        """Return the reference's KL of one way, which is computed for the first arm."""
         key = ref[_COLD].folder, ref[part].folder
         if key not in self._own:
             self._own[key] = _kl(ref[_COLD], ref[part])
@@ -246,7 +246,7 @@ def _engine(capture: Capture) -> str:
 
 
 def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
-    """Prompts of other requests, each of another length, from the end of the text."""
+    """Return prompts for the other requests, each of a different length, from the end of the text."""
     ids = inputs.tokenizer.encode(inputs.text.content)
     lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
     if sum(lengths) > len(ids):
@@ -268,7 +268,7 @@ def _request(capture: Capture) -> Served:
 
 
 def _unproven(capture: Capture) -> tuple[Status, str] | None:
-    """Reason why the rows of a capture do not count (way unsupported, or not proven by counters), or ``None``."""
+    """Return why the rows of a capture do not count (way unsupported, or not proven by counters), else ``None``."""
     facts = capture.manifest["facts"]
     if why := facts.get("not_supported"):
         return Status.NOT_SUPPORTED, str(why)
@@ -278,19 +278,19 @@ def _unproven(capture: Capture) -> tuple[Status, str] | None:
 
 
 def _kl(cold: Capture, way: Capture) -> Floats:
-    """KL(cold ‖ way) [windows, rows of the way], nats; NaN where a row failed."""
+    """Return KL(cold ‖ way) [windows, rows of the way] in nats; NaN where a row failed."""
     pair, rows = Pair(cold, way, ()), _request(way).n_rows
     targets, skip = np.full(rows, -1, dtype=np.int64), _request(way).first - _request(cold).first
     return np.stack([compare_item(pair, item, item, targets, skip).kl for item in range(len(way.items))])
 
 
 def _windows(kl: Floats) -> NDArray[np.int64]:
-    """The window of each row, in the order in which ``kl`` is ravelled."""
+    """Return the window of each row, in the order in which ``kl`` is ravelled."""
     return np.repeat(np.arange(kl.shape[0]), kl.shape[1])
 
 
 def _tail(kl: Floats) -> float:
-    """90th percentile of the rows; 0 without a usable row."""
+    """Return the 90th percentile of the rows; 0 without a usable row."""
     usable = kl[np.isfinite(kl)]
     return float(np.quantile(usable, _TAIL_QUANTILE)) if len(usable) else 0.0
 
@@ -333,7 +333,7 @@ def _noise_of_other_families(part: str, tails: Mapping[str, float]) -> float:
 def _cell(
     part: str, why: tuple[Status, str] | None, capture: Capture, first: int, at: int | None, theirs: int | None
 ) -> Cell:
-    """Outcome of a way, its counts, and the alarm."""
+    """Return the outcome of a way, its counts, and the alarm."""
     if why is not None:
         return Cell(at={"way": part}, status=why[0], reason=why[1])
     counts = capture.manifest["facts"]["engaged"]
@@ -359,7 +359,7 @@ def _metrics(
 
 
 def _estimate(kl: Floats, seed: int) -> tuple[float | None, tuple[float, float] | None]:
-    """Mean and 95% interval over windows."""
+    """Return the mean and its 95% interval over windows."""
     usable = np.isfinite(kl.ravel())
     if not usable.any():
         return None, None
@@ -368,13 +368,13 @@ def _estimate(kl: Floats, seed: int) -> tuple[float | None, tuple[float, float] 
 
 
 def _sentence(part: str, position: int) -> str:
-    """``decoding parts from prefill at position 97``."""
+    """Return a sentence such as ``decoding parts from prefill at position 97``."""
     way, _, number = part.rpartition("-")
     return f"{_WORDS[part] if part in _WORDS else f'{_WORDS[way]} ({number} others)'} at position {position}"
 
 
 def _summary(ends: Mapping[str, int], first: Mapping[str, int], n: int) -> str:
-    """The way that parts first, or that none does."""
+    """Name the way that diverges first, or say that none does."""
     if not ends:
         return f"{counted(n, 'way')} {'agrees' if n == 1 else 'agree'} with a cold prefill" if n else ""
     part = min(ends, key=lambda name: first[name] + ends[name])
@@ -383,7 +383,7 @@ def _summary(ends: Mapping[str, int], first: Mapping[str, int], n: int) -> str:
 
 
 def _curve(part: str, kl: Floats, first: int) -> Curve:
-    """Mean KL over the windows by position."""
+    """Return the mean KL over the windows by position."""
     means = [float(np.mean(usable)) if len(usable := column[np.isfinite(column)]) else None for column in kl.T]
     return Curve(
         key="paths",

@@ -1,10 +1,10 @@
 """Perplexity through the cache under test, at several contexts. See docs/metrics.md#perplexity.
 
 ``chunked``: windows do not overlap and the last half of each is scored, as llama.cpp's perplexity tool does, whose
-windows lie one after another from the text's start (``place: start``).
-``strided``: windows begin every ``stride`` tokens and the last ``stride`` tokens of each are scored, so every token
-counts once and has at least n_ctx − stride tokens before it; the first n_ctx − stride tokens of the text are context
-alone.  Both read the keys and values of their context from the cache, so the figure depends on its format.
+windows lie one after another from the text's start (``place: start``). ``strided``: windows begin every ``stride``
+tokens and the last ``stride`` tokens of each are scored, so every token counts once and has at least n_ctx − stride
+tokens before it.  The first n_ctx − stride tokens of the text serve only as context.  Both read the keys and values of
+their context from the cache, so the figure depends on its format.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Perplexity(Axis):
         return ((t, {"nll_ref": ref, "nll_test": test}) for t, (ref, test, _) in sides)
 
     def _contexts(self, inputs: AxisInputs, have: int) -> list[int]:
-        """Requested contexts, or the default ones that model and text have room for; rising."""
+        """Return the requested contexts, or the default ones that fit the model and the text, in ascending order."""
         limit = inputs.max_positions
         if self.settings.contexts is not None:
             asked = sorted(set(self.settings.contexts))
@@ -208,9 +208,9 @@ class _Rows:
 
 
 def _item_nll(pair: Pair, request: Prefill, r: int, t: int) -> tuple[Floats, Floats, int]:
-    """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows.
+    """Return the NLL of one window's rows on both sides, over the ids that both have.
 
-    The last value is the number of rows whose actual token a side does not report.
+    Rows are NaN where a side has none.  The last value is the number of rows whose actual token a side does not report.
     """
     n = request.n_rows
     ref, test = np.full(n, np.nan), np.full(n, np.nan)
@@ -248,7 +248,7 @@ def _metrics(n_ctx: int, pair: PerplexityPair) -> tuple[Metric, ...]:
 
 
 def _summary(ppl: float | None, log_ratio: float | None = None) -> str:
-    """``PPL 17.2, +0.4%``; empty if it is not finite."""
+    """Return a text such as ``PPL 17.2, +0.4%``; empty if the figure is not finite."""
     if ppl is None:
         return ""
     factor = exponential(log_ratio)

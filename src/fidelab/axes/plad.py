@@ -1,4 +1,4 @@
-"""Axis D, PLAD: does a small change to a prompt move the candidate's answer more than the reference's?
+"""Axis D, PLAD: whether a small change to a prompt changes the candidate's answer more than the reference's.
 
 See docs/metrics.md#drift-under-perturbation.
 """
@@ -28,11 +28,11 @@ from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_share
 from fidelab.results.plots import TablePlot, TextPair, Texts
 
-_MAX_SHOWN_CELLS = 8  # cells per arm whose answers the report shows
-_MAX_SHOWN_TOKENS = 96  # tokens of an answer that it shows
+_MAX_SHOWN_CELLS = 8  # cells per arm for which the report shows the answers
+_MAX_SHOWN_TOKENS = 96  # tokens shown of each answer
 
 _UNPERTURBED = ""
-_UNRELATED_DRIFT = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
+_UNRELATED_DRIFT = 0.9  # from this drift on, two answers to the same prompt share little
 
 _EXCESS = Definition("excess_drift", "share", "lower", "Drift of the candidate minus the reference's, paired.")
 _SIGN = Definition("sign_test", "p", None, "Sign test of prompts that drift more against less than the reference's.")
@@ -82,8 +82,8 @@ class PLADSettings(AxisSettings):
 class PLAD(Axis):
     """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's.
 
-    An arm that answers every prompt with the same text does not drift either.  It fails without a score.
-    See docs/metrics.md#drift-under-perturbation.
+    An arm that gives the same answer to every prompt would show no drift.  It fails, and has no score. See
+    docs/metrics.md#drift-under-perturbation.
     """
 
     name: ClassVar[str] = "plad"
@@ -127,7 +127,10 @@ class PLAD(Axis):
         )
 
     def _questions(self, inputs: AxisInputs, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
-        """Token ids and notes of a prompt, unperturbed and perturbed; empty if no perturbation changes its tokens."""
+        """Return the token ids and notes of a prompt, unperturbed and perturbed.
+
+        The result is empty if no perturbation changes the prompt's tokens.
+        """
         s, tokenizer = self.settings, inputs.tokenizer
         plain = tokenizer.chat(prompt.messages, s.template, prompt.tools)
         if not plain:
@@ -143,7 +146,7 @@ class PLAD(Axis):
         return questions if len(questions) > 1 else []
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        """A share of the prompts, each with all its perturbations."""
+        """Return a share of the prompts, each with all its perturbations."""
         if not isinstance(request, Generate):
             return super().repeated(request, share)
         return select_groups(request, [json.loads(note)["prompt"] for note in request.notes], share)
@@ -210,12 +213,15 @@ class _Cell:
 
     @property
     def excess(self) -> float:
-        """Above 0 the candidate's answer moved more."""
+        """Difference of the two drifts; above 0 the candidate's answer changed more than the reference's."""
         return self.test_drift - self.ref_drift
 
 
 def _cells(pair: Pair) -> list[_Cell]:
-    """All cells, in the order of the test side's notes: for run-to-run noise only some prompts are repeated."""
+    """Return all cells, in the order of the test side's notes.
+
+    For run-to-run noise, only some prompts are repeated.
+    """
     notes = _notes(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
     cells = []
@@ -238,7 +244,7 @@ def _cells(pair: Pair) -> list[_Cell]:
 
 
 def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
-    """Both sides' answers to the unperturbed prompts, without failed ones and without duplicate prompts."""
+    """Return both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts."""
     request, notes = _generate_request(pair.ref), _notes(pair.ref)
     asked = {
         n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
@@ -249,7 +255,7 @@ def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[
 
 
 def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
-    """The reason for a failure if the candidate's answers do not depend on the prompt."""
+    """Return the reason for a failure if the candidate's answers do not depend on the prompt."""
     what = (
         f"answers do not depend on the prompt: PLAD finds the same one for {commonest(test)} of {len(test)} prompts "
         f"(reference: {commonest(ref)})"
@@ -258,7 +264,7 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
 
 
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
-    """Share of prompts whose two answers have almost no tokens in common."""
+    """Return the share of prompts whose two answers have almost no tokens in common."""
     return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
 
 
@@ -274,7 +280,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _skipped(ref: Capture) -> dict[str, int]:
-    """Perturbation → number of prompts that it does not change."""
+    """Return for each perturbation the number of prompts that it does not change."""
     names = [note["perturbation"] for note in _notes(ref)]
     settings = ref.manifest["settings"]
     return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
@@ -340,7 +346,7 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
 
 
 def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
-    """The answers with the largest excess drift."""
+    """Return the answers with the largest excess drift."""
     moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
     shown = sorted(moved, key=lambda cell: -cell.excess)[:_MAX_SHOWN_CELLS]
     pairs = (

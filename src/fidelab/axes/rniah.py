@@ -47,8 +47,8 @@ from fidelab.metrics.retrieval import (
 from fidelab.results.measurement import Definition, Metric
 
 _SHORT_LENGTHS = (512, 2048, 4096)  # for models of up to 8,192 positions
-_LONG_LENGTHS = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones must be requested
-_LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and those besides the codes
+_LONG_LENGTHS = tuple(4096 << k for k in range(6))  # up to 131,072 tokens by default; longer prompts must be requested
+_LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and tokens besides the codes
 _HARM_POINTS = -5.0  # points; see docs/metrics.md#verdicts
 
 _DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
@@ -123,14 +123,14 @@ class RNIAHSettings(AxisSettings):
 
 
 class RNIAH(Axis):
-    """Share of hidden facts that the candidate loses, by prompt length and place.
+    """Share of hidden facts that the candidate loses, by prompt length and position.
 
-    The score, which enters the composite, is one-sided.  It lies below 100 for arms that do not differ; the figure
-    "score expected by chance" shows by how much.  The accuracy difference has a sign, is 0 on average without a
-    difference, and alone can cost the verdict a band.
+    The score, which enters the composite, is one-sided.  It is below 100 even for arms that do not differ; the figure
+    "score expected by chance" shows by how much.  The accuracy difference has a sign and averages 0 without a
+    difference.  It can lower the verdict by a band by itself.
 
-    Parts: ``main``; with style ``auto`` only the reference is first asked the shortest length as a ``question``.
-    Its answers decide how ``main`` asks all arms.  See docs/metrics.md#retrieval.
+    There is one part, ``main``.  With style ``auto``, the reference is first asked the shortest length as a
+    ``question``. Its answers decide how ``main`` asks all arms.  See docs/metrics.md#retrieval.
     """
 
     name: ClassVar[str] = "rniah"
@@ -165,7 +165,7 @@ class RNIAH(Axis):
         return {"main": asked.request("main", "question", asked.lengths)}
 
     def repeated(self, request: Request, share: float) -> Request | None:
-        """Whole cells: the trials of a length and position stay together."""
+        """Return whole cells, so that the trials of one length and position stay together."""
         if isinstance(request, Timed):
             return None
         places = [(note["length"], note["position"]) for note in map(json.loads, request.notes)]
@@ -198,7 +198,7 @@ class _Plan:
     lengths: tuple[int, ...]
 
     def request(self, part: str, style: Style, lengths: Sequence[int]) -> Generate:
-        """Every length, position and trial, in this order."""
+        """Return the request with every length, position and trial, in this order."""
         s, tokenizer = self.settings, self.inputs.tokenizer
         haystack = load_haystack(s.haystack, tokenizer, max(lengths), s.trials, s.seed)
         prompts, notes = [], []
@@ -242,10 +242,11 @@ class _Plan:
 
 
 def _lengths(settings: RNIAHSettings, inputs: AxisInputs, n_predict: int) -> tuple[int, ...]:
-    """The lengths to ask, rising.
+    """Return the lengths to ask, in ascending order.
 
     Raises:
-        InputError: none of the default lengths fits.  UsageError: a given one does not.
+        InputError: If none of the default lengths fits.
+        UsageError: If a requested length does not fit.
     """
     limit = inputs.max_positions
     most = None if limit is None else limit - n_predict
@@ -281,7 +282,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
-    """Share 0 … 1 of the needles that an answer returns; compat mode includes its reasoning."""
+    """Return the share 0 … 1 of the needles that an answer returns; compat mode includes its reasoning."""
     text = written_text(capture, item) if compat else answer_text(capture, item)
     # The answer to a cloze ends with its sentence; after it models repeat the haystack, distractors included.
     if note["wrong"] and note["style"] == "cloze":
@@ -290,7 +291,7 @@ def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str 
 
 
 def _trials(pair: Pair, compat: str | None) -> list[Trial]:
-    """Requests, and the answers of both sides."""
+    """Return the requests with the answers of both sides."""
     notes, trials = _notes(pair.ref), []
     for ref, test in pair.items:
         note = notes[ref]
@@ -319,11 +320,11 @@ class _RetrievalScore(AxisScore):
     compat: str | None
 
     def by_cell(self) -> Cells:
-        """The usable trials."""
+        """Group the usable trials by cell."""
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
     def score(self, seed: int, *, headline: bool = True) -> Metric:
-        """Score by :func:`retrieval_score`; null if the reference finds nothing."""
+        """Return the score by :func:`retrieval_score`; null if the reference finds nothing."""
         if self.not_measurable:
             return SCORE(None, headline=headline)
         cells = self.by_cell()
@@ -332,7 +333,7 @@ class _RetrievalScore(AxisScore):
         )
 
     def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
-        """Accuracy minus the control's, over the trials usable on both (points)."""
+        """Return the accuracy minus the control's over the trials usable on both sides (points)."""
         both = self.usable & control.usable if len(self.num) == len(control.num) else self.usable[:0]
         if not both.any():
             return None

@@ -1,4 +1,4 @@
-"""Plots of axis rniah: heat map, table, and the answers that lost a needle."""
+"""Plots of axis rniah: a heat map, a table, and the answers that lost a needle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fidelab.inputs.needles import Style
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
 NeedlePlace = tuple[int, float]
-_MAX_SHOWN_ANSWERS = 12  # answers per arm
+_MAX_SHOWN_ANSWERS = 12  # answers shown per arm
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Trial:
 
 
 def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
-    """Accuracies by length and position and by length, and the answers that lost a needle."""
+    """Return plots of the accuracies by length and position and by length, and the answers that lost a needle."""
     shares: dict[NeedlePlace, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
         both = [(t.base, t.cand) for t in trials if t.place == place and not t.failed]

@@ -1,6 +1,6 @@
 """Rows of next-token distributions read from captures, in chunks, for every estimator.
 
-Full-vocabulary rows give the KL.  Rows of the top tokens give a lower bound of it, which supports no upper end, no
+Full-vocabulary rows give the KL.  Rows of the top tokens give a lower bound of it, which allows no upper end, no
 difference and no statement of equality.  See docs/metrics.md#estimators.
 """
 
@@ -34,31 +34,34 @@ from fidelab.metrics.divergence import (
 if TYPE_CHECKING:
     from fidelab.metrics.scorer import TileScorer
 
-_MAX_UNSHARED_MASS = 1e-3  # probability of ids of one side alone: beyond it, distributions are not identical
+_MAX_UNSHARED_MASS = 1e-3  # more probability than this on ids that one side lacks: not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
 def estimator_of(pair: Pair) -> Estimator:
-    """The weaker estimator of the two sides."""
+    """Return the weaker of the two sides' estimators."""
     estimators = {pair.ref.estimator, pair.test.estimator}
     return next(e for e in (Estimator.TOPK, Estimator.LOGPROBS, Estimator.HIDDEN) if e in estimators)
 
 
 def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
-    """Score of an axis if an engine reported its requests as not measurable (``facts``), else ``None``."""
+    """Return the score of an axis whose requests an engine reported as not measurable (``facts``), else ``None``."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
     reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
     return None if reason is None else unmeasurable(reason)
 
 
 def unmeasurable(reason: str) -> AxisScore:
-    """A score without items, and why."""
+    """Return a score without items that carries the reason."""
     nothing = np.empty(0)
     return AxisScore(nothing, nothing, nothing, nothing.astype(bool), not_measurable=reason)
 
 
 def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -> AxisScore:
-    """The score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
+    """Return the score of an axis whose items are rows ``[n]`` with their KL.
+
+    ``bound`` means that the KL is a lower bound.
+    """
     return AxisScore(
         num=rows.kl,
         den=np.ones(len(rows)),
@@ -73,7 +76,7 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
 
 
 def item_rows(capture: Capture, item: int) -> int:
-    """The number of rows stored for an item; 0 if it failed."""
+    """Return the number of rows stored for an item; 0 if it failed."""
     name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
     if capture.against:
         name = next((name for name in capture.names(item) if name.startswith(FIGURES)), name)
@@ -81,7 +84,7 @@ def item_rows(capture: Capture, item: int) -> int:
 
 
 def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.float32]:
-    """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
+    """Return the unnormalised log scores ``[stop - start, V]`` (float32) of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
         raise CaptureError(f"capture {capture.folder} holds only the top tokens, not rows over the vocabulary")
     if capture.against:
@@ -96,15 +99,16 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.flo
 
 
 def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Ids and log-probabilities ``[stop - start, k]`` of a top-k capture; id -1 is padding."""
+    """Return the ids and log-probabilities ``[stop - start, k]`` of a top-k capture; id -1 is padding."""
     ids = np.asarray(capture.array(item, "topk_ids"))[start:stop].astype(np.int64)
     return ids, capture.floats(item, "topk_logprobs", start, stop).astype(np.float64)
 
 
 def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: int = 0) -> RowComparison:
-    """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows.
+    """Compare all rows of one item.
 
-    ``skip``: number of leading rows of the reference side that are left out.
+    All rows fail if a side does not have n rows.  ``targets`` [n]: the actual next tokens.  ``skip``: number of leading
+    rows of the reference side to leave out.
     """
     n = len(targets)
     if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
@@ -126,7 +130,7 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: i
 
 
 def figures_of(rows: RowComparison) -> dict[str, NDArray[Any]]:
-    """The columns of a comparison, by which :func:`compare_item` gives it again."""
+    """Return the columns of a comparison, from which :func:`compare_item` can rebuild it."""
     return {field.name: getattr(rows, field.name) for field in fields(rows)}
 
 
@@ -147,14 +151,14 @@ def compare_many(
     *,
     kl_only: bool = False,
 ) -> list[RowComparison]:
-    """All rows of one item against those of items of many captures, all of hidden states.
+    """Compare all rows of one item with the items of many captures, all of which hold hidden states.
 
     Figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
-    ``scorer``: by default one on the CPU, or numpy where torch is not installed.  ``kl_only``: without the other
+    ``scorer``: by default one on the CPU, or numpy if torch is not installed.  ``kl_only``: leave out the other
     divergences.
 
     Raises:
-        CaptureError: one has no hidden states, or a head of another width than its states.
+        CaptureError: If a capture has no hidden states, or its head and its states differ in width.
     """
     n = len(targets)
     whole = [(test, t) for test, t in tests if item_rows(ref, item) == item_rows(test, t) == n > 0]
@@ -167,7 +171,7 @@ def compare_many(
 
 
 def _states(capture: Capture, item: int) -> tuple[NDArray[np.float32], Head]:
-    """States ``[n, d]`` of an item, and the head that fits them."""
+    """Return the states ``[n, d]`` of an item, and the head that belongs to them."""
     if capture.estimator is not Estimator.HIDDEN or capture.head is None:
         raise CaptureError(f"capture {capture.folder} holds no hidden states with a head")
     states = capture.floats(item, str(Estimator.HIDDEN), 0, item_rows(capture, item))
@@ -204,7 +208,7 @@ def _cpu_scorer() -> TileScorer | None:
 
 
 def floored_item(pair: Pair, r: int, t: int, k: int) -> NDArray[np.float64]:
-    """REFRACT's KL of all rows of one item, from the ``k`` most likely tokens of each side."""
+    """Return REFRACT's KL of all rows of one item, from the ``k`` most likely tokens of each side."""
     n = min(item_rows(pair.ref, r), item_rows(pair.test, t))
     parts = []
     for start in range(0, n, CHUNK):
@@ -214,7 +218,7 @@ def floored_item(pair: Pair, r: int, t: int, k: int) -> NDArray[np.float64]:
 
 
 def margin(capture: Capture, item: int, row: int, token: int) -> float:
-    """Log-probability of the top token minus that of ``token`` at one row, nats; NaN if unknown."""
+    """Return the log-probability of the top token minus that of ``token`` at one row (nats); NaN if unknown."""
     if row >= item_rows(capture, item):
         return float("nan")
     if capture.estimator is Estimator.TOPK:
@@ -226,7 +230,7 @@ def margin(capture: Capture, item: int, row: int, token: int) -> float:
 
 
 def _none(n: int) -> RowComparison:
-    """``n`` rows, at least one, that failed."""
+    """Return ``n`` rows, at least one, all marked as failed."""
     nothing = np.full((max(n, 1), 2), np.nan)
     return compare_rows(nothing, nothing, np.full(max(n, 1), -1))
 

@@ -1,4 +1,4 @@
-"""Tool calls: where a log's assistant calls a tool, does the arm write a call that parses and fits the tool's schema?
+"""Axis toolcalls: whether the arm's tool calls parse and fit the tool's schema, at the turns of a log that call a tool.
 
 See docs/metrics.md#tool-calls.
 """
@@ -35,7 +35,7 @@ from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import TextPair
 
-_MAX_SHOWN_TURNS = 8  # lost turns whose text the report shows
+_MAX_SHOWN_TURNS = 8  # lost turns for which the report shows the text
 
 _VALID = Definition("valid", "share", "higher", "Share of the turns with calls that all parse and fit their schemas.")
 _REFERENCE = Definition("valid_in_the_reference", "share", None, "The same share of the reference.")
@@ -63,7 +63,7 @@ class ToolCallsSettings(AxisSettings):
 
 
 class ToolCalls(Axis):
-    """Greedy answers at the turns of a log at which its assistant called tools, each after the turns before it.
+    """Greedy answers at the turns of a log at which its assistant called tools, with the turns before as prompt.
 
     See docs/metrics.md#tool-calls.
     """
@@ -134,7 +134,7 @@ class ToolCalls(Axis):
 
 
 def _turns(inputs: AxisInputs) -> list[tuple[tuple[int, ...], str]]:
-    """Prompt and note of every turn of the log with a tool call; none where the template leaves tools out.
+    """Return the prompt and note of every turn with a tool call; empty if the template leaves tools out.
 
     A note holds the conversation's number and the tools as token ids, since the words of a log are not stored.
     """
@@ -158,7 +158,7 @@ def _turns(inputs: AxisInputs) -> list[tuple[tuple[int, ...], str]]:
                     tokenizer.render(messages[:index], tools=offer, generation=True, private=True)
                     for offer in (tools, ())
                 )
-            except InputError:  # a template that takes whole conversations alone
+            except InputError:  # a template that accepts only whole conversations
                 continue
             if offered != plain:
                 turns.append((tuple(tokenizer.encode(offered)), note))
@@ -201,7 +201,7 @@ def _read(pair: Pair) -> list[_Turn]:
 
 
 def _schemas(text: str) -> dict[str, Any]:
-    """The tools' schemas by name, from the tools' JSON."""
+    """Return the tools' schemas by name, from the JSON of the tools."""
     tools = loads(text[text.index("[") :])
     return {tool["function"]["name"]: tool["function"].get("parameters", {"type": "object"}) for tool in tools}
 
@@ -216,9 +216,9 @@ def _answer(capture: Capture, item: int, schemas: Mapping[str, Any]) -> _Answer:
 
 
 def fits_schema(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments match the tool's JSON schema (2020-12).
+    """Return whether a call's arguments match the tool's JSON schema (2020-12).
 
-    A schema that refers to another document matches nothing, since none is fetched.
+    Nothing matches a schema that refers to another document, since none is fetched.
     """
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError

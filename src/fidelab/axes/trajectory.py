@@ -1,4 +1,4 @@
-"""Axis A: do greedy decodes stay together? See docs/metrics.md#trajectory."""
+"""Axis A, trajectory: how long greedy decodes stay together.  See docs/metrics.md#trajectory."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from fidelab.metrics.agreement import (
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, TextPair, Texts
 
-_MAX_SHOWN_DIVERGENCES = 16  # divergences per arm whose text the report shows
-_BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
+_MAX_SHOWN_DIVERGENCES = 16  # divergences per arm for which the report shows the text
+_BEFORE, _AFTER = 32, 48  # tokens of that text before and after the divergence
 
 TRAJECTORY_METRICS = {
     "score": SCORE,
@@ -165,7 +165,10 @@ class _Fork:
 
 
 def survival_plot(shares: Sequence[float]) -> Curve:
-    """The curve of ``shares`` [n + 1]: prompts whose text still equals the reference's after 0 … n tokens, 0-1."""
+    """Return the curve of the share of prompts whose text still equals the reference's after 0 … n tokens.
+
+    ``shares`` [n + 1]: each share, from 0 to 1.
+    """
     return Curve(
         key="survival",
         title="How long greedy text stays the same",
@@ -181,13 +184,16 @@ def survival_plot(shares: Sequence[float]) -> Curve:
 
 
 def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
-    """The divergences with the largest margins as text; near ties are less informative."""
+    """Return the text of the divergences with the largest margins, since near ties say less."""
     ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_MAX_SHOWN_DIVERGENCES]
     return texts("First divergences", (_text(pair, fork) for fork in ranked))
 
 
 def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPair:
-    """The texts around the divergence of prompt ``item`` at token ``at``; ``margin`` in nats, NaN if one side ends."""
+    """Return the texts of both sides around the token ``at`` at which prompt ``item`` diverges.
+
+    ``margin``: in nats, NaN if one side ends there.
+    """
     ended = math.isnan(margin)
     return TextPair(
         label=f"prompt {item}, token {at}: {'one side ends' if ended else f'margin {margin:.3g} nats'}",
@@ -209,7 +215,7 @@ def _text(pair: Pair, fork: _Fork) -> TextPair:
 
 
 def _margin(pair: Pair, r: int, t: int, agreement: PairAgreement, test: list[int]) -> float:
-    """Reference's top-1 minus the candidate's token at the fork, nats; NaN if unknown."""
+    """Return the reference's top token minus the candidate's token at the divergence (nats); NaN if unknown."""
     at = agreement.first_divergence
     if at is None or at >= len(test):
         return float("nan")

@@ -1,9 +1,10 @@
-"""Vision: do answers about images stay the same, and does the model still look? See docs/metrics.md#vision.
+"""Axis vision: whether answers about images stay the same, and whether the model still uses the image. See
+docs/metrics.md#vision.
 
 Every question is asked greedily with its image.  The reference's answers are then given to all arms after three
 prompts: with the right image, with a wrong one, and without any.  The KL of the arm's distributions from the
-reference's, given the right image, is the loss; the KL between right and wrong image, and between right and none, of
-one and the same arm is its dependence on the image.
+reference's, given the right image, is the loss; the KL within one arm between right and wrong image, and between right
+and no image, is its dependence on the image.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ from fidelab.results.plots import Plot, TablePlot, TextPair
 _ANSWER = "answer"
 _RIGHT, _WRONG, _NONE = "right", "wrong", "none"
 _FORCED = (_RIGHT, _WRONG, _NONE)
-_MAX_SHOWN_ANSWERS = 8  # changed answers in the report
-_BLIND = 1e-6  # nats: distributions that differ by less differ by rounding
+_MAX_SHOWN_ANSWERS = 8  # changed answers that the report shows
+_BLIND = 1e-6  # nats: a smaller difference is rounding
 
 _MEAN = Definition(
     "mean_kl", "nats", "lower", "Mean KL divergence per token of text behind the right image.", name="mean KL"
@@ -134,7 +135,7 @@ class VisionSettings(AxisSettings):
 
 
 class Vision(Axis):
-    """KL(reference ‖ candidate) after images, the kept dependence on the image, and the answers.
+    """KL(reference ‖ candidate) after images, the retained dependence on the image, and the answers.
 
     See docs/metrics.md#vision.
     """
@@ -148,11 +149,11 @@ class Vision(Axis):
     settings: VisionSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        """Requests with the questions and their images.
+        """Return the requests with the questions and their images.
 
         Raises:
-            UnavailableError: the reference cannot read images, or the log has none.
-            InputError: an image of the log cannot be used, or a question has no room.
+            UnavailableError: If the reference cannot read images, or the log has none.
+            InputError: If an image of the log cannot be used, or a question does not fit the model.
         """
         s, asked = self.settings, self._tokenized_prompts(inputs)
         source = "traffic" if asked and not asked[0][0].right else "drawn"
@@ -180,7 +181,7 @@ class Vision(Axis):
         answers = reference.get(_ANSWER)
         if answers is None or not isinstance(answers.request, ImageGenerate):
             raise CaptureError("the reference left no answers about images; capture again")
-        stop = answers.request.stop  # which servers do not read after an answer
+        stop = answers.request.stop  # servers do not read stop tokens after an answer
         ids = [
             tuple(token for token in answers.ids(index) if token not in stop) if item["failed"] is None else ()
             for index, item in enumerate(answers.items)
@@ -244,7 +245,7 @@ class Vision(Axis):
         return own or drawn_prompts()
 
     def _tokenized_prompts(self, inputs: AxisInputs) -> list[tuple[ImagePrompt, PromptTokens]]:
-        """The questions, and their tokens with and without images."""
+        """Return the questions, and their tokens with and without images."""
         s = self.settings
         if inputs.no_images:
             raise UnavailableError(f"vision: {inputs.no_images}")
@@ -272,7 +273,7 @@ class Vision(Axis):
         return asked
 
     def _forced(self, inputs: AxisInputs, answers: Sequence[Tokens]) -> dict[str, Request]:
-        """Requests with the same text after the right image, a wrong one, and none."""
+        """Return requests with the same text after the right image, a wrong one, and none."""
         s, asked = self.settings, self._tokenized_prompts(inputs)
         if len(asked) != len(answers):
             raise CaptureError(f"the reference answered {len(answers)} questions about images, not {len(asked)}")
@@ -310,7 +311,7 @@ def _digest(images: Sequence[bytes]) -> str:
 
 
 def _rows(pair: Pair) -> tuple[RowComparison, NDArray[np.int64]]:
-    """All rows of a pair, and the image that each belongs to."""
+    """Return all rows of a pair, and the image that each row belongs to."""
     request = pair.ref.request
     if not isinstance(request, ImageForced):
         raise CaptureError("the captures have no text after images; capture again")
@@ -322,14 +323,17 @@ def _rows(pair: Pair) -> tuple[RowComparison, NDArray[np.int64]]:
 
 
 def _clusters(capture: Capture) -> list[int]:
-    """A number per item: questions about the same image have the same one."""
+    """Return a number per item; questions about the same image share it."""
     names = [json.loads(note)["cluster"] for note in capture.request.notes]
     return [names.index(name) for name in names]
 
 
 @dataclass(frozen=True)
 class _Dependence:
-    """Sums over the tokens of each item of the KL between right image and another: of reference and arm; [items]."""
+    """Sums over the tokens of each item [items] of the KL between the right image and another one.
+
+    There is one sum for the reference and one for the arm.
+    """
 
     ref: NDArray[np.float64]
     test: NDArray[np.float64]
@@ -354,16 +358,19 @@ class _Dependence:
         return cls(ref_sums, test_sums, tokens, np.asarray(columns[3], dtype=np.int64))
 
     def retained(self) -> RatioItems:
-        """The arm's dependence over the reference's."""
+        """Return the arm's dependence divided by the reference's."""
         return RatioItems(self.test, self.ref, self.clusters)
 
     @property
     def blind(self) -> bool:
-        """The reference's distributions do not change with the image."""
+        """Whether the reference's distributions do not change with the image."""
         return bool(len(self.ref)) and float(self.ref.sum() / self.tokens.sum()) < _BLIND
 
     def metrics(self, part: str, seed: int, bound: bool) -> tuple[Metric, ...]:
-        """The arm's dependence, the reference's, and the share that is kept, which bounds do not give."""
+        """Return the arm's dependence, the reference's, and the share that is retained.
+
+        Lower bounds give no share.
+        """
         sides = []
         for definition, sums in ((_DEPENDENCE[part], self.test), (_REFERENCE[part], self.ref)):
             items = RatioItems(sums, self.tokens, self.clusters)
@@ -415,7 +422,7 @@ class _Answers:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Both answers can be judged."""
+        """Whether both answers can be judged."""
         return np.asarray(~np.isnan(self.right).any(axis=1), dtype=bool)
 
     @property
@@ -451,7 +458,7 @@ def _judge_answer(answer: str, note: Mapping[str, Any]) -> float:
 
 
 def _answers_only_score(answers: _Answers, pair: Pair, forced: Mapping[str, Pair], seed: int) -> AxisScore:
-    """Score for an engine that cannot score text after images: without KL and dependence."""
+    """Return the score for an engine that cannot score text after images, without KL and dependence."""
     nothing = not_measurable(forced.values())
     same = answers.same
     score = AxisScore(
@@ -483,7 +490,7 @@ def _summary(kl: str, answers: _Answers) -> str:
 
 
 def _table(pair: Pair, answers: _Answers) -> tuple[Plot, ...]:
-    """One line per question, without its words: they may be the user's."""
+    """Return a table with a line per question, without its words, which may be the user's."""
     ids = [str(json.loads(note)["id"]) for note in pair.ref.request.notes]
     lines = []
     for (r, _), right, same, usable in zip(answers.items, answers.right, answers.same, answers.usable, strict=True):

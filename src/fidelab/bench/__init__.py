@@ -1,4 +1,4 @@
-"""Benches: each measures an arm by itself: speed, start-up, memory.  No bench ever sees an engine."""
+"""Benches: each measures one property of an arm by itself: speed, start-up or memory.  No bench ever sees an engine."""
 
 from fidelab.core.registry import Registry
 

@@ -1,7 +1,7 @@
 """The bench interface: a bench defines timed questions and turns the answers into metrics and plots.
 
 Each question is put to every arm in turn and repeated with fresh prompts, so that drift of the machine affects all arms
-equally; answers from before an arm was steady are discarded.  A bench never sees an engine.
+equally; answers before an arm reached a steady state are discarded.  A bench never sees an engine.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fidelab.results.values import Outcome
 
 Floats = NDArray[np.float64]
 
-_DOUBTFUL = frozenset({"depth", "not-engaged", "inconsistent", "cache"})  # flags: the figure is one of something else
+_DOUBTFUL = frozenset({"depth", "not-engaged", "inconsistent", "cache"})  # flags: the figure describes something else
 _LOG_FROM = 10**1.5  # largest over smallest abscissa, from which the axis is logarithmic
 
 
 def _several(value: Any) -> Any:
-    """``512`` and ``"128,512"`` as lists."""
+    """Split ``"128,512"`` into a list, and wrap ``512`` in one."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",")]
     return [value] if isinstance(value, int) else value
@@ -59,7 +59,7 @@ class LiveSettings(BenchSettings):
 
 @dataclass(frozen=True)
 class BenchInputs:
-    """Source of the questions.  ``prompts(length, count, seed)`` returns distinct prompts of exact length."""
+    """Source of the prompts.  ``prompts(length, count, seed)`` returns distinct prompts of exact length."""
 
     prompts: Callable[[int, int, int], tuple[Tokens, ...]]
     max_positions: int | None
@@ -67,10 +67,10 @@ class BenchInputs:
 
 @dataclass(frozen=True)
 class Question:
-    """One shape of work: ``batch`` prompts of ``tokens`` tokens, ``n`` decoded after the first.
+    """One shape of work: ``batch`` prompts of ``tokens`` tokens, and ``n`` tokens decoded after the first one.
 
-    It needs ``repeats`` measured answers and up to ``max_warmup`` warm-ups, each to its own prompts.
-    ``impossible``: reason why it cannot be asked.
+    It needs ``repeats`` measured answers and up to ``max_warmup`` warm-ups, each with its own prompts. ``impossible``:
+    reason why it cannot be asked.
     """
 
     bench: str
@@ -85,9 +85,12 @@ class Question:
 
     @classmethod
     def make(cls, inputs: BenchInputs, settings: LiveSettings, bench: str, **shape: Any) -> Question:
-        """Build a question with prompts for all answers; impossible if it exceeds the model's positions."""
+        """Build a question with prompts for all answers.
+
+        It is marked as impossible if it exceeds the model's positions.
+        """
         shape = {"repeats": settings.repeats, "max_warmup": settings.max_warmup, **shape}
-        tokens, n = max(1, shape["tokens"]), shape["n"]  # at depth 0 a prompt has one token all the same
+        tokens, n = max(1, shape["tokens"]), shape["n"]  # at depth 0 a prompt still has one token
         limit = inputs.max_positions
         beyond = limit is not None and tokens + n > limit
         impossible = f"{tokens + n} tokens are beyond the model's {limit} positions" if beyond else ""
@@ -97,11 +100,11 @@ class Question:
 
     @property
     def name(self) -> str:
-        """Name of its captures."""
+        """Name of the captures of this question."""
         return f"{self.bench}.{self.part}"
 
     def request(self, number: int) -> Timed:
-        """Return the request of this number; negative numbers are warm-ups."""
+        """Return the request with this number; negative numbers are warm-ups."""
         at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
         settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
         prompts = self.prompts[at : at + self.batch]
@@ -125,11 +128,11 @@ class Answers:
     facts: Sequence[Mapping[str, Any]] = ()
 
     def at(self, length: str = "tokens") -> Coordinates:
-        """Shape of the work.  ``length`` is the name of its token count."""
+        """Coordinates of this shape of work.  ``length`` is the name of its token count."""
         return {length: self.question.tokens, "batch": self.question.batch}
 
     def cell(self, at: Coordinates, flags: Sequence[Flag] = (), **facts: Any) -> Cell:
-        """Outcome of this shape of work."""
+        """Return the outcome of this shape of work."""
         facts = {} if self.seconds is None else {"warmups": self.warmups, **facts}
         return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=facts)
 
@@ -138,8 +141,8 @@ class Answers:
 class Facts:
     """Facts about an arm besides its answers.
 
-    ``weights_bytes``: of the checkpoint.  ``loads``: processes over which the repeats are spread; 1: all arms were
-    asked in turn.  ``starts``: of each fresh process its kind (cold, warm) and seconds by part.
+    ``weights_bytes``: of the checkpoint.  ``loads``: number of processes over which the repeats are spread; 1 means
+    that all arms were asked in turn.  ``starts``: of each fresh process its kind (cold, warm) and seconds by part.
     """
 
     ran: Mapping[str, Any] = field(default_factory=dict)
@@ -171,22 +174,22 @@ class Bench(ABC):
 
     @abstractmethod
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
-        """Questions, in order."""
+        """Return the questions, in order."""
 
     def traffic(self) -> tuple[Request, ...]:
-        """Requests equivalent to the load of :attr:`loads`; used only to estimate time."""
+        """Return requests equivalent to the load of :attr:`loads`; used only to estimate time."""
         return ()
 
     @abstractmethod
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        """The answers of one arm by part → what they say of it."""
+        """Return the measurement of one arm, from its answers by part."""
 
 
 # ------------------------------------------------------------------------------------------------ measurements
 
 
 def unsteady(what: str, steady: bool | None, loads: int) -> tuple[Flag, ...]:
-    """Flags that a reader of the repeats must know."""
+    """Return the flags that warn about unsteady repeats, or repeats over several loads of the model."""
     flags = []
     if steady is False:
         flags.append(Flag(kind="unsteady", text=f"{what}: the last three repeats differ by 5% or more"))
@@ -196,9 +199,10 @@ def unsteady(what: str, steady: bool | None, loads: int) -> tuple[Flag, ...]:
 
 
 def outcome_of(cells: Sequence[Outcome]) -> dict[str, Any]:
-    """Status and reason of a measurement: OK where some cell is OK and none failed; else those of the first bad cell.
+    """Return the status and reason of a measurement.
 
-    Impossible cells (longer than the model's positions) do not affect the others.
+    It is OK if some cell is OK and none failed.  Otherwise it is the outcome of the first bad cell.  Impossible cells
+    (longer than the model's positions) do not affect the others.
     """
     failed = next((cell for cell in cells if cell.status is Status.FAILED), None)
     other = failed or next((cell for cell in cells if cell.status is not Status.OK), None)
@@ -220,7 +224,7 @@ class CellResult:
 
 
 def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measurement:
-    """Combine all shapes of work.  ``more``: further fields, such as another status."""
+    """Combine the results of all shapes of work.  ``more``: further fields, such as another status."""
     every = list(results)
     cells = tuple(result.cell for result in every)
     metrics = tuple(metric for result in every for metric in result.metrics)
@@ -228,20 +232,20 @@ def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measuremen
 
 
 def complete(found: Measurement, heads: Iterable[Metric | None], plots: Iterable[Plot]) -> Measurement:
-    """The measurement with its plots, and with ``heads`` marked as those that stand for it in summaries."""
+    """Return the measurement with its plots, and with ``heads`` marked as its headline metrics."""
     marked = {id(head) for head in heads}
     metrics = tuple(m.model_copy(update={"headline": True}) if id(m) in marked else m for m in found.metrics)
     return found.model_copy(update={"metrics": metrics, "plots": tuple(plots)})
 
 
 def largest(found: Measurement, key: str, length: str = "tokens") -> Metric | None:
-    """The metric of this key at the largest length of the smallest batch."""
+    """Return the metric with this key at the largest length of the smallest batch."""
     measured = (metric for metric in found.metrics if metric.key == key and metric.cell)
     return max(measured, key=lambda m: (-float(m.cell["batch"]), float(m.cell[length])), default=None)
 
 
 def doubt_of(cell: Cell | None) -> str:
-    """Reason why the figures of a cell do not count; empty if they do."""
+    """Return why the figures of a cell do not count; empty if they do."""
     if cell is None:
         return ""
     if cell.status is not Status.OK:
@@ -252,7 +256,7 @@ def doubt_of(cell: Cell | None) -> str:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A point of a curve, with the spread of its ordinate; ``doubt``: why it does not count."""
+    """A point of a curve, with the spread of its ordinate.  ``doubt``: why it does not count."""
 
     x: float
     y: float
@@ -262,7 +266,7 @@ class CurvePoint:
 
 
 def curves(series: Mapping[str, Sequence[CurvePoint]], **shape: Any) -> list[Curve]:
-    """A curve per series, ``shape`` being what they share."""
+    """Return a curve per series; ``shape`` holds the fields that all of them share."""
     above = [point.x for points in series.values() for point in points if point.x > 0]
     log = bool(above) and max(above) / min(above) >= _LOG_FROM
     plotted = []
@@ -288,7 +292,7 @@ def curves(series: Mapping[str, Sequence[CurvePoint]], **shape: Any) -> list[Cur
 def against(
     found: Measurement, metric_key: str, length: str = "tokens", *, scale: float = 1.0, **shape: Any
 ) -> list[Curve]:
-    """Curves of the metrics of this key against the length, one for each batch size."""
+    """Return curves of the metrics with this key against the length, one for each batch size."""
     measured = [metric for metric in found.metrics if metric.key == metric_key and length in metric.cell]
     several = len({metric.cell["batch"] for metric in measured}) > 1
     series: dict[str, list[CurvePoint]] = {}

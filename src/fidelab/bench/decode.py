@@ -1,6 +1,6 @@
 """Decode speed: tokens per second at a list of depths, by two methods.
 
-Isolated: n / (last − first token).  By subtraction, another method in use: n / (whole answer − median of separate
+Isolated: n / (last − first token).  By subtraction, as some other tools do: n / (whole answer − median of separate
 prefills of the same length).
 """
 
@@ -47,8 +47,8 @@ BY_SUBTRACTION = Definition(
     optional=True,
 )
 
-_NOISE = 0.1  # share of the difference that the spread of what is subtracted may have
-_PREFILL_SUFFIX = ".alone"  # the part of a depth that is read only
+_NOISE = 0.1  # largest spread of the subtracted prefills, as a share of the difference
+_PREFILL_SUFFIX = ".alone"  # the part of a depth that is only prefilled
 
 
 class DecodeSettings(LiveSettings):
@@ -120,7 +120,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
 
 
 def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """Draft counts that the engine reported while decoding; empty without speculation."""
+    """Return the draft counts that the engine reported while decoding; empty without speculation."""
     counted = [fact["speculation"] for fact in whole.facts if "speculation" in fact]
     if not counted:
         return (), ()
@@ -132,7 +132,7 @@ def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, 
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
-    """Reason why subtraction means little, given how far the prefills alone lie apart (seconds)."""
+    """Return why subtraction says little, given the spread of the separate prefills (seconds)."""
     if subtracted is None:
         return "there is no figure: an answer took no longer than the prefill alone"
     left = n / subtracted.median

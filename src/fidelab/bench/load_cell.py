@@ -1,7 +1,7 @@
-"""One load on a server → its metrics, and whether they may be compared.
+"""Turns one load on a server into metrics, and decides whether they may be compared.
 
-A cell is invalid where it was not the load that was asked: another depth, too few requests in flight, requests later
-than due, many failed, tokens that nobody counted or asked for.  What is merely doubtful is flagged and stays valid.
+A cell is invalid if it was not the requested load: another depth, too few requests in flight, requests sent late, many
+failures, or tokens that nobody counted or requested.  Merely doubtful cells are flagged and stay valid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fidelab.results.speculation import Arrival
 
 @dataclass(frozen=True)
 class LoadAsked:
-    """One cell as it was asked."""
+    """One cell as requested."""
 
     context: int
     """Input tokens."""
@@ -56,13 +56,13 @@ class LoadAsked:
 
     @property
     def at(self) -> Coordinates:
-        """The shape of the load."""
+        """Coordinates of the load."""
         return load_at(self.arrival, self.context, self.output, self.concurrency, self.request_rate)
 
 
 @dataclass(frozen=True)
 class Drive:
-    """One repeat of a cell: requests, outcomes and the server's own metrics."""
+    """One repeat of a cell: its requests, their outcomes, and the server's own metrics."""
 
     requests: Sequence[LoadRequest]
     result: DriveResult
@@ -70,17 +70,17 @@ class Drive:
 
     @property
     def measured(self) -> list[Exchange]:
-        """Without the warm-up."""
+        """The measured requests, without the warm-up."""
         return [exchange for exchange in self.result.exchanges if not exchange.warmup]
 
     @property
     def seconds(self) -> float:
-        """The measured part."""
+        """Duration of the measured part."""
         return self.result.ended - self.result.started
 
 
 class Pool:
-    """The figures of one or several drives of the same cell."""
+    """Figures of one or several drives of the same cell."""
 
     def __init__(self, asked: LoadAsked, drives: Sequence[Drive]) -> None:
         self.asked = asked
@@ -116,17 +116,17 @@ class Pool:
 
     @cached_property
     def shown(self) -> list[Latency]:
-        """The latencies, as far as there are any."""
+        """The latencies that are available."""
         every = [(name, self.latencies.of(name)) for name in LATENCIES]
         return [Latency.over(name, values) for name, values in every if len(values)]
 
     def good(self) -> int | None:
-        """Requests that met every target; ``None`` where there is none, or nothing was sent."""
+        """Number of requests that met every target; ``None`` without targets, or if nothing was sent."""
         targets = self.asked.targets
         return count_good(self.sent, targets) if targets and self.sent and self.seconds > 0 else None
 
     def rates(self) -> Values:
-        """Metrics by which repeats are compared, in addition to the latencies."""
+        """Return the metrics by which repeats are compared, in addition to the latencies."""
         good = self.good()
         return {
             figures.OUTPUT_RATE: self.output_rate(),
@@ -136,7 +136,7 @@ class Pool:
         }
 
     def more(self) -> Values:
-        """Metrics of the whole besides rates and latencies."""
+        """Return the metrics of the whole besides rates and latencies."""
         n, good, server = len(self.sent), self.good(), self.server
         drafts = server.speculation if server else None
         return {
@@ -151,7 +151,7 @@ class Pool:
         }
 
     def facts(self) -> dict[str, Any]:
-        """Facts that are not metrics: the server's own figures, the client's lag, tokens, errors by kind."""
+        """Return facts that are not metrics: the server's own figures, the client's lag, tokens, errors by kind."""
         lag, server = self.lag(50, 99), self.server
         return {
             "client over server": self.ratio(),
@@ -175,18 +175,18 @@ class Pool:
         }
 
     def ratio(self) -> float | None:
-        """The client's output rate over the server's."""
+        """Return the client's output rate divided by the server's."""
         ours, theirs = self.output_rate(), self.server.output_rate if self.server else None
         return ours / theirs if ours is not None and theirs else None
 
     def lag(self, *ranks: float) -> dict[str, float]:
-        """Percentiles of the client's lag, milliseconds; empty where it was too short to be read."""
+        """Return percentiles of the client's lag in milliseconds; empty if the load was too short for one."""
         values = np.concatenate([drive.result.lag for drive in self.drives])
         return percentiles(1e3 * values, ranks) if len(values) else {}
 
     @cached_property
     def server(self) -> ServerReading | None:
-        """Figures that the server reports over all drives."""
+        """The figures that the server reports over all drives."""
         read = [(drive.server, drive.seconds) for drive in self.drives if drive.server is not None]
         if not read:
             return None
@@ -204,7 +204,7 @@ class Pool:
         )
 
     def why(self) -> str:
-        """Reason why no request was answered completely."""
+        """Return why no request was answered completely."""
         if not self.sent:
             return "no request was sent in the measured part"
         [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
@@ -213,7 +213,7 @@ class Pool:
 
 
 def _mean(read: Sequence[tuple[ServerReading, float]], of: Callable[[ServerReading], float | None]) -> float | None:
-    """Weighted by the seconds of the repeats that have it."""
+    """Return the mean over the repeats that have a value, weighted by their seconds."""
     known = [(value, seconds) for reading, seconds in read if (value := of(reading)) is not None]
     whole = sum(seconds for _, seconds in known)
     return sum(value * seconds for value, seconds in known) / whole if whole else None
@@ -243,15 +243,16 @@ def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading |
 
 # ----------------------------------------------------------------------------------------------------------- cells
 
-_READINGS = 5  # of the server's metrics within the measured part, for their differences to be a rate
-_ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # make a cell invalid
+_READINGS = 5  # readings within the measured part that a rate needs
+_ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # these flags make a cell invalid
 
 
 def count_by_finish(drive: Drive) -> Drive:
-    """The drive with token counts where the stream had no usage, but ended for its length.
+    """Return the drive with token counts for streams without usage that stopped at the requested length.
 
-    A server that stops for ``length`` says that it wrote as many tokens as were asked.  Only for servers that say the
-    same in the usage of an unstreamed answer, and count prompts as the client does: so nothing is guessed from events.
+    A server that stops for ``length`` claims that it wrote as many tokens as were requested.  This is used only for
+    servers that report the same in the usage of an unstreamed answer, and count prompts as the client does, so that
+    nothing is guessed from events.
     """
     asked = {request.index: request for request in drive.requests}
 
@@ -265,11 +266,11 @@ def count_by_finish(drive: Drive) -> Drive:
 
 
 def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) -> Drive:
-    """The drive with the server's rate from its counters over the whole drive, where the measured part is short.
+    """Return the drive with the server's rate from its counters over the whole drive, if the measured part is short.
 
-    Counters are read once a second: between two readings it is not known when the tokens came.  But over the whole
-    drive (``whole``, ``seconds``), the warm-up included, the server's tokens are the client's: the share that belongs
-    to the measured part is taken of the server's, too.
+    Counters are read once a second, so the time of the tokens between two readings is not known.  Over the whole drive
+    (``whole``, ``seconds``), the warm-up included, the server's tokens are the client's.  The measured part's share of
+    the client's tokens is therefore applied to the server's.
     """
     read = drive.server
     if read is None or whole is None or whole.output_rate is None or read.samples >= _READINGS:
@@ -283,7 +284,10 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
 
 
 def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
-    """A cell that was driven at least once; repeats are pooled, and stand apart in its metrics' ``repeats``."""
+    """Return the result of a cell that was driven at least once.
+
+    Repeats are pooled; each is also listed in the metrics' ``repeats``.
+    """
     whole = Pool(asked, drives)
     flags = find_flags(whole)
     cell = Cell(
@@ -307,7 +311,7 @@ def why_invalid(cell: Cell) -> str:
 
 
 def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float, ...]]:
-    """Metric → its value in each repeat; those that some repeat lacks are left out."""
+    """Return for each metric its value in each repeat, without metrics that some repeat lacks."""
     if len(drives) < 2:
         return {}
     pools = [Pool(asked, [drive]) for drive in drives]
@@ -345,7 +349,10 @@ def find_flags(pool: Pool) -> tuple[Flag, ...]:
 
 
 def _depth(pool: Pool) -> str | None:
-    """Over all prompts together: single prompts may differ where words are used for tokens."""
+    """Flag another prompt length.
+
+    All prompts are compared together, since single prompts may differ if words stand for tokens.
+    """
     read = wanted = 0
     for drive in pool.drives:
         asked = {request.index: request.prompt_tokens for request in drive.requests}
@@ -359,7 +366,10 @@ def _depth(pool: Pool) -> str | None:
 
 
 def _underfilled(pool: Pool) -> str | None:
-    """Up to the last request sent: after it, no request can replace those that end."""
+    """Flag too few requests in flight.
+
+    Only the time up to the last request sent counts, since nothing replaces requests that end after it.
+    """
     wanted = pool.asked.concurrency
     if pool.asked.arrival != "closed" or wanted is None or not pool.done:
         return None
@@ -385,7 +395,7 @@ def _output(pool: Pool) -> str | None:
 
 
 def _overlong(pool: Pool) -> str | None:
-    """More tokens than were asked: the server counts what it did not write, or wrote another load than this."""
+    """Flag more tokens than were requested: the server counts tokens that it did not write, or wrote another load."""
     over = most = 0
     for drive in pool.drives:
         wanted = {request.index: request.max_tokens for request in drive.requests}
@@ -422,7 +432,10 @@ def _lag(pool: Pool) -> str | None:
 
 
 def _rate(pool: Pool) -> str | None:
-    """Against the schedule of the sent requests, because random gaps are not the client's fault."""
+    """Flag another rate.
+
+    It is compared with the schedule of the sent requests, because random gaps are not the client's fault.
+    """
     for drive in pool.drives:
         due = [exchange.due for exchange in drive.measured if exchange.due is not None]
         span = max(due, default=0.0) - min(due, default=0.0)
@@ -444,5 +457,5 @@ def _mismatch(pool: Pool) -> str | None:
 
 
 def _rounded(rate: float) -> str:
-    """Four significant digits, whole from 1,000 on."""
+    """Round to four significant digits, and to whole numbers from 1,000 on."""
     return f"{rate:,.0f}" if rate >= 999.95 else f"{rate:.4g}"

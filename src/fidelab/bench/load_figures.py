@@ -1,4 +1,4 @@
-"""Load on a server as metrics: what each is, and all loads of one server together, with saturation and plots."""
+"""Metrics of a load on a server, and the measurement of all loads of one server, with saturation and plots."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ _LATENCIES = {
 }
 _THRESHOLD = 0.05
 _PERCENTILES = (50, 95, 99)
-_MIN_BEYOND_PERCENTILE = 10  # values beyond a percentile, for it to say something without repeats
+_MIN_BEYOND_PERCENTILE = 10  # values that must lie beyond a percentile if there are no repeats
 
 Values = Mapping[Definition, float | None]
 
 
 def latency(name: str, part: str) -> Definition:
-    """The metric of ``ttft``, ``tpot``, ``itl`` or ``e2el``: of its ``mean``, or of ``p50`` and so on."""
+    """Return the definition of a statistic (``mean``, ``p50`` …) of ``ttft``, ``tpot``, ``itl`` or ``e2el``."""
     word, about = _LATENCIES[name]
     return Definition(key_of(f"{word} {part}"), "ms", "lower", f"{about}; {part}.", name=f"{word} {part}")
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds over ``n`` requests (of ``itl``: over gaps between tokens)."""
+    """Summary in milliseconds over ``n`` requests (``itl``: over gaps between tokens)."""
 
     name: str
     n: int
@@ -73,15 +73,15 @@ class Latency:
 
     @classmethod
     def over(cls, name: str, values: NDArray[np.float64]) -> Latency:
-        """Summarize at least one value; percentiles are linearly interpolated."""
+        """Summarize one value or more; percentiles are interpolated linearly."""
         return cls(name, len(values), float(values.mean()), percentiles(values, _PERCENTILES))
 
     def values(self) -> dict[Definition, float | None]:
-        """Return its metrics."""
+        """Return the metrics of this summary."""
         return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
 
     def caveats(self) -> dict[str, str]:
-        """Key of a metric that rests on few values → how few."""
+        """Return, for each metric that rests on few values, the key and the number of values."""
         beyond = {f"p{rank}": self.n * (1 - rank / 100) for rank in _PERCENTILES}
         return {
             latency(self.name, part).key: f"{few:.3g} of {self.n} beyond"
@@ -93,7 +93,7 @@ class Latency:
 def load_at(
     arrival: str, context: int, output: int, concurrency: int | None = None, rate: float | None = None
 ) -> Coordinates:
-    """The shape of a load; ``None`` as concurrency or rate means no limit."""
+    """Return the coordinates of a load; ``None`` as concurrency or rate means no limit."""
     at: Coordinates = {"context": context, "output": output, "arrival": arrival}
     limits = {"concurrency": concurrency, "rate": rate}
     return at | {name: limit for name, limit in limits.items() if limit is not None}
@@ -106,7 +106,7 @@ def load_metrics(
     more: Values | None = None,
     repeats: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[Metric, ...]:
-    """The metrics of one load that are known, in this order; ``repeats``: key → each repeat."""
+    """Return the known metrics of one load, in this order; ``repeats``: key → value of each repeat."""
     every, caveats = dict(rates), dict[str, str]()
     for times in latencies:
         every |= times.values()
@@ -119,9 +119,10 @@ def load_metrics(
 
 
 def serving_measurement(loads: Sequence[CellResult], facts: Mapping[str, Any], **outcome: Any) -> Measurement:
-    """All loads of one server; headed by the highest load at the smallest context.
+    """Return the measurement of all loads of one server.
 
-    ``facts``: target, model, endpoint, settings.  ``outcome``: status and reason.
+    Its headline is the highest load at the smallest context.  ``facts``: target, model, endpoint, settings.
+    ``outcome``: status and reason.
     """
     every = [*loads, *_saturations(loads)]
     measurement = joined(every, TITLE, **{"status": Status.OK, **outcome}, facts=dict(facts))
@@ -129,7 +130,10 @@ def serving_measurement(loads: Sequence[CellResult], facts: Mapping[str, Any], *
 
 
 def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
-    """Per context and output with at least two valid closed-loop cells: where more requests stop paying."""
+    """Find for each context and output the load from which more requests no longer pay.
+
+    This needs at least two valid closed-loop cells.
+    """
     rates: dict[str, dict[int, float]] = {}
     shapes: dict[str, Coordinates] = {}
     for shape, load in _by_context(loads):
@@ -146,7 +150,7 @@ def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
 
 
 def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, CellResult]]:
-    """Label each load by its context (and its output, where that varies)."""
+    """Label each load by its context, and by its output if that varies."""
     names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
     for load in loads:
         yield {name: load.cell.at[name] for name in names}, load
@@ -168,7 +172,9 @@ def _head(loads: Sequence[CellResult]) -> Metric | None:
 
 
 def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
-    """Rate and latencies against concurrency (closed loop) and request rate (open loop); rate against latency."""
+    """Plot rate and latencies against concurrency (closed loop) and request rate (open loop), and rate against
+    latency.
+    """
     tpot, ttft = latency("tpot", "p50").key, latency("ttft", "p50").key
     figures = (
         ("throughput", "Throughput", "output tok/s", OUTPUT_RATE.key),
@@ -197,7 +203,7 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
 
 
 def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[CurvePoint]]:
-    """Points by context; ``x``: a coordinate of the load, or a metric as ``y`` is."""
+    """Return the points by context; ``x`` is a coordinate of the load, or a metric like ``y``."""
     series: dict[str, list[CurvePoint]] = {}
     for shape, load in _by_context(loads):
         at = load.cell.at

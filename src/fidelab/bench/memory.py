@@ -61,7 +61,7 @@ _TOTALS: Mapping[str, Definition] = {
     ),
     "peak_host_bytes": _HOST,
     "peak_device_bytes": _DEVICE,
-    # the pool takes what other things leave: a smaller one is not a gain
+    # the pool takes the rest of the memory, so a smaller one is not a gain
     "cache_bytes": Definition("pool", "bytes", None, "The pool that the engine set aside for the cache."),
     "cache_tokens": Definition("pool_tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
 }
@@ -79,16 +79,16 @@ class MemorySettings(LiveSettings):
 
 
 class Memory(Bench):
-    """Measured bytes; peaks of the host are those of the worker's processes up to the end of each answer,
-    peaks of the device those of the answer alone.
+    """Measured bytes.
 
-    See docs/metrics.md#memory.
+    Host peaks are those of the worker's processes up to the end of each answer; device peaks are those of the answer
+    itself. See docs/metrics.md#memory.
     """
 
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "How much memory does it take?"
     Settings = MemorySettings
-    first: ClassVar[bool] = True  # a peak that others have raised would not fall
+    first: ClassVar[bool] = True  # this bench runs first, since a peak raised by another bench never falls
     not_on_servers: ClassVar[str] = "a server's memory is not to be seen from outside"
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
@@ -121,12 +121,12 @@ class Memory(Bench):
 
 
 def _sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Coordinates) -> list[Metric]:
-    """Return the metrics of the reported figures."""
+    """Return the metrics of the reported sizes."""
     return [make(told[name], cell=at) for name, make in definitions.items() if told.get(name) is not None]
 
 
 def _complete(found: Measurement) -> Measurement:
-    """Add curves of the cache and of the peak, and head it by the bytes per token and the peak."""
+    """Add curves of the cache and of the peak, with bytes per token and the peak as headline."""
     device = found.value(_DEVICE.key) is not None
     peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")
     shown = (

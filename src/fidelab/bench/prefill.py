@@ -41,7 +41,10 @@ class PrefillSettings(LiveSettings):
 
 
 class PrefillBench(Bench):
-    """n / time to the first token, cold prefix cache. See docs/metrics.md#prefill-speed."""
+    """Prompt length divided by the time to the first token, with a cold prefix cache.
+
+    See docs/metrics.md#prefill-speed.
+    """
 
     name: ClassVar[str] = "prefill"
     title: ClassVar[str] = "How fast are prompts read?"

@@ -1,6 +1,7 @@
 """Time to the first token: process start → interpreter, import, weights, warm-up, first token.
 
-Cold: the weight files were put out of the page cache before; compiled kernels and libraries may still be warm.
+Cold means that the weight files were evicted from the page cache before.  Compiled kernels and libraries may still be
+warm.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TOTAL = Definition("total", "s", "lower", "From the process' start to the first 
 
 
 def part(name: str) -> Definition:
-    """The metric of one part of the time."""
+    """Return the metric for one part of the time."""
     about = f"The part of the start-up called {name}; what an engine cannot tell apart stands under the later part."
     return Definition(key_of(name), "s", "lower", about, aggregate="median", name=name)
 
@@ -44,7 +45,10 @@ class StartupSettings(BenchSettings):
 
 
 class Startup(Bench):
-    """Every repeat is a fresh process, asked for one token after 16. See docs/metrics.md#start-up-time."""
+    """Time to the first token: every repeat is a fresh process, asked for one token after a prompt of 16.
+
+    See docs/metrics.md#start-up-time.
+    """
 
     name: ClassVar[str] = "startup"
     title: ClassVar[str] = "How long until the first token?"
@@ -72,7 +76,7 @@ class Startup(Bench):
 
 
 def _complete(found: Measurement) -> Measurement:
-    """Add bars of its parts, and head it by the warm start where there is one."""
+    """Add bars of the parts, with the warm start as headline if there is one."""
     totals = {str(m.cell["start"]): m for m in found.metrics if m.key == TOTAL.key}
     names = {m.key: m.name for m in found.metrics if m.key != TOTAL.key}
     bars = Bars(
@@ -91,7 +95,7 @@ def _complete(found: Measurement) -> Measurement:
 
 
 def _times(kind: str, starts: Sequence[Mapping[str, float]]) -> list[Metric]:
-    """The whole and its parts, as far as all starts of this kind have them."""
+    """Return the whole time and its parts, as far as all starts of this kind have them."""
     if not starts:
         return []
     times = {TOTAL: [sum(parts.values()) for parts in starts]}

@@ -1,8 +1,8 @@
 """Reading and writing safetensors files with numpy alone.
 
-Written here, not taken from the ``safetensors`` package, because engine environments pin versions whose
-Python interfaces differ and because numpy has no bfloat16: a bfloat16 array travels as its ``uint16`` bits.
-The file layout is the published one: 8 bytes little-endian header length, JSON header, tensor bytes.
+Written here, not taken from the ``safetensors`` package, because engine environments pin versions whose Python
+interfaces differ and because numpy has no bfloat16: a bfloat16 array is passed on as its ``uint16`` bits. The file
+layout is the published safetensors layout: 8 bytes little-endian header length, JSON header, tensor bytes.
 """
 
 from __future__ import annotations
@@ -46,18 +46,21 @@ _NAMES: dict[np.dtype[Any], str] = {
     np.dtype("?"): "BOOL",
 }
 _DTYPES: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
-_MAX_HEADER_BYTES = 100_000_000  # bytes, the published limit
+_MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors publishes
 _MAX_HEADER_VALUES = 4_000_000  # of a header: some 400,000 tensors
-_MAX_ELEMENTS = 1 << 60  # of a shape, zeros left out: numpy's sizes are 64 bits
+_MAX_ELEMENTS = 1 << 60  # elements of a shape, zeros left out: numpy's sizes are 64 bits
 
 
 def array_bytes(array: Array) -> int:
-    """Size of the content in bytes."""
+    """Return the size of the content in bytes."""
     return array.bits.nbytes if isinstance(array, BFloat16) else array.nbytes
 
 
 def to_float32(array: Array, *, copy: bool = False) -> NDArray[np.float32]:
-    """The values as float32 (exact for float16 and bfloat16); with ``copy``, always in memory of their own."""
+    """Return the values as float32, which is exact for float16 and bfloat16.
+
+    With ``copy``, the result never shares memory with the array.
+    """
     if isinstance(array, BFloat16):
         bits = array.bits.astype(np.uint32)
         bits <<= 16  # in place: clearing the pages of a second array takes longer than the shift
@@ -66,10 +69,10 @@ def to_float32(array: Array, *, copy: bool = False) -> NDArray[np.float32]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
-    """Write one file; returns the SHA-256 of its bytes and its size.
+    """Write one file, and return the SHA-256 of its bytes and its size.
 
     Raises:
-        CaptureError: an array of a type that the format lacks (complex, text).
+        CaptureError: If the format has no type for an array (complex, text).
     """
     header: dict[str, object] = {}
     blobs: list[bytes | memoryview] = []
@@ -90,7 +93,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
 
 
 def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
-    """Little-endian, contiguous, of the same shape; and the format's name of the type."""
+    """Return a little-endian, contiguous array of the same shape, and the format's name of its type."""
     plain = array.bits if isinstance(array, BFloat16) else array
     little = plain.dtype.newbyteorder("<")
     kind = "BF16" if isinstance(array, BFloat16) else _NAMES.get(little)
@@ -101,7 +104,7 @@ def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
 
 @dataclass(frozen=True)
 class Entry:
-    """Header entry of one tensor; ``start`` and ``end`` are bytes after the header."""
+    """Header entry of one tensor; ``start`` and ``end`` are byte offsets after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -110,12 +113,13 @@ class Entry:
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
-    """The tensors of a safetensors file, where their bytes begin, and how many there are.
+    """Return the tensors of a safetensors file, the offset of their bytes, and the size of their bytes.
 
-    The file may come from anybody: nothing is allocated by a size that only the header states.
+    The file may come from anybody, so nothing is allocated by a size that only the header states.
 
     Raises:
-        OSError: it cannot be read.  ValueError: it is not a complete safetensors file; says what is wrong.
+        OSError: If the file cannot be read.
+        ValueError: If it is not a complete safetensors file.  The message says what is wrong.
     """
     if not path.is_file():
         raise ValueError("it is missing" if not path.exists() else "it is not a regular file")
@@ -156,7 +160,7 @@ class TensorFile:
         """Map the file.
 
         Raises:
-            CaptureError: the file is not a complete safetensors file.
+            CaptureError: If the file is not a complete safetensors file.
         """
         self.path = path
         try:
@@ -166,14 +170,14 @@ class TensorFile:
             raise CaptureError(f"{path} is damaged ({error}); delete it and capture again") from error
 
     def names(self) -> list[str]:
-        """The tensors of this file."""
+        """Return the names of the tensors in this file."""
         return [*self._entries]
 
     def get(self, name: str) -> Array:
-        """One tensor as a view into the map, without copying.
+        """Return one tensor as a view into the map, without copying.
 
         Raises:
-            CaptureError: there is no tensor of this name, or it is of a type that numpy lacks.
+            CaptureError: If the file has no tensor of this name, or numpy lacks its type.
         """
         entry = self._entries.get(name)
         if entry is None or entry.dtype not in _DTYPES:

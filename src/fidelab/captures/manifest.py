@@ -1,8 +1,8 @@
-"""The manifest of a capture: what was asked, what ran, versions, hashes.  Standard library only.
+"""The manifest of a capture: the request, the runtime facts, versions and hashes.  Standard library only.
 
-A capture folder holds ``manifest.json`` (written last, with a checksum over itself), ``probe.json.gz`` (the token
-ids that were asked) and ``part-*.safetensors``.  Language-model heads and vocabularies lie once next to the
-captures, under their hashes, in ``heads/`` and ``vocabularies/``.
+A capture folder holds ``manifest.json`` (written last, with a checksum over itself), ``probe.json.gz`` (the token ids
+of the request) and ``part-*.safetensors``.  Language-model heads and vocabularies are stored once, named by their
+hashes, in ``heads/`` and ``vocabularies/`` next to the captures.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PARTIAL = ".partial-"
 PROBE = "probe.json.gz"
 FIGURES = "figures."
 """Name prefix of arrays that replace rows: figures against one other capture."""
-_MAX_MANIFEST_BYTES = 64 << 20  # of a manifest
+_MAX_MANIFEST_BYTES = 64 << 20  # bytes of a manifest
 _FAMILY = SCHEMA.partition("/")[0]
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_MAX_VOCABULARY = 1 << 24  # of a vocabulary
+_MAX_VOCABULARY = 1 << 24  # entries of a vocabulary
 
 
 def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
-    """The key of a capture; captures with equal keys have equal content."""
+    """Return the key of a capture; captures with equal keys have equal content."""
     return {
         "arm": arm.fingerprint(),
         "probe": request_hash(request),
@@ -48,23 +48,23 @@ def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], 
 
 
 def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, Any]) -> Path:
-    """Path of the capture of this key: ``<store>/<arm>/<request>``, readable and unique."""
+    """Return the path of the capture with this key: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
     return store / arm_folder / f"{request.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 
 
 def seed_of(key: Mapping[str, Any]) -> int:
-    """Return the seed of the proof of engagement, 0 … 2^32-1: the same for the same capture."""
+    """Return the seed of the proof of engagement, 0 … 2^32-1, which is always the same for one capture."""
     return int(key_digest(key)[:8], 16)
 
 
 def key_digest(key: Mapping[str, Any]) -> str:
-    """SHA-256 of a capture's key."""
+    """Return the SHA-256 of a capture's key."""
     return digest(canonical_json(key))
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> str:
-    """JSON text with ``checksum``, the SHA-256 of the canonical JSON of all the rest."""
+    """Return the manifest as JSON text with ``checksum``, the SHA-256 of the canonical JSON of all other fields."""
     body = {key: value for key, value in manifest.items() if key != "checksum"}
     return json.dumps({**body, "checksum": digest(canonical_json(body))}, indent=1, sort_keys=True)
 
@@ -73,8 +73,9 @@ def load_manifest(folder: Path) -> dict[str, Any]:
     """Read and check a manifest, which may come from anybody.
 
     Raises:
-        OtherSchemaError: it is of another version of fidelab.
-        CaptureError: there is none, it was edited or cut, or a field is not what it should be; names the capture.
+        OtherSchemaError: If it was written by another version of fidelab.
+        CaptureError: If it is missing, was edited or truncated, or has an invalid field.  The message names the
+            capture.
     """
     path = folder / MANIFEST
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Two captures side by side; refuses what must not be compared and names the mismatch."""
+"""Two captures side by side.  Captures that must not be compared are refused, and the message names the mismatch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RETURNED = "returned"
 class Pair:
     """Reference and test capture with their items matched: ``items`` holds (reference index, test index).
 
-    ``figures``: test item → columns ``[rows]`` of rows that were compared before.
+    ``figures``: columns ``[rows]`` by test item, for rows that were compared before.
     """
 
     ref: Capture
@@ -36,7 +36,7 @@ class Pair:
         ``subset``: the test side may hold only some of the items (run-to-run noise).
 
         Raises:
-            MismatchError: names the first thing that differs.
+            MismatchError: If the captures must not be compared.  The message names the first difference.
         """
         where = f"{test.folder} against {ref.folder}"
         for name in ("kind", "axis"):
@@ -62,7 +62,10 @@ class Pair:
 
 
 def _check_id_kind(ref: Capture, test: Capture, where: str) -> None:
-    """Generated text that was tokenized again need not give the ids that were generated."""
+    """Check how both sides got their ids.
+
+    Generated text that is tokenized again need not give the ids that were generated.
+    """
     ref_ids, test_ids = _ids(ref), _ids(test)
     if ref_ids != test_ids:
         raise MismatchError(
@@ -72,7 +75,7 @@ def _check_id_kind(ref: Capture, test: Capture, where: str) -> None:
 
 
 def _ids(capture: Capture) -> str:
-    """``returned`` by the engine, or ``retokenized`` from its text."""
+    """Return ``returned`` if the engine returned the ids, or ``retokenized`` if they come from its text."""
     generated = capture.manifest["kind"] in ("generate", "imagegenerate")
     return str(capture.manifest["ran"].get("ids") or _RETURNED) if generated else _RETURNED
 
@@ -101,7 +104,10 @@ def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple
 
 
 def comparability_key(capture: Capture) -> dict[str, Any]:
-    """Fields that must agree before numbers of one axis are ranked together. See docs/metrics.md#comparability."""
+    """Return the fields that must agree before numbers of one axis are ranked together.
+
+    See docs/metrics.md#comparability.
+    """
     return {
         "items": digest(*(item["hash"] for item in capture.items)),
         "settings": capture.manifest["settings"],

@@ -1,7 +1,7 @@
 """Reading captures: memory-mapped, checked against their checksums.
 
-A capture may come from anybody, and a checksum says only that nobody changed it afterwards.  So all that is read from
-its files is read here, and has its type, shape and range checked before anything is allocated by it.
+A capture may come from anybody, and a checksum only proves that nobody changed it afterwards.  All its files are
+therefore read here, and type, shape and range are checked before anything is allocated.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fidelab.captures.requests import (
 from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
 from fidelab.core.errors import CaptureError
 
-MAX_LOGPROB = 1e-3  # nats: what rounding may lift a log-probability above 0
-MAX_MASS = 1.01  # and the sum of the probabilities of a row above 1
+MAX_LOGPROB = 1e-3  # nats: rounding may raise a log-probability above 0 by this much
+MAX_MASS = 1.01  # rounding may raise the sum of a row's probabilities to this
 _MAX_UNPACKED_BYTES = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
-_MAX_ANSWER_IDS = 1 << 18  # of one answer
+_MAX_ANSWER_IDS = 1 << 18  # ids of one answer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
@@ -53,7 +53,7 @@ class HeadFile:
     scale: float
 
     def load(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
-        """``weight`` [V, d] and ``bias`` [V] or ``None``, as float32 in memory of their own."""
+        """Return ``weight`` [V, d] and ``bias`` [V] or ``None``, as float32 copies in memory."""
         file = TensorFile(self.path)
         weight = file.get("weight")
         bias = file.get("bias") if "bias" in file.names() else None
@@ -69,10 +69,11 @@ class Capture:
     """One finished capture.  ``array`` returns views into the file; nothing is loaded before it is used."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Open a capture folder; with ``verify``, check all its content, its head included.
+        """Open a capture folder.  With ``verify``, check all its content, including its head.
 
         Raises:
-            CaptureError: no capture, edited, truncated, or of another schema; the message names the folder.
+            CaptureError: If the folder holds no capture, or the capture was edited or truncated, or has another schema.
+                The message names the folder.
         """
         self.folder = folder
         self._parts: dict[int, TensorFile] = {}
@@ -91,7 +92,7 @@ class Capture:
         """Compare every file of the folder with its recorded size and, for ``content``, SHA-256.
 
         Raises:
-            CaptureError: one is missing, truncated or edited; names the capture and the file.
+            CaptureError: If a file is missing, truncated or edited.  The message names the capture and the file.
         """
         for entry in self.manifest["files"]:
             path = self.folder / Path(entry["name"]).name
@@ -99,10 +100,10 @@ class Capture:
 
     @cached_property
     def request(self) -> Request:
-        """The question, token ids included.
+        """The request, token ids included.
 
         Raises:
-            CaptureError: the file holds no request, or another one than the manifest says.
+            CaptureError: If the file holds no request, or another one than the manifest says.
         """
         try:
             text = _unpacked(self.folder / PROBE)
@@ -124,7 +125,7 @@ class Capture:
 
     @cached_property
     def head(self) -> HeadFile | None:
-        """The head that turns hidden states into logits (``None`` where rows are log-probabilities)."""
+        """The head that turns hidden states into logits; ``None`` if rows are log-probabilities."""
         record = self.manifest["head"]
         if record is None:
             return None
@@ -133,7 +134,7 @@ class Capture:
         return HeadFile(path, record["sha256"], record["softcap"], record["scale"])
 
     def pieces(self) -> list[str]:
-        """The token strings by id."""
+        """Return the token strings by id."""
         path = self._shared_file("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
         try:
             pieces = strict_json(_unpacked(path))
@@ -147,11 +148,11 @@ class Capture:
         return list(pieces)
 
     def ids(self, item: int) -> list[int]:
-        """The token ids that one item was answered with; none where it failed before the first."""
+        """Return the token ids that answer one item; empty if the item failed before the first token."""
         return self.ints(item, "ids") if "ids" in self.names(item) else []
 
     def text(self, ids: Iterable[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         return self._detokenizer(ids)
 
     @cached_property
@@ -159,10 +160,10 @@ class Capture:
         return Detokenizer(self.pieces())
 
     def array(self, item: int, name: str) -> Array:
-        """One stored array of one item.
+        """Return one stored array of one item.
 
         Raises:
-            CaptureError: there is none, or it has not the shape and type that arrays of this name have.
+            CaptureError: If there is no such array, or it does not have the shape and type that its name requires.
         """
         if "parts" not in self.items[item]:
             raise CaptureError(f"capture {self.folder}: item {item} failed and has no {name!r}")
@@ -187,7 +188,7 @@ class Capture:
         return array
 
     def names(self, item: int) -> list[str]:
-        """The arrays stored for one item; empty for a failed one."""
+        """Return the names of the arrays stored for one item; empty for a failed item."""
         if "parts" not in self.items[item]:
             return []
         prefix = f"{item}."
@@ -195,12 +196,12 @@ class Capture:
         return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
 
     def figures(self, item: int, ref: Capture) -> dict[str, NDArray[Any]]:
-        """Return the figures that replace an item's rows: columns ``[rows]`` that compare them with ``ref``.
+        """Return the figures that replace an item's rows: columns ``[rows]`` that compare these rows with ``ref``.
 
-        Empty where rows were kept, and for an item that had none.
+        The result is empty if the rows were kept, or if the item had none.
 
         Raises:
-            CaptureError: the columns compare with another capture, or do not fit each other.
+            CaptureError: If the columns compare with another capture, or do not fit each other.
         """
         if not self.against:
             return {}
@@ -217,22 +218,22 @@ class Capture:
         return columns
 
     def array_shape(self, item: int, name: str) -> tuple[int, ...]:
-        """Shape of one stored array, without reading it."""
+        """Return the shape of one stored array, without reading it."""
         return _shape(self.array(item, name))
 
     def floats(self, item: int, name: str, start: int, stop: int) -> NDArray[np.float32]:
-        """Rows ``start`` … ``stop`` - 1 of one stored array as float32, in memory of their own."""
+        """Return rows ``start`` … ``stop`` - 1 of one stored array as float32, copied into memory."""
         array = self.array(item, name)
         cut = BFloat16(array.bits[start:stop]) if isinstance(array, BFloat16) else array[start:stop]
         return to_float32(cut, copy=True)
 
     def ints(self, item: int, name: str) -> list[int]:
-        """One stored array of token ids."""
+        """Return one stored array of token ids."""
         return [int(value) for value in np.asarray(self.array(item, name))]
 
     @property
     def bytes(self) -> int:
-        """Size of the capture's own files (heads and vocabularies, which are shared, not counted)."""
+        """Size of the capture's own files, without shared heads and vocabularies."""
         return sum(int(entry["bytes"]) for entry in self.manifest["files"]) + (self.folder / MANIFEST).stat().st_size
 
     def _part(self, index: int) -> TensorFile:
@@ -254,7 +255,7 @@ def check_answers(capture: Capture) -> None:
     """Check the types and dimensions of all stored arrays, and the values of top tokens, ids and times.
 
     Raises:
-        CaptureError: one is not what it should be; names the item.
+        CaptureError: If an array is invalid.  The message names the item.
     """
     try:
         expected = len(capture.request.items())
@@ -272,7 +273,7 @@ def check_answers(capture: Capture) -> None:
 
 
 def why_no_distribution(logprobs: NDArray[np.floating]) -> str:
-    """Reason why log-probabilities ``[rows, k]`` cannot be those of top tokens; empty if they can."""
+    """Return why log-probabilities ``[rows, k]`` cannot be those of top tokens; empty if they can."""
     if not logprobs.size:
         return ""
     worst = float(np.max(logprobs))
@@ -321,9 +322,10 @@ def _fault(capture: Capture, item: int) -> str:
 
 
 def is_complete(folder: Path, key: Mapping[str, Any] | None = None, against: str | None = None) -> bool:
-    """A finished, undamaged capture with usable answers lies here; with ``key``, the capture of that key.
+    """Return whether the folder holds a finished, undamaged capture with usable answers.
 
-    ``against``: one without rows is complete if it was compared with the capture of this key's digest.
+    ``key``: the capture must have this key.  ``against``: a capture without rows is complete if it was compared with
+    the capture that has this key digest.
     """
     try:
         capture = Capture(folder)
@@ -336,7 +338,10 @@ def is_complete(folder: Path, key: Mapping[str, Any] | None = None, against: str
 
 
 def find_captures(root: Path) -> Iterator[Path]:
-    """All capture folders under ``root`` (itself included), in name order, damaged ones too; no half-written ones."""
+    """Yield all capture folders under ``root`` (itself included) in name order.
+
+    Damaged captures are included, half-written ones are not.
+    """
     folders = {file.parent for name in (MANIFEST, PROBE) for file in root.rglob(name)}
     for folder in sorted(folders):
         if not any(part.startswith(PARTIAL) for part in folder.relative_to(root).parts):
@@ -344,13 +349,13 @@ def find_captures(root: Path) -> Iterator[Path]:
 
 
 def key_name(capture: Capture) -> str:
-    """The name that :func:`~fidelab.captures.manifest.capture_folder` gives the folder of a capture with this key."""
+    """Return the folder name that :func:`~fidelab.captures.manifest.capture_folder` gives a capture with this key."""
     key = capture.manifest["key"]
     return f"{capture.axis}-{key_digest(key)[:12]}-r{key['replicate']}"
 
 
 def _unpacked(path: Path) -> bytes:
-    """The content of a gzip file.
+    """Return the content of a gzip file.
 
     Raises:
         OSError, EOFError, ValueError, zlib.error: it cannot be read, is damaged, or unpacks to more than 128 MiB.
@@ -381,10 +386,10 @@ def _is_whole(array: Array) -> bool:
 
 
 def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = True) -> None:
-    """Check size and, with ``content``, hash of a file.
+    """Check the size and, with ``content``, the hash of a file.
 
     Raises:
-        CaptureError: they differ from ``record``; ``name`` is what the message calls the file.
+        CaptureError: If they differ from ``record``.  The message calls the file ``name``.
     """
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise CaptureError(f"{name} is missing or truncated; delete it and capture again")
@@ -396,13 +401,18 @@ def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = Tru
 
 @lru_cache(maxsize=1 << 16)
 def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
-    """SHA-256 of a file; one that did not change is read once for planning, running and scoring."""
+    """Return the SHA-256 of a file.
+
+    A file that did not change is read only once for planning, running and scoring.
+    """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stand_ins() -> dict[str, int]:
-    """The character that stands for each byte: itself where it is printable, else the next one from U+0100 on."""
+    """Return the character that stands for each byte: the byte's own if it is printable, else the next from U+0100
+    on.
+    """
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
@@ -412,7 +422,7 @@ _STAND_INS = _stand_ins()
 
 
 class Detokenizer:
-    """Token ids → text by a vocabulary's pieces (the tokenizer's own string for each id); needs no tokenizer.
+    """Turns token ids into text by a vocabulary's pieces (the tokenizer's own string for each id), without a tokenizer.
 
     Three notations for a token's bytes cover what decoders use: ``<0x41>`` (byte tokens), the printable stand-ins for
     bytes of GPT-2's vocabulary (``Ġ`` for a space), and SentencePiece's ``▁`` for a space.  Other pieces are taken
@@ -423,14 +433,18 @@ class Detokenizer:
         self._pieces = pieces
 
     def __call__(self, ids: Iterable[int]) -> str:
-        """Text of some ids, special tokens included; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        """Return the text of some ids, special tokens included.
+
+        Bytes that are not UTF-8 become U+FFFD, and unknown ids give nothing.
+        """
         return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
 
     @cached_property
     def _uses_gpt2_bytes(self) -> bool:
-        """More words begin with GPT-2's space than with SentencePiece's; ``Ġ`` is a letter too, but a rare one.
+        """Whether more words begin with GPT-2's space than with SentencePiece's.
 
-        Without words of either kind: whether each of the 256 bytes has a piece.
+        ``Ġ`` is a letter too, but a rare one.  Without words of either kind, it is whether each of the 256 bytes has a
+        piece.
         """
         first = [piece[0] for piece in self._pieces if len(piece) > 1]
         gpt2, sentencepiece = first.count("Ġ"), first.count(_SPACE)

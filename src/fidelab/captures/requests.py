@@ -1,4 +1,4 @@
-"""Requests: what is asked of an engine, as data.  Standard library and numpy only.
+"""Requests to an engine, as plain data.  Standard library and numpy only.
 
 Fields that all requests have:
 
@@ -7,11 +7,11 @@ Fields that all requests have:
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
 
 Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
-once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in the order in which they are
-shown.  ``prompts`` have the placeholder tokens that the chat template writes; an engine puts as many tokens there as
-its model reads.  ``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and
-``content``, a list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the
-token ids of the JSON of a message's other fields.
+once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in their order.  ``prompts`` have
+the placeholder tokens that the chat template writes; an engine puts as many tokens there as its model reads.
+``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and ``content``, a
+list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the token ids of the JSON
+of a message's other fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Request:
-    """Base of the requests.  ``_PER_ITEM``: the fields that hold one entry per item; the first is what is compared."""
+    """Base of the requests.
+
+    ``_PER_ITEM``: the fields that hold one entry per item; items are compared by the first one.
+    """
 
     _PER_ITEM: ClassVar[tuple[str, ...]]
 
@@ -42,7 +45,7 @@ class _Request:
         return items
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The request cut down to some of its items (the quarter for run-to-run noise)."""
+        """Return the request cut down to some of its items, such as the quarter for run-to-run noise."""
         return replace(self, **{name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")})
 
 
@@ -52,7 +55,7 @@ def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Prefill(_Request):
-    """Next-token distributions of whole windows, each through a fresh cache.
+    """Request for next-token distributions of whole windows, each through a fresh cache.
 
     ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
     of position i predicts token i + 1.  ``units``: for each window the resampling cluster of each stored row.
@@ -85,7 +88,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generate(_Request):
-    """Greedy continuations: the generated ids and, with ``rows``, the state after each of them.
+    """Request for greedy continuations: the generated ids and, with ``rows``, the state after each of them.
 
     ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.  Settings
     ``temperature``, ``top_p`` and ``sampling_seed`` ask for :attr:`sampling` instead of the most likely token.
@@ -104,10 +107,10 @@ class Generate(_Request):
 
     @property
     def sampling(self) -> Sampling | None:
-        """Return the sampling settings; ``None``: greedy.
+        """Sampling settings; ``None`` means greedy.
 
         Raises:
-            ValueError: settings that mean nothing.
+            ValueError: If the settings are invalid.
         """
         settings = dict(self.settings)
         temperature = settings.get("temperature", 0.0)
@@ -121,7 +124,7 @@ class Generate(_Request):
 
 @dataclass(frozen=True)
 class Forced(_Request):
-    """Given continuations, fed token by token through the cache: the state after each of their tokens."""
+    """Request for the states after each token of given continuations, fed token by token through the cache."""
 
     axis: str
     prompts: tuple[Tokens, ...]
@@ -132,18 +135,20 @@ class Forced(_Request):
     _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt followed by its continuation."""
+        """Return each prompt followed by its continuation."""
         return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
 
 
 @dataclass(frozen=True)
 class Timed(_Request):
-    """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
+    """Request for the times of prompts answered one after another, each through a fresh cache.
 
-    ``n``: tokens decoded greedily after each prompt, stop tokens ignored; 0 times the prefill alone.  ``batch``:
-    consecutive prompts, of equal length then, that are answered together as a group; the items are the groups.  The
-    answer to a group is ``seconds`` [1 + n] float64 since it was handed over: when all its prompts were read and the
-    first token of each was known, then when each further token of all of them was.
+    Another run never reuses the answers.
+
+    ``n``: tokens decoded greedily after each prompt, stop tokens ignored; 0 times only the prefill.  ``batch``: number
+    of consecutive prompts of equal length that are answered together as a group; the items are the groups.  The answer
+    to a group is ``seconds`` [1 + n] (float64) since the group was handed over.  The first time is when all prompts
+    were read and the first token of each was known.  The others are when each further token of all prompts was known.
     """
 
     axis: str
@@ -155,15 +160,15 @@ class Timed(_Request):
     kind: str = field(default="timed", init=False)
 
     def groups(self) -> tuple[tuple[Tokens, ...], ...]:
-        """The prompts by ``batch``; the last group may be smaller."""
+        """The prompts in groups of ``batch``; the last group may be smaller."""
         return tuple(self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch))
 
     def items(self) -> tuple[Tokens, ...]:
-        """The groups, each as its prompts' tokens in a row."""
+        """The groups, each as the tokens of its prompts in a row."""
         return tuple(tuple(chain.from_iterable(group)) for group in self.groups())
 
     def select(self, indices: Sequence[int]) -> Self:
-        """The request cut down to some of its groups."""
+        """Return the request cut down to some of its groups."""
         groups = self.groups()
         prompts = tuple(chain.from_iterable(groups[i] for i in indices))
         return replace(self, prompts=prompts, notes=_chosen(self.notes, indices))
@@ -171,12 +176,13 @@ class Timed(_Request):
 
 @dataclass(frozen=True)
 class Layerwise(_Request):
-    """States that pass through the decoder layers while whole windows are read, each through a fresh cache.
+    """Request for the states between decoder layers while whole windows are read, each through a fresh cache.
 
-    ``states``: of rows ``first`` … ``last`` (inclusive, 0-based input positions) what entered the first layer and what
-    left each: one array ``states`` [1 + layers, rows, d].  ``qkv``: of every position what entered the attention of
-    the ``layers`` named (0-based; position embedding applied): arrays ``<layer>.q`` [heads, tokens, D], ``<layer>.k``
-    [KV heads, tokens, D] and ``<layer>.v`` [KV heads, tokens, Dv], keys and values as computed, before the cache.
+    ``states``: the input of the first layer and the output of each layer, at rows ``first`` … ``last`` (inclusive,
+    0-based input positions): one array ``states`` [1 + layers, rows, d].  ``qkv``: the inputs of attention at every
+    position, in the named ``layers`` (0-based; position embedding applied): arrays ``<layer>.q`` [heads, tokens, D],
+    ``<layer>.k`` [KV heads, tokens, D] and ``<layer>.v`` [KV heads, tokens, Dv], keys and values as computed, before
+    the cache.
     """
 
     axis: str
@@ -192,7 +198,7 @@ class Layerwise(_Request):
 
 
 def _identity(images: Sequence[str]) -> list[Tokens]:
-    """Numbers of each image that follow from its bytes, to distinguish items of the same text."""
+    """Return numbers for each image, computed from its bytes, to distinguish items with the same text."""
     digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
     return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
 
@@ -204,7 +210,7 @@ def _with_images(items: Sequence[Tokens], images: Sequence[str], shows: Sequence
 
 @dataclass(frozen=True)
 class ImageGenerate(Generate):
-    """Continuations, as of :class:`Generate`, of prompts that show images; each prompt by itself."""
+    """Request for continuations, as of :class:`Generate`, of prompts that show images; each prompt runs by itself."""
 
     images: tuple[str, ...] = ()
     shows: tuple[Tokens, ...] = ()
@@ -213,13 +219,13 @@ class ImageGenerate(Generate):
     _PER_ITEM = ("prompts", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt after numbers that stand for its images."""
+        """Return each prompt after numbers that stand for its images."""
         return _with_images(self.prompts, self.images, self.shows)
 
 
 @dataclass(frozen=True)
 class ImageForced(Forced):
-    """Given text after images: the state after each of its tokens.
+    """Request for the states after each token of given text that follows images.
 
     A prompt ends after its last image (or where that would be), its continuation is the rest of the question and an
     answer.  Both are read in one prefill.  The last of a conversation's ``messages`` is the assistant's, with that
@@ -233,7 +239,7 @@ class ImageForced(Forced):
     _PER_ITEM = ("prompts", "continuations", "shows", "messages")
 
     def items(self) -> tuple[Tokens, ...]:
-        """Each prompt with its continuation, after numbers that stand for its images."""
+        """Return each prompt with its continuation, after numbers that stand for its images."""
         return _with_images(super().items(), self.images, self.shows)
 
 
@@ -253,15 +259,16 @@ WAYS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Served(_Request):
-    """Next-token distributions of whole windows, computed in one of the :data:`WAYS` in which servers do.
+    """Request for next-token distributions of whole windows, computed in one of the :data:`WAYS` of servers.
 
-    Rows ``first`` … ``last`` of each window are stored, as of :class:`Prefill`.  ``size``: tokens of a chunk, of what
-    is read at once, or of the prefix that is hit; 0 where the way has no such number.  After a hit nothing is computed
-    for the tokens that were hit: ``first`` is at least ``size`` then.  ``others``: the prompts of the other requests,
+    Rows ``first`` … ``last`` of each window are stored, as of :class:`Prefill`.  ``size``: tokens of a chunk, of the
+    part that is read at once, or of the prefix that is hit; 0 if the way has no such number.  Nothing is computed for
+    the tokens of a prefix hit, so ``first`` is at least ``size`` then.  ``others``: the prompts of the other requests,
     the same for each window.  An engine proves by its own counters that the answers were computed that way: the
-    answer's facts have ``engaged``, the counts by name, or ``not_engaged``, why they were not; the rows then count for
-    nothing.  What it lacks is not asked (:attr:`Engine.ways <fidelab.engines.base.Engine.ways>`), and where it finds so
-    only when asked it raises ``NotSupportedError``: the facts then have ``not_supported``, why, and no item has rows.
+    answer's facts have ``engaged``, the counts by name, or ``not_engaged``, the reason why not, and then the rows do
+    not count.  Ways that an engine lacks are not requested (:attr:`Engine.ways <fidelab.engines.base.Engine.ways>`). If
+    it only finds out when asked, it raises ``NotSupportedError``.  The facts then have ``not_supported``, the reason,
+    and no item has rows.
     """
 
     axis: str
@@ -283,13 +290,13 @@ class Served(_Request):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that an engine processes, at most."""
+        """Largest number of tokens that an engine processes."""
         again = 2 if self.way.startswith("prefix") or self.way == "evicted" else 1
         return again * sum(map(len, self.windows)) + len(self.windows) * sum(map(len, self.others))
 
     @property
     def n_stepped(self) -> int:
-        """Number of tokens that are decoded one by one."""
+        """The number of tokens that are decoded one by one."""
         match self.way:
             case "decode":
                 return sum(max(0, len(window) - self.size) for window in self.windows)
@@ -301,10 +308,10 @@ class Served(_Request):
 
 @dataclass(frozen=True)
 class Reweighted(_Request):
-    """Next-token distributions of whole windows, as of :class:`Prefill`, with other weights for this answer alone.
+    """Request for next-token distributions, as of :class:`Prefill`, with other weights for this answer only.
 
-    ``weights`` is what the option of that name takes (``int4[only=down_proj]``); ``native`` rounds nothing.  Afterwards
-    the weights are what they were before, so that one loaded model answers for many.
+    ``weights`` has the form of the option of that name (``int4[only=down_proj]``); ``native`` rounds nothing.  The
+    weights are restored afterwards, so one loaded model answers many requests.
     """
 
     axis: str
@@ -326,10 +333,10 @@ class Reweighted(_Request):
 
 @dataclass(frozen=True)
 class Recached(_Request):
-    """Next-token distributions of whole windows, as of :class:`Prefill`, with rounded keys and values in some layers.
+    """Request for next-token distributions, as of :class:`Prefill`, with rounded keys and values in some layers.
 
     ``kv``: rules ``PLACE:K/V`` with semicolons between: ``*:int4/native``, ``3:int4/int4`` (a layer),
-    ``3.0:int4/native`` (a layer and one of its heads); later rules override earlier ones.  ``native`` alone rounds
+    ``3.0:int4/native`` (a layer and one of its heads); later rules override earlier ones.  ``kv=native`` rounds
     nothing; its facts describe the keys and values of each window (``statistics``).
     """
 
@@ -359,20 +366,20 @@ _TENSORS = ("states", "qkv")
 
 
 def request_record(request: Request) -> dict[str, Any]:
-    """Plain data, as job files carry it."""
+    """Return the request as plain data, for job files."""
     return {**asdict(request), "settings": dict(request.settings)}
 
 
 def request_hash(request: Request) -> str:
-    """SHA-256 over everything that the answer depends on."""
+    """Return the SHA-256 over everything that the answer depends on."""
     return digest(canonical_json(request_record(request)))
 
 
 def request_from_record(record: Mapping[str, Any]) -> Request:
-    """The inverse of :func:`request_record`; the record may come from anybody.
+    """Return the request of a record, as written by :func:`request_record`; the record may come from anybody.
 
     Raises:
-        KeyError, TypeError, ValueError: it is not such a record.
+        KeyError, TypeError, ValueError: If it is not such a record.
     """
     values = {key: _tuples(value) for key, value in record.items()}
     values["settings"] = tuple(sorted(record["settings"].items()))
@@ -383,7 +390,7 @@ def request_from_record(record: Mapping[str, Any]) -> Request:
 
 
 def _is_sound(request: Request, name: str) -> bool:
-    """Whether one field of a request has the type and the range that its class describes."""
+    """Return whether one field of a request has the type and the range that its class describes."""
     value = getattr(request, name)
     match name:
         case "kind" | "settings":
@@ -431,17 +438,17 @@ def _is_base64(value: Any) -> bool:
 
 
 def _are_ids(value: Any) -> bool:
-    """A tuple of whole numbers from 0 to 2³¹ - 1."""
+    """Return whether a value is a tuple of whole numbers from 0 to 2³¹ - 1."""
     if not isinstance(value, tuple) or {*map(type, value)} - {int}:
         return False
     return not value or (min(value) >= 0 and max(value) < _MAX_TOKEN_ID)
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, which JSON makes of tuples, as tuples again."""
+    """Turn lists, as which JSON stores tuples, into tuples again."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def token_hashes(items: Sequence[Tokens]) -> list[str]:
-    """One short hash per item, to match the items of two captures."""
+    """Return one short hash per item, to match the items of two captures."""
     return [digest(np.asarray(item, dtype="<i4").tobytes())[:16] for item in items]

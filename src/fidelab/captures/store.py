@@ -1,4 +1,4 @@
-"""Remove what is not needed any more: captures of a folder, and rows of a capture that no other run reads."""
+"""Remove captures that are no longer needed, and rows of a capture that no other run reads."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
 _ROWS = {"hidden", "logprobs"}
-_IN_USE = "in-use"  # each arm's folder has a byte of it, which processes lock
+_IN_USE = "in-use"  # lock file; each arm's folder has one byte of it
 _UNREFERENCED_SECONDS = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
-_CAPTURE_NAME = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
+_CAPTURE_NAME = re.compile(r".+-[0-9a-f]{12}-r\d+")  # names by manifest.capture_folder
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
 
 
 def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool = False) -> list[tuple[Path, int]]:
     """Remove files of ended writers, damaged and ``doomed`` captures, then heads and vocabularies without a capture.
 
-    Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.  Captures
-    of other versions stay, and with them all heads and vocabularies, since it is not known which they need.
-    Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
+    Only files with fidelab's names in fidelab's places are removed, since the folder may hold other files.  Captures of
+    other versions are kept, and with them all heads and vocabularies, since their references are not known. Returns the
+    path and size of each removed file, or with ``dry_run`` of each file that would be removed.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: If there is no such folder.
     """
     going: list[Path] = []
     needed: set[str] = set()
@@ -72,18 +72,18 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
 
 
 def has_rows(capture: Capture) -> bool:
-    """Whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
+    """Return whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
     return any(_ROWS & {*capture.names(item)} for item in range(len(capture.items)))
 
 
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
-    """Replace by figures the test side's rows, log-probabilities or hidden states; both keep their keys.
+    """Replace the test side's rows (log-probabilities or hidden states) by figures; both captures keep their keys.
 
-    ``figures``: test items with what compares each of their rows with the reference side's, columns ``[rows]``.  The
-    capture is written next to the old one and takes its place when it is complete.
+    ``figures``: columns ``[rows]`` by test item, which compare each row with the reference side's.  The capture is
+    written next to the old one and takes its place when it is complete.
 
     Raises:
-        CaptureError: rows of an item without figures would be lost.
+        CaptureError: If rows of an item without figures would be lost.
     """
     test = pair.test
     manifest = test.manifest
@@ -111,13 +111,13 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
 
 
 class Readers:
-    """The processes that read the captures of some arms: while there is another one, rows stay.
+    """Registers this process as a reader of some arms' captures; rows stay while another process reads them.
 
-    Locks end with their process.  Runs of one process, or on a file system without locks, cannot be distinguished.
+    Locks end with their process.  Runs of one process cannot be distinguished, nor runs on a file system without locks.
     """
 
     def __init__(self, store: Path, arms: Iterable[Path]) -> None:
-        """Join the readers; waits while another one drops rows.  ``arms``: their folders in the store."""
+        """Join the readers; wait while another process drops rows.  ``arms``: the arms' folders in the store."""
         store.mkdir(parents=True, exist_ok=True)
         self._file = (store / _IN_USE).open("a+b")
         for arm in {*arms}:
@@ -126,13 +126,16 @@ class Readers:
 
     @contextmanager
     def alone(self, arm: Path) -> Iterator[bool]:
-        """Whether no other process reads this arm's captures; then none begins to until the block ends."""
+        """Yield whether no other process reads this arm's captures.
+
+        If so, no other process can begin to read them until the block ends.
+        """
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(arm))
         except (BlockingIOError, PermissionError):
             yield False
             return
-        except OSError:  # no locks
+        except OSError:  # the file system has no locks
             yield True
             return
         try:
@@ -150,12 +153,12 @@ def _byte(arm: Path) -> int:
 
 
 def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Rewrite a capture in ``folder``, two levels below a store, under another key; its head and vocabulary, too.
+    """Rewrite a capture under another key in ``folder``, two levels below a store, with its head and vocabulary.
 
-    ``asked``: its arm, as manifests have it.
+    ``asked``: the arm of the copy, in the form of manifests.
 
     Raises:
-        CaptureError: its rows are gone, or it is damaged.
+        CaptureError: If the rows are gone, or the capture is damaged.
     """
     if capture.against:
         raise CaptureError(
@@ -186,7 +189,7 @@ def _folders(store: Path) -> Iterator[Path]:
 
 
 def _open(folder: Path) -> Capture:
-    """A missing head is not damage, since it can still be copied."""
+    """Open a capture to copy; a missing head does not count as damage, since it can still be copied."""
     capture = Capture(folder, verify=False)
     capture.verify(content=True)
     return capture

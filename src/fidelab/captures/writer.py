@@ -1,7 +1,7 @@
-"""Writing a capture: temporary folder, parts as they fill, manifest last, rename.
+"""Write a capture: into a temporary folder, part by part, the manifest last, then rename the folder.
 
-Runs inside engine processes: standard library and numpy only.  A process killed at any moment leaves at most
-a ``.partial-*`` folder, which nobody takes for a capture and the next writer of the same key removes.
+Runs inside engine processes: standard library and numpy only.  A process killed at any moment leaves at most a
+``.partial-*`` folder, which never counts as a capture, and which the next writer of the same key removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.core.errors import CaptureError
 
 _PART_BYTES = 32 << 20
-_STALE_SECONDS = 86_400  # what nobody touched for a day has no writer, whatever process has its number now
+_STALE_SECONDS = 86_400  # a file untouched for a day has no writer, even if its process number is in use
 
 
 class CaptureWriter:
@@ -62,9 +62,9 @@ class CaptureWriter:
         self._files.append({"name": PROBE, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
-        """Store the arrays of one item (window or prompt); each item once, in any order.
+        """Store the arrays of one item (window or prompt).  Items come in any order, each once.
 
-        The arrays are copied: the engine may use their memory again.
+        The arrays are copied: the engine may reuse their memory.
         """
         record = self._item(item)
         if "parts" in record:
@@ -82,18 +82,18 @@ class CaptureWriter:
             self._flush()
 
     def fail(self, item: int, reason: str) -> None:
-        """Mark one item as unusable; it is counted and shown, never dropped."""
+        """Mark one item as unusable.  It is counted and shown, never dropped."""
         self._item(item)["failed"] = reason
 
     def head(self, head: Mapping[str, Any]) -> None:
-        """Name the head by which hidden states become logits (what :func:`store_head` returned)."""
+        """Set the head that turns hidden states into logits (the record that :func:`store_head` returned)."""
         self._head = dict(head)
 
     def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
         """Write the manifest, flush to disk and move the folder to its place.
 
-        ``against``: the capture holds figures in place of rows, which compare it with the capture of this key's
-        :func:`~fidelab.captures.manifest.key_digest`.
+        ``against``: key digest (:func:`~fidelab.captures.manifest.key_digest`) of the capture with which the figures,
+        stored in place of rows, compare this one.
         """
         self._flush()
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
@@ -121,7 +121,7 @@ class CaptureWriter:
         return self._target
 
     def abort(self) -> None:
-        """Remove what was written so far."""
+        """Remove everything that was written so far."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _item(self, item: int) -> dict[str, Any]:
@@ -138,10 +138,11 @@ class CaptureWriter:
         self._pending, self._pending_bytes = {}, 0
 
     def _take_place(self, against: str) -> None:
-        """Rename to the target.
+        """Rename the folder to the target.
 
-        What lies there is damaged, or has rows where this has none or the reverse, and is replaced; or it is a racing
-        writer's and stays: its key promises equal content, and another process may be reading it.
+        A folder that exists there is replaced if it is damaged, or has rows where this one has none or the reverse.
+        Otherwise it is a racing writer's and stays: its key promises equal content, and another process may be reading
+        it.
         """
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
@@ -177,15 +178,15 @@ def _sweep(folder: Path, stem: str, *, but_mine: bool = False) -> None:
 
 
 def abandoned(path: Path, *, but_mine: bool = False) -> bool:
-    """The writer of this ``.partial-*`` file or folder is gone.
+    """Return whether the writer of this ``.partial-*`` file or folder is gone.
 
-    ``but_mine``: a name with this process' number counts as abandoned, for callers that have not made one yet: an
-    earlier process had the same number.
+    ``but_mine``: a name with this process' number counts as abandoned.  This is for callers that have not made such a
+    name yet, so that an earlier process had the same number.
     """
     match = re.fullmatch(rf"{re.escape(PARTIAL)}.*-(\w+)-(\d+)(-old)?", path.name)
     try:
         idle = time.time() - path.stat().st_mtime
-    except OSError:  # gone meanwhile
+    except OSError:  # removed in the meantime
         return False
     if match is None or idle > _STALE_SECONDS:
         return idle > _STALE_SECONDS
@@ -206,7 +207,7 @@ def _alive(pid: int) -> bool:
 
 
 def _partial(stem: str) -> str:
-    """A temporary name that says whose it is."""
+    """Return a temporary name that identifies its process."""
     return f"{PARTIAL}{stem}-{_host()}-{os.getpid()}"
 
 
@@ -216,9 +217,9 @@ def _host() -> str:
 
 @contextmanager
 def _temporary_path(folder: Path, stem: str) -> Iterator[Path]:
-    """The path of a temporary file in ``folder``, which is made.
+    """Yield the path of a temporary file in ``folder``, which is created.
 
-    The file is removed afterwards if it is still there, and so are those of processes that have ended.
+    The file is removed afterwards if it still exists, and so are those of processes that have ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _sweep(folder, stem)
@@ -230,15 +231,15 @@ def _temporary_path(folder: Path, stem: str) -> Iterator[Path]:
 
 
 def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, scale: float) -> dict[str, Any]:
-    """Keep a language-model head once per content under ``store/heads``; returns its record for manifests.
+    """Store a language-model head under ``store/heads``, once per content, and return its record for manifests.
 
-    ``arrays``: ``weight`` [V, d] and, where the head has one, ``bias`` [V].
+    ``arrays``: ``weight`` [V, d] and, if the head has one, ``bias`` [V].
     """
     with _temporary_path(store / "heads", "head") as temporary:
         sha, size = write_tensors(temporary, arrays)
         target = temporary.with_name(f"{sha[:24]}.safetensors")
         if _has_content(target, sha, size):
-            target.touch()  # garbage collection leaves alone what was wanted lately
+            target.touch()  # garbage collection spares recently used files
         else:
             temporary.replace(target)
     return {"file": target.name, "sha256": sha, "bytes": size, "softcap": softcap, "scale": scale}
@@ -252,7 +253,7 @@ def _has_content(path: Path, sha256: str, size: int) -> bool:
 
 
 def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str]) -> None:
-    """Keep the token strings once per content under ``store/vocabularies``."""
+    """Store the token strings once per content under ``store/vocabularies``."""
     target = store / "vocabularies" / f"{vocabulary.sha256[:24]}.json.gz"
     if target.exists():
         target.touch()

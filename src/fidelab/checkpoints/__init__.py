@@ -1,7 +1,7 @@
-"""Quantized checkpoints as files: read, audited, converted; nothing of a model's code runs.
+"""Quantized checkpoints as files: read, audited and converted.  Code that comes with a model is never run.
 
-``files`` opens a checkpoint as tensors by name, wherever it lies; ``modules`` groups them to layers and reads what the
-configuration says of these; ``scan`` looks at every value once. ``rules`` is the table of what can be wrong,
-``tensors``, ``templates`` and ``geometry`` hold the rules, ``audit`` applies all, and ``catalogue`` writes them as
-the page docs/failures.md.
+``files`` opens a checkpoint as tensors by name, from a folder, a file or the hub.  ``modules`` groups the tensors to
+layers and reads the configuration of each.  ``scan`` reads every value once.  ``rules`` is the table of possible
+defects, ``tensors``, ``templates`` and ``geometry`` hold the rules, ``audit`` applies all of them, and ``catalogue``
+writes them as the page docs/failures.md.
 """

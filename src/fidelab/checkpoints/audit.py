@@ -1,6 +1,6 @@
 """Defects of a checkpoint, found without running it: one pass over its tensors, then rules over the results.
 
-The table of rules is :mod:`fidelab.checkpoints.rules`; the modules that are imported here enter theirs.
+The table of rules is :mod:`fidelab.checkpoints.rules`.  The modules that are imported here add their rules to it.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        """``broken`` with a finding that is, else ``suspicious`` with one that is, else ``ok``."""
+        """``broken`` if any finding is broken, else ``suspicious`` if any is suspicious, else ``ok``."""
         severities = {finding.severity for finding in self.findings}
         return "broken" if "broken" in severities else "suspicious" if "suspicious" in severities else "ok"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, schema ``fidelab.audit/1``."""
+        """Return the audit as plain data, schema ``fidelab.audit/1``."""
         return {
             "schema": SCHEMA,
             "checkpoint": self.checkpoint,
@@ -81,12 +81,14 @@ def audit(
     """Read a checkpoint once and apply all rules.
 
     Args:
-        name, base: see :func:`fidelab.checkpoints.files.open_checkpoint`; ``base``: the original that it was made from.
+        name, base: The checkpoint and the original that it was made from, as
+            :func:`fidelab.checkpoints.files.open_checkpoint` takes them.
         tp: number of devices that its layers will be split over.
         progress: called with the bytes read and the bytes of all tensors.
 
     Raises:
-        InputError: it is not a checkpoint, or is damaged, pickled or of an unknown method.  UsageError: ``tp`` below 1.
+        InputError: If it is not a checkpoint, or is damaged, pickled or of an unknown method.
+        UsageError: If ``tp`` is below 1.
     """
     if tp < 1:
         raise UsageError(f"--tp {tp}: the number of devices is at least 1")
@@ -121,7 +123,7 @@ def _audited(subject: Subject) -> Audit:
 
 
 def _unchecked(subject: Subject) -> dict[str, str]:
-    """Return the rules that had nothing to look at, and the tensors whose values were not read, with the reasons."""
+    """Return the rules that could not check anything, and the tensors whose values were not read, with the reasons."""
     checkpoint, why = subject.checkpoint, dict[str, str]()
     if subject.base is None:
         why |= {name: "needs --base ORIGINAL" for name in RULES if name.startswith("base-")}
@@ -143,10 +145,10 @@ def survey(
     tp: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Subject:
-    """Input of the rules. Reads every tensor of the checkpoint once.
+    """Read every tensor of the checkpoint once, and return the input of the rules.
 
     Raises:
-        InputError: the method is not known, or a file changed meanwhile.
+        InputError: If the method is not known, or a file changed in the meantime.
     """
     scheme = scheme_of(checkpoint)
     modules = modules_of(checkpoint)

@@ -12,7 +12,7 @@ from itertools import groupby
 import fidelab.checkpoints.audit  # noqa: F401 (all rules enter the table)
 from fidelab.checkpoints.rules import RULES, Rule
 
-_SECTIONS = {  # module of the rules → heading
+_SECTIONS = {  # module with the rules → heading
     "tensors": "Weights, scales and files",
     "original": "Against the original",
     "templates": "Chat template and special tokens",
@@ -42,7 +42,7 @@ Kernels, parsers, calibration texts and engines also fail with intact checkpoint
 
 
 def page() -> str:
-    """The page, in Markdown."""
+    """Return the page in Markdown."""
     parts = [_INTRODUCTION]
     rules = sorted(RULES.values(), key=lambda rule: list(_SECTIONS).index(_module(rule)))
     for module, group in groupby(rules, key=_module):
@@ -67,7 +67,7 @@ _COMMAND = (
 
 
 def _cell(text: str) -> str:
-    """A text for a table: tokens and commands as code, bars escaped."""
+    """Format a text for a table: tokens and commands as code, bars escaped."""
     text = re.sub(r"<\|?\w+\|?>", lambda match: f"`{match[0]}`", text)
     text = re.sub(_COMMAND, lambda match: f"`{match[0]}`", text)
     return text.replace("|", r"\|")

@@ -1,15 +1,15 @@
-"""From one layout of quantized weights to another without changing a weight, and the certificate that says so.
+"""Convert quantized weights from one layout to another without changing a weight, and certify it.
 
 Targets are AWQ and dense weights.
 
-Codes, zero points and scales are rearranged, never recomputed: groups are split by repeating scales, narrower codes
-are kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  Weights that the
+Codes, zero points and scales are rearranged, never recomputed: groups are split by repeating scales, narrower codes are
+kept in wider ones, a negative scale turns into a positive one with codes and zero point mirrored.  Weights that the
 target cannot hold exactly are refused, unless a loss is allowed. Then only those weights are rounded to the nearest
 values of the target, and the certificate reports the error.
 
-Each module is read, repacked and written, then read again from both checkpoints and compared.  The
-source is opened for reading only.  The target is written under a temporary name next to its own and renamed when the
-certificate is complete.
+Each module is read, repacked and written, then read again from both checkpoints and compared.  The source is opened for
+reading only.  The target is written under a temporary name next to its own and renamed when the certificate is
+complete.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ DTYPES = {"keep": None, "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _BITS = 4  # of AWQ
 _MAX_SHARD_BYTES = 5 << 30  # bytes of weights per file
-_ROWS = 1 << 22  # weights that are dequantized at a time
+_ROWS = 1 << 22  # number of weights that are dequantized at a time
 _EXTRA_DISK_BYTES = 64 << 20  # bytes of disk for config, tokenizer and certificate
-_SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller ones
+_SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller groups
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
 _REWRITTEN = {
     "config.json",
@@ -68,7 +68,7 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass
 class Compared:
-    """Difference of the values of a tensor between source and target."""
+    """Difference between a tensor's values in the source and in the target."""
 
     name: str
     values: int = 0
@@ -90,13 +90,13 @@ class Compared:
         self.squared += float(np.square(source, dtype=np.float64).sum())
 
     def record(self) -> dict[str, Any]:
-        """For the certificate."""
+        """Return the difference as plain data for the certificate."""
         record = {"name": self.name, "values": self.values, "differing": self.differing, "max_error": self.max_error}
         return record if not self.differing else {**record, "relative_rms_error": self.relative}
 
     @property
     def relative(self) -> float:
-        """Root mean square of the error over that of the values compared where any differs."""
+        """Root mean square of the error relative to that of the values, over the values compared."""
         return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
 
@@ -105,8 +105,8 @@ class Certificate:
     """Result of a conversion and of comparing both checkpoints.
 
     Attributes:
-        modules: quantized modules, dequantized from both.
-        tensors: the others, whose values were compared.
+        modules: quantized modules, dequantized from both checkpoints.
+        tensors: the other tensors, whose values were compared.
         dropped: tensors of the source that the target cannot hold, with the reason.
         notes: remarks for users of the target.
     """
@@ -123,7 +123,7 @@ class Certificate:
 
     @property
     def exact(self) -> bool:
-        """Every value of the target equals the source's."""
+        """Whether every value of the target equals the source's."""
         return not any(compared.differing for compared in (*self.modules, *self.tensors))
 
     @property
@@ -132,7 +132,7 @@ class Certificate:
         return max((*self.modules, *self.tensors), key=lambda compared: compared.max_error, default=Compared(""))
 
     def record(self) -> dict[str, Any]:
-        """The certificate as plain data."""
+        """Return the certificate as plain data."""
         differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
         return {
             "schema": "fidelab.certificate/1",
@@ -156,7 +156,7 @@ class Certificate:
         }
 
     def line(self) -> str:
-        """The certificate in one line."""
+        """Return the certificate as one line of text."""
         count = sum(compared.values for compared in (*self.modules, *self.tensors))
         what = f"{len(self.modules)} quantized modules and {len(self.tensors)} other tensors"
         if self.exact:
@@ -177,10 +177,10 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
         dtype: one of :data:`DTYPES`.
 
     Raises:
-        UsageError: the target exists or lies within the source, or the layout or type is unknown.
-        InputError: the source cannot be read, or the target cannot hold it; the message names the modules and the
+        UsageError: If the target exists or lies within the source, or the layout or type is unknown.
+        InputError: If the source cannot be read, or the target cannot hold it.  The message names the modules and the
             reason.
-        OutputError: the target cannot be written, or its disk has no room.
+        OutputError: If the target cannot be written, or its disk has no room.
     """
     if to not in TARGETS:
         raise UnknownNameError("layout", to, TARGETS)
@@ -202,7 +202,7 @@ def convert(source: str | Path, target: Path, to: str, *, lossy: bool = False, d
 
 
 def check_target(checkpoint: Checkpoint, target: Path) -> None:
-    """Refuse a target that exists, has no parent or lies within the source."""
+    """Refuse a target that exists, has no parent folder, or lies within the source."""
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists; name a new folder, since nothing is overwritten")
     if not target.parent.is_dir():
@@ -213,7 +213,7 @@ def check_target(checkpoint: Checkpoint, target: Path) -> None:
 
 
 def check_room(target: Path, size: int) -> None:
-    """Refuse to write ``size`` bytes where the disk has no room for them."""
+    """Refuse to write ``size`` bytes if the disk has no room for them."""
     free = shutil.disk_usage(target.parent).free
     if size + _EXTRA_DISK_BYTES > free:
         raise OutputError(
@@ -224,7 +224,7 @@ def check_room(target: Path, size: int) -> None:
 
 @contextmanager
 def whole_folder(target: Path) -> Iterator[Path]:
-    """A folder next to ``target`` that becomes it, or is removed."""
+    """Yield a folder next to ``target`` that becomes the target, or is removed on failure."""
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.part-", dir=target.parent) as scratch:
             folder = Path(scratch) / "target"
@@ -242,7 +242,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Facts of a module that decide how it can be stored, from all its tensors but the codes."""
+    """Facts of a module that decide how it can be stored, read from all its tensors except the codes."""
 
     name: str
     shape: tuple[int, int]
@@ -256,7 +256,7 @@ class _Facts:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Decisions for each module."""
+    """How each module is stored."""
 
     source: Checkpoint
     method: str
@@ -333,7 +333,7 @@ def _check_duplicates(
     """Check that there are no duplicates.
 
     Raises:
-        InputError: a tensor in two files with different contents, or a module both quantized and not.
+        InputError: If two files hold a tensor with different contents, or a module is both quantized and not.
     """
     for info in source.copies:
         first = source.tensors[info.name]
@@ -356,7 +356,7 @@ def _equal_bytes(source: Checkpoint, first: TensorInfo, second: TensorInfo) -> b
 
 
 def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
-    """Read what is small of a module; the codes are represented by a zero of their shape."""
+    """Read the small tensors of a module; the codes are represented by a zero of their shape."""
     codes = {"qweight", "weight_packed", "weight"}
     stored = {
         part: StoredArray(np.broadcast_to(np.zeros((), RAW[info.dtype]), source.tensors[tensor].shape), info.dtype)
@@ -388,7 +388,7 @@ def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
 
 
 def _awq_refusal(fact: _Facts) -> str | None:
-    """Reason why AWQ cannot hold a module whatever its groups are."""
+    """Return why AWQ cannot hold a module, whatever its groups are; ``None`` if it can."""
     if fact.kind != "int":
         return f"its weights are {fact.kind}, the target's integers"
     if fact.bits > _BITS:
@@ -397,7 +397,9 @@ def _awq_refusal(fact: _Facts) -> str | None:
 
 
 def _common_group(whole: list[_Facts], every: list[_Facts]) -> tuple[int, dict[str, str]]:
-    """One group size for all modules (0: a group per output), and the modules that it does not fit, with the reason.
+    """Return one group size for all modules, and the modules that it does not fit, with the reasons.
+
+    A size of 0 means one group per output.
 
     ``whole``: those whose weights the target can hold; the others are rounded.
     """
@@ -406,7 +408,7 @@ def _common_group(whole: list[_Facts], every: list[_Facts]) -> tuple[int, dict[s
         return 0, {}
     inputs = [fact.shape[1] for fact in every]
     size = math.gcd(*inputs, *(grouped or [128]))
-    finer = (size >> n for n in range(12) if size >> n >= _SMALLEST_GROUP)  # may be in order where larger are not
+    finer = (size >> n for n in range(12) if size >> n >= _SMALLEST_GROUP)  # smaller groups may be in order
     size = next((s for s in finer if all(s in fact.runs for fact in whole if fact.runs)), size)
     if size < _SMALLEST_GROUP:
         size = math.gcd(*inputs, 128)
@@ -420,7 +422,7 @@ def _common_group(whole: list[_Facts], every: list[_Facts]) -> tuple[int, dict[s
 
 
 def _ungrouped(fact: _Facts, size: int) -> str | None:
-    """Reason why a module's groups cannot become groups of ``size`` inputs."""
+    """Return why a module's groups cannot become groups of ``size`` inputs; ``None`` if they can."""
     if fact.runs is None:
         return f"its groups of {fact.group_size} inputs are not multiples of {size}" if fact.group_size % size else None
     if size in fact.runs:
@@ -444,7 +446,7 @@ def _load(checkpoint: Checkpoint, module: QuantizedModule) -> QuantizedLinear:
 
 
 def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
-    """A module's weights as the plan stores them."""
+    """Return a module's weights as the plan stores them."""
     size = plan.group_size or linear.shape[1]
     if name in plan.rounded:
         linear = _rounded(linear, size)
@@ -452,7 +454,7 @@ def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
         linear = ordered.with_positive_scales()
     else:
         raise InputError(f"module {name} has no groups of {size} inputs in their order")
-    if linear.zeros is None:  # of fewer bits: they stay, and so do the codes
+    if linear.zeros is None:  # codes and midpoints of fewer bits stay as they are
         linear = replace(linear, zeros=np.full(linear.scales.shape, linear.midpoint, np.uint8))
     linear = replace(linear, bits=_BITS)
     if plan.dtype is not None and plan.dtype != linear.scale_dtype:
@@ -462,7 +464,7 @@ def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
 
 
 def _rounded(linear: QuantizedLinear, group_size: int) -> QuantizedLinear:
-    """Weights rounded to the nearest of 16 values between each group's smallest and largest (0 included)."""
+    """Return the weights rounded to the nearest of 16 values between each group's smallest and largest (0 included)."""
     n, k = linear.shape
     groups = k // group_size
     codes, most = np.empty((n, k), np.uint8), (1 << _BITS) - 1
@@ -488,10 +490,10 @@ def _blocks(n: int, k: int) -> Iterator[tuple[int, int]]:
 
 
 def _cast(values: NDArray[np.float32], dtype: str, name: str, lossy: bool) -> NDArray[Any]:
-    """Values in a type as it is stored.
+    """Return values in a type as it is stored.
 
     Raises:
-        InputError: they overflow, or are rounded and that is not allowed.
+        InputError: If values overflow, or are rounded although that is not allowed.
     """
     if dtype == "F32":
         return values
@@ -523,7 +525,7 @@ def _cast(values: NDArray[np.float32], dtype: str, name: str, lossy: bool) -> ND
 
 
 class _Writer:
-    """Safetensors files written tensor by tensor, in parts as they come; a file's header is written last.
+    """Writes safetensors files tensor by tensor, part by part, and the header of each file last.
 
     The space for the header is kept at the file's beginning and filled with blanks.
     """
@@ -539,7 +541,7 @@ class _Writer:
         self.total = 0
 
     def tensor(self, name: str, dtype: str, shape: tuple[int, ...], size: int) -> Callable[[NDArray[Any]], None]:
-        """Begin a tensor of ``size`` bytes; the returned object takes its values in order."""
+        """Begin a tensor of ``size`` bytes; the returned object receives its values in order."""
         if self._out is None or (self._at and self._at + size > _MAX_SHARD_BYTES):
             self._finish()
             self._files.append(self._folder / f"part-{len(self._files) + 1}.safetensors")
@@ -642,14 +644,14 @@ def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinea
 
 
 def _carry_files(source: Path, folder: Path) -> None:
-    """Copy the files that are neither weights nor rewritten: tokenizer, templates, licence, code."""
+    """Copy the files that are neither weights nor rewritten: tokenizer, templates, license, code."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix not in _WEIGHTS and path.name not in _REWRITTEN and path.name[0] != ".":
             shutil.copyfile(path, folder / path.name)
 
 
 def _quantization(plan: _Plan) -> dict[str, Any] | None:
-    """The ``quantization_config`` of the target."""
+    """Return the ``quantization_config`` of the target."""
     if plan.to == "safetensors":
         return None
     kept = [name.removesuffix(".weight") for name, info in plan.carried.items() if _is_linear(name, info)]
@@ -657,7 +659,7 @@ def _quantization(plan: _Plan) -> dict[str, Any] | None:
         kept.append("lm_head")  # which has no tensor where it shares the embedding's
     quantized = "\n".join(plan.modules)
     listed = [name for name in kept if name not in quantized]
-    if len(listed) < len(kept):  # vLLM looks for these names within those of modules
+    if len(listed) < len(kept):  # vLLM searches module names for these names
         others = [name for name in kept if name in quantized]
         plan.notes.append(
             f"{others[0]} and {len(others) - 1} more are not quantized and not listed in modules_to_not_convert: "
@@ -677,7 +679,7 @@ def _quantization(plan: _Plan) -> dict[str, Any] | None:
 
 
 def _is_linear(name: str, info: TensorInfo) -> bool:
-    """True if a tensor may be the weight of a linear layer: two dimensions, and not an embedding by its name."""
+    """Return whether a tensor may be the weight of a linear layer: two dimensions, and not an embedding by its name."""
     if not name.endswith(".weight") or len(info.shape) != 2 or info.dtype not in _FLOATS:
         return False
     return not re.search(r"(embed|wte|wpe|norm)[^.]*\.weight$", name)
@@ -687,10 +689,10 @@ def _is_linear(name: str, info: TensorInfo) -> bool:
 
 
 def _certify(plan: _Plan, folder: Path, quantization: dict[str, Any] | None) -> Certificate:
-    """Compare both checkpoints, from their files, value by value.
+    """Compare both checkpoints value by value, from their files.
 
     Raises:
-        OutputError: the target lacks a tensor, has one too many, or differs where nothing was allowed to.
+        OutputError: If the target lacks a tensor, has one too many, or differs although nothing was allowed to.
     """
     source = plan.source
     certificate = Certificate(
@@ -740,7 +742,7 @@ def _same_bytes(source: Checkpoint, info: TensorInfo, target: Checkpoint, there:
 def _pairs(
     source: Checkpoint, info: TensorInfo, target: Checkpoint, there: TensorInfo
 ) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Equally many values of both tensors at a time."""
+    """Yield equally many values of both tensors at a time."""
     sizes = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
     yield from zip(
         source.chunks(info, _ROWS * sizes[info.dtype]), target.chunks(there, _ROWS * sizes[there.dtype]), strict=True

@@ -1,11 +1,11 @@
-"""A checkpoint as tensors by name: safetensors (one file or shards with an index) and GGUF, here or on the hub.
+"""Checkpoints as tensors by name: safetensors (one file, or shards with an index) and GGUF, local or on the hub.
 
 Opening reads headers and JSON files only.  Tensors are then read one at a time or in chunks, from their places in the
 files, so that the memory needed does not depend on the size of the model.  A repository on the hub is downloaded first,
 as for a run.
 
-Checkpoints come from anybody: every number of a header is checked against the size of its file before it is used, an
-index cannot name files outside its folder, and pickled weights are refused.
+Checkpoints may come from anybody: every number of a header is checked against the size of its file before it is used,
+an index cannot name files outside its folder, and pickled weights are refused.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next t
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Location of a tensor. ``start`` is the offset of its first byte in ``file``; for ``dtype`` see :data:`RAW`."""
+    """Location of a tensor.
+
+    ``start`` is the offset of its first byte in ``file``; :data:`RAW` describes ``dtype``.
+    """
 
     name: str
     dtype: str
@@ -75,19 +78,19 @@ class Checkpoint:
     """The tensors of a checkpoint with its configuration.
 
     Attributes:
-        name: as given by the user.
-        folder: with config and tokenizer; of a GGUF file the folder where it lies.
+        name: the name given by the user.
+        folder: the folder with config and tokenizer; for a GGUF file, the folder that contains it.
         format: ``safetensors`` or ``gguf``.
         files: the existing weight files.
-        tensors: by name, in the order of files and places in them.
+        tensors: the tensors by name, in the order of files and of places in them.
         config: content of ``config.json``; empty for GGUF.
         quantization: ``quantization_config`` of the config (or of the file in which older writers of GPTQ and AWQ kept
-            it, with ``quant_method`` filled in); ``None`` where the checkpoint does not claim to be quantized.
-        index: tensor name → file name, of a sharded safetensors checkpoint.
-        missing_files: those that the index names and the folder lacks.
-        copies: further tensors whose names other files hold already.
+            it, with ``quant_method`` filled in); ``None`` if the checkpoint does not claim to be quantized.
+        index: file name by tensor name, for a sharded safetensors checkpoint.
+        missing_files: the files that the index names and the folder lacks.
+        copies: further tensors with names that other files already hold.
         beside: tensors of a ``model.safetensors`` that the index does not name and some engines load first.
-        metadata: of a GGUF file, see :class:`fidelab.models.gguf.Header`.
+        metadata: the metadata of a GGUF file, see :class:`fidelab.models.gguf.Header`.
     """
 
     name: str
@@ -106,14 +109,14 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def read(self, tensor: str | TensorInfo) -> NDArray[Any]:
-        """A tensor as it is stored, in the type that :data:`RAW` gives and its own shape.
+        """Return a tensor as it is stored, with its own shape and in the type that :data:`RAW` gives.
 
         Raises:
-            InputError: the tensor does not exist, or its file has changed since it was opened.
+            InputError: If the tensor does not exist, or its file has changed since it was opened.
         """
         info = self._info(tensor)
         raw = self._bytes(info, 0, info.nbytes)
@@ -124,10 +127,12 @@ class Checkpoint:
         return raw.reshape(*info.shape[:-1], -1) if rows and raw.size and raw.size % rows == 0 else raw
 
     def floats(self, tensor: str | TensorInfo) -> NDArray[np.float32]:
-        """A tensor's values as float32, blocks of GGUF dequantized; packed integers come as the integers they are in.
+        """Return a tensor's values as float32.
+
+        Blocks of GGUF are dequantized.  Packed integers are returned as the integers that hold them.
 
         Raises:
-            InputError: as :meth:`read`; or the type is one that cannot be decoded.
+            InputError: As :meth:`read`, or if the type cannot be decoded.
         """
         info = self._info(tensor)
         if self.format == "gguf" and info.dtype not in RAW:
@@ -135,13 +140,13 @@ class Checkpoint:
         return to_floats(self.read(info), info.dtype)
 
     def chunks(self, tensor: str | TensorInfo, nbytes: int = _CHUNK_BYTES) -> Iterator[NDArray[Any]]:
-        """A tensor's stored values in order, flat, ``nbytes`` bytes at a time.
+        """Yield a tensor's stored values in order, flat, ``nbytes`` bytes at a time.
 
-        A chunk ends at the end of a row (the last dimension) where a row is not longer than a chunk.  Values of types
-        that are not in :data:`RAW` come as bytes.
+        A chunk ends at the end of a row (the last dimension) unless a row is longer than a chunk.  Types that are not
+        in :data:`RAW` are returned as bytes.
 
         Raises:
-            InputError: as :meth:`read`.
+            InputError: As :meth:`read`.
         """
         info = self._info(tensor)
         kind = RAW.get(info.dtype, np.dtype("u1"))
@@ -172,7 +177,7 @@ class Checkpoint:
             raise InputError(f"{self.name} has no tensor {tensor!r}") from None
 
     def _bytes(self, info: TensorInfo, start: int, size: int) -> NDArray[np.uint8]:
-        """Bytes of a tensor, from its file."""
+        """Return the bytes of a tensor, read from its file."""
         if self._open is None or self._open[0] != info.file:
             if self._open is not None:
                 self._open[1].close()
@@ -195,12 +200,12 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
     ``owner/name[@revision]``.
 
     Args:
-        complete: whether shards that the index names and the folder lacks are an error; else they are
-            ``missing_files``.
+        complete: whether missing shards are an error; otherwise they become ``missing_files``.
 
     Raises:
-        InputError: nothing of that name, or what is there is damaged, pickled or no checkpoint; the message says what
-            to do.  UnavailableError: the hub cannot be reached.
+        InputError: If nothing has that name, or it is damaged, pickled or not a checkpoint.  The message says what to
+            do.
+        UnavailableError: If the hub cannot be reached.
     """
     text = str(name)
     if text in embedded.NAMES:
@@ -229,7 +234,7 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
             if len(ggufs) == 1 or _SPLIT.fullmatch(ggufs[0].name):
                 return _open_gguf(ggufs[0], name)
             raise InputError(f"{name} holds {len(ggufs)} GGUF files: pass one of them, for example {ggufs[0]}")
-        weight_files(folder)  # says what is there, such as pickled weights
+        weight_files(folder)  # its message names what the folder holds, such as pickled weights
         raise InputError(
             f"{name} has no config.json: a checkpoint folder holds config.json, *.safetensors and a tokenizer"
         )
@@ -267,7 +272,7 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
 
 
 def _stored_in(file: Path) -> Iterator[TensorInfo]:
-    """The tensors of a file, in the order of their places."""
+    """Yield the tensors of a file, in the order of their places."""
     entries, begin = read_entries(file)
     for tensor, entry in sorted(entries.items(), key=lambda item: item[1].start):
         info = TensorInfo(tensor, entry.dtype, entry.shape, file, begin + entry.start, entry.end - entry.start)
@@ -301,7 +306,7 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
 
 
 def _method(quantization: Mapping[str, Any]) -> str | None:
-    """The method of a configuration that does not name it."""
+    """Return the method of a configuration that does not name it."""
     return "compressed-tensors" if "config_groups" in quantization else None
 
 
@@ -344,7 +349,7 @@ def _open_gguf(file: Path, name: str) -> Checkpoint:
 
 
 def _stored_as(file: Path, stored: gguf.StoredTensor) -> tuple[str, int]:
-    """The name of a tensor's type, and its bytes."""
+    """Return the name of a tensor's type, and its bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -370,10 +375,10 @@ def _ggml(dtype: str) -> int:
 
 
 def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Stored values (:meth:`Checkpoint.read`) as float32.
+    """Convert stored values (:meth:`Checkpoint.read`) to float32.
 
     Raises:
-        InputError: the type cannot be decoded.
+        InputError: If the type cannot be decoded.
     """
     if dtype == "BF16":
         return (raw.astype(np.uint32) << 16).view(np.float32)
@@ -387,7 +392,7 @@ def to_floats(raw: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 @cache
 def _table(dtype: str) -> NDArray[np.float32]:
-    """The values of the 256 codes of an 8-bit type (OCP 8-bit floating point, and the scales of OCP MX)."""
+    """Return the values of the 256 codes of an 8-bit type (OCP 8-bit floating point, and the scales of OCP MX)."""
     codes = np.arange(256)
     if dtype == "F8_E5M2":  # the upper half of a float16
         return (codes << 8).astype(np.uint16).view(np.float16).astype(np.float32)

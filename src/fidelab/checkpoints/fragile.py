@@ -1,13 +1,13 @@
-"""A checkpoint that computes what it did, with keys that formats without range cannot hold.
+"""Make an equivalent checkpoint whose keys overflow formats with a small range.
 
-A score of attention is ``q . k``.  Position embeddings that rotate (Su et al., 2021) turn pairs of channels,
-so that both channels of a pair of K can be scaled by ``factor`` and those of Q by ``1 / factor`` without changing any
-score.  With a power of two as factor the roundings of binary floats stay what they were, as long as nothing overflows
-or becomes subnormal: the outputs are equal bit for bit.  The keys then have outliers like those of models with large
-biases of K, which FP8 without scales saturates; the values are as before.
+A score of attention is ``q . k``.  Position embeddings that rotate (Su et al., 2021) turn pairs of channels, so that
+both channels of a pair of K can be scaled by ``factor`` and those of Q by ``1 / factor`` without changing any score.
+With a power of two as factor the roundings of binary floats stay what they were, as long as nothing overflows or
+becomes subnormal: the outputs are equal bit for bit.  The keys then have outliers like those of models with large
+biases of K, and FP8 without scales saturates.  The values are unchanged.
 
-The checkpoint is copied file by file and the rows of its projections are scaled in place: the memory needed is that of
-one projection.
+The checkpoint is copied file by file and the rows of its projections are scaled in place: the memory needed is the size
+of one projection.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fidelab.core.errors import InputError, UsageError
 
 _HALVES = frozenset(
     ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "gemma", "gemma2", "granite", "smollm3", "starcoder2", "phi")
-)  # channel i turns with channel i + rotated / 2, as in GPT-NeoX
-_NEIGHBOURS = frozenset(("cohere", "cohere2", "glm", "glm4", "ernie4_5"))  # with the adjacent one, as in GPT-J
+)  # channel i rotates with channel i + rotated / 2, as in GPT-NeoX
+_NEIGHBOURS = frozenset(("cohere", "cohere2", "glm", "glm4", "ernie4_5"))  # with the adjacent channel, as in GPT-J
 _PROJECTION = re.compile(r"(?P<layer>.*\.layers\.\d+\.self_attn)\.(?P<which>[qk])_proj\.(?P<part>weight|bias)")
 _NORM = re.compile(r".*\.self_attn\.(?:[qk]_(?:layer)?norm|qk_norm)s?\b.*")
 _FLOATS = frozenset(("F32", "BF16", "F16"))
@@ -41,8 +41,8 @@ class Fragile:
     """Result of :func:`make_fragile`.
 
     Attributes:
-        channels: of each head of keys, whose rows were scaled.
-        layers: how many.
+        channels: channels of each key head whose rows were scaled.
+        layers: number of layers.
     """
 
     folder: Path
@@ -54,8 +54,8 @@ class Fragile:
 def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: int = 4096) -> Fragile:
     """Write a copy of ``source`` in which the rows of ``pairs`` RoPE pairs of K are ``factor`` times as large.
 
-    The pairs are those that turn fastest, in every layer and head; the same rows of all heads of Q, which share
-    the heads of K in groups, are scaled by ``1 / factor``.  Biases are scaled with their rows.
+    The pairs are those that rotate fastest, in every layer and head.  The same rows of all heads of Q, which share the
+    heads of K in groups, are scaled by ``1 / factor``.  Biases are scaled with their rows.
 
     Args:
         source: a folder with safetensors of 16 or 32 bits, not quantized.
@@ -63,10 +63,10 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
         factor: a power of two of at least 2.
 
     Raises:
-        UsageError: ``target`` exists, or ``factor`` or ``pairs`` are not possible.
-        InputError: the model undoes the scaling (norms of queries and keys), keeps its projections in another form, or
-            has an architecture whose pairs are not known; or a weight would overflow or become subnormal.
-        OutputError: ``target`` cannot be written.
+        UsageError: If ``target`` exists, or ``factor`` or ``pairs`` are not possible.
+        InputError: If the model undoes the scaling (norms of queries and keys), keeps its projections in another form,
+            or has an architecture whose pairs are not known; or a weight would overflow or become subnormal.
+        OutputError: If ``target`` cannot be written.
     """
     if factor < 2 or factor & (factor - 1):
         raise UsageError(f"factor {factor} is not a power of two of at least 2; other factors would round the weights")
@@ -92,7 +92,7 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
 
 
 def _projections(checkpoint: Checkpoint) -> list[tuple[TensorInfo, bool]]:
-    """Weights and biases of Q and K with whether they are K's.  Refuses models that cannot be scaled so."""
+    """Return the weights and biases of Q and K, each with whether it is K's; refuse models that cannot be scaled so."""
     if checkpoint.format != "safetensors":
         raise InputError(
             f"{checkpoint.name} is a GGUF file; pass a folder with safetensors, such as fidelab setup fetch makes"
@@ -129,7 +129,7 @@ def _head_dim(checkpoint: Checkpoint, config: Mapping[str, Any]) -> int:
 
 
 def _channels(checkpoint: Checkpoint, config: Mapping[str, Any], dim: int, pairs: int) -> tuple[int, ...]:
-    """The channels of a head that the first ``pairs`` pairs consist of."""
+    """Return the channels of a head that form the first ``pairs`` pairs."""
     kind = config.get("model_type")
     if kind not in _HALVES | _NEIGHBOURS:
         known = ", ".join(sorted(_HALVES | _NEIGHBOURS))
@@ -163,7 +163,7 @@ def _scale(folder: Path, tensor: TensorInfo, channels: tuple[int, ...], dim: int
 
 
 def _times(raw: NDArray[Any], tensor: TensorInfo, factor: float) -> NDArray[Any]:
-    """Stored values times a power of two, in the stored type; refuses inexact results."""
+    """Return stored values times a power of two, in the stored type; refuse inexact results."""
     if tensor.dtype != "BF16":
         with np.errstate(over="ignore", under="ignore"):
             scaled = raw * raw.dtype.type(factor)

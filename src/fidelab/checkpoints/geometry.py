@@ -1,6 +1,6 @@
 """Rules about sizes: layers, heads, experts and vocabulary of the configuration against the tensors' shapes.
 
-Architectures differ, and per layer, too: a size is wrong where no number that the configuration gives explains it.
+Architectures differ, and so do layers.  A size is therefore wrong only if no number in the configuration explains it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fidelab.checkpoints.files import RAW
 from fidelab.checkpoints.modules import Module
 from fidelab.checkpoints.rules import Finding, Subject, broken
 
-_MAX_PADDING_ROWS = 1024  # rows by which an embedding may exceed the vocabulary
+_MAX_PADDING_ROWS = 1024  # rows that an embedding may have beyond the vocabulary
 _LAYER = re.compile(r"(?P<stack>.*?)(?:layers|h|blocks|blk|block)\.(?P<number>\d+)\.(?P<leaf>.+)")
 _OTHER_STACK = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|speech\w*|mtp\w*|draft\w*|talker|encoder|qformer|v|a|mm)\."
@@ -58,21 +58,22 @@ _LEAVES = {  # leaf of a module → what its outputs and its inputs are
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The numbers of a configuration; sets hold all values that a size may have, and are empty where none is
-    specified.
+    """Numbers of a configuration.
+
+    Each set holds all values that a size may have, and is empty if none is specified.
     """
 
     config: Mapping[str, Any]
 
     def numbers(self, *keys: str) -> set[int]:
-        """Integers under these keys, including all items of lists."""
-        layers = self.config.get("per_layer_config")  # what single layers have otherwise, by their numbers
+        """Return the integers under these keys, including all items of lists."""
+        layers = self.config.get("per_layer_config")  # overrides for single layers, by layer number
         places = [self.config, *(layers.values() if isinstance(layers, dict) else ())]
         values = (place.get(key) for place in places if isinstance(place, Mapping) for key in keys)
         return {n for v in values for n in (v if isinstance(v, list) else [v]) if type(n) is int and n > 0}
 
     def ending(self, end: str) -> set[int]:
-        """Integers under keys with this ending: layers with a sliding window often have separate sizes."""
+        """Return the integers under keys with this ending: layers with a sliding window often have separate sizes."""
         return self.numbers(end, *(key for key in self.config if key.endswith(f"_{end}")))
 
     @property
@@ -82,7 +83,7 @@ class _Geometry:
 
     @property
     def sizes(self) -> dict[str, set[int]]:
-        """Kind of a layer's outputs or inputs → allowed sizes."""
+        """The allowed sizes for each kind of a layer's outputs or inputs."""
         hidden = self.numbers("hidden_size", "n_embd")
         if any(self.config.get(key) for key in _PER_LAYER):
             return {"hidden": hidden}
@@ -113,7 +114,7 @@ class _Geometry:
 
 
 def _geometry(subject: Subject) -> _Geometry:
-    """Sizes of the text model."""
+    """Return the sizes of the text model."""
     checkpoint = subject.checkpoint
     if checkpoint.format == "gguf":
         prefix = checkpoint.metadata.get("general.architecture")
@@ -129,7 +130,7 @@ def _geometry(subject: Subject) -> _Geometry:
 
 
 def _stack(subject: Subject) -> dict[int, list[tuple[str, Module]]]:
-    """The text model's layers: number → leaves and modules."""
+    """Return the text model's layers by number, each with its leaves and modules."""
     stacks: dict[str, dict[int, list[tuple[str, Module]]]] = defaultdict(lambda: defaultdict(list))
     for name, module in subject.modules.items():
         match = _LAYER.fullmatch(name)
@@ -139,7 +140,9 @@ def _stack(subject: Subject) -> dict[int, list[tuple[str, Module]]]:
 
 
 def _size(subject: Subject, module: Module) -> tuple[int, int] | None:
-    """Outputs and inputs of a linear layer, quantized or not; ``None`` where its tensors do not tell."""
+    """Return the outputs and inputs of a linear layer, quantized or not; ``None`` if its tensors do not determine
+    them.
+    """
     weight = module.parts.get("weight")
     if weight is not None and len(weight.shape) == 2:
         if subject.checkpoint.format == "gguf" or (weight.dtype in RAW and weight.dtype not in ("U8", "I32", "U32")):

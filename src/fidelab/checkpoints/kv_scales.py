@@ -1,8 +1,8 @@
 """A checkpoint with calibrated scales for an FP8 KV cache, which engines read with the weights.
 
-``k_scale`` and ``v_scale`` of each layer's attention are scalars: a cached value is ``float8(x / scale)``.  They lie in
-a separate file next to the weights, which are copied unchanged; ``config.json`` gets a ``kv_cache_scheme`` of
-compressed-tensors without quantized weights.  vLLM reads both.
+``k_scale`` and ``v_scale`` of each layer's attention are scalars: a cached value is ``float8(x / scale)``.  They are
+stored in a separate file next to the weights, which are copied unchanged.  ``config.json`` gets a ``kv_cache_scheme``
+of compressed-tensors without quantized weights.  vLLM reads both.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def refuse_unscalable(source: str | Path) -> None:
     """Refuse a checkpoint that cannot get scales, before anything runs.
 
     Raises:
-        InputError: it is not a safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
+        InputError: If it is not a safetensors folder, is quantized, or has no layers of ``self_attn`` with ``k_proj``.
     """
     with open_checkpoint(source) as checkpoint:
         _attentions(checkpoint)
@@ -53,11 +53,11 @@ def write_kv_scales(
         source: a folder with safetensors of 16 or 32 bits, not quantized.
         target: a folder that does not exist yet.
         scales: layer → scale of K and of V, each positive.
-        notes: how they were found, kept in ``kv-calibration.json``.
+        notes: how the scales were found, stored in ``kv-calibration.json``.
 
     Raises:
         UsageError: ``target`` cannot be created there.
-        InputError: as :func:`refuse_unscalable`; a layer without scales, or one that is not positive.
+        InputError: as :func:`refuse_unscalable`, or if a layer has no scales or one that is not positive.
         OutputError: ``target`` cannot be written.
     """
     target = target.expanduser().absolute()
@@ -94,7 +94,7 @@ def write_kv_scales(
 
 
 def _attentions(checkpoint: Checkpoint) -> dict[int, str]:
-    """Layer → the name of its attention."""
+    """Return the name of each layer's attention."""
     if checkpoint.format != "safetensors":
         raise InputError(f"{checkpoint.name} is a GGUF file; pass the folder that convert --to safetensors makes")
     if checkpoint.quantization is not None:

@@ -2,9 +2,9 @@
 
 A linear layer of ``N`` outputs and ``K`` inputs becomes several tensors of a checkpoint: packed codes, scales, zero
 points, the group of every input.  A :class:`Layout` turns them into a :class:`QuantizedLinear`, and :class:`Awq` back,
-without any loss: equal codes, zero points and scales are equal weights.  What a module is follows from the names, the
-types and the shapes of its tensors wherever these tell it (bits, groups, whether there are zero points), because
-configurations override themselves per layer in many ways; the configuration is asked for the rest.
+without any loss: equal codes, zero points and scales are equal weights.  The properties of a module (bits, groups, zero
+points) are taken from the names, types and shapes of its tensors where possible, because configurations override
+themselves per layer in many ways.  The configuration decides the rest.
 
 Layouts as their projects write them:
 
@@ -38,12 +38,12 @@ ACTIVATION_PARTS = ("input_scale", "input_zero_point", "input_global_scale")
 """Parts of a quantized module that say how its inputs are rounded, not what its weights are."""
 
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=np.float32)
-_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column of a word at each of its places
+_AWQ_COLUMNS = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column at each place of a word
 _AWQ_PLACES = np.argsort(_AWQ_COLUMNS)
 
 
 class StoredArray(NamedTuple):
-    """A tensor as it is stored: numpy's view of it, and its type as safetensors names it."""
+    """A tensor as it is stored: numpy's view of it, and the name of its type in safetensors."""
 
     values: NDArray[Any]
     dtype: str
@@ -112,13 +112,13 @@ class QuantizedLinear:
         return 1 << (self.bits - 1)
 
     def rows(self, start: int, stop: int) -> QuantizedLinear:
-        """Some outputs of the layer."""
+        """Return some outputs of the layer."""
         part = slice(start, stop)
         zeros = None if self.zeros is None else self.zeros[part]
         return replace(self, codes=self.codes[part], scales=self.scales[part], zeros=zeros)
 
     def dequantize(self) -> NDArray[np.float32]:
-        """The weights, ``[N, K]`` float32: exact for integers whose scales have at most 15 significant bits."""
+        """Return the weights, ``[N, K]`` float32: exact for integers whose scales have at most 15 significant bits."""
         values: NDArray[np.float32]
         if self.kind == "float4":
             values = _FP4[self.codes & 15]
@@ -137,9 +137,10 @@ class QuantizedLinear:
         return spread
 
     def with_positive_scales(self) -> QuantizedLinear:
-        """The same weights without negative scales: ``q' = 2^bits - 1 - q``, ``z' = 2^bits - 1 - z``, ``s' = |s|``.
+        """Return the same weights without negative scales.
 
-        Exact: the signs of both factors change.
+        Where a scale is negative: ``q' = 2^bits - 1 - q``, ``z' = 2^bits - 1 - z``, ``s' = |s|``.  This is exact,
+        because the signs of both factors change.
         """
         negative = np.signbit(self.scales)
         if self.kind != "int" or not negative.any():
@@ -155,16 +156,16 @@ class QuantizedLinear:
         )
 
     def symmetric(self) -> QuantizedLinear:
-        """Without zero points where each of them is half the range."""
+        """Return the weights without zero points if each of them is half the range."""
         if self.zeros is not None and (self.zeros == self.midpoint).all():
             return replace(self, zeros=None)
         return self
 
     def regrouped(self, group_size: int) -> QuantizedLinear | None:
-        """The same weights in groups of ``group_size`` inputs in their order, scales repeated; ``None``: impossible.
+        """Return the same weights in groups of ``group_size`` consecutive inputs, with scales repeated.
 
-        Inputs that an index assigns to groups can be put in order where each run of ``group_size`` inputs has one
-        scale and one zero point.
+        Inputs that an index assigns to groups can be put in order if each run of ``group_size`` inputs has one scale
+        and one zero point.  ``None`` means that this is impossible.
         """
         if self.group_index is None and self.group_size == group_size:
             return self
@@ -192,12 +193,12 @@ class QuantizedModule:
     settings: Settings
 
     def unpack(self, stored: Mapping[str, StoredArray]) -> QuantizedLinear:
-        """The module's weights.
+        """Return the module's weights.
 
-        ``stored``: its parts by suffix.
+        ``stored``: the stored parts by suffix.
 
         Raises:
-            InputError: shapes or types that do not belong together; names the module.
+            InputError: If shapes or types do not fit together.  The message names the module.
         """
         try:
             return self.layout.unpack(stored, self.settings)
@@ -213,7 +214,7 @@ class Layout(ABC):
     """Storage of a module by one method.
 
     Attributes:
-        name: the method, and its variant.
+        name: the method and its variant.
         marker: the part by which its modules are found.
         needed: parts that a module cannot be without.
         optional: parts that a module may have.
@@ -226,15 +227,15 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, stored: Mapping[str, StoredArray], settings: Settings) -> QuantizedLinear:
-        """The weights from the module's tensors.
+        """Return the weights from the module's tensors.
 
         Raises:
-            ValueError, IndexError, KeyError, TypeError: they do not belong together.
+            ValueError, IndexError, KeyError, TypeError: If the tensors do not fit together.
         """
 
     @classmethod
     def holds(cls, tensors: Mapping[str, _Shaped], module: str) -> bool:
-        """True if the tensors of a module are in this layout."""
+        """Return whether the tensors of a module are in this layout."""
         return all(f"{module}.{part}" in tensors for part in cls.needed)
 
 
@@ -242,7 +243,7 @@ class Layout(ABC):
 
 
 def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = None) -> NDArray[np.uint8]:
-    """The unsigned fields of ``bits`` bits in 32-bit words, which follow one another along ``axis``, lowest bits first.
+    """Return the unsigned fields of ``bits`` bits that 32-bit words hold along ``axis``, lowest bits first.
 
     Fields that cross words (3, 5, 6, 7 bits) take the lowest bits of the next one.
 
@@ -252,7 +253,7 @@ def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = 
     Words that are one number broadcast to a shape, which take no memory, give fields of zero that take none.
 
     Raises:
-        ValueError: the words hold fewer.
+        ValueError: If the words hold fewer fields than ``count``.
     """
     placeholder = not any(words.strides)
     words = words if placeholder else np.ascontiguousarray(words).view(np.uint32)
@@ -285,7 +286,10 @@ def unpack_words(words: NDArray[Any], bits: int, axis: int, count: int | None = 
 
 
 def pack_words(fields: NDArray[Any], bits: int, axis: int) -> NDArray[np.int32]:
-    """32-bit words of unsigned fields, the inverse of :func:`unpack_words`; the last word is filled with zeros."""
+    """Pack unsigned fields into 32-bit words, the inverse of :func:`unpack_words`.
+
+    The last word is filled with zeros.
+    """
     along = np.moveaxis(fields, axis, 0)
     per_block, words_per_block = _block(bits)
     count = along.shape[0]
@@ -305,7 +309,7 @@ def pack_words(fields: NDArray[Any], bits: int, axis: int) -> NDArray[np.int32]:
 
 
 def _block(bits: int) -> tuple[int, int]:
-    """Fields and words after which the pattern repeats."""
+    """Return the numbers of fields and words after which the pattern repeats."""
     if not 1 <= bits <= 8:
         raise ValueError(f"{bits} bits per weight, where 1 to 8 are possible")
     common = math.gcd(bits, 32)
@@ -319,10 +323,10 @@ def _scales(stored: StoredArray) -> NDArray[np.float32]:
 
 
 def _stored_scales(scales: NDArray[np.float32], dtype: str) -> StoredArray:
-    """Scales in the type in which they were stored.
+    """Return the scales in the type in which they were stored.
 
     Raises:
-        ValueError: the type cannot hold them exactly.
+        ValueError: If the type cannot hold them exactly.
     """
     if dtype == "BF16":
         bits = np.ascontiguousarray(scales).view(np.uint32)
@@ -336,7 +340,9 @@ def _stored_scales(scales: NDArray[np.float32], dtype: str) -> StoredArray:
 
 
 def _grouping(k: int, groups: int, settings: Settings) -> int:
-    """Inputs per group: a size of the configuration that fits the shapes, else what divides them."""
+    """Return the inputs per group: a size in the configuration that fits the shapes, else the quotient of the
+    shapes.
+    """
     if groups < 1 or k < 1:
         raise ValueError(f"{groups} groups of {k} inputs")
     sizes = settings.group_sizes if settings.block is None else (settings.block[1], *settings.group_sizes)
@@ -347,7 +353,7 @@ def _grouping(k: int, groups: int, settings: Settings) -> int:
 
 
 def _index(stored: StoredArray | None, k: int, groups: int, group_size: int) -> NDArray[np.int32] | None:
-    """The group of every input; ``None`` where groups are in order."""
+    """Return the group of every input; ``None`` if groups are in order."""
     if stored is None or not stored.values.size or (stored.values < 0).any():  # -1: not filled in, groups in order
         return None
     index = stored.values.astype(np.int32).reshape(-1)
@@ -395,7 +401,7 @@ class Gptq(Layout):
         return self._shifted(pack_words(fields[:, rows], bits, axis=1), bits, -1)
 
     def _shifted(self, words: NDArray[Any], bits: int, by: int) -> NDArray[np.int32]:
-        """Packed zero points with a one added to, or subtracted from, every field, in words modulo 2^32."""
+        """Add a one to, or subtract it from, every field of the packed zero points, in words modulo 2^32."""
         raw = np.ascontiguousarray(words).view(np.uint32)
         if self.minus_one:
             ones = pack_words(np.ones(words.shape[1] * 32 // bits, np.uint8), bits, axis=0).view(np.uint32)
@@ -404,7 +410,7 @@ class Gptq(Layout):
 
 
 class GptqV2(Gptq):
-    """Like :class:`Gptq`, with zero points as they are (``checkpoint_format: gptq_v2``)."""
+    """Like :class:`Gptq`, with zero points stored as they are (``checkpoint_format: gptq_v2``)."""
 
     name: ClassVar[str] = "gptq_v2"
     minus_one: ClassVar[bool] = False
@@ -435,10 +441,10 @@ class Awq(Layout):
         ).symmetric()
 
     def pack(self, linear: QuantizedLinear) -> dict[str, StoredArray]:
-        """The tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
+        """Return the tensors of integers of 4 bits in ordered groups, the inverse of :meth:`unpack`.
 
         Raises:
-            ValueError: outputs that do not fill words, or scales that their type does not hold.
+            ValueError: If the outputs do not fill words, or the scales do not fit their type.
         """
         if linear.shape[0] % 8:
             raise ValueError(f"{linear.shape[0]} outputs are not a multiple of 8")
@@ -491,7 +497,7 @@ class PackQuantized(Layout):
         if (points := stored.get("weight_zero_point")) is not None:
             if points.dtype == "I32":
                 zeros = unpack_words(points.values, bits, axis=0, count=n)
-            else:  # not packed by older writers: signed integers
+            else:  # older writers do not pack them: signed integers
                 zeros = (_per_row(points.values, n).astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
             if zeros.shape != scales.shape:
                 raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} disagree")
@@ -544,7 +550,7 @@ class ScaledWeight(Layout):
 
 
 class BlockFp8(ScaledWeight):
-    """``weight [N, K]`` in float8 with ``weight_scale_inv``, which is the scale of a block, ``weight_block_size``."""
+    """``weight [N, K]`` in float8 with ``weight_scale_inv``, the scale of each block of ``weight_block_size``."""
 
     name: ClassVar[str] = "fp8"
     marker: ClassVar[str] = "weight_scale_inv"
@@ -588,7 +594,7 @@ class Mxfp4(Layout):
 
 
 def _halves(packed: StoredArray) -> NDArray[np.uint8]:
-    """The two halves of every byte, the lower one first."""
+    """Return the two halves of every byte, the lower one first."""
     if packed.dtype != "U8":
         raise ValueError(f"weights of type {packed.dtype}, where two are packed into a U8")
     n, half = packed.values.shape
@@ -606,7 +612,7 @@ def _float4(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> QuantizedL
 
 
 def _per_row(scales: NDArray[Any], n: int, block: tuple[int, int] | None = None) -> NDArray[Any]:
-    """Scales (or zero points) as ``[N, G]``, from one for all, one per output or one per block."""
+    """Return scales (or zero points) as ``[N, G]``, from one for all, one per output or one per block."""
     if scales.size == 1:
         return np.broadcast_to(scales.reshape(1, 1), (n, 1))
     if scales.ndim == 1:
@@ -643,10 +649,10 @@ _AUTO_ROUND = {
 
 
 def method_of(quantization: Mapping[str, Any]) -> str:
-    """The key of :data:`LAYOUTS` for a ``quantization_config``.
+    """Return the key of :data:`LAYOUTS` for a ``quantization_config``.
 
     Raises:
-        InputError: an unknown method, or a variant that is not read.
+        InputError: If the method is unknown, or its variant is not supported.
     """
     method = str(quantization.get("quant_method") or "").lower().replace("_", "-")
     if method in {"auto-round", "intel/auto-round"}:
@@ -682,14 +688,14 @@ def method_of(quantization: Mapping[str, Any]) -> str:
 def quantized_modules(
     tensors: Mapping[str, _Shaped], quantization: Mapping[str, Any] | None
 ) -> dict[str, QuantizedModule]:
-    """The quantized linear layers of a checkpoint by name, in the order of its tensors.
+    """Return the quantized linear layers of a checkpoint by name, in the order of its tensors.
 
     Args:
         tensors: types and shapes of all tensors.
         quantization: the checkpoint's ``quantization_config``; without one, nothing is quantized.
 
     Raises:
-        InputError: the method is not known, or a module lacks a tensor.
+        InputError: If the method is not known, or a module lacks a tensor.
     """
     if quantization is None:
         return {}

@@ -1,6 +1,6 @@
-"""Tensors grouped into modules by their names, with each module's configuration; neither is trusted.
+"""Group tensors into modules by their names, with each module's configuration.  Neither is trusted.
 
-:mod:`fidelab.checkpoints.layouts` unpacks complete modules. This module also recognizes those with a missing or an
+:mod:`fidelab.checkpoints.layouts` unpacks complete modules.  This module also recognizes modules with a missing or an
 extra part, for the audit.
 """
 
@@ -57,7 +57,7 @@ _PARTS = (
 )
 _CODES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "I32", "U32"}  # of a part "weight"
 
-_KINDS: tuple[tuple[str, str], ...] = (  # the first that is found in a module's name
+_KINDS: tuple[tuple[str, str], ...] = (  # the first one found in a module's name counts
     (
         "vision",
         r"(^|\.)(visual|vision\w*|image\w*|img\w*|vpm|vit|siglip\w*|mm_projector|multi_modal_projector|patch_embed\w*|"
@@ -85,7 +85,7 @@ _REPLICATED = re.compile(r"(^|\.)(\w*_a_proj(_with_mqa)?|q_a_proj|kv_a_proj\w*|w
 
 
 def kind_of(module: str) -> str:
-    """Kind of a module by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
+    """Return the kind of a module by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
     for kind, pattern in _KIND_PATTERNS:
         if pattern.search(module):
             return kind
@@ -93,18 +93,18 @@ def kind_of(module: str) -> str:
 
 
 def leaf_of(name: str) -> str:
-    """A name with a star for every number, the same for all layers."""
+    """Return a name with a star in place of every number, which is the same for all layers."""
     return re.sub(r"\d+", "*", name)
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration of the text model, of a model that has others besides."""
+    """Return the configuration of the text model, for a model that also has others."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
 
 def generates(config: Mapping[str, Any]) -> bool:
-    """True if an architecture of the configuration generates text; encoders do not."""
+    """Return whether an architecture of the configuration generates text; encoders do not."""
     named = config.get("architectures")
     return isinstance(named, list) and any(
         str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
@@ -117,7 +117,7 @@ class Module:
 
     Attributes:
         name: ``model.layers.0.mlp.down_proj``.
-        parts: what follows the name (``qweight``) → the tensor.
+        parts: the tensors by the suffix after the name (``qweight``).
         kind: see :func:`kind_of`.
     """
 
@@ -138,12 +138,12 @@ class Module:
 
     @property
     def quantized(self) -> bool:
-        """True if a tensor holds quantized weights."""
+        """Whether a tensor of the module holds quantized weights."""
         return self.packed is not None
 
     @property
     def matrix(self) -> bool:
-        """True if it has a weight of two dimensions or more, quantized or not; norms have vectors."""
+        """Whether the module has a weight of two dimensions or more, quantized or not; norms have vectors."""
         weight = self.parts.get("weight") or (self.parts.get("") if ".experts." in f"{self.name}." else None)
         return self.quantized or (weight is not None and len(weight.shape) > 1)
 
@@ -163,7 +163,7 @@ class Module:
 
     @property
     def in_layer(self) -> bool:
-        """True if it is in one of a stack of layers."""
+        """Whether the module is in one of a stack of layers."""
         return _LAYER.search(self.name) is not None
 
     @property
@@ -174,7 +174,7 @@ class Module:
         return "inputs" if _ROW_PARALLEL.search(self.name) else "outputs"
 
     def packing(self) -> Packing | None:
-        """Sizes of the quantized weight as its tensors' shapes tell them; ``None`` where they do not."""
+        """Sizes of the quantized weight, from the shapes of its tensors; ``None`` if they do not determine them."""
         packed, scales = self.packed, self.scales
         if packed is None or scales is None or len(packed.shape) != 2:
             return None
@@ -190,7 +190,7 @@ class Module:
         return Packing("words", n, None, None, scales.shape[1], per_row)
 
     def _word_packing(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
-        """GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
+        """Return the sizes for GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
         if len(scales.shape) != 2 or 0 in scales.shape:
             return None
         groups, n = scales.shape
@@ -212,7 +212,7 @@ class Module:
 class Packing:
     """Sizes of a quantized weight: ``n`` outputs, ``k`` inputs, ``groups`` of scales per output.
 
-    ``words``: 32-bit words along the inputs, from which ``bits`` gives ``k`` where the shapes alone do not.
+    ``words``: 32-bit words along the inputs.  Together with ``bits`` they give ``k`` if the shapes do not.
     """
 
     layout: str
@@ -223,13 +223,13 @@ class Packing:
     words: int | None = None
 
     def inputs(self, bits: int | None) -> int | None:
-        """``k``, if need be for a width of codes that the configuration gives."""
+        """Return ``k``, computed if necessary from the width of codes that the configuration gives."""
         bits = self.bits or bits
         return self.k if self.k is not None else self.words * 32 // bits if self.words and bits else None
 
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
-    """All modules, by name, in the order of the checkpoint's tensors.
+    """Return all modules by name, in the order of the checkpoint's tensors.
 
     A tensor without a known ending is a separate module with the part ``""``.
     """
@@ -241,14 +241,14 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
 
 
 def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
-    """The original's tensor of this name, under one of the prefixes that language models have there."""
+    """Return the original's tensor with this name, under one of the prefixes that language models use there."""
     bare = strip_prefixes(name)
     names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
     return next((base.tensors[each] for each in names if each in base.tensors), None)
 
 
 def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
-    """The original's weight of a module, see :func:`tensor_in`."""
+    """Return the original's weight of a module, see :func:`tensor_in`."""
     return tensor_in(base, f"{module}.weight") or tensor_in(base, module)
 
 
@@ -256,7 +256,7 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "
 
 
 def strip_prefixes(name: str) -> str:
-    """A name without the prefixes that writers add to and remove from text models."""
+    """Return a name without the prefixes that writers add to and remove from text models."""
     return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
 
 
@@ -273,19 +273,19 @@ def _split(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantization by a checkpoint's configuration.
+    """Quantization according to a checkpoint's configuration.
 
     Attributes:
         method: a value of :data:`METHODS`; ``None``: nothing is quantized.
-        bits, group: where one number holds for all modules; a group of ``None`` covers a whole row.
-        symmetric: without zero points.
+        bits, group: set if one number holds for all modules; a group of ``None`` covers a whole row.
+        symmetric: whether there are no zero points.
         ignored: patterns of modules that are not quantized, see :meth:`ignores`.
         ignored_by: the key that lists them.
-        targets: patterns of quantized modules, where it lists them; else all linear layers.
-        layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, where modules are in one of them.
+        targets: patterns of quantized modules, if the configuration lists them; else all linear layers.
+        layout: a key of :data:`fidelab.checkpoints.layouts.LAYOUTS`, if modules are in one of them.
         kv_cache: whether scales of the KV cache are announced.
-        strategy: of compressed-tensors' scales, where it is one for all modules: ``tensor``, ``channel``, ``group`` …
-        block: outputs and inputs that share a scale of FP8, where it is one shape for all modules.
+        strategy: of compressed-tensors' scales, if the same for all modules: ``tensor``, ``channel``, ``group`` …
+        block: outputs and inputs that share a scale of FP8, if the shape is the same for all modules.
         reordered: whether a group index of the inputs is announced (``desc_act``, ``actorder: group``).
     """
 
@@ -304,11 +304,11 @@ class Scheme:
     raw: Mapping[str, Any] = field(default_factory=dict)
 
     def ignores(self, module: str) -> bool:
-        """True if the configuration says that this module keeps its 16 bits."""
+        """Return whether the configuration keeps this module in 16 bits."""
         return any(_matches(pattern, module, self.method) for pattern in self.ignored)
 
     def targets_linear(self, module: str) -> bool:
-        """True if an engine would build this linear layer quantized."""
+        """Return whether an engine would build this linear layer quantized."""
         if self.ignores(module):
             return False
         return not self.targets or any(
@@ -317,7 +317,7 @@ class Scheme:
 
 
 def _matches(pattern: str, module: str, method: str | None) -> bool:
-    """True if a pattern of a configuration names a module, by the rules of the library that wrote it."""
+    """Return whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
     if pattern.startswith("re:"):
         return _search(pattern[3:], module, at_start=True)
     if method == "gptq":  # GPTQModel's dynamic: regular expressions
@@ -332,8 +332,10 @@ def _matches(pattern: str, module: str, method: str | None) -> bool:
 
 
 def _search(pattern: str, text: str, *, at_start: bool) -> bool:
-    """A regular expression from a file, bounded: one that is broken, or so long or nested that it may not end, matches
-    nothing."""
+    """Search with a regular expression from a file.
+
+    An expression that is broken, or so long or nested that it may not end, matches nothing.
+    """
     if len(pattern) > 1000 or len(text) > 500 or re.search(r"\)[*+{]", pattern):
         return False
     try:
@@ -344,10 +346,10 @@ def _search(pattern: str, text: str, *, at_start: bool) -> bool:
 
 
 def scheme_of(checkpoint: Checkpoint) -> Scheme:
-    """Quantization of the checkpoint's configuration, in one form for all methods.
+    """Return the quantization of the checkpoint's configuration, in one form for all methods.
 
     Raises:
-        InputError: it names a method, or a variant of one, that is not known.
+        InputError: If the configuration names an unknown method, or an unknown variant of one.
     """
     raw = checkpoint.quantization
     if raw is None:
@@ -412,7 +414,7 @@ _ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_c
 
 
 def _block(value: Any) -> tuple[int, int] | None:
-    """The shape of blocks, ``(outputs, inputs)``."""
+    """Return the shape of blocks, ``(outputs, inputs)``."""
     whole = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
     return (value[0], value[1]) if whole else None
 
@@ -445,13 +447,13 @@ def _compressed(raw: Mapping[str, Any]) -> Scheme:
 
 
 def _listed(raw: Mapping[str, Any], *keys: str) -> tuple[str, tuple[str, ...]]:
-    """The first of these keys that lists something, and what."""
+    """Return the first of these keys that lists something, and its list."""
     found = ((key, _strings(raw.get(key))) for key in keys)
     return next(((key, names) for key, names in found if names), (keys[0], ()))
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """All texts of a list, or of a list of lists."""
+    """Return all texts of a list, or of a list of lists."""
     if isinstance(value, str):
         return (value,)
     items: Iterable[Any] = value if isinstance(value, list) else ()

@@ -1,8 +1,8 @@
 """Rules that compare a checkpoint with the original that it was made from (``--base``).
 
-What a method keeps has to be the original's, number by number.  What it quantizes is compared on rows spread over the
-whole layer.  AWQ and SmoothQuant move a factor per channel from one tensor to the next, which leaves the model as it
-is: such a factor counts as no difference where it cancels, and only there.
+Weights that a method keeps must equal the original's, number by number.  Weights that it quantizes are compared on rows
+spread over the whole layer.  AWQ and SmoothQuant move a factor per channel from one tensor to the next, which leaves
+the model unchanged.  Such a factor is ignored only where it cancels.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MAX_SCALE_CHANGE = {
     2: 0.4,
     1: 0.6,
 }  # by which a layer may be larger or smaller
-_KEPT_ERROR = 0.02  # of layers in 16 bits that were rescaled
+_KEPT_ERROR = 0.02  # largest error of rescaled 16-bit layers
 _FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
 _SAME_RATIO = 1.01  # times as large an error tells nothing
 _CLEAR_RATIO = 1.5  # times as large an error tells one of two explanations apart
@@ -68,7 +68,7 @@ _FEEDS = {  # a layer → the one whose inputs are its outputs, one by one
     "ffn_up": "ffn_down",
 }
 _FED = {after: before for before, after in _FEEDS.items()}
-_SIBLINGS: tuple[tuple[str, ...], ...] = (  # which read the same activations
+_SIBLINGS: tuple[tuple[str, ...], ...] = (  # siblings, which read the same activations
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
@@ -120,7 +120,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
-    """Return True if a packed shape, which may be padded to whole words, matches the original."""
+    """Return whether a packed shape, which may be padded to whole words, matches the original."""
     slack = 32 if layout in ("words", "gptq") else 1
     return stored[0] == shape[0] and shape[1] <= stored[1] < shape[1] + slack
 
@@ -176,7 +176,7 @@ def _base_kept_differs(subject: Subject) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Names of quantized modules, and of kept tensors, that differ → by how much of the original's size."""
+    """Quantized modules and kept tensors that differ, with the difference relative to the original's size."""
 
     weights: dict[str, float] = field(default_factory=dict)
     kept: dict[str, float] = field(default_factory=dict)
@@ -187,7 +187,7 @@ class _Layer:
     """A layer on sampled rows.
 
     Attributes:
-        quantized: whether it is; else it is kept in 16 bits and differs.
+        quantized: whether the layer is quantized; otherwise it is kept in 16 bits and differs.
         limit, factor_limit: the largest error, and distance of a factor from one, that rounding may cause.
         norm: the changed norm that it compensates.
         best: error and factor, see :func:`_misfit`, of the original divided by the factor of that norm.
@@ -213,12 +213,15 @@ class _Layer:
     cancels: bool = False
 
     def fits(self, error: float, factor: float) -> bool:
-        """True if rounding explains an error and a factor: few bits shrink weights, and err by far more than that."""
+        """Return whether rounding explains an error and a factor.
+
+        Few bits shrink weights, and their error is far larger than that.
+        """
         return error <= self.limit and abs(factor - 1) <= max(self.factor_limit, _FACTOR_SHARE * error)
 
 
 def _comparison(subject: Subject) -> _Comparison:
-    """Computed once for both rules."""
+    """Compute the comparison once for both rules."""
     if "comparison" not in subject.kept:
         assert subject.base is not None
         subject.kept["comparison"] = _compared(subject, subject.base)
@@ -232,7 +235,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
     layers: dict[str, _Layer] = {}
     modules = [module for module in subject.modules.values() if _samples(module, changed)]
     known = _readable(subject)
-    for module in sorted(modules, key=lambda module: module.name.rpartition(".")[2] in _FED):  # those that feed first
+    for module in sorted(modules, key=lambda module: module.name.rpartition(".")[2] in _FED):  # feeding layers first
         layer = _layer(subject, base, module, known, norms, layers)
         if layer is not None:
             layers[module.name] = layer
@@ -255,7 +258,7 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
 
 
 def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
-    """True if a layer equals the original's, apart from factors that cancel."""
+    """Return whether a layer equals the original's, apart from factors that cancel."""
     if layer.fits(*layer.best):
         return True
     leaf = name.rpartition(".")[2]
@@ -268,7 +271,10 @@ def _sound(subject: Subject, name: str, layer: _Layer) -> bool:
 
 
 def _uncompensated_layers(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, float]]:
-    """Layers that do not make up for a norm as their siblings, which read the same activations, do; with the error."""
+    """Yield the layers that do not compensate a norm as their siblings do, with the error.
+
+    Siblings read the same activations.
+    """
     for name, layer in layers.items():
         parent, _, leaf = name.rpartition(".")
         for leaves in _SIBLINGS:
@@ -281,7 +287,7 @@ def _uncompensated_layers(layers: Mapping[str, _Layer]) -> Iterator[tuple[str, f
 
 
 def _samples(module: Module, changed: Mapping[str, float]) -> bool:
-    """True if rows of a module are compared: of all quantized layers, and of 16-bit layers that differ."""
+    """Return whether rows of a module are compared: all quantized layers, and 16-bit layers that differ."""
     if module.quantized:
         return True
     weight = module.parts.get("weight")
@@ -298,7 +304,7 @@ def _layer(
     norms: Mapping[str, list[Floats]],
     layers: Mapping[str, _Layer],
 ) -> _Layer | None:
-    """A layer and its original on sampled rows; ``None``: their shapes differ, or either cannot be read."""
+    """Compare a layer with its original on sampled rows; ``None`` if shapes differ or either cannot be read."""
     info = weight_in(base, module.name)
     if info is None or len(info.shape) != 2 or 0 in info.shape or info.nbytes % info.shape[0]:
         return None
@@ -351,7 +357,7 @@ def _layer(
 def _link(
     subject: Subject, name: str, layer: _Layer, layers: Mapping[str, _Layer], values: Floats, original: Floats
 ) -> None:
-    """Say of a layer and the one that feeds it whether factors of the one's outputs cancel in the other's inputs."""
+    """Note of a layer and its predecessor whether factors of the outputs of one cancel in the inputs of the other."""
     parent, _, leaf = name.rpartition(".")
     before = layers.get(f"{parent}.{_FED[leaf]}" if parent else _FED[leaf]) if leaf in _FED else None
     if before is None or not before.gains.all():
@@ -371,7 +377,7 @@ def _link(
 
 
 def _inputs(subject: Subject, rows: NDArray[np.intp], n: int, k: int) -> NDArray[np.intp] | None:
-    """Inputs of a layer that these outputs of the previous layer feed; a value head feeds several query heads."""
+    """Return the inputs of a layer that these outputs feed; a value head feeds several query heads."""
     if n == k:
         return rows
     text = text_config(subject.checkpoint.config)
@@ -384,7 +390,7 @@ def _inputs(subject: Subject, rows: NDArray[np.intp], n: int, k: int) -> NDArray
 
 
 def _misfit(values: Floats, original: Floats) -> tuple[float, float]:
-    """Root mean square of the difference, relative to that of the original; and the factor that fits best."""
+    """Return the root mean square of the difference, relative to the original's, and the factor that fits best."""
     power = float((original.astype(np.float64) ** 2).sum())
     if not power or not math.isfinite(power):
         return math.inf, math.inf
@@ -393,7 +399,7 @@ def _misfit(values: Floats, original: Floats) -> tuple[float, float]:
 
 
 def _free(values: Floats, original: Floats) -> tuple[float, float]:
-    """The error where every input has the factor that fits it best, and how much these factors vary, relative."""
+    """Return the error if every input has its best factor, and the relative spread of these factors."""
     factor = _fitted(values, original, 0)
     live = factor[original.any(0)]
     middle = float(np.abs(live).mean()) if live.size else 0.0
@@ -401,7 +407,7 @@ def _free(values: Floats, original: Floats) -> tuple[float, float]:
 
 
 def _gains(values: Floats, original: Floats, *, free: bool = False) -> Floats:
-    """By which factor each row is larger than the original's; ``free``: where every input has a factor, too."""
+    """Return the factor by which each row exceeds the original's; ``free``: every input has a factor, too."""
     gains = np.ones(len(values), np.float32)
     columns = np.ones(values.shape[1], np.float32)
     for _ in range(8 if free else 1):
@@ -414,7 +420,7 @@ def _gains(values: Floats, original: Floats, *, free: bool = False) -> Floats:
 
 
 def _fitted(values: Floats, expected: Floats, axis: int) -> Floats:
-    """The factors by which rows (axis 1) or columns (axis 0) fit best."""
+    """Return the factors by which rows (axis 1) or columns (axis 0) fit best."""
     power = (expected**2).sum(axis)
     factors: Floats = ((values * expected).sum(axis) / np.where(power > 0, power, 1)).astype(np.float32)
     return factors
@@ -424,14 +430,16 @@ _STACK = re.compile(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+)\.")
 
 
 def _in_same_layer(norm: str, module: str) -> bool:
-    """True if a norm and a linear layer are in the same layer, or both in none."""
+    """Return whether a norm and a linear layer are in the same layer, or both in none."""
     one, other = _STACK.match(f"{norm}."), _STACK.match(f"{module}.")
     return (one and one[1]) == (other and other[1])
 
 
 def _norm_factors(subject: Subject, base: Checkpoint, changed: Mapping[str, float]) -> dict[str, list[Floats]]:
-    """Changed norms → factor by which they multiply activations relative to the original's: as stored, and for norms
-    that add one to their weights."""
+    """Return for each changed norm the factor by which it multiplies activations relative to the original's.
+
+    There are two: for norms as stored, and for norms that add one to their weights.
+    """
     found: dict[str, list[Floats]] = {}
     for name in changed:
         owner, _, part = name.rpartition(".")
@@ -450,7 +458,7 @@ def _norm_factors(subject: Subject, base: Checkpoint, changed: Mapping[str, floa
 
 
 def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
-    """Kept tensors in floating point that are not the original's → by how much, see :func:`_difference`."""
+    """Yield the kept floating-point tensors that differ from the original's, each with its :func:`_difference`."""
     checkpoint = subject.checkpoint
     for module in subject.modules.values():
         for part, info in module.parts.items():
@@ -467,8 +475,11 @@ def _changed(subject: Subject, base: Checkpoint) -> Iterator[tuple[str, float]]:
 
 
 def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, other: TensorInfo) -> float | None:
-    """Distance of the common rows of two tensors, relative to the larger of the two where they differ;
-    ``None``: equal up to the last bit of the coarser type."""
+    """Return the relative distance of the common rows of two tensors, or ``None`` if they are equal.
+
+    It is relative to the larger of the two where they differ.  Tensors are equal if they agree up to the last bit of
+    the coarser type.
+    """
     rows = min(info.shape[0], other.shape[0])  # a vocabulary may be filled up
     info, other = _head(info, rows), _head(other, rows)
     step, tiny = max(_EPS[info.dtype], _EPS[other.dtype]), max(_SUBNORMAL[info.dtype], _SUBNORMAL[other.dtype])
@@ -488,12 +499,12 @@ def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, othe
 
 
 def _power(values: NDArray[Any]) -> float:
-    """Sum of the squares of the finite values."""
+    """Return the sum of the squares of the finite values."""
     return float((np.where(np.isfinite(values), values, 0).astype(np.float64) ** 2).sum())
 
 
 def _pieces(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[NDArray[Any]]:
-    """A tensor's stored values, flat, the same numbers in each piece whatever its type."""
+    """Yield a tensor's stored values, flat, with the same number of values in each piece for every type."""
     width = max(1, math.prod(info.shape[1:]))
     step = max(1, (1 << 20) // width)
     for start in range(0, info.shape[0], step):
@@ -508,7 +519,7 @@ def _as_floats(raw: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def _bits(subject: Subject, module: Module) -> int:
-    """Bits per weight of a quantized module."""
+    """Return the bits per weight of a quantized module."""
     packed, packing = module.packed, module.packing()
     if packed is not None and packed.dtype not in RAW:
         return packed.nbytes * 8 // max(1, math.prod(packed.shape))
@@ -534,7 +545,7 @@ def _values(
     rows: NDArray[np.intp],
     shape: tuple[int, ...],
 ) -> Floats | None:
-    """Rows of a layer's weights, dequantized; ``None``: unavailable."""
+    """Return rows of a layer's weights, dequantized; ``None`` if they are unavailable."""
     checkpoint = subject.checkpoint
     weight = module.packed or module.parts["weight"]
     if checkpoint.format == "gguf" or not module.quantized:
@@ -549,32 +560,32 @@ def _values(
 
 
 def _head(info: TensorInfo, rows: int) -> TensorInfo:
-    """The first rows of a tensor."""
+    """Return the first rows of a tensor."""
     return _row_slice(info, 0, min(rows, info.shape[0]))
 
 
 def _row_slice(info: TensorInfo, start: int, count: int) -> TensorInfo:
-    """Rows that follow one another."""
+    """Return consecutive rows."""
     size = info.nbytes // info.shape[0] if info.shape[0] else 0
     return replace(info, shape=(count, *info.shape[1:]), start=info.start + start * size, nbytes=size * count)
 
 
 def _floats(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> Floats:
-    """Rows of a matrix as numbers."""
+    """Return rows of a matrix as numbers."""
     if checkpoint.format == "gguf" and info.dtype not in RAW:  # blocks, which are decoded from the file
         return np.concatenate([checkpoint.floats(_row_slice(info, int(row), 1)) for row in rows])
     return _as_floats(_rows(checkpoint, info, rows), info.dtype).astype(np.float32)
 
 
 def _rows(checkpoint: Checkpoint, info: TensorInfo, rows: NDArray[np.intp]) -> NDArray[Any]:
-    """Rows of a tensor as they are stored."""
+    """Return rows of a tensor as they are stored."""
     if info.nbytes <= _MAX_WHOLE_BYTES:
         return checkpoint.read(info)[rows]
     return np.concatenate([checkpoint.read(_row_slice(info, int(row), 1)) for row in rows])
 
 
 def _columns(checkpoint: Checkpoint, info: TensorInfo, columns: NDArray[np.intp]) -> NDArray[Any]:
-    """Columns of a matrix as they are stored."""
+    """Return columns of a matrix as they are stored."""
     return np.concatenate([chunk.reshape(-1, info.shape[1])[:, columns] for chunk in checkpoint.chunks(info)])
 
 
@@ -629,7 +640,7 @@ _NUMBERS = (
     *("residual_multiplier", "attention_multiplier", "rope_local_base_freq", "attn_output_gate", "use_qk_norm"),
     *("attention_bias", "mlp_bias"),
 )
-_LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # which decide some questions alone
+_LENGTHS = ("max_position_embeddings", "sliding_window", "vocab_size")  # whose difference is only suspicious
 _MAX_SHOWN_LENGTH = 40  # characters of a value
 _GGUF_LENGTHS = ("context_length", "vocab_size", "attention.sliding_window")
 _GGUF_OTHER = ("general.", "tokenizer.", "split.", "quantize.")
@@ -666,7 +677,7 @@ def _base_config(subject: Subject) -> Iterator[Finding]:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a configuration that decide what a model computes, under version-independent names."""
+    """Return the settings that decide what a model computes, under version-independent names."""
     text = text_config(config)
     found = {key: text[key] for key in (*_SHAPE, *_NUMBERS, *_LENGTHS) if text.get(key) is not None}
     hidden, heads = found.get("hidden_size"), found.get("num_attention_heads")

@@ -1,7 +1,7 @@
-"""Quantize a checkpoint with llm-compressor: runs in that package's environment, in a separate process.
+"""Quantize a checkpoint with llm-compressor, in a separate process in that package's environment.
 
-``python -m fidelab.checkpoints.quantizer JOB.json``: standard output has one JSON object per line, ``{"stage": …}``
-while it works and ``{"failed": …}`` or ``{"done": …}`` at its end. Output of the libraries goes to standard error.
+``python -m fidelab.checkpoints.quantizer JOB.json``: standard output has one JSON object per line: ``{"stage": …}``
+during the work, and ``{"failed": …}`` or ``{"done": …}`` at the end. Output of the libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Refused(Exception):
 
 
 def main() -> None:
-    """Do the job that the first argument names."""
+    """Run the job that the first argument names."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -74,10 +74,10 @@ def _quantize(job: Mapping[str, Any], send: Say) -> dict[str, Any]:
 
 
 def _ignored(model: Any, kept: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Names of the loaded model's linear layers that stay in 16 bits.
+    """Return the names of the loaded model's linear layers that stay in 16 bits.
 
-    Checkpoints may name what wraps the language model otherwise than the loaded model does: compared by what follows.
-    A head that shares its weight with the embedding is in no checkpoint: kinds are looked at here once more.
+    Checkpoints and loaded models may use different prefixes for the language model, so names are compared without them.
+    A head that shares its weight with the embedding is in no checkpoint, so kinds are checked here again.
     """
     import torch
 
@@ -92,7 +92,7 @@ def _ignored(model: Any, kept: Sequence[str], kinds: Sequence[str]) -> list[str]
 
 
 def tail(name: str) -> str:
-    """A module's name without what wraps the language model."""
+    """Return a module's name without the prefix of the language model."""
     return re.sub(r"^(model\.|language_model\.)+", "", name)
 
 
@@ -145,7 +145,7 @@ def _data(samples: Sequence[Sequence[int]], calibration: Mapping[str, Any]) -> d
 
 
 def _prepared(file: Path, calibration: Mapping[str, Any], tokenizer: Any) -> list[list[int]]:
-    """Token ids of the samples, kept in ``file`` for a resumed run."""
+    """Return the token ids of the samples, kept in ``file`` for a resumed run."""
     if file.is_file():
         kept: list[list[int]] = json.loads(file.read_text("utf-8"))
         return kept
@@ -172,7 +172,7 @@ def _prepared(file: Path, calibration: Mapping[str, Any], tokenizer: Any) -> lis
 
 
 def _drawn(file: Path, n: int, calibration: Mapping[str, Any], tokenizer: Any, seed: int) -> list[list[int]]:
-    """``n`` samples of ``length`` tokens: documents in random order, joined, since few are that long."""
+    """Draw ``n`` samples of ``length`` tokens: documents in random order, joined, since few are long enough."""
     documents = list(_documents(file, tokenizer))
     random.Random(seed).shuffle(documents)
     samples: list[list[int]] = []
@@ -218,7 +218,7 @@ def _routers(model: Any) -> dict[str, Any]:
 def _balanced(
     model: Any, samples: list[list[int]], calibration: Mapping[str, Any], send: Say
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """The samples that use experts most evenly, and how many tokens each expert got of them as the router decides."""
+    """Return the samples that use experts most evenly, with their tokens per expert according to the router."""
     import numpy as np
     import torch
 

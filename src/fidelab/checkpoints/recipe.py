@@ -76,7 +76,7 @@ class Rule(BaseModel):
         return self
 
     def expression(self) -> re.Pattern[str]:
-        """The pattern as an expression for whole names."""
+        """Return the pattern as an expression for whole names."""
         text = self.pattern.removeprefix("re:")
         try:
             return re.compile(text if self.pattern.startswith("re:") else re.escape(text))
@@ -172,10 +172,13 @@ class Recipe(BaseModel):
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a YAML file; paths in it are relative to its folder.
+    """Return the recipe in a YAML file.
+
+    Paths in it are relative to its folder.
 
     Raises:
-        ConfigError: missing, no YAML, an unknown key (the nearest is named) or a value that does not fit.
+        ConfigError: If the file is missing, is not YAML, or has an unknown key (the message names the nearest) or an
+            invalid value.
     """
     recipe = validate_as(Recipe, read_yaml(path), str(path))
     base = path.expanduser().absolute().parent
@@ -201,7 +204,7 @@ def _file(path: Path, base: Path, key: str, name: str) -> str:
 
 
 def edge_and_global(n_layers: int, layers: Layers) -> tuple[int, ...]:
-    """Numbers, from 0, of layers that stay in 16 bits.
+    """Return the numbers, counted from 0, of layers that stay in 16 bits.
 
     Of 60 layers, ``first: 8, last: 8, every: 6`` keeps 23: both edges, and layers 11, 17 … 47 between them.
     """
@@ -220,9 +223,9 @@ class Plan:
 
     Attributes:
         quantized: names of modules.
-        kept: those that stay in 16 bits → why.
+        kept: the modules that stay in 16 bits, with the reason.
         layers: numbers of the layers that stay whole.
-        weights: how many weights the quantized modules have.
+        weights: number of weights in the quantized modules.
     """
 
     quantized: tuple[str, ...]
@@ -232,11 +235,12 @@ class Plan:
 
 
 def plan(recipe: Recipe, checkpoint: Checkpoint) -> Plan:
-    """Names of the quantized modules.
+    """Apply a recipe to a checkpoint.
 
     Raises:
-        InputError: the checkpoint is quantized already or no safetensors, a rule matches other than it says, nothing is
-            left to quantize, or groups do not divide a layer or its share on one of ``tp`` devices.
+        InputError: If the checkpoint is already quantized or is not safetensors, a rule matches another number of
+            modules than it states, nothing is left to quantize, or groups do not divide a layer or its share on one of
+            ``tp`` devices.
     """
     if checkpoint.format != "safetensors":
         raise InputError(f"{checkpoint.name} is {checkpoint.format}: quantize the original in safetensors")
@@ -280,7 +284,7 @@ def _rank(module: Module) -> int:
 
 
 def _check_groups(recipe: Recipe, modules: list[Module]) -> None:
-    """Raises InputError where groups do not divide inputs, or kernels cannot take the outputs of one device."""
+    """Check that groups divide the inputs, and that kernels accept the outputs of one device; else raise InputError."""
     group = recipe.scheme.group
     faults = []
     for module in modules:
@@ -306,14 +310,14 @@ def _check_groups(recipe: Recipe, modules: list[Module]) -> None:
 
 
 def balanced(counts: NDArray[np.integer[Any]], n: int) -> list[int]:
-    """Samples that use experts most evenly, in the order of the pool.
+    """Return the samples that use experts most evenly, in the order of the pool.
 
-    Greedy: the next sample is the one that adds most to what rarely used experts have, a token's worth being one over
-    the number of tokens that its expert has already.
+    The choice is greedy: the next sample is the one with the largest sum over its tokens, where a token is worth one
+    over the number of tokens that its expert already has.
 
     Args:
         counts: ``[samples, experts]`` tokens of each sample at each expert (of all layers).
-        n: how many are taken.
+        n: number of samples to take.
     """
     left = list(range(len(counts)))
     have = np.zeros(counts.shape[1])

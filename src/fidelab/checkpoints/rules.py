@@ -1,7 +1,7 @@
-"""The table of what can be wrong with a checkpoint: each rule with its symptom, cause, check and remedy.
+"""The table of possible defects of a checkpoint: each rule with its symptom, cause, check and remedy.
 
-The audit runs every rule, and the failure catalogue in docs/ is made from this table, so that neither can have what the
-other lacks.  A rule is a function over a :class:`Subject` that yields what it found:
+The audit runs every rule, and the failure catalogue in docs/ is made from this table, so the two always agree.  A rule
+is a function of a :class:`Subject` that yields its findings:
 
     @broken(title=…, symptom=…, cause=…, check=…, command=…)
     def _scale_zero(subject: Subject) -> Iterator[Finding]:
@@ -41,7 +41,7 @@ class Finding:
     rule: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data, with the names of all tensors."""
+        """Return the finding as plain data, with the names of all tensors."""
         return {
             "rule": self.rule,
             "severity": self.severity,
@@ -57,13 +57,13 @@ class Subject:
     """Input of the rules.
 
     Attributes:
-        checkpoint: the one that is audited.
+        checkpoint: the audited checkpoint.
         base: the original that it was made from, if the user names it.
         tp: number of devices that tensor parallelism would split it over.
-        scheme: what its configuration says of its quantization.
+        scheme: its quantization, according to its configuration.
         modules: name → the tensors that make up one linear layer (or any other layer with a weight).
-        statistics: tensor name → what the pass over its values found; empty where values were not read.
-        kept: what one rule worked out and others use as well.
+        statistics: statistics of each tensor's values by name; empty if values were not read.
+        kept: results of one rule that others use as well.
     """
 
     checkpoint: Checkpoint
@@ -100,7 +100,7 @@ class Rule:
     find: Callable[[Subject], Iterable[Finding]]
 
     def findings(self, subject: Subject) -> list[Finding]:
-        """Findings of the check, with the rule's name and severity."""
+        """Return the findings of the check, with the rule's name and severity."""
         return [replace(found, rule=self.id, severity=found.severity or self.severity) for found in self.find(subject)]
 
 
@@ -113,7 +113,7 @@ _Check = Callable[[Subject], Iterable[Finding]]
 def _entering(
     severity: Severity, *, title: str, symptom: str, cause: str, check: str, command: str
 ) -> Callable[[_Check], _Check]:
-    """Enter a function into :data:`RULES`; the arguments are those of :class:`Rule`."""
+    """Return a decorator that adds a function to :data:`RULES`; the arguments are those of :class:`Rule`."""
 
     def enter(find: _Check) -> _Check:
         id = find.__name__.strip("_").replace("_", "-")
@@ -129,27 +129,27 @@ suspicious = partial(_entering, "suspicious")
 information = partial(_entering, "information")
 
 
-# What findings say of many names.
+# Texts of findings about many names.
 
 
 def and_more(names: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and 7 more``."""
+    """Return a list in words, such as ``a``, ``a and b`` or ``a, b and 7 more``."""
     if len(names) <= 2:
         return " and ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 def counted(names: Sequence[Any], noun: str) -> str:
-    """``1 tensor``, ``1,000 tensors``."""
+    """Return a number with its noun, such as ``1 tensor`` or ``1,000 tensors``."""
     return f"{len(names):,} {noun}{'' if len(names) == 1 else 's'}"
 
 
 def are(names: Sequence[Any]) -> str:
-    """``is`` for one, else ``are``."""
+    """Return ``is`` for one, else ``are``."""
     return "is" if len(names) == 1 else "are"
 
 
 def counted_findings(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> list[Finding]:
-    """``3 tensors are …: a, b and 1 more``; nothing where there are no names."""
+    """Return a finding such as ``3 tensors are …: a, b and 1 more``, or nothing without names."""
     text = f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}"
     return [Finding(text, names, severity)] if names else []

@@ -1,8 +1,8 @@
 """One pass over the values of tensors: statistics for the rules, without keeping the values.
 
-Maxima of the bits as signed and as unsigned integers tell the largest magnitude of either sign, and with it whether
-anything is infinite or NaN: two reductions without a copy.  Exact counts are made only where something was found, and
-for scales, which are few.
+The maxima of the bits, read as signed and as unsigned integers, give the largest magnitude of either sign, and so
+whether anything is infinite or NaN.  These are two reductions without a copy.  Exact counts are made only if something
+was found, and for scales, which are few.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, to_floats
 
 MAX_EXPERTS = 4096  # experts of a layer
 
-_CHUNK_BYTES = 1 << 20  # bytes: what stays in a core's cache between the reductions
+_CHUNK_BYTES = 1 << 20  # bytes that stay in a core's cache between the reductions
 
 _SIGNED = {"BF16": "<i2", "F16": "<i2", "F32": "<i4", "F64": "<i8", "F8_E4M3": "i1", "F8_E5M2": "i1"}
-_INFINITE = {  # bits of infinity; of E4M3, which has none, of NaN
+_INFINITE = {  # bits of infinity, or of NaN for E4M3, which has no infinity
     "BF16": 0x7F80,
     "F16": 0x7C00,
     "F32": 0x7F80_0000,
@@ -51,8 +51,8 @@ class Statistics:
     """Statistics of a tensor's values; for GGUF blocks, of their 16-bit scales (the first of each block).
 
     Attributes:
-        size: numbers.
-        nan, inf: how many are NaN, how many infinite.
+        size: number of values.
+        nan, inf: number of NaN and of infinite values.
         largest: the largest finite magnitude; of packed integers 0 where all bits are zero, else 1.
         zeros: how many are zero; of weights in floating point, which are not counted, all or none.
         blank: how many packed words are zero or hold the middle code of 4 bits in all places (0x88888888).
@@ -80,16 +80,16 @@ class Statistics:
 
     @property
     def dead(self) -> bool:
-        """True if all values are zero."""
+        """Whether all values are zero."""
         return self.size > 0 and self.zeros == self.size
 
     @property
     def finite(self) -> bool:
-        """True if no value is NaN or infinite."""
+        """Whether no value is NaN or infinite."""
         return not self.nan and not self.inf
 
     def joined(self, more: Statistics) -> Statistics:
-        """Statistics of two parts of a tensor together."""
+        """Return the statistics of two parts of a tensor together."""
         if not self.size or not more.size:
             return self if self.size else more
         smallest = [value for value in (self.smallest, more.smallest) if value]
@@ -112,13 +112,13 @@ class Statistics:
 
 
 def fused(info: TensorInfo) -> bool:
-    """True if a tensor holds all experts of a layer."""
+    """Return whether a tensor holds all experts of a layer."""
     named = ".experts." in info.name or "_exps." in info.name
     return named and len(info.shape) == 3 and 1 < info.shape[0] <= MAX_EXPERTS
 
 
 def slices(info: TensorInfo) -> Iterator[TensorInfo]:
-    """The experts of a tensor that holds all of a layer, by their number in square brackets."""
+    """Yield the experts of a tensor that holds all experts of a layer, with their numbers in square brackets."""
     count = info.shape[0]
     size = info.nbytes // count if count else 0
     for n in range(count):
@@ -126,17 +126,17 @@ def slices(info: TensorInfo) -> Iterator[TensorInfo]:
 
 
 def readable(info: TensorInfo) -> bool:
-    """Return whether a tensor's values, or the scales of its blocks, can be looked at."""
+    """Return whether a tensor's values, or the scales of its blocks, can be read."""
     return info.dtype in RAW or info.dtype in _BLOCK_SCALES
 
 
 def scan(checkpoint: Checkpoint, info: TensorInfo, *, scale: bool = False) -> Statistics:
     """Read a tensor once.
 
-    ``scale``: it holds scales, of which every number is looked at.
+    ``scale``: the tensor holds scales, so every number is examined.
 
     Raises:
-        InputError: the file ends early.
+        InputError: If the file ends early.
     """
     chunks = checkpoint.chunks(info, _CHUNK_BYTES)
     return reduce(Statistics.joined, (_of_chunk(chunk, info, scale) for chunk in chunks), Statistics())
@@ -215,7 +215,7 @@ def _of_blocks(chunk: NDArray[np.uint8], info: TensorInfo) -> Statistics:
     words = chunk.view("<u2").reshape(-1, GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]][1] // 2)
     first, *others = _BLOCK_SCALES[info.dtype]
     found = _of_floats(np.ascontiguousarray(words[:, first // 2]).view("<f2"), "F16")
-    for place in others:  # minima, which may well all be zero
+    for place in others:  # minima, which may all be zero
         more = _of_floats(np.ascontiguousarray(words[:, place // 2]).view("<f2"), "F16")
         found = replace(
             found,

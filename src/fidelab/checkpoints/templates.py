@@ -1,7 +1,7 @@
-"""Rules about the chat template and special tokens: a suite of conversations, rendered by the engines' own means.
+"""Rules about the chat template and special tokens: conversations are rendered with the engines' own libraries.
 
 Transformers renders the template in its sandbox (what vLLM and SGLang use, too), the package tokenizers cuts the text
-into ids.  Of the vocabulary of a GGUF file only sizes and ids are read: there the rules look at texts alone.
+into ids.  Of the vocabulary of a GGUF file only sizes and ids are read: there the rules only check texts.
 """
 
 from __future__ import annotations
@@ -101,17 +101,17 @@ class _Chat:
     exceeded: str = ""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of a text; with ``special`` as the tokenizer itself frames it."""
+        """Return the ids of a text; with ``special``, with the special tokens that the tokenizer itself adds."""
         return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a special token (``eos_token``)."""
+        """Return the id of a special token (``eos_token``)."""
         text = self.special.get(token)
         return None if text is None or self.tokenizer is None else self.tokenizer.token_to_id(text)
 
     @property
     def specials(self) -> set[int]:
-        """Ids that are special by the tokenizer."""
+        """Ids that the tokenizer treats as special."""
         decoder = self.tokenizer.get_added_tokens_decoder()
         return {number for number, token in decoder.items() if token.special}
 
@@ -124,7 +124,7 @@ class _Chat:
 
 
 def _chat(subject: Subject) -> _Chat:
-    """Read and rendered once, for all rules."""
+    """Read and render the chat template once, for all rules."""
     if "chat" not in subject.kept:
         chat = _of_gguf(subject.checkpoint) if subject.checkpoint.format == "gguf" else _of_folder(subject.checkpoint)
         if chat.template is not None:
@@ -190,7 +190,7 @@ def _of_folder(checkpoint: Checkpoint) -> _Chat:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; its integers may be of any size, as ``model_max_length`` mostly is."""
+    """Read a JSON object; its integers may be of any size, as ``model_max_length`` often is."""
     try:
         value = json.loads(read_file(path, _MOST_JSON))
     except (OSError, ValueError, RecursionError) as error:
@@ -205,10 +205,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _tokenizer(path: Path) -> Any:
-    """The tokenizer of a file. A panic of the library, which is not an Exception, also counts as unreadable.
+    """Load the tokenizer of a file. A panic of the library, which is not an Exception, also counts as unreadable.
 
     Raises:
-        MissingPackageError: the package tokenizers is not installed.
+        MissingPackageError: If the package tokenizers is not installed.
     """
     package = require("tokenizers", "this check")
     try:
@@ -220,7 +220,7 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _read_template(chat: _Chat, checkpoint: Checkpoint, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """The template where Transformers looks: its own file before ``tokenizer_config.json``."""
+    """Read the template where Transformers looks for it: in its own file, then in ``tokenizer_config.json``."""
     path = checkpoint.folder / "chat_template.jinja"
     if path.is_file():
         try:
@@ -243,7 +243,7 @@ def _read_template(chat: _Chat, checkpoint: Checkpoint, files: Mapping[str, Mapp
 
 
 def _render(chat: _Chat, template: str) -> None:
-    """Let Transformers render every conversation, all within the bounds of one."""
+    """Render every conversation with Transformers, all within the limits of one."""
     try:
         render = require("transformers.utils.chat_template_utils", "this check").render_jinja_template
     except MissingPackageError as error:
@@ -273,7 +273,7 @@ def _render(chat: _Chat, template: str) -> None:
 
 
 def _rows(subject: Subject) -> int | None:
-    """Rows of the embedding."""
+    """Return the number of rows of the embedding."""
     for module in subject.modules.values():
         if module.name.endswith(("embed_tokens", "token_embd", "wte", "embed_in", "tok_embeddings", "word_embeddings")):
             info = module.parts.get("weight") or module.parts.get("qweight")
@@ -503,7 +503,7 @@ def _template_tool_arguments(subject: Subject) -> Iterator[Finding]:
 
 
 def _arguments(chat: _Chat, name: str) -> str:
-    """Problem with a call's arguments."""
+    """Return the problem with a call's arguments."""
     if name in chat.refused:
         return f"refused ({chat.refused[name]})"
     text = chat.texts.get(name, "")
@@ -530,7 +530,7 @@ def _template_tools_ignored(subject: Subject) -> Iterator[Finding]:
     if call is not None:
         lost = [what for what, text in (("call", _CITY), ("result", _RESULT)) if text not in call]
         if lost:
-            # Models that write calls as plain text have them in the content, if a server leaves them there.
+            # Models that write calls as plain text have them in the content, if a server does not parse them.
             untold = lost == ["call"] and "tool_calls" not in template
             yield Finding(
                 f"the {' and the '.join(lost)} of a tool {'are' if len(lost) > 1 else 'is'} not in the prompt",

@@ -42,7 +42,7 @@ _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of 
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIERS = 1000.0  # times the median of the same layer kind
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
-_MAX_LISTED_MISSING = 100_000  # experts that are listed
+_MAX_LISTED_MISSING = 100_000  # missing experts after which the search stops
 _FLOATS = ("BF16", "F16", "F32", "F64")
 
 
@@ -54,16 +54,16 @@ def _quantized(subject: Subject) -> list[Module]:
 
 
 def _tensor_statistics(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
-    """A tensor's statistics: its own, or those of every expert in it."""
+    """Return a tensor's statistics: its own, or those of every expert in it."""
     if not fused(info):
         return [(info.name, subject.statistics[info.name])] if info.name in subject.statistics else []
     return [(part.name, subject.statistics[part.name]) for part in slices(info) if part.name in subject.statistics]
 
 
 def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[Module, str, str, Statistics]]:
-    """Every tensor of scales: module, part, name (of an expert in a fused tensor, too), statistics.
+    """Yield every tensor of scales: module, part, name (also of an expert in a fused tensor), statistics.
 
-    A GGUF tensor in blocks counts by its scales. ``experts``: only numbered or fused experts, or all the others.
+    A GGUF tensor in blocks counts by its scales.  ``experts``: only numbered or fused experts, or only all others.
     """
     for module in subject.modules.values():
         for part, info in module.parts.items():
@@ -77,13 +77,13 @@ def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[
 
 
 def _layer_of(name: str) -> str | None:
-    """The layer that a module is in, as ``model.layers.3.``."""
+    """Return the layer that a module is in, such as ``model.layers.3.``."""
     match = re.match(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+\.)", name)
     return match[1] if match else None
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """``1–3, 7``."""
+    """Return numbers as ranges, such as ``1–3, 7``."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and n == parts[-1][1] + 1:
@@ -199,7 +199,7 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
 
 
 def _code_range(module: Module) -> float:
-    """The largest magnitude of a code, about."""
+    """Return the approximate largest magnitude of a code."""
     packed = module.packed
     if packed is not None and packed.dtype.startswith("F8"):
         return 448.0
@@ -314,10 +314,10 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def _zero_norms(subject: Subject) -> set[str]:
-    """Norms whose weights are all zero.
+    """Return the norms whose weights are all zero.
 
-    Some architectures multiply by one plus the weight and begin at zero: where all norms of a kind, or most norms of
-    the checkpoint, are zero, none is a fault.
+    Some architectures multiply by one plus the weight and begin at zero.  If all norms of a kind, or most norms of the
+    checkpoint, are zero, none of them is a fault.
     """
     kinds: dict[str, dict[str, bool]] = defaultdict(dict)
     for module in subject.modules.values():
@@ -336,7 +336,7 @@ def _zero_norms(subject: Subject) -> set[str]:
 
 
 def _zero_in_base(subject: Subject, module: Module) -> bool:
-    """True if the original's weight is all zero; false without an original or under other names."""
+    """Return whether the original's weight is all zero; false without an original or under other names."""
     if subject.base is None:
         return False
     info = weight_in(subject.base, module.name)
@@ -397,7 +397,7 @@ def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
 
 
 def _default(s: Statistics, part: str) -> bool:
-    """True if scales look as they did before calibration: one number for all groups, or exactly 1."""
+    """Return whether scales look uncalibrated: one number for all groups, or exactly 1."""
     return s.size > 0 and s.same and (s.first == 1 or (s.size > 4 and not part.startswith("input")))
 
 
@@ -628,7 +628,7 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
 
 
 def _asymmetric(subject: Subject, module: Module) -> bool:
-    """True if compressed-tensors stores zero points of these integers."""
+    """Return whether compressed-tensors stores zero points of these integers."""
     scheme, packed = subject.scheme, module.packed
     if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
         return False
@@ -636,7 +636,7 @@ def _asymmetric(subject: Subject, module: Module) -> bool:
 
 
 def _cache_scales(module: Module) -> bool:
-    """True if scales next to a weight in 16 bits are those of activations."""
+    """Return whether scales next to a weight in 16 bits are those of activations."""
     return "weight" in module.parts and all(part.startswith("input") for part in module.parts if part in SCALES)
 
 
@@ -853,7 +853,7 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
 
 
 def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
-    """Problem with the shape of the zero points; ``None`` if it is right or there are none."""
+    """Return the problem with the shape of the zero points; ``None`` if it is right or there are none."""
     zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
     if zeros is None or not bits:
         return None
@@ -868,7 +868,7 @@ def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | No
 
 
 def _strategy_shape(subject: Subject, module: Module) -> str | None:
-    """Problem with the shape of the scales, by the strategy of the configuration; ``None`` if it is right."""
+    """Return the problem with the shape of the scales, by the configured strategy; ``None`` if it is right."""
     scheme, packed, scales = subject.scheme, module.packed, module.scales
     if packed is None or scales is None or len(packed.shape) != 2 or scheme.ignores(module.name):
         return None
@@ -941,7 +941,10 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
 
 
 def _shard_count(checkpoint: Checkpoint, module: Module, tp: int) -> int:
-    """Into how many parts the outputs of a layer go; heads of keys and values are repeated where they are too few."""
+    """Return the number of parts that a layer's outputs are split into.
+
+    Heads of keys and values are repeated if there are too few.
+    """
     heads = text_config(checkpoint.config).get("num_key_value_heads")
     few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
     return int(heads) if few else tp  # type: ignore[arg-type]
@@ -1060,7 +1063,10 @@ def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
 
 
 def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
-    """True if zero points are all the middle code, in either version of GPTQ (which another rule distinguishes)."""
+    """Return whether zero points are all the middle code, in either version of GPTQ.
+
+    Another rule distinguishes the versions.
+    """
     stored = checkpoint.read(zeros)
     if zeros.dtype != "I32":  # signed integers that were not packed
         return not stored.any()
@@ -1145,7 +1151,7 @@ def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
-    """Scales of the KV cache by layer and part (``k_scale``, ``v_scale``)."""
+    """Return the scales of the KV cache by layer and part (``k_scale``, ``v_scale``)."""
     return {
         (layer, part): module.parts[part]
         for name, module in subject.modules.items()
@@ -1156,7 +1162,7 @@ def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
 
 
 def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
-    """Position of a scale within its layer, comparable between layers."""
+    """Return the position of a scale within its layer, comparable between layers."""
     places = {kind: info.name[len(layer) :] for (layer, kind), info in scales.items()}
     return places.get(part, f"self_attn.{part}")
 
@@ -1282,7 +1288,7 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
 
 
 def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    """True if two tensors hold the same numbers, in whatever types."""
+    """Return whether two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
         return _equal(checkpoint, one, other)
     if one.dtype not in _FLOATS or other.dtype not in _FLOATS:

@@ -32,7 +32,7 @@ from fidelab.cli import (
 from fidelab.cli.commands import Commands, Group
 from fidelab.cli.moved import MOVED_OPTIONS
 
-# ClickException, which typer keeps in one place or another by version
+# ClickException, whose place depends on the version of typer
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
@@ -55,7 +55,7 @@ _COMPARE, _RESULTS, _SPEED, _MODELS, _MACHINE = _PANELS = (
 
 class _Root(Group):
     def list_commands(self, ctx: Any) -> list[str]:
-        """By the panels of ``--help``, which appear in the order of their first commands."""
+        """List commands by the panels of ``--help``, which appear in the order of their first commands."""
         order = {panel: place for place, panel in enumerate(_PANELS)}
         panels = {name: str(getattr(command, "rich_help_panel", "")) for name, command in self.commands.items()}
         return sorted(panels, key=lambda name: order.get(panels[name], len(order)))
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _show_fetches() -> None:
-    """Log on standard error what takes long, such as fetching and converting a model."""
+    """Log slow steps, such as fetching and converting a model, on standard error."""
     import logging
 
     logger = logging.getLogger("fidelab")
@@ -176,7 +176,7 @@ def _fault(text: str) -> int:
 
 
 def _usage(error: Any) -> int:
-    """A flag or a command that typer refused; without any command it has printed the help already."""
+    """Report a flag or a command that typer refused; without any command, typer has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     if (current := MOVED_OPTIONS.get(getattr(error, "option_name", None) or "")) is not None:

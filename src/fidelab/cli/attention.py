@@ -1,4 +1,4 @@
-"""``fidelab diagnose attention``: a model's own q, k and v for ``k16v8 audit``, which takes them from a file."""
+"""``fidelab diagnose attention``: run ``k16v8 audit`` on a model's own q, k and v."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
-_DEFAULT_TOKENS = 4096  # default tokens of the window: attention without kernels takes their square
+_DEFAULT_TOKENS = 4096  # default tokens of the window: plain attention needs memory for their square
 
 
 def attention(
@@ -70,13 +70,14 @@ def attention(
 def captured_tensors(
     model: str, layers: Sequence[int], text: str, n_ctx: int | None, longest: int, dtype: str, device: str
 ) -> dict[str, Tensor]:
-    """q, k and v of some layers (by default the first, the middle and the last) over one window of a text.
+    """Return q, k and v of some layers over one window of a text.
 
-    Names are ``layer <number>.q`` and so on.  ``n_ctx``: tokens of the window; by default ``longest``, 4,096 at most,
-    or as many as the model takes.  ``dtype``: bf16, f16 or f32.  Nothing is left on disk.
+    By default the layers are the first, the middle and the last.  Names are ``layer <number>.q`` and so on.  ``n_ctx``:
+    tokens of the window; by default ``longest``, limited to 4,096 and to the model's positions.  ``dtype``: bf16, f16
+    or f32.  No files are left.
 
     Raises:
-        FidelabError: the model, its layers or the text do not allow it; or the engine came to no answer.
+        FidelabError: If the model, its layers or the text do not allow it, or the engine gave no answer.
     """
     import torch
 
@@ -97,7 +98,7 @@ def captured_tensors(
         settings = {"reference": same, "candidates": [same], "text": text, "dtype": _COMPUTE[dtype], "device": device}
         kld = {"windows": 1, "n_ctx": tokens, "protocol": "full"}
         experiment = study_experiment("attention", model, kld, settings, {"output_dir": scratch})
-        digits = len(str(max(layers)))  # so that names sort as numbers do
+        digits = len(str(max(layers)))  # pads numbers, so that names sort in their order
         tensors = {}
         for name, array in capture_qkv(experiment, layers, listener=watcher()).items():
             layer, _, part = name.partition(".")

@@ -1,4 +1,4 @@
-"""Flags → axes and benches, and their settings."""
+"""Turn flags into axes and benches, and their settings."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _SMALLER = {
     "lengths": "[512]",
     "trials": "1",
     "contexts": "[512]",
-}  # settings that say how much is asked
-_PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
+}  # settings that limit the number of items
+_PROMPTED = ("trajectory", "plad")  # axes that a --limit without an axis applies to
 
 
 def axis_settings(
     axes: str, flags: Mapping[str, Mapping[str, Any]], limit: Sequence[str] = (), quick: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """The chosen axes with what flags say about them.
+    """Return the settings of the chosen axes, as given by flags.
 
-    ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured
-    is an error.
+    ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured is
+    an error.
 
     Raises:
-        UsageError: not an axis, a flag without its axis, or a limit that is not a number.
+        UsageError: If a name is not an axis, a flag's axis is not chosen, or a limit is not a number.
     """
     from fidelab.axes import AXES
     from fidelab.core.errors import UsageError
@@ -60,9 +60,9 @@ def axis_settings(
 
 
 def _split_tasks(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
-    """``kld,lm-eval:arc_easy,piqa`` → (``kld,lm-eval``, [``arc_easy``, ``piqa``]).
+    """Split ``kld,lm-eval:arc_easy,piqa`` into ``kld,lm-eval`` and [``arc_easy``, ``piqa``].
 
-    What follows ``lm-eval:`` are tasks, up to the next word that is an axis or a set of axes.
+    The words after ``lm-eval:`` are tasks, up to the next word that is an axis or a set of axes.
     """
     words, tasks, inside = list[str](), list[str](), False
     for word in (part.strip() for part in text.split(",")):
@@ -91,13 +91,13 @@ def _must_have_limit(axis: str, text: str) -> None:
 
 
 def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """The chosen benches with what flags say about them.
+    """Return the settings of the chosen benches, as given by flags.
 
     ``flags``: flag → ``bench.setting`` → value, ``None`` where the flag was not given.  A flag that no chosen bench
     knows is an error.
 
     Raises:
-        UsageError: a flag without its bench.
+        UsageError: If a flag's bench is not chosen.
     """
     from fidelab.core.errors import UsageError
 
@@ -114,10 +114,10 @@ def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None =
 
 
 def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
-    """``128,1k`` → (128, 1024).
+    """Parse a list of numbers: ``128,1k`` becomes (128, 1024).
 
     Raises:
-        UsageError: a part is not a number, or below ``least``.
+        UsageError: If a part is not a number, or below ``least``.
     """
     from fidelab.core.errors import UsageError
 
@@ -132,6 +132,6 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
 
 
 def _expand_presets(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
-    """Names that commas separate: presets spelled out, each name once."""
+    """Return the names in a comma-separated list, with presets spelled out and each name once."""
     words = (part.strip() for part in text.split(","))
     return list(dict.fromkeys(name for word in words if word for name in presets.get(word, (word,))))

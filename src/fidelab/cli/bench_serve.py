@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _ServerOptions(Options, panel="Server"):
-    """The server and the model on it."""
+    """Options for the server and the model on it."""
 
     base_url: Annotated[str, typer.Option(help="Server URL, http://host:port or http://host:port/v1.")]
     model: Annotated[str | None, typer.Option(help="Model and tokenizer. \\[default: the only one served]")] = None
@@ -57,7 +57,7 @@ _IgnoreEos = Annotated[bool, typer.Option(help="Generate all output tokens.")]
 
 
 class _LoadOptions(Options, panel="Load"):
-    """The requests that are sent, without how many at a time."""
+    """Options for the requests, without their concurrency."""
 
     prompts: _Prompts = "auto"
     random_output_len: _OutputTokens = "128"
@@ -81,7 +81,7 @@ class _LoadOptions(Options, panel="Load"):
 
 
 class _OneLoadOptions(_LoadOptions):
-    """One load."""
+    """Options for one load."""
 
     random_input_len: Annotated[str, typer.Option(help="Input tokens per request.")] = "1024"
     max_concurrency: Annotated[int | None, typer.Option(help="Maximum requests in flight. \\[default: no limit]")] = (
@@ -92,12 +92,12 @@ class _OneLoadOptions(_LoadOptions):
         return super().settings() | {
             "contexts": (_single("--random-input-len", self.random_input_len),),
             "concurrency": () if self.max_concurrency is None else (self.max_concurrency,),
-            "fit": False,  # who asks for one load gets it
+            "fit": False,  # one load runs with exactly the requested size
         }
 
 
 class _ManyLoadsOptions(_LoadOptions):
-    """A load for every context and concurrency."""
+    """Options for a load for every context and concurrency."""
 
     concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
     contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
@@ -112,7 +112,7 @@ class _ManyLoadsOptions(_LoadOptions):
 
 
 class _FigureOptions(Options, panel="Metrics"):
-    """Limits that answers should keep."""
+    """Options for limits on the metrics."""
 
     goodput: Annotated[
         list[str] | None,
@@ -196,7 +196,7 @@ class _CapacityOptions(Options, panel="Load"):
 
 
 class _AnyServerOptions(_ServerOptions, panel="Server"):
-    """A server that runs, or none."""
+    """Options for a running server, or for none."""
 
     base_url: Annotated[
         str | None,
@@ -266,10 +266,10 @@ def capacity(
 
 
 def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
-    """Options of a running server do not apply to a started one, and vice versa.
+    """Refuse options of a running server for a started one, and vice versa.
 
     Raises:
-        UsageError: one was given, which would be ignored.
+        UsageError: If such an option was given, since it would be ignored.
     """
     from fidelab.core.errors import UsageError
 
@@ -290,9 +290,9 @@ def _start_and_measure(
     run: _CapacityRunOptions,
     as_json: bool,
 ) -> None:
-    """The servers of one model, one after the other.
+    """Start and measure the servers of one model, one after the other.
 
-    Options that captures cannot have, such as the length of the context, go only to the servers.
+    Options that captures cannot have, such as the length of the context, are passed only to the servers.
     """
     from fidelab.cli.bench_watch import watcher
     from fidelab.cli.output import command_line, failures
@@ -363,7 +363,7 @@ def _rate(text: str) -> float | None:
 
 
 def _targets(goodput: list[str]) -> dict[str, float]:
-    """``["ttft:500,tpot:50"]`` → {"ttft": 500, "tpot": 50}."""
+    """Parse targets: ``["ttft:500,tpot:50"]`` becomes {"ttft": 500, "tpot": 50}."""
     from fidelab.core.errors import UsageError
 
     targets = {}
@@ -387,7 +387,7 @@ def _run(
     bench: str = "serving",
     measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
 ) -> Measurement:
-    """Measure and report; ``measure``: the bench, where it is not the load itself."""
+    """Measure and report.  ``measure``: the bench, if it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.core.errors import EngineError, UsageError
@@ -419,7 +419,7 @@ def _measure(
     keeper: Keeper,
     measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None,
 ) -> Measurement:
-    """The load; on any exception the finished cells are kept."""
+    """Run the load; on any exception the finished cells are kept."""
     from fidelab.bench.serving import measure_serving
 
     try:
@@ -435,7 +435,10 @@ def _measure(
 
 
 def _gate(serving: Measurement) -> None:
-    """A context that the server does not take is a finding; a cell that failed or is invalid is a fault."""
+    """Set the exit code.
+
+    A context that the server does not accept is a finding.  A cell that failed or is invalid is a fault.
+    """
     from fidelab.bench.load_cell import why_invalid
     from fidelab.results.measurement import label
 
@@ -449,7 +452,7 @@ def _gate(serving: Measurement) -> None:
 
 
 def _command(key: str | None) -> str:
-    """The command that repeats the run, without the key."""
+    """Return the command that repeats the run, without the API key."""
     words = [word.replace(key, "KEY") if key else word for word in sys.argv[1:]]
     return shlex.join(["fidelab", *words])
 

@@ -1,4 +1,4 @@
-"""Watching a load: a bar on a terminal, a line per cell everywhere; always on standard error."""
+"""Progress of a load on standard error: a bar on a terminal, a line per cell everywhere."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fidelab.results.numbers import format_amount
 
 
 def watcher() -> ServingWatch:
-    """The watch that fits standard error."""
+    """Return the watch that fits standard error: with a bar on a terminal, else with plain lines."""
     console = open_console(stderr=True)
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
 class _Lines(ServingWatch):
-    """Progress: what begins, and the main figures of finished cells."""
+    """Prints the start of each cell, and the main figures of finished cells."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -81,7 +81,7 @@ def _figures(cell: CellResult) -> str:
         for words, metric in figures.items()
         if (value := cell.value(metric.key)) is not None
     ]
-    if not parts:  # of another bench
+    if not parts:  # a cell of another bench
         parts = [f"{metric.value:g} {metric.name}" for metric in cell.metrics if metric.value is not None]
     parts += [why] if (why := why_invalid(cell.cell)) else []
     return ", ".join(parts) or "no figures"

@@ -1,4 +1,4 @@
-"""``fidelab check``: the gate on a saved report."""
+"""``fidelab check``: a quality gate on a saved report."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def check(
 
 
 def _policy(path: Path | None, flags: dict[str, dict[str, Any]]) -> Policy:
-    """The rules of the file, and critical ones of the flags that were given.
+    """Return the rules of the file, and critical rules from the flags that were given.
 
     Raises:
-        ConfigError: what is wrong in the file or in a flag.
+        ConfigError: If the file or a flag is invalid.  The message says what is wrong.
     """
     from fidelab.config.load import read_yaml, validate_as
     from fidelab.results.check import Policy

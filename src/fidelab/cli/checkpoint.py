@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from fidelab.checkpoints.audit import Audit
     from fidelab.checkpoints.rules import Finding
 
-_MARGIN = 13  # columns before the text of a finding
-_MAX_NAMES = 8  # tensors listed of each finding
+_MARGIN = 13  # width of the margin before the text of a finding
+_MAX_NAMES = 8  # tensors listed for each finding
 
 app = Commands(help="Audit, convert, quantize and calibrate checkpoint files.")
 
@@ -96,7 +96,7 @@ def _show_finding(finding: Finding, width: int) -> None:
 
 
 def _paragraph(label: str, text: str, width: int) -> None:
-    """A label in the margin, and next to it a text wrapped to the terminal; names are never broken."""
+    """Print a label in the margin, and next to it a text wrapped to the terminal; names are never broken."""
     print(
         textwrap.fill(
             text,
@@ -235,7 +235,7 @@ def calibrate(
         "calibrate",
         model,
         {"windows": 1, "n_ctx": n_ctx},
-        {"candidates": ["fp8_e4m3"], "prompts": prompts},  # asked about in time, not run
+        {"candidates": ["fp8_e4m3"], "prompts": prompts},  # only to estimate the time; nothing is run
         runs.settings(),
     )
     rows = write(experiment, out, windows=windows, n_ctx=n_ctx, listener=watcher())

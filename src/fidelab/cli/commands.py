@@ -1,4 +1,4 @@
-"""Typer as every module here uses it, with a ``--help`` for people: values have short names, flags have none."""
+"""Typer as every module here uses it, with a readable ``--help``: short metavars for values, none for flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Shown:
     """Help text of a command or a group."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters; a flag takes no value, so it has no metavar."""
+        """Return all parameters; a flag has no metavar, since it takes no value."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -29,14 +29,14 @@ class _Shown:
         return parameters
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The usage line without hidden arguments."""
+        """Return the usage line without hidden arguments."""
         pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
         hidden = [p.get_usage_pieces(ctx) for p in self.get_params(ctx) if getattr(p, "hidden", False)]
         return [piece for piece in pieces if [piece] not in hidden]
 
 
 class _Command(_Shown, typer.core.TyperCommand):
-    """A command; with ``brief``, help shows only these parameters, and all others with ``--help-all``."""
+    """A command.  With ``brief``, ``--help`` shows only these parameters, and ``--help-all`` shows all."""
 
     brief: Collection[str] = ()
 
@@ -58,7 +58,8 @@ class _Command(_Shown, typer.core.TyperCommand):
 class Group(_Shown, typer.core.TyperGroup):
     """A group of commands.
 
-    Words that begin with no command are those of ``default``, where the group has one: ``fidelab bench MODEL``.
+    If the group has a ``default`` command, words that do not begin with a command are passed to it: ``fidelab bench
+    MODEL``.
     """
 
     default: ClassVar[str | None] = None
@@ -79,7 +80,7 @@ class Commands(typer.Typer):
     """A group whose commands are declared by functions, as in typer.
 
     Args:
-        default: the command that is meant where none is named.
+        default: The command to run if none is named.
     """
 
     def __init__(self, *, cls: type[Group] = Group, default: str | None = None, **settings: Any) -> None:
@@ -93,7 +94,7 @@ class Commands(typer.Typer):
     ) -> Callable[[CommandFunctionType], CommandFunctionType]:
         """Like ``typer.Typer.command``, with metavars derived from the type (options) or the name (arguments).
 
-        ``brief``: names of the parameters that ``--help`` shows, where ``--help-all`` shows the others, too.
+        ``brief``: names of the parameters that ``--help`` shows; ``--help-all`` shows all parameters.
         """
         register = super().command
 
@@ -102,7 +103,7 @@ class Commands(typer.Typer):
             for argument, hint in hints.items():
                 if get_origin(hint) is Annotated:
                     _name_value(argument, *get_args(hint)[:2])
-            function.__annotations__ = hints  # typer would evaluate their text again
+            function.__annotations__ = hints  # otherwise typer would evaluate the annotations' text again
             text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
             cls = type("_Brief", (_Command,), {"brief": brief}) if brief else _Command
             return register(name, cls=cls, help=text, **settings)(function)
@@ -111,7 +112,10 @@ class Commands(typer.Typer):
 
 
 def _unwrap(docstring: str) -> str:
-    """Paragraphs in one line each, since the terminal wraps them; an indented line is an example and stays."""
+    """Join each paragraph to one line, since the terminal wraps it.
+
+    Indented lines are examples and stay as they are.
+    """
     paragraphs = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(text if text[:1] == " " else text.replace("\n", " ") for text in paragraphs)
 

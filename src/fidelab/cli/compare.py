@@ -286,10 +286,10 @@ _WINDOWS = ("text", "prompts", "traffic", "quick", "windows", "n_ctx", "protocol
 
 
 def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, context: typer.Context) -> str | None:
-    """The place of a packed reference; ``None`` for a reference that runs here.
+    """Return the place of a packed reference; ``None`` for a reference that runs here.
 
     Raises:
-        UsageError: a flag asks for other windows than the pack's.
+        UsageError: If a flag asks for other windows than the pack's.
     """
     from fidelab.core.errors import UsageError
     from fidelab.models import resolve
@@ -310,7 +310,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
-    """Let axes without a given size take further looks until all is decided."""
+    """Let axes without a given size take further looks until everything is decided."""
     from fidelab.axes import AXES
 
     for name, settings in axes.items():
@@ -324,13 +324,13 @@ def _pasted(
     flags: options.ServableEngineOptions,
     trusted: Sequence[Path],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
-    """The arms of a pasted command: settings, candidates, and secrets that the record must not hold.
+    """Return the arms of a pasted command: settings, candidates, and secrets that the record must not hold.
 
-    What ``flags`` say of the engine goes before the command's own words.
+    Engine settings in ``flags`` take precedence over the command.
 
     Raises:
-        UsageError: it cannot be read, or a flag repeats a setting of the command.
-        ConfigError: it is in a file that asks for an action that needs permission.
+        UsageError: If it cannot be read, or a flag repeats a setting of the command.
+        ConfigError: If it is in a file that asks for an action that needs permission.
     """
     from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
@@ -412,7 +412,7 @@ _NOT_CAPTURED = frozenset(
 def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[str], overrides: Sequence[str]) -> None:
     """Capture the reference, unless it is a folder of saved outputs, and the candidates; print a folder for each.
 
-    Candidates are asked what follows from the reference's answers, on axes that ask so.
+    On some axes, the requests to candidates depend on the reference's answers.
     """
     from fidelab.cli.progress import watcher
     from fidelab.run.conduct import capture
@@ -463,10 +463,10 @@ def _parse_named_folder(text: str) -> tuple[str | None, Path]:
 
 
 def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
-    """An experiment of either kind.
+    """Read an experiment of either kind.
 
     Raises:
-        ConfigError: of no kind, or one that is not what it should be.
+        ConfigError: If the kind is unknown, or the experiment is invalid.
     """
     from fidelab.config.cross import KIND, validate_cross
     from fidelab.config.experiment import validate
@@ -482,7 +482,7 @@ def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
 def experiment_from(
     data: dict[str, Any], where: str, overrides: Sequence[str] = (), trusted: Sequence[Path] | None = None
 ) -> Experiment:
-    """Flags → experiment, with the messages of a settings file."""
+    """Build an experiment from flags, with error messages that refer to the settings file."""
     from fidelab.config.experiment import validate
     from fidelab.config.load import apply_overrides
     from fidelab.config.trust import Trust
@@ -492,7 +492,10 @@ def experiment_from(
 
 
 def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
-    """An experiment of one axis, without a control or measured noise unless ``more`` has them."""
+    """Return an experiment of one axis.
+
+    It has no control and measures no noise unless ``more`` has them.
+    """
     data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
     for settings in more:
         data |= settings
@@ -502,9 +505,9 @@ def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[st
 def launch(
     experiment: Experiment, show: options.ShowOptions, dry_run: bool = False, secrets: Sequence[str] = ()
 ) -> Report | None:
-    """Run an experiment from flags: report on standard output, exit with 1 where something failed.
+    """Run an experiment from flags: print the report, and exit with 1 if something failed.
 
-    ``secrets``: values of flags that are kept out of the record.  Returns the report; none of a dry run.
+    ``secrets``: values of flags that are kept out of the record.  Returns the report, or ``None`` for a dry run.
     """
     from fidelab.run.repeat import execute_all
 
@@ -560,9 +563,9 @@ def _watch_run(number: int, runs: int) -> Listener:
 
 
 def _run_cross_engine(cross: CrossEngine, as_json: bool) -> None:
-    """Run a cross-engine experiment and print it; exit with 1 where an engine failed.
+    """Run a cross-engine experiment and print it; exit with 1 if an engine failed.
 
-    What an engine does not support is a finding; what failed is a fault.
+    A feature that an engine does not support is a finding.  A failure is a fault.
     """
     from fidelab.studies.cross_engine import run_cross
 

@@ -1,4 +1,4 @@
-"""``fidelab diagnose``: where a loss comes from: layers, groups of weights, keys and values, attention."""
+"""``fidelab diagnose``: locate a loss in layers, groups of weights, keys and values, or attention."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def sensitivity(
         "sensitivity",
         model,
         {"windows": windows, "n_ctx": n_ctx},
-        # asked about in time, not run
+        # only to estimate the time; nothing is run
         {"candidates": [f"weights={weights[0]}" if weights else f"int8[group={group}]"]},
         _rounding_engine(engine) if kv else engine.settings(),
         text.settings(),
@@ -177,7 +177,7 @@ def _export_form(path: Path | None, given: str | None) -> str:
 
 
 def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
-    """Settings of the engine that rounds: Transformers, also for a plan of another one."""
+    """Return the settings of the engine that rounds, which is Transformers, also for a plan of another engine."""
     if engine_name(engine.engine) == "hf":
         return engine.settings()
     return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
@@ -187,7 +187,7 @@ def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, An
     """Compare the plan with the best single format on its engine.
 
     Raises:
-        NotSupportedError: the plan is a single format.
+        NotSupportedError: If the plan is a single format.
     """
     from fidelab.cli.compare import launch
     from fidelab.core.errors import NotSupportedError
@@ -297,4 +297,4 @@ def layers(
     )
     study, folder = compare_layers(experiment, command=command_line(), listener=watcher())
     show_study(study, folder.path, as_json)
-    exit_on(study.faults)  # a layer that stands out is a finding, that there is nothing to compare is a fault
+    exit_on(study.faults)  # a layer that stands out is a finding; nothing to compare is a fault

@@ -1,4 +1,4 @@
-"""``--dry-run``: jobs, tokens, expected disk and time, and the source of the rates."""
+"""``--dry-run``: jobs, tokens, expected disk space and time, and the source of the rates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
-    """Print the plan; nothing is run and nothing is written."""
+    """Print the plan, without running or writing anything."""
     from fidelab.run.looks import n_looks, planned, windows_of
 
     began = time.monotonic()
@@ -39,7 +39,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
 
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
-    """Print the plan of every engine of a cross-engine experiment, one after another, and the time of all together."""
+    """Print the plan of every engine of a cross-engine experiment, and the total time."""
     from fidelab.run.estimate import Estimate
     from fidelab.studies.cross_engine import plan_cross
 
@@ -81,7 +81,7 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 
 
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
-    """Rows of the planned work."""
+    """Return the rows of the planned work."""
     from fidelab.axes.base import Axis
     from fidelab.run.estimate import conversion_bytes, needed_bytes
 
@@ -111,13 +111,13 @@ def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
 
 
 def _not_installed(prepared: Prepared) -> list[str]:
-    """Return the engines that are not installed here, each with what to do."""
+    """Return the engines that are not installed here, each with the remedy."""
     problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
     return [f"{problem}; planned without asking it" for problem in sorted(problems)]
 
 
 def _times(expected: Estimate, planning: float) -> dict[str, Any]:
-    """Expected time, planning included, by kind of work."""
+    """Return the expected time by kind of work, planning included."""
     return {
         "seconds": round(expected.seconds + planning, 1),
         "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},

@@ -1,4 +1,4 @@
-"""``fidelab estimate``: possible gain of a format, from a model's shape, a device's rates and measured losses."""
+"""``fidelab estimate``: the possible gain of a format, from a model's shape, a device's rates and measured losses."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ app = Commands(
 
 
 def parse_counts(text: str, what: str) -> list[int]:
-    """``2k,8k,32768`` → numbers, where k is 1,024.
+    """Parse numbers such as ``2k,8k,32768``, where k is 1,024.
 
     Raises:
-        UsageError: one of them is not a whole number above 0.
+        UsageError: If a part is not a whole number above 0.
     """
     counts = []
     for item in text.split(","):
@@ -102,12 +102,12 @@ def model(
 
 
 def _offered(geometry: Geometry) -> Sequence[str]:
-    """Formats that are shown unasked: those that this model's caches can have."""
+    """Return the formats shown by default: those that this model's caches can have."""
     return [name for name in _KV[1:] if not (name == "k16v8" and any(layer.latent for layer in geometry.kv))]
 
 
 def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:
-    """The shape and the model's own 16-bit type."""
+    """Return the shape and the model's own 16-bit type."""
     from fidelab.physics.shapes import Geometry
 
     given = {key: value for key, value in sizes.items() if value is not None}
@@ -178,7 +178,7 @@ def _show(found: Mapping[str, Any]) -> None:
     batches = list(dict.fromkeys(cell["batch"] for cell in cells))
 
     def grid(title: str, write: Callable[[Any], str], *keys: str) -> None:
-        """A table of tokens × batch of what lies below ``keys`` in each cell."""
+        """Print a table of tokens × batch, with the values below ``keys`` in each cell."""
         rows: dict[int, list[str]] = {}
         for cell in cells:
             rows.setdefault(cell["tokens"], []).append(write(reduce(getitem, keys, cell)))

@@ -1,4 +1,4 @@
-"""``fidelab setup formats``: formats of the KV cache, what they cost in bytes, and which engines have them."""
+"""``fidelab setup formats``: formats of the KV cache, their size in bytes, and the engines that have them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """The cache of a model."""
+    """Shape of a model's cache."""
 
     model: str
     layers: int
@@ -29,7 +29,7 @@ class _Geometry:
     head_dim: int
 
 
-_EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # written down: the table needs no model on this machine
+_EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # constants, so that the table needs no model on this machine
 
 
 def formats(
@@ -145,7 +145,7 @@ def _stored(engine: str, name: str, emulated: bool) -> str:
 
 
 def _numbers(name: str, geometry: _Geometry) -> dict[str, Any]:
-    """Bytes of a format by fidelab's definition; ``None`` where it has none."""
+    """Return the bytes of a format by fidelab's definition; ``None`` if it has none."""
     from fidelab.formats import FORMATS, create
 
     kv, dim = meaning(KVSpec.parse(name), "bf16"), geometry.head_dim

@@ -1,4 +1,4 @@
-"""``fidelab import``: measurements of other tools, as fidelab runs."""
+"""``fidelab import``: turn measurements of other tools into fidelab runs."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _finish(imported: Imported, *, as_json: bool) -> None:
 
 
 def _show_comparison(imported: Imported) -> None:
-    """The file's figures, REFRACT's definition and ours, side by side."""
+    """Print the file's figures next to those by REFRACT's definition and by fidelab's."""
     from fidelab.imports.refract import AXIS
     from fidelab.report.text import print_line, print_table
     from fidelab.results.numbers import ABSENT, one_line

@@ -1,4 +1,4 @@
-"""Former names of commands and options, for the line that says what to write instead."""
+"""Former names of commands and options, for the message that names the new one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Options that several commands take: each is declared once, with its help and its default.
+"""Options that several commands share: each is declared once, with its help and its default.
 
 Options that belong together are fields of a class derived from :class:`Options`.  A command decorated with
-:func:`expand_options` names the class as the type of a parameter and gets an object of it; typer sees the fields.
-A subclass may redeclare a field with another default or help text.
+:func:`expand_options` names the class as the type of a parameter and receives an object of it, while typer sees the
+fields.  A subclass may redeclare a field with another default or help text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fidelab.core import engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
 
-_ENV = "env."  # before the name of an environment variable
+_ENV = "env."  # prefix of an environment variable's name
 
 
 class Options:
     """Base of the groups.  Fields are class attributes, ``Annotated`` with a typer option or argument.
 
-    They are not dataclasses, which take a millisecond each to create, at every start of the command line.
+    They are not dataclasses, because creating one takes a millisecond at every start of the command line.
 
     Args:
         panel: title of the frame in which ``--help`` shows the group.
@@ -46,7 +46,7 @@ class Options:
     @classmethod
     @functools.cache
     def parameters(cls) -> tuple[Parameter, ...]:
-        """The fields as parameters of a command, those of base classes first."""
+        """Return the fields as parameters of a command, those of base classes first."""
         parameters = []
         for name, annotation in get_type_hints(cls, include_extras=True).items():
             if cls._panel:
@@ -59,15 +59,15 @@ class Options:
         return tuple(parameters)
 
     def settings(self) -> dict[str, Any]:
-        """The options as data of an experiment; by default the fields under their own names."""
+        """Return the options as data of an experiment; by default the fields under their own names."""
         return dict(vars(self))
 
 
 def expand_options(function: Callable[..., None]) -> Callable[..., None]:
-    """A command with the fields of groups in its signature, where ``function`` takes the groups themselves.
+    """Return a command with the fields of groups in its signature, while ``function`` itself takes the groups.
 
     Raises:
-        ValueError: two parameters have the same name.
+        ValueError: If two parameters have the same name.
     """
     hints = get_type_hints(function, include_extras=True)
     groups: dict[str, type[Options]] = {}
@@ -95,7 +95,7 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def given_flags(context: typer.Context) -> dict[str, str]:
-    """The parameters that the command line names, each with its flag as people write it."""
+    """Return the parameters that the command line names, each with its flag as typed."""
     found = {}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -106,10 +106,10 @@ def given_flags(context: typer.Context) -> dict[str, str]:
 
 
 def refuse_other_options(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
-    """An option, such as ``--resume``, takes the settings of what it names: the run, or another ``owner``.
+    """Refuse options next to one, such as ``--resume``, that takes its settings from the run or another ``owner``.
 
     Raises:
-        UsageError: a parameter that is not ``allowed`` was given; it would be ignored.
+        UsageError: If a parameter that is not ``allowed`` was given, since it would be ignored.
     """
     from fidelab.core.errors import UsageError
 
@@ -122,10 +122,12 @@ def refuse_other_options(context: typer.Context, parameter: str, owner: str, all
 def begin_from_preset(
     name: str | None, context: typer.Context, data: dict[str, Any], trusted: Sequence[Path] | None
 ) -> dict[str, Any]:
-    """The settings of an experiment whose arms begin from a preset; what the command line says goes before it.
+    """Return the settings of an experiment whose arms begin from a preset.
+
+    The command line takes precedence over the preset.
 
     Raises:
-        FidelabError: the preset does not exist, is not trusted, or is for another engine.
+        FidelabError: If the preset does not exist, is not trusted, or is for another engine.
     """
     if name is None:
         return data
@@ -162,7 +164,7 @@ ARMS, MEASURED, ENGINE, SCORING = "Configurations", "Measurement", "Engine", "Sc
 
 
 def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
-    """Completes the last of several names that commas separate, from a registry."""
+    """Return a completer for the last name of a comma-separated list, from a registry."""
 
     def complete(incomplete: str) -> list[str]:
         from importlib import import_module
@@ -175,7 +177,7 @@ def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
 
 
 def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
-    """KV formats of fidelab.  Formats of other engines are known only in their environments."""
+    """Complete KV formats of fidelab.  Formats of other engines are known only in their environments."""
     if context.params.get("engine") not in (None, "hf"):
         return []
     from fidelab.formats import FORMATS
@@ -185,14 +187,14 @@ def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_preset(incomplete: str) -> list[str]:
-    """Names of presets."""
+    """Complete names of presets."""
     from fidelab.config.presets import listing
 
     return [name for name in listing() if name.startswith(incomplete)]
 
 
 def _runs(incomplete: str) -> list[str]:
-    """Runs below the folder ``runs``, and ``latest``; where none begins so, the shell completes paths."""
+    """Complete runs below the folder ``runs``, and ``latest``; without a match, the shell completes paths."""
     found = ("latest", *sorted(map(str, Path("runs").glob("2*"))))
     return [name for name in found if name.startswith(incomplete)]
 
@@ -208,7 +210,7 @@ WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
-    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
+    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be omitted."""
     from fidelab.results import store
 
     return None if name is None else store.find_run(name)
@@ -300,7 +302,7 @@ Threads = Annotated[
 
 
 class EngineOptions(Options, panel=ENGINE):
-    """An engine, where it lives, and what it computes with."""
+    """Options for an engine, its location, and its computation."""
 
     engine: Annotated[
         str,
@@ -346,10 +348,10 @@ class EngineOptions(Options, panel=ENGINE):
 
 
 def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
-    """``["a=b"]`` → ``{"a": "b"}``.
+    """Parse pairs: ``["a=b"]`` becomes ``{"a": "b"}``.
 
     Raises:
-        UsageError: an entry without "=".
+        UsageError: If an entry has no "=".
     """
     from fidelab.core.errors import UsageError
 
@@ -363,7 +365,7 @@ def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
 
 
 class ServableEngineOptions(EngineOptions):
-    """An engine, or a server by its address."""
+    """Options for an engine, or for a server by its address."""
 
     base_url: Annotated[
         str | None, typer.Option(help="Engine openai: server URL, http://host:port/v1.", show_default=False)
@@ -401,7 +403,7 @@ class ExecutorOptions(Options, panel=ENGINE):
 
 
 class TextOptions(Options, panel=MEASURED):
-    """The text that is evaluated."""
+    """Options for the text that is evaluated."""
 
     text: Annotated[str, typer.Option(help="Text: default, domains, wikitext-2, or a UTF-8 file.")] = "default"
 
@@ -411,7 +413,7 @@ NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It 
 
 
 class AxesOptions(TextOptions):
-    """The axes that are measured, their settings and their inputs."""
+    """Options for the axes, their settings and their inputs."""
 
     axes: Annotated[
         str | None,
@@ -476,7 +478,7 @@ class AxesOptions(TextOptions):
 
 
 class SeedOptions(Options, panel=SCORING):
-    """The seed of what is computed from captures."""
+    """Option for the seed of everything that is computed from captures."""
 
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 42
 
@@ -496,7 +498,7 @@ Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
 
 
 class LimitOptions(Options, panel=SCORING):
-    """Requirements of the recommendation."""
+    """Options for the requirements of the recommendation."""
 
     max_kld: MaxKLD = None
     max_flips: Annotated[
@@ -512,7 +514,7 @@ class LimitOptions(Options, panel=SCORING):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        """The given options, as data of an experiment."""
+        """Return the given options as data of an experiment."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         return {"limits": given} if given else {}
 
@@ -524,7 +526,7 @@ Margin = Annotated[
 
 
 class MarginOptions(LimitOptions):
-    """The same where scores are computed."""
+    """The same requirements, for commands that compute scores."""
 
     margin: Margin = None
 
@@ -540,7 +542,7 @@ class ShowOptions(Options):
         """Refuse forms that exclude each other.
 
         Raises:
-            UsageError: ``--markdown`` with another one.
+            UsageError: If ``--markdown`` is combined with another form.
         """
         from fidelab.core.errors import UsageError
 
@@ -549,7 +551,7 @@ class ShowOptions(Options):
 
 
 class RunsOptions(Options):
-    """The folder of runs."""
+    """Option for the folder of runs."""
 
     output_dir: Annotated[Path, typer.Option(help="Folder for runs.")] = Path("runs")
 
@@ -558,6 +560,6 @@ class RunsOptions(Options):
 
 
 class CapturedRunsOptions(RunsOptions):
-    """The folder of runs that leave captures."""
+    """Option for the folder of runs that keep captures."""
 
     output_dir: Annotated[Path, typer.Option(help="Folder for runs and saved outputs.")] = RunsOptions.output_dir

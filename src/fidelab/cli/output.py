@@ -1,8 +1,7 @@
 """Output of commands: the table or one JSON object on standard output, everything else on standard error.
 
-This is where text leaves for the terminal.  Whatever of it comes from servers, models, logs or files can hold sequences
-that a terminal obeys; after :func:`guard_streams` none gets there, neither by ``print`` nor by a console of
-:func:`open_console`.
+Text from servers, models, logs or files can hold sequences that control a terminal.  After :func:`guard_streams`, none
+of them reaches the terminal, neither by ``print`` nor by a console of :func:`open_console`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_PIPE_COLUMNS = 400  # a table of loads with everything in it
-_TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
+_PIPE_COLUMNS = 400  # width of a table of loads with all its columns
+_TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # tqdm begins its lines so
 
 
 class _Guarded:
-    """A standard stream; what is written to it and cannot be printed is escaped as in JSON.
+    """A standard stream that escapes unprintable characters as in JSON.
 
     Rich unwraps the stream and writes its control sequences there. Consoles of :func:`open_console` clean the texts
     between them; typer's show only fidelab's texts.
@@ -69,25 +68,25 @@ def guard_streams() -> None:
 
 
 def note(text: str) -> None:
-    """A line for the person, never for a pipe."""
+    """Print a line for the user on standard error, never into a pipe."""
     print(text, file=sys.stderr)
 
 
 def duration(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``3.5 h``."""
+    """Format seconds as ``40 s``, ``12 min`` or ``3.5 h``."""
     if seconds < 120:
         return f"{seconds:,.0f} s"
     return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
 
 
 def command_line() -> str:
-    """The command that was given, for the record."""
+    """Return the command line that the user typed, for the record."""
     return shlex.join(["fidelab", *sys.argv[1:]])
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[Callable[[str], None]]:
-    """A moving line on standard error while something takes its time, on a terminal only.
+    """Show a moving line on standard error during a slow step, on a terminal only.
 
     Yields a function that changes the text.
     """
@@ -106,7 +105,10 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def open_console(width: int = 100, *, stderr: bool = False) -> Console:
-    """Standard output or error; a file or a pipe as output, which has no width, gets ``width`` columns."""
+    """Return a console for standard output or error.
+
+    Output to a file or a pipe, which has no width, gets ``width`` columns.
+    """
     stream = sys.stderr if stderr else sys.stdout
     stream = getattr(stream, "rich_proxied_file", stream)
     console = _console_class()(file=stream)
@@ -115,14 +117,14 @@ def open_console(width: int = 100, *, stderr: bool = False) -> Console:
 
 @cache
 def _console_class() -> type[Console]:
-    """Made when it is first needed: importing rich takes time."""
+    """Create the class when it is first needed, because importing rich takes time."""
     from rich.console import Console
     from rich.segment import Segment
 
     from fidelab.results.numbers import printable
 
     class Guarded(Console):
-        """Writes its own control sequences and no others."""
+        """Console that writes its own control sequences and no others."""
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for segment in super().render(renderable, options):
@@ -154,7 +156,7 @@ def print_json(value: Any) -> None:
 
 
 def show_study(study: Study, folder: Path | None, as_json: bool) -> None:
-    """Print a study as tables or as its JSON; ``folder`` is where its files lie."""
+    """Print a study as tables or as its JSON; ``folder`` contains its files."""
     if as_json:
         sys.stdout.write(study.to_json())
         return
@@ -183,7 +185,7 @@ def show_report(
 
 
 def failures(report: Report) -> list[str]:
-    """Failures of a run, a line each: arms, their benches, and items that were lost."""
+    """Return the failures of a run, a line each: arms, their benches, and lost items."""
     from fidelab.report.cells import shared
 
     arms = [report.reference, *([report.control] if report.control else []), *report.candidates]

@@ -1,4 +1,4 @@
-"""Watching a run or an installation: moving lines on a terminal, plain ones elsewhere; always on standard error."""
+"""Progress of a run or an installation on standard error: moving lines on a terminal, plain ones elsewhere."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from fidelab.run.runner import Listener
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
-_PLAN_SECONDS = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
+_PLAN_SECONDS = 10.0  # seconds after which the run's own pace counts more than the plan
 
 
 def watcher() -> Listener:
-    """The listener that fits standard error."""
+    """Return the listener that fits standard error: bars on a terminal, else plain lines."""
     console = open_console(stderr=True)
     return _Bars(console) if console.is_terminal else _Lines(console)
 
 
 class _Name(ProgressColumn):
-    """The only column that shrinks on a narrow terminal: it is cut, not folded."""
+    """The only column that shrinks on a narrow terminal.  It is cut, not folded."""
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
@@ -53,7 +53,7 @@ class _Left(ProgressColumn):
 
 
 def _remaining_seconds(elapsed: float, done: float, total: float) -> float:
-    """Seconds until ``total`` expected seconds are done, of which ``done`` took ``elapsed``."""
+    """Return the expected remaining seconds, if ``done`` of ``total`` expected seconds took ``elapsed``."""
     return max(0.0, total - done) * (elapsed + _PLAN_SECONDS) / (done + _PLAN_SECONDS)
 
 
@@ -72,7 +72,7 @@ def _lost_text(job: PlannedJob, reason: str) -> str:
 
 
 class _Bars:
-    """One bar for the whole run, in the time that its parts were expected to take; the current job is named."""
+    """One bar for the whole run, measured in expected time; the current job is named."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class _Bars:
             *columns, left, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         self._task: TaskID | None = None
-        self._tokens, self._began = 0, 0.0  # of the current job, since its model was loaded
+        self._tokens, self._began = 0, 0.0  # start of the current job, once its model was loaded
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
@@ -130,11 +130,11 @@ class _Bars:
 
     def _describe(self, text: str) -> None:
         if self._task is not None:
-            self._bar.update(self._task, description=text, refresh=True)  # shown however short it lasts
+            self._bar.update(self._task, description=text, refresh=True)  # shown even if it is short
 
 
 class _Lines:
-    """A line per job's start and end, and one every half minute in between."""
+    """Prints a line at the start and end of each job, and one every half minute in between."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -178,7 +178,7 @@ class _Lines:
         self._pace = done, total
 
     def _remaining_text(self) -> str:
-        """Expected duration of the whole run."""
+        """Return the expected duration of the whole run as text."""
         return f"{duration(_remaining_seconds(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
@@ -200,7 +200,7 @@ class _Lines:
 
 
 class Installation:
-    """The steps of an installation: one line each, or one line for all of them that is rewritten on a terminal."""
+    """Shows the steps of an installation: one line each, or on a terminal one line that is rewritten."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -208,7 +208,7 @@ class Installation:
         self._began = self._stage_began = time.monotonic()
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that is not rewritten."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, stage: Stage) -> None:
@@ -218,7 +218,7 @@ class Installation:
             self.say(f"{self._place()}: {stage.text} ({self._times()})")
 
     def __rich__(self) -> Text:
-        """The rewritten line; what matters most comes first, since a narrow terminal cuts it."""
+        """Return the rewritten line, most important part first, since a narrow terminal cuts it."""
         if self._stage is None:
             return Text("starting")
         line = f"{self._place()}: {self._times()} ({self._stage.text})"

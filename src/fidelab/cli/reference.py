@@ -1,7 +1,7 @@
 """The reference pages of the documentation, from the code: ``python -m fidelab.cli.reference docs/reference``.
 
-Commands and options are those of the typer application, files those of the pydantic models that read or write them,
-axes and benches those of their tables.  A test compares the committed pages with what this module gives.
+Commands and options come from the typer application, files from the pydantic models that read or write them, and axes
+and benches from their tables.  A test compares the committed pages with the output of this module.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _PANEL_PAGES = {  # panel of --help: page
 
 
 def pages() -> dict[str, str]:
-    """File name → Markdown, of all reference pages."""
+    """Return the Markdown of all reference pages by file name."""
     return {**_command_pages(), **_file_pages(), "settings.md": _settings_page()}
 
 
 def with_harmless_options(guide: str) -> str:
-    """The guide to security, with its table regenerated from the code."""
+    """Return the guide to security, with its table regenerated from the code."""
     from fidelab.config.harmless import table
 
     before, _, rest = guide.partition("<!-- harmless options -->\n")
@@ -41,7 +41,7 @@ def with_harmless_options(guide: str) -> str:
 
 
 def _command_pages() -> dict[str, str]:
-    """One page per panel of ``fidelab --help``; commands of other packages are theirs to document."""
+    """Return one page per panel of ``fidelab --help``; other packages document their own commands."""
     import typer
 
     from fidelab.cli import app
@@ -58,7 +58,7 @@ def _command_pages() -> dict[str, str]:
 
 
 def _command_sections(name: str, command: Any) -> Iterator[str]:
-    if command.context_settings.get("allow_extra_args"):  # its words are passed on to another package
+    if command.context_settings.get("allow_extra_args"):  # passes its words on to another package
         return
     about, _, examples = (command.help or "").partition("[bold]Example")
     # Some helps have text after their examples: lines that do not begin with blanks.
@@ -105,13 +105,13 @@ def _format_default(parameter: Any) -> str:
 
 
 def _split_default(text: str) -> tuple[str, str | None]:
-    """A help without its ``[default: …]``, and what that says."""
+    """Split a help into its text and the value of its ``[default: …]``."""
     found = re.search(r" ?\[default: (.+?)\]$", text)
     return (text[: found.start()], found[1]) if found else (text, None)
 
 
 def _settings_page() -> str:
-    """The settings of all axes and benches."""
+    """Return the page with the settings of all axes and benches."""
     from fidelab.axes import AXES
     from fidelab.bench import BENCHES
 
@@ -194,7 +194,7 @@ def _file_pages() -> dict[str, str]:
 def _schema_page(
     title: str, about: str, schemas: Mapping[str, Schema], elsewhere: Iterable[str] = (), *, written: bool = False
 ) -> str:
-    """A section with a table of fields for each schema, and for each record that it refers to."""
+    """Return a section with a table of fields for each schema, and for each record that it refers to."""
     known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
     parts = [f"# {title}", _HEADER.strip(), about]
     others = known - set(_AS_TEXT)
@@ -219,7 +219,10 @@ def _about(schema: Schema) -> list[str]:
 
 
 def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, written: bool = False) -> str:
-    """``written``: fidelab writes such files, so that all fields are there."""
+    """Return a table of fields.
+
+    ``written``: fidelab writes such files, so all fields are present.
+    """
     if "enum" in schema:
         return "One of " + ", ".join(f"`{value}`" for value in schema["enum"]) + "."
     required = schema.get("required", [])
@@ -239,7 +242,7 @@ def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, w
 
 
 def _type(field: Schema, elsewhere: set[str]) -> str:
-    """A JSON type in words; records are links to their sections."""
+    """Return a JSON type in words; records are links to their sections."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
         page = "report.md" if name in elsewhere else ""
@@ -275,12 +278,12 @@ def _json(value: Any) -> str:
 
 
 def _strip_markup(text: str) -> str:
-    """Rich markup away."""
+    """Remove Rich markup."""
     return re.sub(r"\[/?(?:bold|italic|dim)\]", "", text).replace("\\[", "[")
 
 
 def _prose(text: str) -> str:
-    """A docstring's or a help's paragraph for Markdown: angle brackets, asterisks and brackets are escaped."""
+    """Escape a paragraph of a docstring or a help for Markdown: angle brackets, asterisks and brackets."""
     text = _strip_markup(re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text))
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
@@ -288,12 +291,12 @@ def _prose(text: str) -> str:
 
 
 def _with_flags(text: str) -> str:
-    """A help with the options that it mentions as code, so that lines do not break within them."""
+    """Mark the options in a help as code, so that lines do not break within them."""
     return re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text)
 
 
 def _about_value(text: str, default: str | None, *, required: bool = False) -> str:
-    """Description of a value, followed by its default or whether it is required."""
+    """Return the description of a value, followed by its default or whether it is required."""
     sentences = [_cell(text).rstrip(".")] if text else []
     sentences += ["Required"] if required else []
     sentences += [] if default is None else [f"Default: `{_cell(default)}`"]

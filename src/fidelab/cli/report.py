@@ -1,4 +1,4 @@
-"""``fidelab report``: a finished run, shown, scored again, or written in other forms."""
+"""``fidelab report``: show a finished run, score it again, or write it in other formats."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def report(
         raise UsageError("--margin needs the scores again: add --rescore")
     chosen = validate_as(Limits, asked, "report") if asked else None
     folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
-    if folder is None:  # a report by itself
+    if folder is None:  # a report outside of a run folder
         result = Report.from_json(run_dir)
     else:
         result = folder.read_report(run_dir)
@@ -112,7 +112,7 @@ def report(
 
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
-    """Write a report in the form of another tool."""
+    """Write a report in the format of another tool."""
     from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
     from fidelab.results.record import write_atomically
     from fidelab.results.store import read_run
@@ -130,10 +130,10 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> N
 
 
 def _write_files(files: dict[str, str], folder: Path | None) -> None:
-    """Files of a form that can be several; none is replaced.
+    """Write the files of a format that can have several; existing files are not replaced.
 
     Raises:
-        UsageError: several are to be printed, or one is there already.
+        UsageError: If several files would be printed, or a file already exists.
     """
     from fidelab.core.errors import OutputError, UsageError
     from fidelab.results.record import write_atomically

@@ -1,4 +1,4 @@
-"""``fidelab reproduce``: published protocols in stages, expected figures against measured ones."""
+"""``fidelab reproduce``: run published protocols in stages, and compare expected figures with measured ones."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def check_stages(resolved: Resolved, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:
-        ConfigError: an experiment's key or value is wrong, or the words of a command are.
+        ConfigError: If an experiment has an invalid key or value, or a command has invalid words.
     """
     from fidelab.config.cross import validate_cross
     from fidelab.config.experiment import validate

@@ -1,4 +1,4 @@
-"""``fidelab runs``: all runs of a folder, and one of them."""
+"""``fidelab runs``: list the runs of a folder, or show one of them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _entry(row: LedgerRow) -> dict[str, Any]:
 
 
 def _cells(row: LedgerRow) -> tuple[str, ...]:
-    """Cells that fit into 80 columns; ``--json`` and ``runs show`` have the rest."""
+    """Return cells that fit into 80 columns; ``--json`` and ``runs show`` have the rest."""
     return (
         row.path,
         ", ".join(row.engines),
@@ -131,10 +131,12 @@ def _mebibytes(size: int) -> str:
 
 
 def _moment(text: str) -> datetime:
-    """``7d``, ``12h``, a day or a time; without a zone it is UTC, as are the times that are listed.
+    """Parse ``7d``, ``12h``, a day or a time.
+
+    A time without a zone is UTC, like the listed times.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: If the text has none of these forms.
     """
     from fidelab.core.errors import UsageError
 

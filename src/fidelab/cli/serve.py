@@ -1,4 +1,4 @@
-"""``fidelab serve``: servers of presets, started, checked and stopped; presets by name."""
+"""``fidelab serve``: start, check and stop servers of presets; list presets by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fidelab.run.launch import Launched
 
 _LOG = "; --log names its output"
-_SERVE = "serve."  # before an option of the server alone
+_SERVE = "serve."  # prefix of an option that only the server has
 
 app = Commands(help="Start, check and stop servers from presets.")
 
@@ -38,7 +38,7 @@ Name = Annotated[str, typer.Argument(help="Preset name or file.", autocompletion
 
 
 class PresetOptions(options.Options, panel="Preset"):
-    """A preset with other values for some of its fields."""
+    """Options for a preset, with other values for some of its fields."""
 
     engine: Annotated[
         str | None,
@@ -58,11 +58,11 @@ class PresetOptions(options.Options, panel="Preset"):
     threads: options.Threads = None
 
     def preset(self, name: str, trusted: Sequence[Path]) -> Preset:
-        """The preset with these values.
+        """Return the preset with these values.
 
         Raises:
-            ConfigError: it is not what it should be, or its file asks for what a file may not do unasked.
-            UsageError: a value that cannot be.
+            ConfigError: If the preset is invalid, or its file asks for an action that needs permission.
+            UsageError: If a value is invalid.
         """
         from fidelab.config.arms import arm_fields
         from fidelab.config.load import read_yaml
@@ -103,7 +103,7 @@ def _folders(place: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
-    """Changed options where the preset has them: those of its server alone, and ``serve.KEY``, go there."""
+    """Put changed options where the preset has them: options of its server, and ``serve.KEY``, go to the server."""
     options, own = dict(changes.get("engine_args", {})), {}
     for key in list(options):
         if key.startswith(_SERVE) or key in preset.serve:
@@ -167,7 +167,7 @@ def start(
 
 
 def _wait(launched: Launched) -> None:
-    """Until the server ends, which is a fault."""
+    """Wait until the server ends, which is a fault."""
     from fidelab.environments.servers import died
 
     note("Ctrl-C ends it")
@@ -256,7 +256,7 @@ def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) 
     try:
         arm = arm_of(chosen, device=preset.device, threads=preset.threads)
         print(f"# {server_command(arm, '127.0.0.1', 8000)}")
-    except FidelabError as error:  # the preset itself is there to be read all the same
+    except FidelabError as error:  # the preset itself can still be read
         print(f"# no command: {shlex.quote(str(error))}")
 
 
@@ -315,7 +315,7 @@ def check_preset(
 
 
 def _is_of(server: Served, preset: Preset) -> bool:
-    """True if a running server was started from this preset, perhaps with other values."""
+    """Return whether a running server was started from this preset, perhaps with other values."""
     return server.arm.get("name") == preset.name and server.arm.get("engine") == preset.engine_name
 
 
@@ -323,12 +323,12 @@ def _is_of(server: Served, preset: Preset) -> bool:
 
 
 def faults_of(found: Sequence[Finding]) -> list[str]:
-    """The differences, in words."""
+    """Return the differences as text."""
     return [f"{one.what}: declared {one.declared or 'none'}, runs {one.effective}" for one in found if one.differs]
 
 
 def show_findings(found: Sequence[Finding]) -> None:
-    """Declared and effective settings as a table."""
+    """Print declared and effective settings as a table."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

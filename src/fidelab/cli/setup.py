@@ -1,4 +1,4 @@
-"""``fidelab setup``: engines, models and formats of this machine, and the space that they take."""
+"""``fidelab setup``: engines, models and formats of this machine, and the disk space that they take."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def clean(
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files in a folder; 0 where there is none."""
+    """Return the size of all files in a folder in bytes; 0 if it does not exist."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 

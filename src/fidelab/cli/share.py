@@ -143,10 +143,10 @@ def leaderboard(
 
 
 def _reports(paths: list[Path]) -> list[Report]:
-    """The reports of runs and receipts, and of all runs in folders; each once.
+    """Return the reports of runs and receipts, and of all runs in folders, each once.
 
     Raises:
-        InputError: one that was named is none; of those in a folder, damaged and unfinished ones are left out.
+        InputError: If a named path is neither.  Damaged and unfinished runs in a folder are left out.
     """
     from fidelab.core.errors import InputError
     from fidelab.ledger.receipt import is_receipt, report_of

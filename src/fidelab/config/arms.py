@@ -1,6 +1,6 @@
 """One arm in one line: a KV format, or ``key=value`` pairs such as ``kv=fp8_e4m3,tp=2,attention-backend=triton``.
 
-``preset=NAME`` begins from a preset; ``env.NAME=value`` sets an environment variable for that arm alone.  A value may
+``preset=NAME`` starts from a preset.  ``env.NAME=value`` sets an environment variable for that arm only.  A value may
 be JSON: ``speculative-config={…}``.
 """
 
@@ -10,13 +10,13 @@ import re
 from typing import Any
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
-_ARM_KEYS = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
+_ARM_KEYS = ("kv", "name", "engine", "model", "dtype", "preset")  # keys of the arm; all others are the engine's
 _OF_ENGINE = ("python", "image", "pythonpath")
 _ENV = "env."
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between commas outside of brackets (of formats or JSON) and JSON strings."""
+    """Split a text at commas outside of brackets (of formats or JSON) and JSON strings."""
     parts, depth, start, quoted, escaped = list[str](), 0, 0, False, False
     for at, sign in enumerate(text):
         if sign == '"' and not escaped:
@@ -33,10 +33,10 @@ def split_commas(text: str) -> list[str]:
 
 
 def arm_fields(text: str) -> dict[str, Any]:
-    """The fields of an arm's settings.
+    """Return the fields of an arm's settings.
 
     Raises:
-        ValueError: a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.
+        ValueError: If a part has no value, or ``python``, ``image`` or ``pythonpath`` come without ``engine``.
     """
     if not _PAIRS.match(text.strip()):
         return {"kv": text}
@@ -47,7 +47,7 @@ def arm_fields(text: str) -> dict[str, Any]:
     for part in split_commas(text):
         key, eq, value = (piece.strip() for piece in part.partition("="))
         if eq and key.startswith(_ENV):
-            env[key.removeprefix(_ENV)] = value  # a variable may be empty
+            env[key.removeprefix(_ENV)] = value  # an environment variable may be empty
             continue
         key = key.replace("_", "-")
         if not eq or not value:

@@ -98,5 +98,5 @@ class CrossEngine(BaseModel):
 
 
 def validate_cross(data: Mapping[str, Any], where: str) -> CrossEngine:
-    """Plain data → experiment; raises as :func:`~fidelab.config.load.validate_as`."""
+    """Validate plain data as a cross-engine experiment; raises as :func:`~fidelab.config.load.validate_as`."""
     return validate_as(CrossEngine, data, where)

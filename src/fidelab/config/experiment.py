@@ -1,4 +1,4 @@
-"""Plain data → experiment: presets are read, their trust is checked, and then the schema validates."""
+"""Turn plain data into an experiment: read presets, check that they are trusted, and validate the schema."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read an experiment file and apply ``a.b=c`` overrides.
 
     Raises:
-        ConfigError: missing, not UTF-8, not YAML, an unknown key or a wrong type; the message names the place.
+        ConfigError: If the file is missing, is not UTF-8 or YAML, or has an unknown key or a wrong type.  The message
+            names the place.
     """
     return validate(read_yaml(path, overrides), str(path))
 
 
 def validate(data: Mapping[str, Any], where: str, trust: Trust | None = None) -> Experiment:
-    """Plain data → experiment, with the presets that its arms name.
+    """Turn plain data into an experiment, with the presets that its arms name.
 
-    ``trust``: what the person allows files of presets.
+    ``trust``: permissions given to preset files.
 
     Raises:
-        ConfigError: one line for the first error, with its place in ``where``; also where a preset's file is not
-            trusted.
+        ConfigError: If the data are invalid, or a preset's file is not trusted.  The message is one line about the
+            first error, with its place in ``where``.
     """
     check = partial(check_trust, trust=trust)
     experiment = validate_as(Experiment, expand_presets(data, where, check), where)

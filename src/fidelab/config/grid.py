@@ -17,10 +17,12 @@ Levels = dict[str, str]
 
 
 def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
-    """``KEY=a,b,…`` each → key and values; commas inside brackets separate nothing.
+    """Parse each ``KEY=a,b,…`` into a key and its values.
+
+    Commas inside brackets do not separate values.
 
     Raises:
-        ValueError: no key, or a key that is given twice.
+        ValueError: If there is no key, or a key is given twice.
     """
     vary: dict[str, list[str]] = {}
     for text in texts:
@@ -34,10 +36,12 @@ def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
 
 
 def check_vary(vary: Mapping[str, list[str]]) -> None:
-    """A key with one value holds for all cells; one key at least has several.
+    """Check the keys and values of a grid.
+
+    A key with one value applies to all cells.  At least one key must have several values.
 
     Raises:
-        ValueError: a key that no arm can vary in, a value that is empty or given twice, or too many cells.
+        ValueError: If an arm cannot vary in a key, a value is empty or given twice, or there are too many cells.
     """
     for key, values in vary.items():
         if key in _NO_LEVELS:
@@ -58,17 +62,17 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
 
 
 def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:
-    """Every combination of values, the last key's fastest."""
+    """Return every combination of values; the last key varies fastest."""
     return [dict(zip(vary, values, strict=True)) for values in product(*vary.values())] if vary else []
 
 
 def cell_name(levels: Mapping[str, str]) -> str:
-    """Name of the cell in reports: ``attention=eager, kv=int4``."""
+    """Return the name of the cell in reports, such as ``attention=eager, kv=int4``."""
     return ", ".join(f"{key}={value}" for key, value in levels.items())
 
 
 def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of the cell's arm."""
+    """Return the fields of the cell's arm."""
     fields: dict[str, Any] = {"name": cell_name(levels)}
     maps: dict[str, dict[str, str]] = {"engine_args": {}, "env": {}}
     for key, value in levels.items():
@@ -80,5 +84,5 @@ def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
 
 
 def option_key(text: str) -> str:
-    """Options are written with dashes; the names of variables stay as they are."""
+    """Write an option with dashes; names of variables stay as they are."""
     return text if text.startswith("env.") else text.replace("_", "-")

@@ -1,8 +1,8 @@
 """Engine options that a foreign file may set without permission; all others need it.
 
-Engines have hundreds of options, and each release adds some that load code by its name.  So the list is of what is
-known to be harmless: a value that is read as a number, as one of the engine's own names, or as a switch of computation.
-``docs/security.md`` shows this table.
+Engines have hundreds of options, and each release adds some that load code by its name.  The list therefore names
+options that are known to be harmless, with a value that is read as a number, as one of the engine's own names, or as a
+switch of computation. ``docs/security.md`` shows this table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?[KMGT]?")
 _WORD = re.compile(r"[\w.,:+\[\]=-]{1,200}")  # no path, no address, no code
-_GRANTS = re.compile(r"trust|allow|remote|insecure")  # switches that give rights, which 1 turns on, too
+_GRANTS = re.compile(r"trust|allow|remote|insecure")  # switches that give rights, which the number 1 also turns on
 _FALSE = ("", "no", "false", "off", "none", "null")
 
 HARMLESS: Mapping[str, tuple[str, ...]] = {
@@ -38,10 +38,11 @@ _KEYS = frozenset(key for keys in HARMLESS.values() for key in keys)
 
 
 def is_harmless(key: str, value: str) -> bool:
-    """True if an option may be set unasked; ``value``: as text, JSON is looked into.
+    """Return whether an option may be set without permission.
 
-    Values that switch something off are always harmless. Numbers are harmless unless the name is of a switch that gives
-    rights. Words are harmless under the names of :data:`HARMLESS`. So is the address of a server on this machine.
+    ``value``: as text; JSON is parsed and checked.  Values that switch something off are always harmless. Numbers are
+    harmless unless the name is of a switch that gives rights.  Words are harmless under the names of :data:`HARMLESS`.
+    So is the address of a server on this machine.
     """
     if value.lower() in _FALSE or (_NUMBER.fullmatch(value) and not _GRANTS.search(key)):
         return True
@@ -73,6 +74,6 @@ def _is_here(url: str) -> bool:
 
 
 def table() -> list[str]:
-    """The table in Markdown, a line each."""
+    """Return the table in Markdown, line by line."""
     rows = [f"| {what} | {', '.join(f'`{key}`' for key in keys)} |" for what, keys in HARMLESS.items()]
     return ["| what it is | options |", "|---|---|", *rows]

@@ -1,4 +1,4 @@
-"""YAML → plain data → settings of any class; and back, in canonical form."""
+"""Read YAML into settings of any class, and write settings as YAML in canonical form."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from fidelab.core import read_file
 from fidelab.core.errors import ConfigError, InputError, nearest_first
 
 Model = TypeVar("Model", bound=BaseModel)
-_MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: far beyond what people write
+_MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # most values of settings: far more than people write
 
 
 def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' and 'candidates:'") -> dict[str, Any]:
-    """The keys of a settings file, with ``a.b=c`` overrides applied; ``keys``: such as it should have, for the message.
+    """Return the keys of a settings file, with ``a.b=c`` overrides applied.
+
+    ``keys``: examples of the expected keys, for the error message.
 
     Raises:
-        ConfigError: missing, not UTF-8, not YAML or no keys; the message names the place.
+        ConfigError: If the file is missing, is not UTF-8 or YAML, or has no keys.  The message names the place.
     """
     data = _parse(read_text(path), path)
     if not isinstance(data, dict):
@@ -31,10 +33,10 @@ def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' a
 
 
 def read_text(path: Path) -> str:
-    """The text of a settings file.
+    """Return the text of a settings file.
 
     Raises:
-        ConfigError: missing, a folder, a pipe or a device, longer than 1 MiB, or not UTF-8.
+        ConfigError: If the file is missing, is a folder, pipe or device, is longer than 1 MiB, or is not UTF-8.
     """
     try:
         return read_file(path, _MOST_BYTES).decode("utf-8")
@@ -51,13 +53,14 @@ def read_text(path: Path) -> str:
 
 
 def _parse(text: str, where: object) -> Any:
-    """The value of a YAML text that may come from anybody.
+    """Parse a YAML text that may come from anybody.
 
     Raises:
-        ConfigError: not YAML, or aliases (``*name``) and nesting make more of it than settings can be.
+        ConfigError: If the text is not YAML, or aliases (``*name``) and nesting expand to more values than settings can
+            have.
     """
     try:
-        loader = yaml.SafeLoader(text)  # control characters are refused already here
+        loader = yaml.SafeLoader(text)  # control characters are refused here
         node = loader.get_single_node()
         if node is None:
             return None
@@ -70,13 +73,16 @@ def _parse(text: str, where: object) -> Any:
         raise ConfigError(f"{place} is not YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{where}: nested deeper than {_MOST_LEVELS} levels; settings are not") from None
-    except (ValueError, OverflowError, LookupError, TypeError) as error:  # a date that is none, a number of base 60
+    except (ValueError, OverflowError, LookupError, TypeError) as error:  # an impossible date, a number of base 60
         raise ConfigError(f"{where} is not YAML: {str(error)[:100]}") from None
 
 
 def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
-    """Values below a node, counted as often as aliases repeat them; ``known``: of nodes counted before."""
-    if level > _MOST_LEVELS:  # also of an alias inside its own anchor
+    """Return the number of values below a node, with aliases counted as often as they repeat them.
+
+    ``known``: counts of nodes seen before.
+    """
+    if level > _MOST_LEVELS:  # also for an alias inside its own anchor
         raise RecursionError
     if id(node) not in known:
         match node:
@@ -94,7 +100,10 @@ def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """``a.b=c`` sets ``data["a"]["b"]``, ``a.0.b=c`` that of the first of a list; values are read as YAML."""
+    """Apply overrides: ``a.b=c`` sets ``data["a"]["b"]``, ``a.0.b=c`` sets ``b`` of the first entry of a list.
+
+    Values are read as YAML.
+    """
     for text in overrides:
         place, eq, value = text.partition("=")
         if not eq or not place:
@@ -112,17 +121,18 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _inside(node: Any, name: str) -> Any:
-    """The group of that name, created if it is missing; ``None`` if ``node`` cannot have one."""
+    """Return the group of that name, created if it is missing; ``None`` if ``node`` cannot have one."""
     if isinstance(node, list):
         return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
     return node.setdefault(name, {}) if isinstance(node, dict) else None
 
 
 def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix: str = "") -> Model:
-    """Plain data → settings of this class.
+    """Turn plain data into settings of this class.
 
     Raises:
-        ConfigError: one line for the first error, with its place in ``where``, below ``prefix``.
+        ConfigError: If the data are invalid.  The message is one line about the first error, with its place in
+            ``where``, below ``prefix``.
     """
     try:
         return model.model_validate(dict(data))
@@ -131,10 +141,10 @@ def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix:
 
 
 def expand(path: str) -> Path:
-    """The absolute path of a path that users write.
+    """Return the absolute path of a path that a user wrote.
 
     Raises:
-        InputError: it names the home of a user who does not exist.
+        InputError: If it names the home of a user who does not exist.
     """
     try:
         return Path(path).expanduser().absolute()
@@ -143,12 +153,15 @@ def expand(path: str) -> Path:
 
 
 def expand_existing(value: str, reserved: Collection[str]) -> str:
-    """The absolute path where ``value`` names a file or folder; any other value, and a reserved name, as it is."""
+    """Return the absolute path if ``value`` names a file or folder, else ``value`` itself.
+
+    A reserved name is also returned unchanged.
+    """
     return str(expand(value)) if value not in reserved and expand(value).exists() else value
 
 
 def explain_validation(error: ValidationError, where: str, model: type[BaseModel], prefix: str = "") -> str:
-    """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
+    """Return one line for a pydantic error: the place, the fault, and for an unknown key the nearest known one."""
     first = error.errors()[0]
     # pydantic adds the alternatives of a union to the place; users did not write them
     tried = ("literal[", "function-", "ArmConfig", "EngineConfig")
@@ -169,14 +182,14 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class in a field's annotation, such as that of a list's items."""
+    """Return the settings class in a field's annotation, such as that of a list's items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _settings_in(part))), None)
 
 
 def dump(experiment: BaseModel, extra: Mapping[str, Any] | None = None) -> str:
-    """YAML with every default spelled out; ``extra`` goes in as comments above it."""
+    """Write YAML with every default spelled out; ``extra`` is added as comments above it."""
     lines = {key: re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]+", " ", value) for key, value in (extra or {}).items()}
     head = "".join(f"# {key}: {value}\n" for key, value in lines.items())
     return head + yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

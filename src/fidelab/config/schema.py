@@ -27,7 +27,7 @@ from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, 
 from fidelab.core import KVSpec, engine_name, parse_share
 from fidelab.core.errors import UsageError
 
-_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # docker would take a leading dash for a flag
 
 _STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -67,7 +67,7 @@ class EngineConfig(BaseModel):
         return {"name": value} if isinstance(value, str) else value
 
     def all_fields(self) -> dict[str, Any]:
-        """The fields as plain data, also where a bare name would do."""
+        """Return the fields as plain data, also where a bare name would do."""
         return {
             "name": self.name,
             "python": self.python,
@@ -101,7 +101,7 @@ def _as_text(value: Any) -> str:
 
 
 def _dashed(value: Any) -> Any:
-    """Names with dashes, as command lines have them."""
+    """Write names with dashes, as command lines have them."""
     if not isinstance(value, dict):
         return value
     names = [str(key).replace("_", "-") for key in value]
@@ -220,7 +220,7 @@ class Limits(BaseModel):
 
 
 def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of an arm with other values for some; options and variables are replaced one by one."""
+    """Return the fields of an arm with other values for some; options and variables are replaced one by one."""
     maps = {
         key: {**fields[key], **value}
         for key, value in changes.items()

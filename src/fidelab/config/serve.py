@@ -1,12 +1,12 @@
-"""The command line of a server that somebody runs already → the settings of an experiment.
+"""Turn the command line of a server that already runs into the settings of an experiment.
 
 ``vllm serve …``, ``python -m vllm.entrypoints.openai.api_server …``, ``python -m sglang.launch_server …``, ``sglang
 serve …``, ``llama-server …``, the same after ``NAME=value`` or ``docker run … IMAGE``, or a file with such a command.
-It is split into words as a POSIX shell does, and never run by one. Other shell features are refused.
+The command is split into words as a POSIX shell would, and is never run. Other shell features are refused.
 
-The command is the reference; each change, flags and variables as on that command line, is a candidate.  Flags that
-only concern serving, and options that fidelab has to control itself, go into no arm: they are listed with the reason,
-and stand again in the commands that the report shows.
+The command is the reference.  Each change (flags and variables as on that command line) is a candidate.  Flags that
+only concern serving, and options that fidelab must control itself, become part of no arm.  They are listed with the
+reason, and appear again in the commands that the report shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SECRET_REASON = "a secret, which no report may hold; it is left out of the comm
 _SECRET = re.compile(r"(?i).*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*)")
 _SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password")
 
-# What several servers call alike; first match counts.
+# Names that several servers share; the first match counts.
 _IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
     (re.compile("|".join(_SECRET_FLAGS)), _SECRET_REASON),
     (
@@ -99,8 +99,8 @@ class _Dialect:
     """Mapping of a server's flags to options of an arm.
 
     ``short``: flags of one dash → their long names.  ``names``: long names → names in an arm, where these differ.
-    ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag. ``unsaid``: defaults of
-    the server that differ from an arm's.
+    ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag. ``unsaid``: server
+    defaults that differ from an arm's.
     """
 
     native_kv: str
@@ -113,7 +113,7 @@ class _Dialect:
 
 
 def _pairs(words: str) -> dict[str, str]:
-    """``-m model -t threads`` → each flag's long name."""
+    """Map each short flag to its long name, from a text such as ``-m model -t threads``."""
     flags = words.split()
     return dict(zip(flags[::2], flags[1::2], strict=True))
 
@@ -159,7 +159,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "disable-cuda-graph": ("cuda-graph", "off", "on"),
         },
         negates=False,
-        unsaid={"cuda-graph": "on"},  # on CPUs SGLang has none, whatever its flags
+        unsaid={"cuda-graph": "on"},  # SGLang has none on CPUs, whatever its flags
     ),
     "llamacpp": _Dialect(
         native_kv="f16",
@@ -215,8 +215,7 @@ _REFUSED = {
 class _FlagValues:
     """Meaning of flags and variables: fields and options of an arm, and the rest.
 
-    ``words``: what is ignored, as it stands there, without secrets; ``unset``: options and fields that ``--no-NAME``
-    takes back.
+    ``words``: ignored words as written, without secrets; ``unset``: options and fields that ``--no-NAME`` removes.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -231,11 +230,11 @@ class _FlagValues:
 
 @dataclass(frozen=True)
 class Pasted:
-    """A server's command, read.
+    """A parsed server command.
 
-    ``program``: its words before the flags, none where an image starts by itself; ``wrapper``: ``docker run … IMAGE``;
-    ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold; ``file``: where the
-    command stood.
+    ``program``: its words before the flags, none if the image starts the server; ``wrapper``: ``docker run … IMAGE``;
+    ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold; ``file``: the file that
+    held the command.
     """
 
     engine: str
@@ -256,7 +255,7 @@ class Pasted:
         return self.wrapper[-1] if self.wrapper and self.engine in _RUN_IN_IMAGE else None
 
     def settings(self) -> dict[str, Any]:
-        """Plain data of an experiment whose reference this command is; without candidates."""
+        """Return plain data of an experiment with this command as reference, without candidates."""
         fields, dialect = self.said.fields, _DIALECTS[self.engine]
         revision = fields.get("revision")
         kv = _kv(fields, {}, dialect)
@@ -279,11 +278,11 @@ class Pasted:
 
 
 def read_served(text: str, controlled: Controlled) -> Pasted:
-    """A server's command line; ``@FILE`` or the path of a file: what stands there.
+    """Read a server's command line, or the file ``@FILE`` or path that contains it.
 
     Raises:
-        UsageError: no command of a server that fidelab knows, something that only a shell can do, or no model.
-        ConfigError: the file cannot be read.
+        UsageError: If it is not the command of a supported server, needs a shell, or names no model.
+        ConfigError: If the file cannot be read.
     """
     file = text.removeprefix("@").strip()
     where, place = "--serve", None
@@ -318,10 +317,10 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
 
 
 def program_python(pasted: Pasted) -> str | None:
-    """Return the interpreter of the environment that a command's program belongs to, by the script's first line.
+    """Return the interpreter of the environment that a command's program belongs to, from the script's first line.
 
-    ``None`` where the program is not on PATH or no script of Python, is started by an interpreter or in a container, or
-    where a file names it by a path.
+    ``None`` if the program is not on PATH or is not a Python script, if it is started by an interpreter or in a
+    container, or if a file names it by a path.
     """
     name = pasted.program[0] if pasted.program and not pasted.wrapper else ""
     found = shutil.which(name) if pasted.file is None or os.sep not in name else None
@@ -339,12 +338,12 @@ def program_python(pasted: Pasted) -> str | None:
 
 
 def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:
-    """A candidate's settings: flags and variables that replace or add to the pasted command's.
+    """Return a candidate's settings: flags and variables that replace or extend the pasted command's.
 
-    ``NAME=value`` sets a variable, ``--no-NAME`` takes a flag back.
+    ``NAME=value`` sets a variable, ``--no-NAME`` removes a flag.
 
     Raises:
-        UsageError: nothing that an arm could differ in, or no flags.
+        UsageError: If it contains no flags, or nothing in which an arm can differ.
     """
     where = f"--change {text!r}"
     assigned, words = split_command(text, where)
@@ -388,7 +387,7 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
 
 
 def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -> str | None:
-    """The KV format that fields name: one, or keys and values apart."""
+    """Return the KV format that fields name: one for both, or keys and values separately."""
     merged = {**base, **fields}
     if "skip" in merged:
         return f"{merged.get('kv', dialect.native_kv)}[skip-layers={merged['skip']}]"
@@ -404,13 +403,13 @@ def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -
 
 
 def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
-    """Variables before a command, and the command's words, as a POSIX shell would split them.
+    """Return the variables before a command, and its words, as a POSIX shell would split them.
 
     Comments and line ends after a backslash are dropped; lines before the command may set variables (``export
     NAME=value``) and options of the shell (``set -e``).  ``$NAME`` is replaced by this process's variable.
 
     Raises:
-        UsageError: operators, substitutions, several commands, or a quote that is not closed.
+        UsageError: If there are operators, substitutions, several commands, or an unclosed quote.
     """
     assigned: dict[str, str] = {}
     command: list[str] = []
@@ -431,7 +430,7 @@ def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
         command = words
     assigned = {name: value if _SECRET.fullmatch(name) else _expanded(value, where) for name, value in assigned.items()}
     secret = False
-    for n, word in enumerate(command):  # a secret is dropped; what it is named after need not exist here
+    for n, word in enumerate(command):  # a secret is dropped; the variable that it is read from need not exist here
         name, _, value = word.lstrip("-").partition("=")
         is_secret = secret or name in _SECRET_FLAGS or (name.isidentifier() and _SECRET.fullmatch(name) is not None)
         command[n] = word if is_secret else _expanded(word, where)
@@ -440,10 +439,10 @@ def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
 
 
 def _logical_lines(text: str, where: str) -> list[str]:
-    """The lines of a command, those that a backslash continues joined, without comments.
+    """Return the lines of a command without comments; lines continued by a backslash are joined.
 
     Raises:
-        UsageError: something outside of quotes that a shell would act on.
+        UsageError: If there is anything outside of quotes that a shell would interpret.
     """
     lines, line, quote, at = list[str](), "", "", 0
     text = text.replace("\r\n", "\n")
@@ -479,15 +478,15 @@ def _logical_lines(text: str, where: str) -> list[str]:
 
 
 def _continued(before: str, line: str) -> bool:
-    """True if a comment is on a separate line, in the middle of a command."""
+    """Return whether a comment is on a separate line, in the middle of a command."""
     return not before.rpartition("\n")[2].partition("#")[0].strip() and bool(line.strip())
 
 
 def _expanded(word: str, where: str) -> str:
-    """A word with ``~`` and ``$NAME`` replaced as a shell does.
+    """Replace ``~`` and ``$NAME`` in a word as a shell does.
 
     Raises:
-        UsageError: the variable is not set, or holds a secret.
+        UsageError: If the variable is not set, or holds a secret.
     """
 
     def value(match: re.Match[str]) -> str:
@@ -506,7 +505,7 @@ def _expanded(word: str, where: str) -> str:
 
 
 def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str], list[str]]:
-    """The words of the program, those after it, and those of ``docker run`` where it is used."""
+    """Return the words of the program, the words after it, and those of ``docker run`` if it is used."""
     match [Path(word).name if n == 0 else word for n, word in enumerate(words)]:
         case ["docker" | "podman" | "nerdctl", "run", *_]:
             return list(words[:2]), list(words[2:]), list(words[:2])
@@ -578,7 +577,7 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
         if flag in ("-e", "--env"):
             name, written, text = value.partition("=")
             if _SECRET.fullmatch(name):
-                kept += ["-e", name]  # its value is then that of the environment in which the command is given
+                kept += ["-e", name]  # without a value, it is taken from the environment of the command
             if written or name in os.environ:
                 env[name] = text if written else os.environ[name]
             continue
@@ -607,7 +606,10 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
 
 
 def move_folders(text: str, folders: Mapping[str, str]) -> str:
-    """A path, or a text with paths in it, with some folders replaced by others: those of an image by those here."""
+    """Replace folders in a path, or in a text that contains paths.
+
+    ``folders`` maps a folder in the image to the folder on this machine.
+    """
     if not folders:
         return text
     names = "|".join(re.escape(folder) for folder in sorted(folders, key=len, reverse=True))
@@ -637,7 +639,7 @@ def _flags(
     *,
     positional: bool,
 ) -> _FlagValues:
-    """Meaning of the flags of an engine's server; ``base``: options of the command that they change."""
+    """Return the meaning of the flags of an engine's server; ``base``: options of the command that they change."""
     dialect, said = _DIALECTS[engine], _FlagValues()
     reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
     for flag, name, values in _split_flags(words, dialect):
@@ -653,7 +655,7 @@ def _flags(
 
 
 def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str, str, list[str]]]:
-    """Each flag as it is written, its long name, and its values; no flag: a word that belongs to none."""
+    """Yield each flag as written, its long name, and its values; a word of no flag has none."""
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -689,7 +691,7 @@ def _apply_flag(
     name: str,
     values: list[str],
 ) -> None:
-    """Enter one flag where it belongs."""
+    """Store one flag where it belongs."""
     negated = name.startswith("no-") and not values
     plain = name.removeprefix("no-") if negated else name
     head, _, inner = plain.partition(".")
@@ -731,7 +733,7 @@ def _unimportant(name: str) -> str | None:
 
 
 def _with_leaf(text: str, place: str, value: str) -> str:
-    """JSON with one more value: ``--speculative-config.method ngram``."""
+    """Add one value to JSON: ``--speculative-config.method ngram``."""
     try:
         leaf: Any = json.loads(value)
     except ValueError:

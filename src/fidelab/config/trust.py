@@ -1,9 +1,9 @@
 """Actions of a settings file that need permission: start a program, send a key, read files in other folders.
 
-Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
-refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
-once, and every file that fidelab writes for a run of this user, is remembered by a hash of its content and of the paths
-that it leads to from the current folder.  The content of programs and shims is not part of it.
+The user of a file need not be its author.  The requests of such a file are listed, and refused unless the user gives
+the same words as flags or names the file by ``--trust FILE``.  A file that was trusted once, and every file that
+fidelab writes for a run of this user, is remembered by a hash of its content and of the paths that it leads to from the
+current folder.  The content of programs and shims is not part of it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fidelab.core.errors import ConfigError, InputError, UsageError
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
 
-_TRUST_FILE = "trusted-files"  # in the user's state: per line a hash and the file that had it
+_TRUST_FILE = "trusted-files"  # in the user's state: a hash and its file per line
 _COMMANDS = ("python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
@@ -47,10 +47,10 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Demand:
-    """One thing that a file asks for.
+    """One action that a file asks for.
 
-    ``key`` and ``value``: as files and flags have them.  ``what``: the consequence, in words.  ``target``: the path or
-    the host that is meant, where the value alone does not say.
+    ``key`` and ``value``: as in files and flags.  ``what``: the consequence, in words.  ``target``: the path or host,
+    if the value does not name it.
     """
 
     key: str
@@ -66,8 +66,8 @@ class Demand:
 class Trust:
     """Permissions given on the command line.
 
-    ``files``: trusted ones, or their folders.  ``words``: key and value of what a file may ask for, too; with
-    ``exact``, a word that the file does not ask for is a mistake.
+    ``files``: trusted files, or their folders.  ``words``: keys and values that a file may also ask for.  With
+    ``exact``, a word that the file does not ask for is an error.
     """
 
     files: Sequence[Path] = ()
@@ -76,16 +76,16 @@ class Trust:
 
 
 def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust: Trust | None = None) -> None:
-    """Refuse what a file asks for unasked; nothing of it has been run or read before.
+    """Refuse a file that asks for actions without permission, before anything of it is run or read.
 
     Args:
-        settings: as they would run, overrides of the command line included.
+        settings: the settings as they would run, with overrides of the command line.
         written: the file's own content.
-        file: where it lies; what lies in its folder, too, may be read.
+        file: the path of the file; other files in its folder may also be read.
 
     Raises:
-        ConfigError: it asks for something and is not trusted; lists everything.
-        UsageError: a flag names something that this file does not ask for (``trust.exact``).
+        ConfigError: If it asks for something and is not trusted.  The message lists everything.
+        UsageError: If a flag names something that this file does not ask for (``trust.exact``).
     """
     trust = trust or Trust()
     asked = [demand for demand in demands(settings) if (demand.key, demand.value) not in trust.words]
@@ -97,12 +97,14 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
 
 
 def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
-    """Refuse what a server's command in a file asks for unasked; ``pasted``: the settings that were made of it.
+    """Refuse a server's command in a file if it asks for actions without permission.
+
+    ``pasted``: the settings made from the command.
 
     Its words appear in the report's commands. They need no permission, since the user named the file as a command.
 
     Raises:
-        ConfigError: as :func:`check_trust`.
+        ConfigError: As :func:`check_trust`.
     """
     engine = pasted["engine"]
     asked = [
@@ -133,10 +135,10 @@ def load_trusted(
 ) -> Settings:
     """Read a settings file with ``a.b=c`` overrides and check that it is trusted.
 
-    ``files``: those that the person named by ``--trust``.  ``read``: makes settings of plain data, given their place.
+    ``files``: the files named by ``--trust``.  ``read``: turns plain data into settings, given their place.
 
     Raises:
-        ConfigError: as :func:`~fidelab.config.experiment.load`, and as :func:`check_trust`.
+        ConfigError: As :func:`~fidelab.config.experiment.load` and :func:`check_trust`.
     """
     written = read_yaml(file)
     data = deepcopy(written)
@@ -154,14 +156,14 @@ def remember(settings: Experiment | CrossEngine, written: str | Mapping[str, Any
 
 
 def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) -> None:
-    """Refuse a file that fidelab did not write for this user; ``what``: what it may do, in words.
+    """Refuse a file that fidelab did not write for this user; ``what``: its possible actions, in words.
 
     Args:
-        content: of the file, as it will be used.
-        files: those that the person named by ``--trust``, or their folders.
+        content: content of the file, as it will be used.
+        files: the files named by ``--trust``, or their folders.
 
     Raises:
-        ConfigError: it is not remembered (:func:`trust_content`), and not trusted.
+        ConfigError: If the file is neither remembered (:func:`trust_content`) nor trusted.
     """
     known = digest(content)
     if known in _trusted_digests():
@@ -176,12 +178,12 @@ def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) 
 
 
 def trust_content(file: Path, content: bytes) -> None:
-    """Trust this content, which fidelab itself writes for this user to ``file``."""
+    """Trust this content, which fidelab itself writes to ``file`` for this user."""
     _note(digest(content), file)
 
 
 def _override_pairs(overrides: Sequence[str]) -> set[tuple[str, str]]:
-    """Key and value of everything that ``a.b=c`` overrides say, arms in one line included."""
+    """Return key and value of every ``a.b=c`` override, including those of arms in one line."""
     pairs: set[tuple[str, str]] = set()
     for text in overrides:
         place, _, value = text.partition("=")
@@ -211,7 +213,9 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def demands(settings: Asking) -> list[Demand]:
-    """Programs, shims, code of a hub, keys and files that these settings name, each once; a preset's variables, too."""
+    """Return each program, shim, hub code, key and file that these settings name, once; also in a preset's
+    variables.
+    """
     found: list[Demand] = []
     if isinstance(settings, Preset):
         for key, value in settings.serve.items():
@@ -262,7 +266,7 @@ def _option(key: str, value: str) -> Iterator[Demand]:
 
 
 def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], Mapping[str, str]]]:
-    """Engine, options and variables of every arm."""
+    """Yield engine, options and variables of every arm."""
     if isinstance(settings, CrossEngine):
         yield from ((line.engine, line.engine_args, {}) for line in settings.engines)
         return
@@ -287,7 +291,7 @@ def _programs(engine: EngineConfig) -> Iterator[Demand]:
 
 
 def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) -> Iterator[Demand]:
-    with contextlib.suppress(OSError, ValueError, InputError):  # no path at all
+    with contextlib.suppress(OSError, ValueError, InputError):  # not a path
         path = expand(value)
         if exists(path):
             where = "" if str(path.resolve()) == value else f" ({str(path.resolve())!r})"
@@ -295,14 +299,14 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
 
 
 def _inside(demand: Demand, file: Path) -> bool:
-    """True if the demand is a file that lies in the settings file's own folder."""
+    """Return whether the demand is a file in the settings file's own folder."""
     if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY):
         return False
     return Path(demand.target).is_relative_to(_place(file.parent))
 
 
 def _place(path: Path) -> Path:
-    """Target of a path, without links and dots."""
+    """Return the target of a path, without links and dots."""
     try:
         return path.expanduser().resolve()
     except (OSError, RuntimeError):  # a loop of links; the home of a user who does not exist
@@ -313,7 +317,7 @@ def _place(path: Path) -> Path:
 
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
-    """Hash of a file's content and of the targets of its words, which depend on the working folder."""
+    """Return the hash of a file's content and of the targets of its words, which depend on the working folder."""
     led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _OUTPUT_KEYS)
     return digest(repr(dict(written)), *sorted(led))
 
@@ -330,7 +334,7 @@ def _trusted_digests() -> set[str]:
 
 
 def _note(known: str, file: Path) -> None:
-    """Append a hash; where that cannot be written, the person is asked again next time."""
+    """Append a hash; if that fails, the user is asked again next time."""
     if known in _trusted_digests():
         return
     with contextlib.suppress(OSError, RuntimeError):

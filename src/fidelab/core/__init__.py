@@ -1,6 +1,6 @@
-"""Shared nouns: arms, KV specs, statuses.  Standard library only.
+"""Shared basic types: arms, KV specs, statuses.  Standard library only.
 
-All records are frozen and have a canonical JSON form: captures are looked up by the fingerprints of these records, in
+All records are frozen and have a canonical JSON form.  Captures are looked up by the fingerprints of these records, in
 this process and in engine processes of other environments.
 """
 
@@ -38,23 +38,23 @@ class Status(StrEnum):
 
 
 class Estimator(StrEnum):
-    """Source of a next-token distribution, best first. See docs/metrics.md#estimators."""
+    """Source of a next-token distribution, in order of quality. See docs/metrics.md#estimators."""
 
     HIDDEN = "hidden"
     LOGPROBS = "logprobs"
     TOPK = "topk"
 
 
-_LONGEST_SLUG = 60  # three of them and two digests make a folder's name; file systems allow 255 bytes
+_LONGEST_SLUG = 60  # a folder's name has three of them and two digests; file systems allow 255 bytes
 
 
 def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal records give equal text."""
+    """Return JSON with sorted keys and no spaces, so that equal records give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def digest(*parts: bytes | str) -> str:
-    """SHA-256 over the parts, each preceded by its length, as hexadecimal text."""
+    """Return the SHA-256 over the parts, each preceded by its length, as hexadecimal text."""
     h = hashlib.sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part
@@ -64,13 +64,16 @@ def digest(*parts: bytes | str) -> str:
 
 
 def slug(text: str) -> str:
-    """A file name for a text: of an absolute path the last part, ``_`` for other characters, at most 60 characters."""
+    """Return a file name for a text, with ``_`` for other characters and at most 60 characters.
+
+    Of an absolute path, only the last part is used.
+    """
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
 
 
 def cache_dir() -> Path:
-    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
+    """Return ``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
     folder = os.environ.get("FIDELAB_CACHE")
     if folder:
         return Path(folder).expanduser().absolute()
@@ -78,15 +81,15 @@ def cache_dir() -> Path:
 
 
 def state_dir() -> Path:
-    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: folder of this user's state.
+    """Return the folder of this user's state: ``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``.
 
-    The cache may be a folder that several users share.
+    Unlike this folder, the cache may be shared by several users.
     """
     return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fidelab"
 
 
 def finite(value: Any) -> Any:
-    """Plain data as strict JSON can hold it: NaN and infinities become ``None``, tuples lists."""
+    """Return plain data for strict JSON: NaN and infinities become ``None``, tuples become lists."""
     match value:
         case Mapping():
             return {key: finite(item) for key, item in value.items()}
@@ -99,14 +102,14 @@ def finite(value: Any) -> Any:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The bytes of a regular file.  A pipe or a device, which may never end, is not opened.
+    """Return the bytes of a regular file.  Pipes and devices, which may never end, are not opened.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
+        OSError: If the file cannot be read, is not a regular file, or has more than ``most`` bytes.
     """
     try:
         kind = path.stat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a folder says what is wrong with it
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a folder raises the right error
             raise OSError(errno.EINVAL, "a pipe or a device, where a regular file is expected", str(path))
         with path.open("rb") as file:
             raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -119,7 +122,7 @@ def read_file(path: Path, most: int) -> bytes:
     return raw
 
 
-_MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # of JSON: what is deeper or larger than anything that is written
+_MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # limits of JSON: deeper or larger than any file that is written
 _LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -130,16 +133,17 @@ def strict_json(
     half_pairs: bool = False,
     most_values: int | None = None,
 ) -> Any:
-    """The value of a JSON text that may come from anybody.
+    """Return the value of a JSON text that may come from anybody.
 
     Args:
         not_finite: maps NaN and the infinities to their replacement; they are refused by default.
         half_pairs: whether texts may hold half of a surrogate pair, which UTF-8 cannot encode.
-        most_values: bound of the number of values, where a text of many short ones would need too much memory.
+        most_values: limit of the number of values, since many short values need too much memory.
 
     Raises:
-        ValueError: not UTF-8, not JSON, a number that is not finite, a whole number beyond 64 bits, half a surrogate
-            pair, more than 64 levels, more than a million lists and objects, or more than ``most_values`` values.
+        ValueError: If the text is not UTF-8 or not JSON, or has a number that is not finite, a whole number beyond 64
+            bits, half a surrogate pair, more than 64 levels, more than a million lists and objects, or more than
+            ``most_values`` values.
     """
 
     def refuse(text: str) -> Any:
@@ -179,10 +183,10 @@ _SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[km
 
 
 def parse_bytes(text: str) -> float:
-    """``80G`` and ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9`` → bytes.
+    """Parse a size in bytes: ``80G`` or ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9``.
 
     Raises:
-        UsageError: it is not a size above 0.
+        UsageError: If the text is not a size above 0.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or not 0 < float(match["number"]) < math.inf:
@@ -192,10 +196,10 @@ def parse_bytes(text: str) -> float:
 
 
 def parse_share(value: Any) -> Any:
-    """``"1%"`` and ``"0.01"`` are the same share; values other than text are returned unchanged.
+    """Parse a share: ``"1%"`` equals ``"0.01"``.  Values other than text are returned unchanged.
 
     Raises:
-        ValueError: it is not a number.
+        ValueError: If the text is not a number.
     """
     if not isinstance(value, str):
         return value
@@ -213,7 +217,7 @@ def cache_parameter(model: Any) -> str:
     ``**kwargs``, a name that it does not list is dropped without a warning, and the model runs without a cache.
 
     Raises:
-        NotSupportedError: ``forward`` lists none of these names.
+        NotSupportedError: If ``forward`` lists none of these names.
     """
     parameters = inspect.signature(model.forward).parameters
     for name in _CACHE_PARAMETERS:
@@ -225,23 +229,24 @@ def cache_parameter(model: Any) -> str:
 
 
 def engine_name(text: str) -> str:
-    """An engine's own name: ``llama.cpp`` → ``llamacpp``, ``transformers`` → ``hf``; any other stays."""
+    """Return an engine's own name: ``llamacpp`` for ``llama.cpp``, ``hf`` for ``transformers``, else the same name."""
     return {"llama.cpp": "llamacpp", "transformers": "hf"}.get(text.lower(), text)
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    """Return the number of CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that let threads sleep soon after they begin to wait, OpenMP's and OpenBLAS's, but those that are set.
+    """Return variables that let waiting threads of OpenMP and OpenBLAS sleep soon, without those that are already set.
 
-    Threads that spin fall to a tenth of their speed as soon as anything else wants a core.  Threads that sleep at once
-    lose as much between the many small operations of a decoded token (llama.cpp on two idle cores: 35 ms instead of
-    12), which is why GNU's library may look 1,000 times, some ten microseconds, before it lets a thread sleep.  Those
-    of OpenBLAS look for 2²⁶ cycles by default, and take a core from the comparison of rows that follows a product.
+    Threads that spin fall to a tenth of their speed as soon as another process needs a core.  Threads that sleep at
+    once lose as much between the many small operations of a decoded token (llama.cpp on two idle cores: 35 ms instead
+    of 12).  GNU's library may therefore check 1,000 times, for some ten microseconds, before it lets a thread sleep.
+    Threads of OpenBLAS spin for 2²⁶ cycles by default, and take a core from the comparison of rows that follows a
+    product.
     """
     libraries = ({"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}, {"OPENBLAS_THREAD_TIMEOUT": "20"})
     return {name: of[name] for of in libraries if not of.keys() & environment.keys() for name in of}
@@ -265,10 +270,10 @@ class FormatSpec(AsText):
     def parse(cls, text: str, whole: str = "") -> FormatSpec:
         """Read ``name`` or ``name[key=value,…]``; a value may itself be a list: ``skip=0,29``.
 
-        ``whole``: what errors quote, where the text is part of something.
+        ``whole``: the text that errors quote, if ``text`` is only a part of it.
 
         Raises:
-            UsageError: the text does not have that form.
+            UsageError: If the text does not have that form.
         """
         match = _FORMAT.match(text.strip())
         if match is None:
@@ -290,7 +295,7 @@ class FormatSpec(AsText):
         return cls(match["name"], tuple(sorted((key, ",".join(values)) for key, values in options.items())))
 
     def without(self, *keys: str) -> FormatSpec:
-        """The same format without some options."""
+        """Return the same format without these options."""
         return FormatSpec(self.name, tuple(pair for pair in self.options if pair[0] not in keys))
 
     def __str__(self) -> str:
@@ -315,10 +320,10 @@ class KVSpec:
     def parse(cls, text: str) -> KVSpec:
         """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,4-29]``.
 
-        Names are not checked here: only the engine knows which it has.
+        Names are not checked here, because only the engine knows its formats.
 
         Raises:
-            UsageError: the text does not have that form.
+            UsageError: If the text does not have that form.
         """
         label = text.strip()
         sides = label.split("/")
@@ -330,7 +335,7 @@ class KVSpec:
 
     @property
     def same(self) -> bool:
-        """K and V are of one format."""
+        """Whether K and V have the same format."""
         return self.k == self.v
 
     @property
@@ -340,7 +345,7 @@ class KVSpec:
         return (str(self.k) if self.same else f"{self.k}/{self.v}") + skipped
 
     def content(self) -> dict[str, Any]:
-        """Meaning of the spec without the label: the part that fingerprints see."""
+        """The spec without its label, as fingerprints see it."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
 
 
@@ -352,7 +357,7 @@ def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
 
 
 def _layers(item: str, whole: str) -> range:
-    """``7``, or ``0-6`` with both ends."""
+    """Parse ``7``, or ``0-6`` with both ends."""
     match = _LAYERS.match(item)
     first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
     if not first <= last < _MAX_LAYERS:
@@ -365,11 +370,11 @@ def _layers(item: str, whole: str) -> range:
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing that can be run: engine + model + KV spec + engine options.
+    """One configuration to run: engine, model, KV spec and engine options.
 
-    ``weights`` is the hash of the checkpoint's content, ``model`` the name a user knows it by and ``path`` where
-    it lies on this machine; the fingerprint sees only the hash.  ``env``: environment variables of its process alone.
-    ``draft``: where the model lies that drafts for it, which the options name.
+    ``weights`` is the hash of the checkpoint's content, ``model`` its name for the user, and ``path`` its location on
+    this machine; the fingerprint sees only the hash.  ``env``: environment variables of its own process. ``draft``:
+    path of its draft model, which the options name.
     """
 
     name: str
@@ -386,7 +391,9 @@ class Arm:
     draft: str = field(default="", metadata=OMIT)
 
     def fingerprint(self) -> str:
-        """SHA-256 of what the arm computes: neither its name nor the location of its files."""
+        """SHA-256 of everything that affects the arm's output; neither its name nor the location of its files
+        counts.
+        """
         return digest(
             canonical_json(
                 {
@@ -405,7 +412,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Speculation:
-    """Speculative decoding of an arm: ``method`` in the engine's own word, at most ``tokens`` in one draft.
+    """Speculative decoding of an arm: the engine's name of the ``method``, and at most ``tokens`` in one draft.
 
     ``lookup``: lengths of the shortest and the longest n-gram that is looked up in the text so far, without a model;
     ``draft``: the name of the model that drafts; ``options``: the names of the arm's options for this.
@@ -419,10 +426,11 @@ class Speculation:
 
 
 def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequence[int]:
-    """The draft of prompt lookup: at most ``most`` tokens that followed the end of ``tokens`` before; or none.
+    """Return the draft of prompt lookup: at most ``most`` tokens that followed an earlier copy of the text's end.
 
-    ``lookup``: the longest n-gram that ends the text and occurs in it earlier counts, of these lengths, and of its
-    occurrences the first.  They may overlap.  (Saxena, Prompt Lookup Decoding, 2023; vLLM's method ``ngram``.)
+    ``lookup``: shortest and longest n-gram.  The longest n-gram that ends the text and occurs in it earlier counts, at
+    its first occurrence; both may overlap.  Without one, the draft is empty.  (Saxena, Prompt Lookup Decoding, 2023;
+    vLLM's method ``ngram``.)
     """
     shortest, longest = lookup
     for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):

@@ -43,7 +43,7 @@ class FidelabError(Exception):
 
 
 class UsageError(FidelabError):
-    """A flag, a name or a combination of settings that cannot be."""
+    """A flag, a name or a combination of settings is invalid."""
 
 
 class UnknownNameError(UsageError):
@@ -60,7 +60,7 @@ class UnknownNameError(UsageError):
 
 
 class ConfigError(FidelabError):
-    """A settings file that is not what it should be; the message names the place."""
+    """A settings file is invalid; the message names the place."""
 
 
 class InputError(FidelabError):
@@ -100,5 +100,5 @@ class OutputError(FidelabError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """All known names, the most similar to ``name`` first, ties in alphabetical order."""
+    """Return all known names, the most similar to ``name`` first, ties in alphabetical order."""
     return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))

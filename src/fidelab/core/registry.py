@@ -1,8 +1,8 @@
-"""Name → object, imported on first use; optional packages, and the extra that installs each.
+"""Registries of objects by name, imported on first use; optional packages, and the extra that installs each.
 
-Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a
-third-party package adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
-``fidelab.benches``, ``fidelab.formats``).
+Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a third-party package
+adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``, ``fidelab.benches``,
+``fidelab.formats``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from fidelab.core.errors import MissingPackageError, UnknownNameError
 
-# package → its name for people, the extra of fidelab that installs it
+# package → its display name, the extra of fidelab that installs it
 _EXTRAS = {
     "accelerate": ("Accelerate", "hf"),
     "llama_cpp": ("llama-cpp-python", "llamacpp"),
@@ -47,14 +47,14 @@ class Registry:
         return [*self._table]
 
     def names(self) -> list[str]:
-        """All names: the built-in ones in table order, then third-party ones in alphabetical order."""
+        """Return all names: the built-in ones in table order, then third-party ones in alphabetical order."""
         return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]
 
     def load(self, name: str) -> Any:
-        """The object called ``name``.
+        """Return the object called ``name``, importing its module.
 
         Raises:
-            UnknownNameError: no table and no entry point has this name.
+            UnknownNameError: If no table and no entry point has this name.
         """
         target = self._table.get(name) or _foreign(self.group).get(name)
         if target is None:
@@ -75,10 +75,10 @@ def _foreign(group: str | None) -> dict[str, str]:
 def require(module: str, user: str = "this command") -> Any:
     """Import ``module`` of an optional package and return it.
 
-    ``user``: what needs it, the subject of the message.
+    ``user``: the feature that needs it, the subject of the message.
 
     Raises:
-        MissingPackageError: the package, or an optional package that it imports, is not installed.
+        MissingPackageError: If the package, or an optional package that it imports, is not installed.
     """
     try:
         return import_module(module)
@@ -89,7 +89,7 @@ def require(module: str, user: str = "this command") -> Any:
 
 
 def missing_package(error: ImportError, user: str = "this command") -> MissingPackageError | None:
-    """Return the line for a failed import of an optional package; ``None`` for any other import."""
+    """Return the message for a failed import of an optional package; ``None`` for any other import."""
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in _EXTRAS:
         return None
@@ -101,14 +101,14 @@ def late(module: str) -> Any:
     """Return a stand-in for ``module`` of an optional package, which is imported when an attribute is first read.
 
     Raises:
-        MissingPackageError: on first use, if the package is not installed.
+        MissingPackageError: On first use, if the package is not installed.
     """
     return _Late(module)
 
 
 class _Late(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by tools that look at modules, not by code that uses this one
+        if name.startswith("__"):  # read by tools that inspect modules, not by code that uses this one
             raise AttributeError(name)
         value = getattr(require(self.__name__), name)
         setattr(self, name, value)  # the next look-up is an ordinary one

@@ -11,10 +11,10 @@ from fidelab.core.serial import OMIT, fits
 
 @dataclass(frozen=True)
 class Observed:
-    """Coverage of a process by the proof of engagement: pairs (observed, all); ``None`` where not counted.
+    """Coverage of a process by the proof of engagement: pairs (observed, all), or ``None`` if not counted.
 
     Attributes:
-        layers: with the asked format, whose content was compared with what was written.
+        layers: layers with the requested format whose content was compared with the written keys and values.
         prefills, steps: forwards that read several tokens of a sequence, and decode steps.
     """
 
@@ -25,7 +25,7 @@ class Observed:
 
 @dataclass
 class RuntimeInfo:
-    """Runtime facts from the engine's own objects. ``None`` where the engine does not report them.
+    """Runtime facts from the engine's own objects. Values are ``None`` if the engine does not report them.
 
     Attributes:
         k_format, v_format: formats that the cache was seen to store.
@@ -54,7 +54,7 @@ class RuntimeInfo:
     more: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """Plain data for messages and manifests."""
+        """Return plain data for messages and manifests."""
         fields = {key: value for key, value in self.__dict__.items() if key != "more"}
         return {**fields, **self.more}
 
@@ -74,7 +74,7 @@ _MORE: Mapping[str, Any] = {
 
 
 def invalid_runtime_fields(ran: Mapping[str, Any]) -> Iterator[str]:
-    """Fields of a record of what ran that are not what they should be; further ones may be anything."""
+    """Yield the invalid fields of a record of runtime facts; unknown fields may have any value."""
     for name, kind in {**get_type_hints(RuntimeInfo), **_MORE}.items():
         if name not in ran:
             continue

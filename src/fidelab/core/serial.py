@@ -1,9 +1,9 @@
-"""Typed dataclasses as plain JSON data and back, by their type hints.  Standard library alone.
+"""Typed dataclasses as plain JSON data and back, by their type hints.  Standard library only.
 
 A field is written in the form of its hint: dataclasses and mappings as objects, ``tuple[tuple[str, X], ...]`` as an
 object with sorted names, other tuples as lists, an :class:`AsText` as its text.  Fields with metadata :data:`OMIT` are
-left out where they have their default.  Data may come from another process or from anybody, so reading checks every
-field.  Files whose schema is public are read by pydantic models (``results/``, ``config/``) instead.
+left out if they have their default.  Data may come from another process or from anybody, so reading checks every field.
+Files whose schema is public are read by pydantic models (``results/``, ``config/``) instead.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class AsText:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of ``str``.
+        """Parse the text that ``str`` returns.
 
         Raises:
-            UsageError: the text has another form.
+            UsageError: If the text has another form.
         """
         raise NotImplementedError
 
@@ -61,20 +61,20 @@ def to_json(value: Any, kind: Any = None) -> Any:
 def from_json(kind: type[_T], data: Any, at: str = "") -> _T:
     """Return the value of a type whose plain form is ``data``; the inverse of :func:`to_json`.
 
-    Numbers are finite, at least 0 and below 2^63: those of records are sizes, counts and seconds.
+    Numbers must be finite, at least 0 and below 2^63, because they are sizes, counts and seconds.
 
     Args:
-        at: where the data stands, for messages.
+        at: place of the data, for messages.
 
     Raises:
-        ValueError: the data do not have this form; names the field.
+        ValueError: If the data do not have this form.  The message names the field.
     """
     found: _T = _read(kind, data, at or getattr(kind, "__name__", "it"))
     return found
 
 
 def fits(data: Any, kind: Any) -> bool:
-    """True if plain data is the form of a type."""
+    """Return whether plain data has the form of a type."""
     try:
         _read(kind, data, "")
     except ValueError:
@@ -134,7 +134,7 @@ def _dataclass(kind: Any, data: Mapping[str, Any], at: str) -> Any:
 
 
 def _key(kind: Any, key: str, at: str) -> Any:
-    """A name of an object; numbers are written as text there."""
+    """Return the name of an object's entry; numbers are written as text there."""
     if kind is int:
         if not key.isdecimal():
             raise ValueError(f"{at} has a name that is not a number: {key!r:.60}")
@@ -148,7 +148,7 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
 
 
 def _is_pairs(kind: Any) -> bool:
-    """True if a type is ``tuple[tuple[str, X], ...]``."""
+    """Return whether a type is ``tuple[tuple[str, X], ...]``."""
     parts = get_args(kind) if get_origin(kind) is tuple else ()
     return len(parts) == 2 and parts[1] is ... and get_origin(parts[0]) is tuple and get_args(parts[0])[:1] == (str,)
 

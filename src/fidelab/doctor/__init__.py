@@ -1,8 +1,8 @@
 """``fidelab doctor``: what works on this machine, what does not, and what to do about it.
 
-It is asked when something is missing or broken, so importing this room needs the standard library alone:
-everything else is imported while it is examined, and whatever that raises becomes a :class:`DoctorCheck`.
-``python -m fidelab.doctor`` works even where the command line's own packages do not.
+It runs when something is missing or broken, so importing this package needs only the standard library.  Everything else
+is imported during the examination, and any exception becomes a :class:`DoctorCheck`. ``python -m fidelab.doctor`` works
+even where the command line's own packages do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Diagnosis:
 
     @property
     def ready(self) -> bool:
-        """True if nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
+        """Whether nothing blocks :data:`MAIN_JOB`, or the other job in question."""
         return not self.reasons
 
     @property
@@ -39,11 +39,11 @@ class Diagnosis:
         return [f"{check.label}: {check.detail}" for check in self.checks if check.blocks]
 
     def record(self) -> dict[str, Any]:
-        """Plain data, schema ``fidelab.doctor/0``.
+        """Return the diagnosis as plain data, schema ``fidelab.doctor/0``.
 
         ``{"schema": str, "checks": [{"name": str, "group": str, "status": "ok" | "warning" | "missing" | "broken",
         "detail": str, "remedy": str | null}], "ready": bool, "reasons": [str]}``.  Groups: python, packages, devices,
-        folders, models, engines, "KV formats (ENGINE)", axes, system; "fidelab" where fidelab itself is damaged.
+        folders, models, engines, "KV formats (ENGINE)", axes, system; "fidelab" if fidelab itself is damaged.
         """
         return {
             "schema": "fidelab.doctor/0",
@@ -58,14 +58,14 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
 
     Only the engines' answers are written, into the cache. ``trial``: also let each engine prefill and decode with each
     of its KV formats, in separate processes. That takes minutes. Failures are kept with their logs, and runs refuse
-    these formats.  ``say`` gets a line for each format that is tried.
+    these formats.  ``say`` receives a line for each format.
     """
     from fidelab.doctor import machine, parts, software
 
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(io.StringIO()))  # packages talk while they are imported
+        stack.enter_context(redirect_stdout(io.StringIO()))  # packages print while they are imported
         stack.enter_context(redirect_stderr(io.StringIO()))
-        answers = stack.enter_context(parts.query_engines())  # meanwhile
+        answers = stack.enter_context(parts.query_engines())  # in the meantime
         packages = software.packages()
         unusable = {check.name for check in packages if check.status != "ok"}
         return Diagnosis(
@@ -86,9 +86,9 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
 
 
 def examine_machine() -> Diagnosis:
-    """Driver, GPUs, whether these reach each other, and versions known to be bad; ready where none of these is here.
+    """Check the driver, the GPUs, the links between them, and versions known to be bad.
 
-    Raises for nothing that it finds, and writes nothing.
+    The machine is ready if it has none of these versions.  Nothing is raised for a finding, and nothing is written.
     """
     from fidelab.doctor.system import examine_system
 

@@ -1,4 +1,4 @@
-"""``python -m fidelab.doctor``: the examination without the command line, on the standard library alone."""
+"""``python -m fidelab.doctor``: the examination without the command line, with only the standard library."""
 
 from __future__ import annotations
 

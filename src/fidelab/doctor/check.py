@@ -10,9 +10,9 @@ from fidelab.core.errors import FidelabError
 from fidelab.results.numbers import one_line
 
 Finding = Literal["ok", "warning", "missing", "broken"]
-CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise
+CAUGHT = (Exception, SystemExit)  # exceptions that the import of a foreign package may raise
 
-_MAX_MESSAGE_CHARS = 160  # characters of somebody else's message
+_MAX_MESSAGE_CHARS = 160  # characters of a foreign message
 _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 
 
@@ -20,8 +20,8 @@ _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 class DoctorCheck:
     """One finding: subject, status and advice.
 
-    ``missing`` is not there, ``broken`` is there and does not work (too old counts), ``warning`` works with a
-    reservation.  ``needed``: the main job needs it.
+    ``missing`` means that the subject is absent, ``broken`` that it does not work (or is too old), and ``warning`` that
+    it works with a reservation.  ``needed``: whether the main job needs it.
     """
 
     name: str
@@ -33,21 +33,24 @@ class DoctorCheck:
 
     @property
     def blocks(self) -> bool:
-        """True if the main job cannot run because of it."""
+        """Whether the main job cannot run because of this finding."""
         return self.needed and self.status in ("missing", "broken")
 
     @property
     def label(self) -> str:
-        """The name with what it is a name of: ``engine hf``."""
+        """The name with its kind, such as ``engine hf``."""
         return _KINDS.get(self.group.partition(" (")[0], "") + self.name
 
     def record(self) -> dict[str, Any]:
-        """Plain data; ``needed`` shows in the whole diagnosis only."""
+        """Return plain data; only the whole diagnosis shows ``needed``."""
         return {key: getattr(self, key) for key in ("name", "group", "status", "detail", "remedy")}
 
 
 def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed: bool = False) -> DoctorCheck:
-    """Findings of ``examine``. An exception is a finding too, which blocks the main job only where ``needed``."""
+    """Return the findings of ``examine``.
+
+    An exception is also a finding, which blocks the main job only if ``needed``.
+    """
     try:
         return examine()
     except CAUGHT as error:
@@ -55,7 +58,7 @@ def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed
 
 
 def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> list[DoctorCheck]:
-    """The checks of a whole section, which raises only where fidelab itself is damaged."""
+    """Return the checks of a whole section, which raises only if fidelab itself is damaged."""
     try:
         return list(examine())
     except CAUGHT as error:
@@ -65,7 +68,7 @@ def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> 
 
 
 def reason(error: BaseException) -> str:
-    """Message of an exception in one line."""
+    """Return the message of an exception in one line."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {one_line(error.name)}"
     message = next(iter(str(error).strip().splitlines()), "").rstrip(". ")

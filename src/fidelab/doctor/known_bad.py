@@ -1,7 +1,7 @@
-"""Versions that do not go together: what is known of drivers, runtimes, libraries and GPUs.
+"""Table of versions that do not work together: drivers, runtimes, libraries and GPUs.
 
-A row is added where a report names both versions and what they do together, and its source in words.  Rows of which
-reports disagree warn; all others make ``fidelab doctor --system`` exit with 1.
+A row is added if a report names both versions and their effect; the row describes its source in words.  Rows with
+contradicting reports are warnings.  All others make ``fidelab doctor --system`` exit with 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _CONDITION = re.compile(r"(<|>=|==)(.+)")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two things that are bad together.
+    """Two components that do not work together.
 
-    ``conditions``: a fact → the versions that are meant (``>=545,<546``), or a name that it has to be.  ``variable``:
-    an environment variable, with the value that avoids the harm.  ``settled``: no report contradicts it.
+    ``conditions``: the affected versions (``>=545,<546``) or the required name, by fact.  ``variable``: an environment
+    variable, with the value that avoids the harm.  ``settled``: no report contradicts it.
     """
 
     conditions: Mapping[str, str]
@@ -36,7 +36,10 @@ class Pair:
     settled: bool = True
 
     def matching_versions(self, facts: Facts, environ: Mapping[str, str]) -> str:
-        """The versions that are here, in words; empty where they are not, or the harm is avoided."""
+        """Return the versions found here as text.
+
+        The text is empty if the pair is not here, or the harm is avoided.
+        """
         if self.variable and environ.get(self.variable[0], "").lower() == self.variable[1].lower():
             return ""
         met = []

@@ -31,7 +31,7 @@ _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_TH
 
 
 def devices(unusable: Collection[str]) -> list[DoctorCheck]:
-    """CPU, memory, torch's build and each GPU; ``unusable`` are the required packages that do not work."""
+    """Check the CPU, memory, torch's build and each GPU; ``unusable``: the required packages that do not work."""
     checks = [guarded("cpu", "devices", _cpu), guarded("memory", "devices", _memory)]
     if "torch" in unusable:
         return checks
@@ -87,7 +87,7 @@ def _gpus() -> list[DoctorCheck]:
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except Exception:  # the check of torch's build says why
+    except Exception:  # the check of torch's build gives the reason
         count = 0
     if count == 0:
         return [DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
@@ -108,7 +108,7 @@ def _gpu(torch: Any, index: int) -> DoctorCheck:
 
 
 def folders() -> list[DoctorCheck]:
-    """The caches and the folder for runs: where, how full, writable."""
+    """Check the caches and the folder for runs: their place, free space, and whether they are writable."""
     return [
         guarded("cache", "folders", _cache),
         guarded("hub cache", "folders", _hub_cache),
@@ -117,7 +117,7 @@ def folders() -> list[DoctorCheck]:
 
 
 def models() -> list[DoctorCheck]:
-    """The embedded model: here, or how to get it."""
+    """Check whether the embedded model is present, and how to get it if not."""
     return [guarded("smollm2-135m", "models", lambda: _model(_embedded()))]
 
 
@@ -130,7 +130,7 @@ def _embedded() -> Listed:
 def _cache() -> DoctorCheck:
     from fidelab.models import cache_dir
 
-    absent = not _embedded().present  # what lies there already can be read all the same
+    absent = not _embedded().present  # existing files can still be read
     remedy = "set FIDELAB_CACHE to a folder that you may write"
     return _folder("cache", cache_dir(), remedy, needed=absent, room=_FETCH_DISK if absent else 0)
 
@@ -147,7 +147,7 @@ def _runs() -> DoctorCheck:
 
 
 def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: int = 0) -> DoctorCheck:
-    """``room``: bytes without which the folder is of no use."""
+    """Check a folder; ``room``: bytes below which the folder is of no use."""
     nearest = next(part for part in (path, *path.parents) if _is_visible(part))
     check = partial(DoctorCheck, name, "folders", needed=needed)
     shown = one_line(str(path))
@@ -163,7 +163,7 @@ def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: i
 
 
 def _is_visible(path: Path) -> bool:
-    """True if the path can be seen; below a file, or a folder that may not be entered, nothing can."""
+    """Return whether the path can be seen; nothing can below a file or a folder without access."""
     try:
         path.stat()
     except OSError:
@@ -172,12 +172,12 @@ def _is_visible(path: Path) -> bool:
 
 
 def _content(folder: Path) -> int:
-    """Bytes of the files below a folder; links, of which the hub's cache is full, are not followed."""
+    """Return the size of the files below a folder; links, which fill the hub's cache, are not followed."""
     total, folders = 0, [str(folder)]
     while folders:  # without a Path for each file: environments of engines have a hundred thousand
         with suppress(OSError), os.scandir(folders.pop()) as entries:
             for entry in entries:
-                with suppress(OSError):  # gone meanwhile
+                with suppress(OSError):  # removed in the meantime
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
                     else:

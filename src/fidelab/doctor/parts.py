@@ -25,7 +25,7 @@ _FORMATS = ("bf16", "fp8_e4m3")
 _AXES = ("trajectory", "kld")
 
 _TEST_ENGINE = "fake"
-_COMPUTES = {"numpy", "torch"}  # what formats are computed with
+_COMPUTES = {"numpy", "torch"}  # packages that formats need
 _SHAPE = (1, 2, 4, 64)  # batch, heads, tokens, head_dim
 _TIMEOUT_SECONDS = 60.0  # seconds for one answer of an engine in another environment
 _UPGRADE = "upgrade torch: pip install -U torch"
@@ -38,9 +38,9 @@ _BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 @contextmanager
 def query_engines() -> Iterator[Callable[[], list[Installed]]]:
-    """Engines in separate environments, queried in parallel processes.
+    """Query engines in separate environments, in parallel processes.
 
-    Yields what waits for their answers; where they cannot be asked at all, that raises why.
+    Yields a function that waits for their answers, and raises the reason if they cannot be asked at all.
     """
     from fidelab.engines import ENGINES
 
@@ -63,17 +63,17 @@ def _is_brought(name: str) -> bool:
 
     try:
         return bool(ENGINES.load(name).packages)
-    except (*CAUGHT, AttributeError):  # its check says why
+    except (*CAUGHT, AttributeError):  # its check gives the reason
         return False
 
 
 def engines_and_formats(
     unusable: Collection[str], answers: Callable[[], list[Installed]], trial: Callable[[str], None] | None = None
 ) -> list[DoctorCheck]:
-    """Each engine, then the formats of those that work.
+    """Check each engine, then the formats of the engines that work.
 
-    ``answers``: of the engines in environments of their own (:func:`query_engines`).  ``trial``: the formats are tried
-    out, and this gets a line for each of them.
+    ``answers``: of the engines in separate environments (:func:`query_engines`).  ``trial``: the formats are tried, and
+    this function receives a line for each.
     """
     from fidelab.engines import ENGINES
 
@@ -85,14 +85,14 @@ def engines_and_formats(
 
 
 def axes(unusable: Collection[str]) -> list[DoctorCheck]:
-    """Each axis: whether it can be loaded."""
+    """Check for each axis whether it can be loaded."""
     from fidelab.axes import AXES
 
     return [_axis(AXES, name, unusable) for name in AXES.names()]
 
 
 def try_format(name: str, device: str) -> str | None:
-    """Reason why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
+    """Return why a small tensor does not round-trip through the format on this device; ``None`` if it does."""
     import torch
 
     from fidelab.core import FormatSpec
@@ -116,7 +116,7 @@ def _engine(
     answers: Callable[[], list[Installed]],
     trial: Callable[[str], None] | None,
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
-    """The check of an engine, and those of the KV formats of one that works."""
+    """Check an engine, and the KV formats of an engine that works."""
     check = partial(DoctorCheck, name, "engines", needed=name == _ENGINE and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
@@ -138,7 +138,7 @@ def _engine(
 def _tried(
     engine: str, formats: Sequence[DoctorCheck], say: Callable[[str], None], environment: Environment | None = None
 ) -> list[DoctorCheck]:
-    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter."""
+    """Check an engine's formats by a trial of those that it can run; ``None``: in this interpreter."""
     from fidelab.environments.environment import Environment
     from fidelab.environments.recipes import install_command
     from fidelab.environments.trial import faults_of, try_out
@@ -162,7 +162,7 @@ def _tried(
 def _brought(
     name: str, places: Sequence[Installed], trial: Callable[[str], None] | None
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
-    """The checks of an engine that needs a package, in the environment where runs would find it."""
+    """Check an engine that needs a package, in the environment where runs would find it."""
     from fidelab.environments.listing import chosen
 
     place = chosen(places)[name]
@@ -186,7 +186,7 @@ def _check(engine: str, kv: str, status: Finding, detail: str, remedy: str | Non
 
 
 def _refused(engine: str, kv: str, why: str | None) -> DoctorCheck | None:
-    """A format that the engine has and runs would refuse, with the engine's own reason."""
+    """Return the check of a format that the engine has but runs would refuse, with the engine's own reason."""
     return _check(engine, kv, "missing", one_line(why)) if why else None
 
 
@@ -195,7 +195,7 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 
 def _formats(engine: str) -> list[DoctorCheck]:
-    """The formats of a built-in engine; fidelab's formats are tried on a small tensor."""
+    """Check the formats of a built-in engine; fidelab's formats are tried on a small tensor."""
     from fidelab.environments.answers import ask
     from fidelab.environments.environment import Environment
 
@@ -237,7 +237,7 @@ def _axis(registry: Registry, name: str, unusable: Collection[str]) -> DoctorChe
 
 
 def _provider(registry: Registry, name: str) -> str | None:
-    """Advice about a part that another package adds; ``None`` for built-in parts, whose packages are checked."""
+    """Return advice about a part that another package adds; ``None`` for built-in parts, whose packages are checked."""
     for point in metadata.entry_points(group=registry.group or "", name=name):
         if point.dist is not None:
             return f"repair or remove the package {point.dist.name}, which adds it"

@@ -16,7 +16,7 @@ from pathlib import Path
 import fidelab
 from fidelab.doctor.check import CAUGHT, DoctorCheck, guarded, reason
 
-_MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
+_MODULES = {"pyyaml": "yaml"}  # all other modules have the package's name
 # Name, extras in brackets, and the floor. An upper bound is not enforced here: newer versions are reported as untested.
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?(?:.*?>=\s*(?P<floor>[\w.]+))?")
 _MAIN_JOB = "extra == 'hf'"
@@ -24,17 +24,17 @@ _CONSTRAINTS_FILE = Path(__file__).with_name("constraints.txt")
 
 
 def versions() -> list[DoctorCheck]:
-    """Python's version and fidelab's."""
+    """Check the versions of Python and fidelab."""
     return [guarded("python", "python", _python, needed=True), guarded("fidelab", "python", _fidelab)]
 
 
 def contender() -> DoctorCheck:
-    """The package k16v8, which some arms run on and the main job does not need."""
+    """Check the package k16v8, which some arms need but the main job does not."""
     return guarded("k16v8", "packages", _k16v8)
 
 
 def packages() -> list[DoctorCheck]:
-    """One check per required package: installed, new enough, importable.
+    """Check for each required package that it is installed, new enough, and importable.
 
     A package that fails together with one of its requirements is not a separate reason.
     """
@@ -53,7 +53,7 @@ def packages() -> list[DoctorCheck]:
 def untested() -> list[DoctorCheck]:
     """Return a warning that names each required package whose minor version is newer than the one in the lock file.
 
-    Empty where there is none.
+    The result is empty if there is none.
     """
     tested = dict(line.split("==") for line in _CONSTRAINTS_FILE.read_text().split())
     newer = {}
@@ -72,9 +72,9 @@ def untested() -> list[DoctorCheck]:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version that decide whether it is new enough: ``2.13.0+cpu`` → (2, 13); none → ().
+    """Return the numbers of a version that decide whether it is new enough: (2, 13) for ``2.13.0+cpu``, else ().
 
-    Zeros at the end and what follows the numbers (pre-releases, local builds) do not count.
+    Zeros at the end and the text after the numbers (pre-releases, local builds) do not count.
     """
     match = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
     text = re.sub(r"(\.0+)+$", "", match[1]) if match else ""
@@ -113,7 +113,7 @@ def _k16v8() -> DoctorCheck:
 
 
 def _requires(package: str) -> list[str]:
-    """Unconditional requirements of a package by its metadata; a marker makes a requirement optional.
+    """Return the unconditional requirements of a package by its metadata; a marker makes a requirement optional.
 
     The main job of fidelab, comparing arms of engine hf, needs the packages of an extra as well.
     """
@@ -162,10 +162,10 @@ def _import_error(name: str) -> BaseException | None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Holds Ctrl-C back until the end of the block.
+    """Hold Ctrl-C back until the end of the block.
 
-    Native packages run Python code while they are imported.  A ``KeyboardInterrupt`` in that code aborts the process
-    where C++ cannot pass it on, and elsewhere makes Python end by the signal instead of its exit code.
+    Native packages run Python code while they are imported.  A ``KeyboardInterrupt`` in that code aborts the process if
+    C++ cannot pass it on.  Otherwise Python may end by the signal instead of its exit code.
     """
     raises = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not raises:
@@ -182,11 +182,13 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _unimportable(check: DoctorCheck, error: BaseException, others: list[str]) -> DoctorCheck:
-    """An installed package that cannot be imported; ``others``: failing packages that it requires."""
+    """Return the check of an installed package that cannot be imported; ``others``: failing packages that it
+    requires.
+    """
     if others:
         remedy = f"fix {' and '.join(others)} first"
     elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != _module(check.name):
-        remedy = f"pip install {check.name}"  # leaves the package as it is and adds what it lacks
+        remedy = f"pip install {check.name}"  # keeps the package and adds what it lacks
     else:
         remedy = f"pip install --force-reinstall {check.name}"
     detail = f"{check.detail} cannot be imported: {reason(error)}"

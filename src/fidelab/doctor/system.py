@@ -1,6 +1,7 @@
-"""``fidelab doctor --system``: driver, GPUs, whether these reach each other, and versions known to be bad.
+"""``fidelab doctor --system``: driver, GPUs, the links between them, and versions known to be bad.
 
-Facts are read from files below a root, which tests record, and from the tools of the drivers; nothing is run on a GPU.
+Facts are read from files below a root folder, which tests record, and from the tools of the drivers.  Nothing is run on
+a GPU.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class _GPU:
 
 @dataclass
 class System:
-    """Sources of the check: files below ``root``, the tools there, and packages of engines' environments.
+    """Sources of the check: files and tools below ``root``, and the packages of engines' environments.
 
-    ``packages``: by environment the folder of its packages; by default those of this interpreter and of the engines
-    that fidelab installed.
+    ``packages``: the package folder by environment; by default of this interpreter and of the engines that fidelab
+    installed.
     """
 
     root: Path = Path("/")
@@ -53,14 +54,14 @@ class System:
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:
-        """A file's content, stripped; empty where it cannot be read."""
+        """Return a file's content, stripped; empty if it cannot be read."""
         try:
             return self.path(name).read_text("utf-8", "replace").strip("\0 \n")
         except OSError:
             return ""
 
     def tool(self, name: str, *words: str) -> str | None:
-        """Output of a tool; ``None`` where it is absent or fails."""
+        """Return the output of a tool; ``None`` if it is absent or fails."""
         folders = os.pathsep.join(str(self.path(folder)) for folder in _TOOLS)
         if self.root == Path("/"):
             folders = os.pathsep.join((self.environ.get("PATH", ""), folders))
@@ -77,13 +78,13 @@ class System:
 
 
 def examine_system(system: System | None = None) -> list[DoctorCheck]:
-    """Driver, GPUs, whether these reach each other, and versions known to be bad.
+    """Check the driver, the GPUs, the links between them, and versions known to be bad.
 
-    Known faults are ``broken``. Losses of speed and unknowns are a ``warning``.
+    Known faults are ``broken``.  Losses of speed and unknowns are a ``warning``.
     """
     found: list[DoctorCheck] = []
     try:
-        found.extend(_examined(system or System()))  # keeps what it has found when it fails
+        found.extend(_examined(system or System()))  # keeps its findings when it fails
     except CAUGHT as error:
         found.append(DoctorCheck(_GROUP, "fidelab", "broken", reason(error), "report it to fidelab", needed=True))
     return found
@@ -141,7 +142,7 @@ def _none(cards: Mapping[str, str]) -> DoctorCheck:
 
 
 def _displays(system: System) -> Iterator[tuple[str, str]]:
-    """Address and vendor of PCI devices that draw or compute: of GPUs."""
+    """Yield address and vendor of the PCI devices that draw or compute: GPUs."""
     for device in _devices(system):
         if _read(device, "class").startswith(("0x03", "0x12")):
             yield device.name, _read(device, "vendor")
@@ -202,7 +203,7 @@ def _nvidia_gpus(system: System) -> Iterator[_GPU]:
 
 
 def _amd_gpus(system: System, cards: Iterable[str]) -> Iterator[_GPU]:
-    """Names by rocminfo, which lists GPUs in the order of their addresses; memory by the kernel."""
+    """Yield GPUs: names by rocminfo, which lists GPUs in the order of their addresses, and memory by the kernel."""
     agents = re.findall(
         r"^  Name:\s+(gfx\w+).*?^  Marketing Name:\s+(.*?)\s*$", system.tool("rocminfo") or "", re.M | re.S
     )
@@ -243,7 +244,7 @@ def _peers_nvidia(system: System) -> Iterator[DoctorCheck]:
 
 
 def _peers_amd(system: System) -> Iterator[DoctorCheck]:
-    """By the kernel's topology: XGMI, PCIe, or none."""
+    """Yield checks of the links by the kernel's topology: XGMI, PCIe, or none."""
     nodes = system.path("/sys/class/kfd/kfd/topology/nodes")
     gpus = (
         {node.name: node for node in sorted(nodes.iterdir()) if _property(node, "simd_count") not in ("", "0")}
@@ -273,7 +274,7 @@ def _property(folder: Path, name: str) -> str:
 
 
 def _environments(system: System) -> Iterator[tuple[str, dict[str, str]]]:
-    """By environment the versions of packages that the table of known-bad pairs names."""
+    """Yield for each environment the versions of packages that the table of known-bad pairs names."""
     places = dict(system.packages) if system.packages is not None else dict(_installed())
     for name, folder in places.items():
         found: dict[str, str] = {}
@@ -311,7 +312,7 @@ def _installed() -> Iterator[tuple[str, Path]]:
 def _known_bad_checks(
     system: System, facts: Mapping[str, tuple[str, ...]], environments: Mapping[str, Mapping[str, str]]
 ) -> Iterator[DoctorCheck]:
-    """Each pair of the table that is here, once for each environment whose packages it names."""
+    """Yield a check of each pair of the table that is here, once for each environment whose packages it names."""
     known = [
         (name, {**facts, **{key: (version,) for key, version in found.items()}}) for name, found in environments.items()
     ]

@@ -1,4 +1,4 @@
-"""A diagnosis on standard output: one line per fact, or JSON; in colour on a terminal that has it."""
+"""A diagnosis on standard output: one line per fact, or JSON; in color on a terminal that supports it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
 
 
 def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
-    """Print it."""
+    """Print the diagnosis."""
     if as_json:
         sys.stdout.write(printable(json.dumps(diagnosis.record(), indent=2), escaped=True) + "\n")
         return
@@ -39,7 +39,10 @@ def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
-    """The text form; no line is longer than ``width``, the last one says whether anything blocks."""
+    """Return the text form.
+
+    No line is longer than ``width``, and the last one says whether anything blocks the main job.
+    """
     rows = [row for _, group in groupby(diagnosis.checks, lambda check: check.group) for row in _rows(list(group))]
     indent = _STATUS_WIDTH + max(len(label) for _, label, _ in rows) + 2
     text = []
@@ -52,7 +55,10 @@ def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
 
 
 def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
-    """Status, label and text: what works of packages, formats and axes in one row, everything else in its own."""
+    """Yield status, label and text of each row.
+
+    Packages, formats and axes that work share one row; every other check has its own.
+    """
     group = checks[0].group
     together = group == "packages" or group == "axes" or group.startswith("KV formats")
     if together:
@@ -71,13 +77,16 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
 
 
 def _refused(group: str, checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
-    """Formats of an engine that cannot run here: one row for each reason."""
+    """Group the formats of an engine that cannot run here: one row for each reason."""
     for why, names in by_reason({check.name: check.detail for check in checks}).items():
         yield "missing", group, f"{', '.join(names)}: {why}"
 
 
 def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names by the reason that they share; one that names its format at its end, and is shared, says "it" instead."""
+    """Group names by their reason.
+
+    A shared reason that names its format at its end says "it" instead.
+    """
     reasons: dict[str, list[str]] = {}
     for name, why in refused.items():
         same = why.removesuffix(name)
@@ -98,7 +107,7 @@ def _verdict(diagnosis: Diagnosis, width: int) -> str:
 
 
 def _in_colour(text: list[str]) -> bool:
-    """Print with the first word coloured (rich heeds NO_COLOR); False, and nothing printed, where rich fails."""
+    """Print with the first word colored (rich heeds NO_COLOR); return False, with nothing printed, if rich fails."""
     try:
         from rich.console import Console
         from rich.text import Text

@@ -59,7 +59,7 @@ class About:
         build: device that it is built for (cpu, cuda, hip); ``None`` if unknown.
         device: the build's device if the machine has one, else cpu.
         provenance: for each distribution ``stock``, ``modified: …`` or ``built from …``.
-        shims: path and hash of the folders on PYTHONPATH besides fidelab.
+        shims: path and hash of the folders on PYTHONPATH besides fidelab's.
         variables: variables of its environment that may change its results
             (:func:`~fidelab.engines.variables.variables_of`).
     """
@@ -76,7 +76,7 @@ class About:
 class EngineAnswers(ABC):
     """Class side of the engine contract; each method raises the same errors as the engine's own.
 
-    For an engine in another environment they also raise EngineError if that is broken or does not answer.
+    For an engine in another environment, they also raise EngineError if the environment is broken or does not answer.
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -85,12 +85,12 @@ class EngineAnswers(ABC):
 
     @cached_property
     def about(self) -> About:
-        """Installation of the engine."""
+        """The engine's installation."""
         fields = self._ask("about")
         return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
 
     def formats(self) -> dict[str, str]:
-        """KV formats that may be written for this engine, each with the reason why it cannot run here (else empty).
+        """Return the KV formats of this engine, each with the reason why it cannot run here, or an empty text.
 
         The answers are those of :meth:`verdict` for a model that computes in bfloat16.
         """
@@ -98,7 +98,7 @@ class EngineAnswers(ABC):
         return {name: why or _did_not_run(failing, name) for name, why in self._ask("formats").items()}
 
     def verdict(self, arm: Arm) -> Support:
-        """Whether an arm may run: the engine's own word, then whether its formats ran in their trial."""
+        """Return whether an arm may run: by the engine's own answer, then by the trial of its formats."""
         own = self.supports(arm)
         if not own.ok:
             return own
@@ -111,16 +111,16 @@ class EngineAnswers(ABC):
         return self.environment.failing(self.versions()) if self.environment.folder else {}
 
     def ahead(self, question: str, **fields: Any) -> None:  # noqa: B027  (no gain in this process)
-        """Send a question whose answer or error is read later, so that other engines can be asked meanwhile."""
+        """Send a question whose answer or error is read later, so that other engines can be asked in the meantime."""
 
     @property
     def estimator(self) -> Estimator:
-        """Default estimator: how the engine obtains distributions."""
+        """The default estimator: how the engine obtains distributions."""
         return self.about.estimator
 
     @property
     def checkpoint_format(self) -> str:
-        """Checkpoint format of ``Arm.path``."""
+        """The checkpoint format of ``Arm.path``."""
         return self.about.checkpoint_format
 
     def versions(self) -> dict[str, str]:
@@ -128,7 +128,7 @@ class EngineAnswers(ABC):
         return dict(self._ask("versions"))
 
     def kv_names(self) -> list[str]:
-        """See :meth:`Engine.kv_names`; includes ``k16v8`` if the engine has both halves of it."""
+        """See :meth:`Engine.kv_names`; includes ``k16v8`` if the engine has both of its formats."""
         return list(self._ask("kv_names"))
 
     def check_kv(self, kv: KVSpec) -> None:
@@ -149,17 +149,17 @@ class EngineAnswers(ABC):
 
     @abstractmethod
     def _ask(self, question: str, **fields: Any) -> Any:
-        """The answer to a question of :func:`fidelab.workers.ask.answer`."""
+        """Return the answer to a question of :func:`fidelab.workers.ask.answer`."""
 
 
 @contextmanager
 def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
-    """Engine of an environment, which answers while the context lasts.
+    """Yield the engine of an environment, which answers while the context lasts.
 
-    ``limit``: seconds for one answer.  ``files``: files in the questions, which an engine in a container has to see.
+    ``limit``: seconds for one answer.  ``files``: files in the questions, which an engine in a container must see.
 
     Raises:
-        EngineError: its interpreter does not start, or speaks another protocol version.
+        EngineError: If its interpreter does not start, or speaks another protocol version.
     """
     with start(environment, limit, files) as asked:
         asked.greet()
@@ -168,10 +168,10 @@ def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = 
 
 @contextmanager
 def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
-    """As :func:`ask`, without waiting for the interpreter.  Its faults are raised by the first answer.
+    """Like :func:`ask`, without waiting for the interpreter.  The first answer raises its errors.
 
     Raises:
-        EngineError: its interpreter does not start.
+        EngineError: If its interpreter does not start.
     """
     if environment.is_current:
         yield _Here(environment)
@@ -187,7 +187,7 @@ def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] 
 
 
 def _meanings(name: str) -> list[KVSpec]:
-    """Meaning of a format for each native type that a model may have."""
+    """Return the meaning of a format for each native type that a model may have."""
     return [meaning(KVSpec.parse(name), native) for native in ("bf16", "f16")]
 
 
@@ -196,7 +196,7 @@ def _did_not_run(failing: Mapping[str, str], name: str) -> str:
 
 
 class Assumed(EngineAnswers):
-    """An engine that is not installed, for planning.  Its adapter answers without it, otherwise the answer is yes.
+    """An engine that is not installed, for planning.  Its adapter answers where it can; otherwise the answer is yes.
 
     Attributes:
         problem: the reason why the engine cannot be asked, and the remedy.
@@ -223,7 +223,7 @@ class _Here(EngineAnswers):
 
 
 class _There(EngineAnswers):
-    """An engine in a process of its environment, which starts at once and takes one question after another."""
+    """An engine in a process of its environment, which starts at once and answers one question after another."""
 
     def __init__(self, environment: Environment, limit: float, files: Sequence[str]) -> None:
         super().__init__(environment)
@@ -231,7 +231,7 @@ class _There(EngineAnswers):
         self._buffer = b""
         self._greeted = False
         self._kept: dict[str, dict[str, Any]] = {}  # replies to questions without arguments: they do not change
-        self._ahead: list[str] = []  # questions of which the replies are still to be read
+        self._ahead: list[str] = []  # questions without a reply so far
         self._container = environment.container(files=files)
         self._command = environment.command("fidelab.workers.ask", self._container)
         variables = {**os.environ, **environment.variables()}
@@ -263,11 +263,11 @@ class _There(EngineAnswers):
         self._greeted = True
 
     def end(self, grace: float = _GRACE_SECONDS) -> None:
-        """End the process and all that the engine started; ``grace``: seconds before it is killed."""
+        """End the process and everything that the engine started; ``grace``: seconds before it is killed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # the end of its input is the end of its work
+            self._process.stdin.close()  # the process ends with its input
         try:
             self._process.wait(grace if self._greeted else 0)
         except subprocess.TimeoutExpired:
@@ -305,12 +305,12 @@ class _There(EngineAnswers):
     def _send(self, question: str, fields: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         request = {"ask": question, "engine": self.environment.engine, **to_json(fields)}
-        with contextlib.suppress(BrokenPipeError):  # its end is noticed when the answer is missing
+        with contextlib.suppress(BrokenPipeError):  # a missing answer shows that the process ended
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
 
     def _reply(self, question: str) -> dict[str, Any]:
-        """The next reply: an error's name and text, or a value of the right type."""
+        """Return the next reply: an error's name and text, or a value of the right type."""
         reply = self._hear(f"answer about its {question}")
         if "error" in reply:
             return {"error": str(reply["error"]), "text": str(reply.get("text"))}
@@ -329,7 +329,7 @@ class _There(EngineAnswers):
         return {"value": value}
 
     def _hear(self, what: str) -> dict[str, Any]:
-        """The next line, as an object."""
+        """Return the next line as an object."""
         assert self._process.stdout is not None
         end = time.monotonic() + self._limit
         while b"\n" not in self._buffer:
@@ -356,7 +356,7 @@ class _There(EngineAnswers):
         raise EngineError(f"{self._place} prints what is not an answer ({text!r}): its start-up files must be silent")
 
     def _obituary(self, what: str) -> str:
-        """Reason why the process ended before its answer."""
+        """Return why the process ended before its answer."""
         code = self._process.wait()
         self._log.seek(0)
         lines = [line.strip() for line in self._log.read().decode("utf-8", "replace").splitlines() if line.strip()]
@@ -375,7 +375,7 @@ def _value(reply: Mapping[str, Any]) -> Any:
 
 
 def _rebuilt(kind: str, text: str) -> FidelabError:
-    """Error as it was raised there; an EngineError for an unknown class."""
+    """Rebuild an error of the other process; an unknown class becomes an EngineError."""
     cls = getattr(errors, kind, EngineError)
     if not (isinstance(cls, type) and issubclass(cls, FidelabError)):
         cls = EngineError

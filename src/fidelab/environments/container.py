@@ -1,4 +1,4 @@
-"""Engines in published images: the worker in a container of docker or podman, in which nothing is installed.
+"""Engines in published images: the worker runs in a container of docker or podman, in which nothing is installed.
 
 A container is one more command before the interpreter (:class:`~fidelab.environments.environment.Environment`).  Every
 folder has the same path inside as outside, so that paths in jobs stay valid.  All but the store of captures are
@@ -53,13 +53,13 @@ class Image:
     gpus: tuple[str, ...] = ()
 
     def call(self, *words: str) -> list[str]:
-        """Command line of this container for docker."""
+        """Return the command line of this container for docker."""
         return [self.program, *words]
 
 
 @dataclass(frozen=True)
 class Container:
-    """One container and its access to this machine.
+    """One container, and its access to this machine.
 
     ``writes``: folders in which it may write; ``reads``: read-only paths; ``devices``: whether it has the GPUs;
     ``network``: whether it has the machine's network.
@@ -74,7 +74,7 @@ class Container:
     network: bool = False
 
     def command(self, python: str, module: str) -> list[str]:
-        """The command line that runs a module in it."""
+        """Return the command line that runs a module in the container."""
         user = "0:0" if self.image.rootless else f"{os.getuid()}:{os.getgid()}"
         words = ["run", "--rm", "--init", "--interactive", "--name", self.name, "--pull", "never", "--user", user]
         if self.image.podman and os.getuid():  # without root: the user keeps the number inside
@@ -96,7 +96,7 @@ class Container:
         return self.image.call(*words, "--entrypoint", python, self.image.id, "-m", module)
 
     def end(self) -> None:
-        """End it, if it still runs: whoever kills the client alone leaves the container running."""
+        """End the container if it still runs, since it survives when only the client is killed."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(
                 self.image.call("rm", "--force", self.name),
@@ -110,19 +110,20 @@ class Container:
 
 
 def new_name() -> str:
-    """A name that no other container has."""
+    """Return a name that no other container has."""
     return f"fidelab-{uuid4().hex[:12]}"
 
 
 def find_image(name: str) -> Image:
-    """An image that was pulled or built; nothing is pulled.
+    """Return an image that was pulled or built.  Nothing is pulled.
 
     Args:
         name: a name that docker accepts: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
 
     Raises:
-        UsageError: ``FIDELAB_CONTAINER`` names a missing program.
-        EngineError: the image is missing, docker and podman are, or they do not answer; names the remedy.
+        UsageError: If ``FIDELAB_CONTAINER`` names a missing program.
+        EngineError: If the image is missing, docker and podman are, or they do not answer.  The message names the
+            remedy.
     """
     program = _program()
     done = _run([program, "image", "inspect", name])
@@ -133,7 +134,7 @@ def find_image(name: str) -> Image:
         identity, published = str(record["Id"]), [str(text) for text in record.get("RepoDigests") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(f"{program} image inspect {name}: its answer cannot be read") from None
-    podman = "podman" in _run([program, "--version"]).stdout.lower()  # docker may be another name of it
+    podman = "podman" in _run([program, "--version"]).stdout.lower()  # docker may be an alias of podman
     rootless = not podman and "rootless" in _run([program, "info", "--format", "{{.SecurityOptions}}"]).stdout
     repository = name.partition("@")[0]
     repository = repository.rpartition(":")[0] if ":" in repository.rpartition("/")[2] else repository
@@ -148,7 +149,7 @@ def existing_paths(values: Iterable[str]) -> list[str]:
 
 
 def link_targets(path: str | Path) -> list[str]:
-    """A file or folder and the targets of its links outside it, since a container would see broken links."""
+    """Return a file or folder and its link targets outside of it, which a container would not see otherwise."""
     root = Path(path)
     found = [str(root)]
     links = (child for child in (root, *(root.rglob("*") if root.is_dir() else ())) if child.is_symlink())
@@ -183,7 +184,10 @@ def _texts(value: str) -> Iterator[str]:
 
 
 def _mount(path: str, *, read_only: bool) -> str:
-    """A bind mount under the same path.  Unlike ``--volume`` it makes no folder of a path that does not exist."""
+    """Return a bind mount under the same path.
+
+    Unlike ``--volume``, it does not create a folder if the path does not exist.
+    """
     row = io.StringIO()
     fields = ["type=bind", f"source={path}", f"target={path}", *(["readonly"] if read_only else [])]
     csv.writer(row, lineterminator="").writerow(fields)  # a path may hold commas
@@ -191,10 +195,10 @@ def _mount(path: str, *, read_only: bool) -> str:
 
 
 def _program() -> str:
-    """docker or podman, whichever is there.
+    """Return docker or podman, whichever exists.
 
     Raises:
-        UsageError, EngineError: as :func:`find_image`.
+        UsageError, EngineError: As :func:`find_image`.
     """
     chosen = os.environ.get(CHOICE)
     for name in (chosen,) if chosen else _PROGRAMS:
@@ -206,10 +210,10 @@ def _program() -> str:
 
 
 def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Output of a short command.
+    """Return the output of a short command.
 
     Raises:
-        EngineError: it has no output, or cannot be started.
+        EngineError: If it has no output, or cannot be started.
     """
     try:
         return subprocess.run(
@@ -230,7 +234,7 @@ def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _why_not(name: str, program: str, done: subprocess.CompletedProcess[str]) -> str:
-    """Reason why an image cannot be inspected, and the remedy."""
+    """Return why an image cannot be inspected, and the remedy."""
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     said = lines[-1][:300] if lines else f"it ended with status {done.returncode}"
     if any(words in said.lower() for words in ("no such", "not known", "not found", "unable to find")):
@@ -241,8 +245,8 @@ def _why_not(name: str, program: str, done: subprocess.CompletedProcess[str]) ->
 
 
 def _gpu_flags(podman: bool) -> tuple[str, ...]:
-    """Flags that pass on the GPUs of the machine where containers run."""
-    listed = _run(["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # files that are there, with their groups
+    """Return flags that pass on the GPUs of the machine where containers run."""
+    listed = _run(["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # existing device files, with their groups
     rows = {fields[-1]: fields for line in listed.splitlines() if len(fields := line.split()) > 4}
     if _NVIDIA in rows:
         return ("--device", "nvidia.com/gpu=all") if podman else ("--gpus", "all")

@@ -34,8 +34,8 @@ _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry poi
 class Environment:
     """Environment in which one engine runs.
 
-    ``pythonpath`` are the user's shim folders, which the engine's environment sees before its own packages.
-    ``image``: it runs in a container of this image.
+    ``pythonpath`` are the user's shim folders, which the engine's environment sees before its own packages. ``image``:
+    the image of the container in which it runs.
     """
 
     engine: str
@@ -45,12 +45,12 @@ class Environment:
 
     @property
     def is_current(self) -> bool:
-        """Environment of the running interpreter."""
+        """Whether this is the environment of the running interpreter."""
         return not self.pythonpath and self.image is None and self._here
 
     @property
     def interpreter(self) -> str:
-        """The interpreter as it is called, for messages."""
+        """The interpreter's command, for messages."""
         return shlex.quote(self.python) + (f" in image {self.image.name}" if self.image else "")
 
     @property
@@ -68,7 +68,7 @@ class Environment:
         return folder if read_marker(folder) else None
 
     def failing(self, versions: Mapping[str, str]) -> Mapping[str, str]:
-        """KV formats that did not run in their trial with these versions on this machine, and why."""
+        """Return the KV formats that failed their trial with these versions on this machine, and why."""
         marker = read_marker(self.folder) if self.folder else None
         trial = (marker or {}).get("trials", {}).get(machine(), {})
         return trial["failing"] if trial.get("versions") == dict(versions) else {}
@@ -77,7 +77,7 @@ class Environment:
         """Store the results of trials (KV format → why it does not run, else ``None``) in fidelab's environment.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: If the file cannot be written.
         """
         if (folder := self.folder) is None:
             return
@@ -104,7 +104,7 @@ class Environment:
             files: further paths that it sees.
 
         Raises:
-            OutputError: the link folder cannot be made.
+            OutputError: If the link folder cannot be made.
         """
         if self.image is None:
             return None
@@ -132,14 +132,14 @@ class Environment:
         )
 
     def command(self, module: str, container: Container | None = None) -> list[str]:
-        """Command line that runs a module there; ``container``: the result of :meth:`container`."""
+        """Return the command line that runs a module there; ``container``: the result of :meth:`container`."""
         return container.command(self.python, module) if container else [self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
-        """Variables to set on top of this process' own; none for an image, whose container has its own.
+        """Return the variables to set in addition to this process' own; none for an image, whose container has its own.
 
         Raises:
-            OutputError: the link folder cannot be made.
+            OutputError: If the link folder cannot be made.
         """
         if self.image is not None:
             return {}
@@ -158,7 +158,7 @@ def locate(
     pythonpath: Sequence[str] = (),
     image: str | None = None,
 ) -> Environment:
-    """Environment of an engine: the named interpreter, else this one, else an installed one.
+    """Find the environment of an engine: the named interpreter, else this one, else an installed one.
 
     Args:
         engine: a name of the registry.
@@ -167,10 +167,10 @@ def locate(
         image: a container image that has the engine, with ``python`` as it is called there.
 
     Raises:
-        UnknownNameError: there is no such engine.
-        UsageError: the interpreter does not exist.
-        InputError: a shim folder does not exist.
-        EngineError: the engine is not installed, or the shim folders of its recipe or the image are missing.
+        UnknownNameError: If there is no such engine.
+        UsageError: If the interpreter does not exist.
+        InputError: If a shim folder does not exist.
+        EngineError: If the engine is not installed, or the shim folders of its recipe or the image are missing.
     """
     cls: type[Engine] = ENGINES.load(engine)
     shims = tuple(shim(folder) for folder in pythonpath)
@@ -189,15 +189,15 @@ def locate(
 
 
 def provided_here(cls: type[Engine]) -> bool:
-    """Whether this interpreter has the engine: it needs no package, or one that provides it is installed."""
+    """Return whether this interpreter has the engine: it needs no package, or its package is installed."""
     return not cls.packages or any(map(is_installed, cls.packages))
 
 
 def interpreter(python: str) -> str:
-    """The absolute path of an interpreter.
+    """Return the absolute path of an interpreter.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If the interpreter does not exist.
     """
     path = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
     if path is None:
@@ -210,7 +210,7 @@ def recipe_shims(folder: Path) -> tuple[str, ...]:
     """Return the shim folders of the recipe by which an environment was installed; they come with fidelab.
 
     Raises:
-        EngineError: this fidelab does not have one of them.
+        EngineError: If this fidelab does not have one of them.
     """
     marker = read_marker(folder) or {}
     paths = [data_path(str(name)) for name in marker.get("shims", [])]
@@ -246,21 +246,20 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 
 def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
-    """Write the marker.  Without ``versions`` it means that the environment is being made."""
+    """Write the marker.  Without ``versions``, it means that the environment is being built."""
     part = folder / f".{MARKER}.part"
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(folder / MARKER)
 
 
 def link_folder() -> Path:
-    """Folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else.
+    """Return the folder on PYTHONPATH through which an engine's environment sees only fidelab and k16v8.
 
-    It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry
-    points, by which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the
-    packages.
+    It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry points, by
+    which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the packages.
 
     Raises:
-        OutputError: the cache cannot be written.
+        OutputError: If the cache cannot be written.
     """
     packages = [_about(name) for name in ("fidelab", *([] if missing() else [K16V8]))]
 
@@ -278,7 +277,7 @@ def link_folder() -> Path:
 
 
 def _about(name: str) -> tuple[str, str, str, str]:
-    """Name, version, folder and entry points for engines of a package; no entry points if it runs from source."""
+    """Return name, version, folder and entry points of a package; no entry points if it runs from source."""
     package = import_module(name)
     points = metadata.distribution(name).entry_points if is_installed(name) else ()
     lines = []
@@ -290,15 +289,15 @@ def _about(name: str) -> tuple[str, str, str, str]:
 
 
 def engines_dir() -> Path:
-    """Default folder of environments made by ``fidelab setup install``."""
+    """Return the default folder of environments made by ``fidelab setup install``."""
     return cache_dir() / "engines"
 
 
 def shim(folder: str) -> str:
-    """The absolute path of a user's shim folder.
+    """Return the absolute path of a user's shim folder.
 
     Raises:
-        InputError: there is none.
+        InputError: If the folder does not exist.
     """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Description of this machine: its processor, GPUs and memory, and the commit that runs."""
+"""Description of this machine: its processor, GPUs and memory, and fidelab's commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def cpu_name() -> str:
-    """The processor's model as the system calls it."""
+    """Return the processor's model name as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux
@@ -21,9 +21,9 @@ def cpu_name() -> str:
 
 
 def graphics(root: Path = Path("/")) -> dict[str, Any]:
-    """``gpus`` (names) and ``gpu_driver`` (version) as the kernel's drivers for NVIDIA and AMD name them.
+    """Return ``gpus`` (names) and ``gpu_driver`` (version), as reported by the kernel's NVIDIA and AMD drivers.
 
-    Empty without a GPU.  Only files are read, so that no driver starts.
+    The result is empty without a GPU.  Only files are read, so that no driver starts.
     """
     nvidia = root / "proc/driver/nvidia"
     named = [_file_text(path) for path in sorted(nvidia.glob("gpus/*/information"))]
@@ -38,7 +38,7 @@ def graphics(root: Path = Path("/")) -> dict[str, Any]:
 
 @cache
 def machine() -> str:
-    """Processor and GPUs; equal machines run the same kernels."""
+    """Return processor and GPUs; equal machines run the same kernels."""
     return "; ".join([cpu_name(), *graphics().get("gpus", [])])
 
 
@@ -51,7 +51,7 @@ def _file_text(path: Path) -> str:
 
 @cache
 def source_commit() -> str | None:
-    """Commit of fidelab's own code, ``…-dirty`` where tracked files differ from it.
+    """Return the commit of fidelab's own code, with ``-dirty`` if tracked files differ from it.
 
     It comes from git for a checkout, and from the metadata for a package installed from a repository, else unknown.
     """
@@ -76,7 +76,7 @@ def source_commit() -> str | None:
 def cgroup_memory(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int] | None:
-    """The lowest memory limit of this process' control groups and the least that is left below one, both in bytes.
+    """Return the lowest memory limit of this process' control groups and the least memory left, both in bytes.
 
     File cache that the kernel would give up counts as left.  ``None`` without a limit or without control groups.
     """
@@ -94,7 +94,7 @@ def cgroup_memory(
         else:
             continue
         group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):  # the limits of all groups above hold as well
+        for folder in (group, *group.parents):  # the limits of parent groups apply, too
             limit, used = (_number(root / folder / name) for name in names[:2])
             if limit is not None and used is not None:
                 limits.append(limit)

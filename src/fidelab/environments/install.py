@@ -1,8 +1,8 @@
 """Make and remove an engine's environment.
 
-An environment cannot be moved, so it is built in place.  Its marker file calls it unfinished until the engine
-has run in it (:mod:`fidelab.environments.trial`).  Failed or interrupted installations are removed.  The environment
-to be replaced is kept in another folder meanwhile, and restored then.
+An environment cannot be moved, so it is built in place.  Its marker file calls it unfinished until the engine has run
+in it (:mod:`fidelab.environments.trial`).  Failed or interrupted installations are removed.  The environment to be
+replaced is kept in another folder until then, and restored on failure.
 """
 
 from __future__ import annotations
@@ -82,21 +82,21 @@ def install(
 ) -> Environment:
     """Install the environment of a recipe in ``folder``, unless it is complete and of the same recipe.
 
-    It is complete when the engine has prefilled and decoded in it with its native KV format.  If that does not run,
-    it is built once more with the recipe's fallback.  Other KV formats are tried when an arm first asks for them.
+    It is complete when the engine has prefilled and decoded in it with its native KV format.  If that does not run, it
+    is built once more with the recipe's fallback.  Other KV formats are tried when an arm first asks for them.
 
     Args:
         recipe: recipe of its packages.
         folder: an absent or empty folder, or one that was made here before.
-        say: gets a line for each fact.
+        say: receives a line for each fact.
         python: the interpreter that makes it.
         again: rebuild it in any case.
         watch: called at the beginning of each step.
 
     Raises:
-        UsageError: the folder holds something else.
-        OutputError: it cannot be written.
-        EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
+        UsageError: If the folder holds something else.
+        OutputError: If the folder cannot be written.
+        EngineError: If a step fails, or the engine does not run.  The output is kept in a file that the message names.
             A previous environment is restored.
     """
     folder = folder.expanduser().absolute()
@@ -133,11 +133,13 @@ def install(
 
 
 def remove(folder: Path, *, dry_run: bool = False) -> None:
-    """Remove an environment that :func:`install` made, finished or not; with ``dry_run`` only check that it is one.
+    """Remove an environment that :func:`install` made, finished or not.
+
+    With ``dry_run``, only check that it is one.
 
     Raises:
-        UsageError: it is not such an environment.
-        OutputError: it cannot be removed.
+        UsageError: If the folder is not such an environment.
+        OutputError: If it cannot be removed.
     """
     if not (folder / MARKER).is_file():
         why = "was not made by fidelab setup install" if folder.exists() else "does not exist"
@@ -152,7 +154,7 @@ def remove(folder: Path, *, dry_run: bool = False) -> None:
 
 
 def _starts(python: str) -> bool:
-    """Return whether an interpreter runs: the one that it was made with may be gone."""
+    """Return whether an interpreter runs; the base interpreter that it was made with may be gone."""
     try:
         done = subprocess.run(
             [python, "-c", ""], stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_SECONDS, check=False
@@ -163,7 +165,7 @@ def _starts(python: str) -> bool:
 
 
 def _aside(folder: Path) -> Path:
-    """Folder of the environment that is being replaced."""
+    """Return the folder of the environment that is being replaced."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -177,7 +179,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _restore(folder: Path) -> None:
-    """Restore the environment to be replaced, unless its replacement was completed."""
+    """Restore the old environment, unless its replacement was completed."""
     aside = _aside(folder)
     if not aside.is_dir():
         return
@@ -240,7 +242,7 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
 
 
 def _fault(recipe: Recipe, environment: Environment) -> str:
-    """Reason why the engine's native KV format does not run in the new environment; empty if it does."""
+    """Return why the engine's native KV format does not run in the new environment; empty if it does."""
     native = ENGINES.load(recipe.engine).native_kv
     trial = try_out(environment, cache_dir() / "logs", names=[native]).get(native)
     reason = trial.reason if trial else f"{recipe.engine} does not support it on this machine"
@@ -305,7 +307,7 @@ def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | 
 
 
 def _check(recipe: Recipe, environment: Environment) -> dict[str, str]:
-    """Versions of the installed engine, after a check that its build is for the recipe's device."""
+    """Return the versions of the installed engine, after a check that its build is for the recipe's device."""
     with ask(environment) as asked:
         versions, built = asked.versions(), asked.about.build
     if recipe.build and built != recipe.build:
@@ -315,10 +317,10 @@ def _check(recipe: Recipe, environment: Environment) -> dict[str, str]:
 
 
 def _imported(recipe: Recipe, environment: Environment, log: IO[bytes]) -> dict[str, str]:
-    """Versions of a tool's packages, after importing them.
+    """Import a tool's packages, and return their versions.
 
     Raises:
-        EngineError: one cannot be imported.
+        EngineError: If a package cannot be imported.
     """
     code = "import importlib, json, sys; print(json.dumps({n: importlib.import_module(n).__version__ for n in %r}))"
     inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
@@ -338,7 +340,7 @@ def _summary(requirements: Sequence[str]) -> str:
 
 
 def _lock(folder: Path) -> Path:
-    """Lock file of the builder of an environment, in the cache, so that it does not remain next to the environment."""
+    """Return the lock file of an environment's builder, which is in the cache, not next to the environment."""
     locks = cache_dir() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     return locks / digest(str(folder))[:16]

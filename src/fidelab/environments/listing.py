@@ -69,7 +69,7 @@ class Installed:
 
 
 def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None) -> list[Installed]:
-    """Every engine but the test engine, in each of its environments; like :func:`asking`, and waits."""
+    """Return every engine but the test engine, in each of its environments; like :func:`asking`, but waits."""
     with asking(engines, limit, image) as answers:
         return answers()
 
@@ -78,14 +78,14 @@ def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: s
 def asking(
     engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None
 ) -> Iterator[Callable[[], list[Installed]]]:
-    """Ask all environments of these engines at once, each by its own process; ``limit``: seconds for one answer.
+    """Ask all environments of these engines at once, each in its own process; ``limit``: seconds for one answer.
 
-    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine's
+    Yields a function that waits for the answers, so that the caller may do other work in the meantime.  An engine's
     environments come in the order in which runs would take them; an engine without any has one entry.  Processes that
-    still work when the context is left are ended.  ``image``: in this container image instead.
+    still work when the context is left are ended.  ``image``: ask in this container image instead.
 
     Raises:
-        EngineError: the image is missing.
+        EngineError: If the image is missing.
     """
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def asking(
 
 
 def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
-    """First working environment of each engine, else its first one."""
+    """Return the first working environment of each engine, else its first one."""
     found: dict[str, Installed] = {}
     for place in places:
         if place.engine not in found or (found[place.engine].problem is not None and place.problem is None):
@@ -104,11 +104,11 @@ def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
 
 
 def _places(engine: str) -> Iterator[Installed]:
-    """Environments of one engine without their answers, or the problem."""
+    """Yield the environments of one engine without their answers, or the problem."""
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
-    except (Exception, SystemExit) as error:  # an adapter of somebody else
+    except (Exception, SystemExit) as error:  # an adapter of another package
         yield Installed(
             engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package"
         )
@@ -138,7 +138,7 @@ def _places(engine: str) -> Iterator[Installed]:
 
 
 def _in_image(names: Sequence[str], name: str) -> Iterator[Installed]:
-    """Engines that may be in an image; servers are queried from this machine."""
+    """Yield the engines that may be in an image; servers are queried from this machine."""
     image = find_image(name)
     for engine in names:
         if not getattr(ENGINES.load(engine), "is_server", False):
@@ -150,7 +150,7 @@ def _python(folder: Path) -> Path:
 
 
 def _begun(place: Installed, stack: ExitStack, limit: float) -> tuple[Installed, EngineAnswers | None]:
-    """Environment with its answers, all questions sent; without answers if the engine cannot be asked."""
+    """Return an environment with its answers, all questions sent; without answers if the engine cannot be asked."""
     if place.environment is None or place.versions:
         return place, None
     try:

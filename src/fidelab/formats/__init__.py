@@ -1,7 +1,8 @@
 """Number formats of the KV cache and of weights: what a value costs in bytes and loses in precision.
 
-``base.py`` is the contract, ``weights.py`` what formats do to a checkpoint's matrices, each other format file one
-family.  A table target is a callable ``(spec: FormatSpec) -> Format``; importing this package does not import torch.
+``base.py`` is the interface, ``weights.py`` applies formats to a checkpoint's matrices, and each other format file
+holds one family.  A table target is a callable ``(spec: FormatSpec) -> Format``; importing this package does not import
+torch.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMATS", "K_QUANTS", "create"]
 
-K_QUANTS = ("q6_k", "q5_k", "q4_k", "q3_k", "q2_k")  # of weights alone: see weights.py
+K_QUANTS = ("q6_k", "q5_k", "q4_k", "q3_k", "q2_k")  # only for weights: see weights.py
 
 FORMATS = Registry(
     "KV format",
@@ -36,11 +37,11 @@ FORMATS = Registry(
 
 
 def create(spec: FormatSpec) -> Format:
-    """The format that ``spec`` names, with its options.
+    """Return the format that ``spec`` names, with its options.
 
     Raises:
-        UnknownNameError: no table has this name.
-        UsageError: an option that the format lacks, or a value that it does not take.
+        UnknownNameError: If no table has this name.
+        UsageError: If the format lacks an option, or does not accept its value.
     """
     factory: Callable[[FormatSpec], Format] = FORMATS.load(spec.name)
     given = dict(spec.options).keys()

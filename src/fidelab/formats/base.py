@@ -30,7 +30,7 @@ Parts: TypeAlias = "tuple[Tensor, ...]"
 class Format(ABC):
     """One number format with fixed options.  Instances are stateless and safe to share."""
 
-    name: str  # the engine's own word, verbatim: "fp8_e4m3"
+    name: str  # the engine's own name, verbatim: "fp8_e4m3"
     token_block: int = 1
     """Tokens that are encoded together."""
     sinks: int = 0
@@ -40,46 +40,54 @@ class Format(ABC):
 
     @property
     def has_exceptions(self) -> bool:
-        """True if a cache keeps some tokens as they are."""
+        """Whether a cache keeps some tokens unquantized."""
         return bool(self.sinks or self.tail) or self.token_block > 1
 
     def encoded_tokens(self, tokens: int) -> int:
-        """Number of encoded tokens of a sequence of ``tokens``: whole blocks between ``sinks`` and ``tail``."""
+        """Return the number of encoded tokens in a sequence of ``tokens``: whole blocks between ``sinks`` and
+        ``tail``.
+        """
         return max(0, tokens - self.sinks - self.tail) // self.token_block * self.token_block
 
     @property
     def emulated(self) -> bool:
-        """True if the parts are larger than packed codes would be: the error is the format's, the memory is not."""
+        """Whether the parts are larger than packed codes would be: the error is the format's, the memory is not."""
         return False
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale that stays fixed for a sequence, from its first written content.
+        """Return the scale that stays fixed for a sequence, from its first written content.
 
-        ``mask``: ``[batch, tokens]`` bool, False where a position is padding and must not count.
-        ``None`` for formats without such a scale.
+        ``mask``: ``[batch, tokens]`` bool, False where a position is padding and must not count. ``None`` for formats
+        without such a scale.
         """
         return None
 
     @abstractmethod
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
-        """Content → parts.  NaN stays NaN where the format can hold one; values beyond the range saturate."""
+        """Encode content as parts.
+
+        NaN stays NaN if the format can hold one; values beyond the range saturate.
+        """
 
     @abstractmethod
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """Parts → content ``[batch, heads, tokens, dim]`` in ``dtype`` (computed in float32, rounded once)."""
+        """Decode parts to content ``[batch, heads, tokens, dim]`` in ``dtype`` (computed in float32, rounded once)."""
 
     @abstractmethod
     def token_bytes(self, dim: int) -> int:
-        """Bytes of all parts for one token of one head, scales that travel with the token included."""
+        """Return the bytes of all parts for one token of one head, including scales that belong to the token."""
 
     def packed_token_bytes(self, dim: int) -> int:
-        """``token_bytes`` if codes were packed without gaps; differs from it for emulated formats only."""
+        """Return the bytes of a token with codes packed without gaps.
+
+        They differ from ``token_bytes`` only for emulated formats.
+        """
         return self.token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
-        """Bytes of the fitted scale of one sequence (0 where there is none)."""
+        """Return the bytes of the fitted scale of one sequence, 0 without one."""
         return 0
 
     @abstractmethod
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Largest possible ``|decode(encode(x)) - x|`` per element (float32 decode), for finite ``x``."""
+        """Return the largest possible ``|decode(encode(x)) - x|`` per element (float32 decode), for finite ``x``."""

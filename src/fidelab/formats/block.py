@@ -38,7 +38,7 @@ SIZE = 32  # values per block
 
 
 def create(spec: FormatSpec) -> Format:
-    """``q8_0``, ``q5_1``, ``q5_0``, ``q4_1`` or ``q4_0``; no options."""
+    """Create ``q8_0``, ``q5_1``, ``q5_0``, ``q4_1`` or ``q4_0``, which have no options."""
     options.only(spec)
     return _KINDS[spec.name]
 
@@ -57,27 +57,27 @@ class Block(Format):
 
     @abstractmethod
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 blocks ``[..., blocks, 32]`` → header and code bytes.
+        """Quantize float32 blocks ``[..., blocks, 32]`` to a header and code bytes.
 
-        Header: ``d``, or ``d`` and ``m``, float32 ``[..., blocks, 1 or 2]``; code bytes: uint8
-        ``[..., blocks, code_bytes]``.
+        Header: ``d``, or ``d`` and ``m``, float32 ``[..., blocks, 1 or 2]``; code bytes: uint8 ``[..., blocks,
+        code_bytes]``.
         """
 
     @abstractmethod
     def dequantize(self, codes: Tensor) -> Tensor:
-        """Code bytes → multiples of ``d``, float32 ``[..., blocks, 32]``."""
+        """Return the multiples of ``d`` that code bytes stand for, float32 ``[..., blocks, 32]``."""
 
     @abstractmethod
     def rounding(self, multiples: Tensor) -> Tensor:
-        """Largest error, in units of ``d``, of the code for ``(x - m) / d``."""
+        """Return the largest error, in units of ``d``, of the code for ``(x - m) / d``."""
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
-        """ggml's bytes."""
+        """Return ggml's bytes."""
         header, codes = self.quantize(grouped(x.float(), SIZE))
         return (torch.cat([header.to(torch.float16).contiguous().view(torch.uint8), codes], -1).flatten(-2),)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """``code * d + m``."""
+        """Return ``code * d + m``."""
         blocks = grouped(parts[0], self.header_bytes + self.code_bytes)
         header = blocks[..., : self.header_bytes].contiguous().view(torch.float16).float()
         values = self.dequantize(blocks[..., self.header_bytes :]) * header[..., :1]
@@ -86,11 +86,11 @@ class Block(Format):
         return narrow(ungrouped(values, dim), dtype)
 
     def token_bytes(self, dim: int) -> int:
-        """Whole blocks."""
+        """Return the bytes of whole blocks."""
         return groups_of(dim, SIZE) * (self.header_bytes + self.code_bytes)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The code's rounding times ``d``, and what float16 takes from the header."""
+        """Return the rounding error of the code times ``d``, plus the rounding of the header to float16."""
         blocks = grouped(x.float(), SIZE)
         header, _ = self.quantize(blocks)
         stored = header.to(torch.float16).float()
@@ -121,7 +121,7 @@ class Block8(Block):
         return d, finite(round_half_away(blocks * inverse(d))).to(torch.int8).view(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """The int8 codes."""
+        """Return the int8 codes."""
         return codes.view(torch.int8).float()
 
     def rounding(self, multiples: Tensor) -> Tensor:
@@ -201,32 +201,34 @@ class BlockAffine(Block):
 
 
 def largest(blocks: Tensor) -> Tensor:
-    """The value of largest magnitude, sign included, the first of several; NaN where there is one."""
+    """Return the value of largest magnitude, sign included, the first of several; NaN where there is one."""
     return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
 
 
 def inverse(d: Tensor) -> Tensor:
-    """``1 / d``, 0 where ``d`` is 0."""
+    """Return ``1 / d``, or 0 where ``d`` is 0."""
     return torch.where(d == 0, 0.0, torch.ones_like(d) / d)
 
 
 def finite(x: Tensor) -> Tensor:
-    """0 for values that are not finite."""
+    """Replace values that are not finite by 0."""
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def pack_halves(codes: Tensor) -> Tensor:
-    """Codes uint8 ``[..., 32]``, without their fifth bits → ``[..., 16]``: byte i holds value i low, i + 16 high."""
+    """Pack uint8 codes ``[..., 32]``, without their fifth bits, to ``[..., 16]``: byte i holds value i low, i + 16
+    high.
+    """
     return codes[..., : SIZE // 2] & 15 | codes[..., SIZE // 2 :] << 4
 
 
 def unpack_halves(packed: Tensor) -> Tensor:
-    """The inverse of :func:`pack_halves`."""
+    """Undo :func:`pack_halves`."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes uint8 ``[..., 32]`` → ``[..., 4 * bits]``."""
+    """Pack uint8 codes ``[..., 32]`` to ``[..., 4 * bits]``."""
     if bits == 4:
         return pack_halves(codes)
     # Eight bytes of 0 or 1, read as one int64 and multiplied, put bit i of their byte at 56 + i; no two of the
@@ -236,7 +238,7 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of :func:`_pack`."""
+    """Undo :func:`_pack`."""
     if bits == 4:
         return unpack_halves(packed)
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)

@@ -1,8 +1,8 @@
 """Any format with exceptions: options ``sinks`` and ``tail``, the first and the last tokens of a sequence as they are.
 
 Sources: attention sinks (first tokens): Xiao et al., "Efficient streaming language models with attention sinks", 2023.
-Last tokens: Liu et al., "KIVI", 2024.  Bytes of a token are those of one that is encoded; what the others take is held,
-and counted, by the cache.
+Last tokens: Liu et al., "KIVI", 2024.  ``token_bytes`` counts an encoded token; the cache holds and counts the bytes of
+the others.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ OPTIONS = ("sinks", "tail")
 
 
 def excepted(spec: FormatSpec, inner: Format) -> Format:
-    """``inner`` with the exceptions that ``spec`` asks for.
+    """Return ``inner`` with the exceptions that ``spec`` requests.
 
     Raises:
-        UsageError: a number of tokens that is none.
+        UsageError: If a number of tokens is invalid.
     """
     given = dict(spec.options)
     sinks, tail = (options.multiple(spec, key, step=1, default=1) if key in given else 0 for key in OPTIONS)
@@ -37,7 +37,7 @@ def excepted(spec: FormatSpec, inner: Format) -> Format:
 
 @dataclass(frozen=True)
 class Excepted(Format):
-    """``inner`` of what lies between the first ``sinks`` and the last ``tail`` tokens."""
+    """``inner`` for the tokens between the first ``sinks`` and the last ``tail`` tokens."""
 
     name: str
     inner: Format
@@ -55,7 +55,7 @@ class Excepted(Format):
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale of ``inner``."""
+        """Return the scale of ``inner``."""
         return self.inner.fit(x, mask)
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:

@@ -44,7 +44,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def create(spec: FormatSpec) -> Format:
-    """``nvfp4`` (option ``scale``) or ``mxfp4`` (no options)."""
+    """Create ``nvfp4`` (option ``scale``) or ``mxfp4`` (no options)."""
     if spec.name == "mxfp4":
         options.only(spec)
         return MXFloat4(spec.name)
@@ -61,11 +61,11 @@ class Float4(Format):
 
     @abstractmethod
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
-        """Scale bytes uint8 ``[..., blocks]`` of float32 blocks ``[..., blocks, size]``."""
+        """Return the scale bytes, uint8 ``[..., blocks]``, of float32 blocks ``[..., blocks, size]``."""
 
     @abstractmethod
     def widen(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """Scale bytes ``[..., blocks]`` → float32 ``[..., blocks, 1]``."""
+        """Convert scale bytes ``[..., blocks]`` to float32 ``[..., blocks, 1]``."""
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
         """Packed codes and the blocks' scales."""
@@ -98,13 +98,13 @@ class Float4(Format):
 
 @dataclass(frozen=True)
 class NVFloat4(Float4):
-    """nvfp4."""
+    """Format nvfp4."""
 
     scaling: str = "none"
     size = 16
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """amax / (6 * 448) of each sequence."""
+        """Return amax / (6 * 448) of each sequence."""
         if self.scaling == "none":
             return None
         amax = finite_amax(x.float(), (1, 2, 3), mask)
@@ -123,7 +123,7 @@ class NVFloat4(Float4):
         return exact.clamp(_E4M3_SMALLEST, _E4M3_TOP).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def widen(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """The e4m3 number times ``g``."""
+        """Return the e4m3 number times ``g``."""
         widened = stored.contiguous().view(torch.float8_e4m3fn).float()
         if self.scaling == "per-tensor":
             widened = widened * self._require_scale(scale)
@@ -136,12 +136,12 @@ class NVFloat4(Float4):
 
 
 class MXFloat4(Float4):
-    """mxfp4."""
+    """Format mxfp4."""
 
     size = 32
 
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
-        """The exponent of amax in float32's own bits, less 2."""
+        """Return the exponent of amax in float32's own bits, less 2."""
         amax = blocks.abs().amax(-1)
         exponent = amax.clamp_max(torch.finfo(torch.float32).max).view(torch.int32) >> 23
         return torch.where(amax.isnan(), 255, (exponent - 2).clamp_min(0)).to(torch.uint8)

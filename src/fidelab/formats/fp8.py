@@ -66,7 +66,7 @@ _SMALLEST_FLOAT32 = 2.0**-149  # of float32; one rounding among its subnormals c
 
 
 def create(spec: FormatSpec) -> Format:
-    """``fp8_e4m3``, ``fp8_e5m2`` or their fnuz forms; option ``scale``: a word, or a number."""
+    """Create ``fp8_e4m3``, ``fp8_e5m2`` or one of their fnuz forms; option ``scale``: a word or a number."""
     options.only(spec, "scale")
     text = dict(spec.options).get("scale", "")
     if _NUMBER.fullmatch(text) and _SMALLEST_NORMAL <= float(text) <= _MAX_SCALE:
@@ -94,7 +94,9 @@ class Float8(Format):
         return torch.finfo(self.dtype).max
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """amax / top of each sequence or of its channels, at least float32's smallest normal; or the given number."""
+        """Return amax / top of each sequence or of its channels (at least float32's smallest normal), or the given
+        number.
+        """
         if self.scaling == "static":
             return torch.full((x.shape[0], 1, 1, 1), self.static, dtype=torch.float32, device=x.device)
         if self.scaling not in _FITTED:
@@ -122,7 +124,7 @@ class Float8(Format):
         return narrow(_widen(parts[0], self.dtype, torch.float32) * s, dtype)
 
     def token_bytes(self, dim: int) -> int:
-        """One byte per value, two more for a scale per token and head."""
+        """Return one byte per value, two more for a scale per token and head."""
         return dim + (2 if self.scaling == "per-token-head" else 0)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
@@ -161,7 +163,7 @@ _FNUZ_NAN = 0x80
 
 
 def fn_to_fnuz(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes (uint8) of ``dtype`` (e4m3fn or e5m2) and their scale → fnuz codes and twice the scale.
+    """Convert codes (uint8) of ``dtype`` (e4m3fn or e5m2) and their scale to fnuz codes and twice the scale.
 
     Every finite value stays what it was; -0 (0x80) becomes 0, NaN and infinities the one NaN.
     """
@@ -171,10 +173,10 @@ def fn_to_fnuz(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def fnuz_to_fn(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The inverse of :func:`fn_to_fnuz`: fnuz codes → codes of ``dtype`` (e4m3fn or e5m2) and half the scale.
+    """Convert fnuz codes to codes of ``dtype`` (e4m3fn or e5m2) and half the scale, the inverse of :func:`fn_to_fnuz`.
 
-    Codes that ``dtype`` keeps for NaN and infinity are numbers in fnuz (0x7F, in e5m2 from 0x7C): they
-    saturate at its largest number.  NaN stays NaN.
+    Codes that ``dtype`` keeps for NaN and infinity are numbers in fnuz (0x7F, in e5m2 from 0x7C): they saturate at its
+    largest number.  NaN stays NaN.
     """
     top, nan = _TOP_CODES[_name(dtype)]
     number = (codes & 0x7F).clamp_max(top) | codes & 0x80

@@ -39,7 +39,7 @@ _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``int2`` to ``int8``; option ``group`` (a multiple of 8, default 32)."""
+    """Create ``int2`` to ``int8``; option ``group`` (a multiple of 8, default 32)."""
     options.only(spec, "group")
     return GroupedInt(spec.name, _BITS[spec.name], options.multiple(spec, "group", step=8, default=32))
 
@@ -59,7 +59,7 @@ class GroupedInt(Format):
 
     @property
     def emulated(self) -> bool:
-        """True if ``bits`` leaves gaps in a byte."""
+        """Whether ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -109,7 +109,7 @@ class GroupedInt(Format):
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """int8 ``[..., dim]`` → uint8 ``[..., ceil(dim * bits / 8)]``."""
+    """Pack int8 ``[..., dim]`` to uint8 ``[..., ceil(dim * bits / 8)]``."""
     fields = grouped(codes, 8 // bits).view(torch.uint8) & ((1 << bits) - 1)
     packed = fields[..., 0]
     for place in range(1, 8 // bits):
@@ -118,7 +118,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
-    """The inverse of :func:`pack`: shift each code to the top of an int8, then back down with its sign."""
+    """Undo :func:`pack`: shift each code to the top of an int8, then back down with its sign."""
     signed = packed.view(torch.int8)
     fields = [signed << 8 - bits * (place + 1) >> 8 - bits for place in range(8 // bits)]
     return ungrouped(torch.stack(fields, -1), dim)

@@ -38,18 +38,18 @@ _BOTTOM, _TOP = LEVELS[0], LEVELS[-1]
 
 
 def create(spec: FormatSpec) -> Format:
-    """``iq4_nl``; no options."""
+    """Create ``iq4_nl``, which has no options."""
     options.only(spec)
     return BlockLevels(spec.name)
 
 
 class BlockLevels(Block):
-    """iq4_nl."""
+    """Format iq4_nl."""
 
     code_bytes = SIZE // 2
 
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The fitted ``d``; codes 0 … 15, two to a byte."""
+        """Return the fitted ``d``; codes 0 … 15, two to a byte."""
         first = _first(blocks)
         multiples = finite(blocks * inverse(first))  # scaled, so that no product below overflows
         codes = _look_up(_nearest_codes(multiples.device), _half_units(multiples))
@@ -60,7 +60,7 @@ class BlockLevels(Block):
         return torch.where(below == 0, first, first * (above / below)), pack_halves(codes)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """The levels."""
+        """Return the levels."""
         return _level(unpack_halves(codes))
 
     def rounding(self, multiples: Tensor) -> Tensor:
@@ -68,7 +68,9 @@ class BlockLevels(Block):
         return _look_up(_half_gaps(multiples.device), _half_units(multiples))
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The code's rounding in the scale it was found with, and the code times what the fit changed."""
+        """Return the rounding error of the code in its original scale, plus the code times the change of scale by
+        the fit.
+        """
         blocks = grouped(x.float(), SIZE)
         first, stored = _first(blocks), self.quantize(blocks)[0].to(torch.float16).float()
         multiples = blocks / first

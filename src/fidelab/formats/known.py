@@ -81,7 +81,7 @@ _VECTORS = {
 
 
 def canonical(spec: FormatSpec, dim: int) -> str:
-    """Canonical text of a format. Options that change nothing at this head dimension are omitted."""
+    """Return the canonical text of a format, without options that change nothing at this head dimension."""
     options = {key: value for key, value in spec.options if key not in ("sinks", "tail")}
     for key in ("scale", "rotate"):
         if options.get(key) == "none":
@@ -105,9 +105,9 @@ def names_of(
     exact: bool = True,
     asked: FormatSpec | None = None,
 ) -> list[str]:
-    """The formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
+    """Return the formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
 
-    Several where the content leaves it open (zeros are alike in many); none where no format does.
+    There are several if the content is ambiguous (zeros are alike in many formats), and none if no format fits.
 
     Args:
         parts: ``[batch, heads, tokens, width]`` each, with ``scale`` the fitted one, as :mod:`fidelab.formats.base`
@@ -148,14 +148,17 @@ def _rotation(dim: int, kind: str, seed: str | None) -> Tensor:
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Same shape, type and numbers; every NaN is like every other, 0 like -0."""
+    """Return whether two tensors have the same shape, type and numbers; NaNs are equal to each other, and 0 to -0."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
-    """The format, without options, that encodes one fixed vector as ``encode`` does, ways of rounding included."""
+    """Return the format, without options, that encodes one fixed vector as ``encode`` does.
+
+    The way of rounding must be the same, too.
+    """
     return _VECTORS.get(_digest(encode(_vector())))
 
 
@@ -172,10 +175,10 @@ def _digest(parts: Parts) -> str:
 
 
 def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) -> Tensor:
-    """Parts of the format ``name``, as :func:`canonical` writes it, decoded to float32.
+    """Decode parts of the format ``name``, as :func:`canonical` writes it, to float32.
 
     Raises:
-        ValueError: parts of this form cannot be of that format.
+        ValueError: If parts of this form cannot be of that format.
     """
     for candidate, decode in _fitting(parts, dim, scale):
         if candidate == name:

@@ -34,16 +34,17 @@ _BITS = {f"lloyd{bits}": bits for bits in range(1, 5)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``lloyd1`` to ``lloyd4``; no options."""
+    """Create ``lloyd1`` to ``lloyd4``, which have no options."""
     options.only(spec)
     return LloydMax(spec.name, _BITS[spec.name])
 
 
 @cache
 def levels(bits: int) -> Tensor:
-    """The ``2^bits`` levels, float64, ascending: each the mean of the normal variable between the adjacent midpoints.
+    """Return the ``2^bits`` levels as float64, in ascending order.
 
-    Lloyd's iteration with the closed form of that mean, ``(φ(a) - φ(b)) / (Φ(b) - Φ(a))``.
+    Each level is the mean of the normal variable between the adjacent midpoints.  They are found by Lloyd's iteration
+    with the closed form of that mean, ``(φ(a) - φ(b)) / (Φ(b) - Φ(a))``.
     """
     found: Tensor = torch.special.ndtri((torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits))
     for _ in range(10_000):
@@ -69,7 +70,7 @@ class LloydMax(Format):
 
     @property
     def emulated(self) -> bool:
-        """True if ``bits`` leaves gaps in a byte."""
+        """Whether ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -84,7 +85,7 @@ class LloydMax(Format):
         return (pack(codes.to(torch.int8), self._stored_bits), norm)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """The levels, times the norm over ``sqrt(dim)``."""
+        """Return the levels, times the norm over ``sqrt(dim)``."""
         packed, norm = parts
         codes = unpack(packed, self._stored_bits, dim).view(torch.uint8) & ((1 << self._stored_bits) - 1)
         table = levels(self.bits).float().to(packed.device)
@@ -96,7 +97,7 @@ class LloydMax(Format):
         return -(-dim * self._stored_bits // 8) + 2
 
     def packed_token_bytes(self, dim: int) -> int:
-        """The same with codes packed without gaps."""
+        """Return the bytes of a token with codes packed without gaps."""
         return -(-dim * self.bits // 8) + 2
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ _TYPES = {"f32": ("float32", 4), "f16": ("float16", 2), "bf16": ("bfloat16", 2)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``f32``, ``f16`` or ``bf16``; no options."""
+    """Create ``f32``, ``f16`` or ``bf16``, which have no options."""
     options.only(spec)
     return Native(spec.name)
 
@@ -35,7 +35,7 @@ def create(spec: FormatSpec) -> Format:
 class Native(Format):
     """One float type, stored as it is.
 
-    Where the type is already right, parts and content share their memory with the tensor given.
+    If the type is already right, parts and content share memory with the given tensor.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Native(Format):
         return (_convert(x, self.dtype),)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """The stored values in ``dtype``."""
+        """Return the stored values in ``dtype``."""
         return _convert(parts[0], dtype)
 
     def token_bytes(self, dim: int) -> int:

@@ -16,7 +16,7 @@ def only(spec: FormatSpec, *known: str) -> None:
     """Refuse every option but ``known``.
 
     Raises:
-        UsageError: ``spec`` has another option.
+        UsageError: If ``spec`` has another option.
     """
     for key, _ in spec.options:
         if key not in known:
@@ -25,10 +25,10 @@ def only(spec: FormatSpec, *known: str) -> None:
 
 
 def choice(spec: FormatSpec, key: str, allowed: Sequence[str]) -> str:
-    """The value of ``key``, one of ``allowed``; the first of them where the option is absent.
+    """Return the value of ``key``, one of ``allowed``, or the first of them if the option is absent.
 
     Raises:
-        UsageError: another value.
+        UsageError: If the value is not allowed.
     """
     value = dict(spec.options).get(key, allowed[0])
     if value not in allowed:
@@ -38,10 +38,10 @@ def choice(spec: FormatSpec, key: str, allowed: Sequence[str]) -> str:
 
 
 def multiple(spec: FormatSpec, key: str, step: int, default: int) -> int:
-    """The value of ``key``: a positive multiple of ``step``, or ``default`` where the option is absent.
+    """Return the value of ``key``: a positive multiple of ``step``, or ``default`` if the option is absent.
 
     Raises:
-        UsageError: another value.
+        UsageError: If the value is not such a multiple.
     """
     value = dict(spec.options).get(key, str(default))
     if _POSITIVE.fullmatch(value) is None or int(value) % step:

@@ -43,10 +43,10 @@ _SMALLEST_BLOCK = 8
 
 
 def rotated(spec: FormatSpec, inner: Format) -> Format:
-    """``inner`` after the rotation that ``spec`` asks for.
+    """Return ``inner`` after the rotation that ``spec`` requests.
 
     Raises:
-        UsageError: an unknown rotation, or a seed without one.
+        UsageError: If the rotation is unknown, or there is a seed without a rotation.
     """
     rotation = options.choice(spec, "rotate", _ROTATIONS)
     seeded = "seed" in dict(spec.options)
@@ -78,7 +78,7 @@ class Rotated(Format):
         return self.inner.emulated
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
-        """The scale of the rotated content."""
+        """Return the scale of the rotated content."""
         return self.inner.fit(self._rotate(x), mask)
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
@@ -104,7 +104,7 @@ class Rotated(Format):
         return self.inner.sequence_bytes(heads, dim)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Every value takes ``1 / sqrt(n)`` of each bound of its block; float32 rounding on both ways is added."""
+        """Return ``1 / sqrt(n)`` times the sum of the bounds of a block, plus float32 rounding on both ways."""
         turned, size = self._rotate(x), self._size(x.shape[-1])
         bound = grouped(self.inner.error_bound(turned, scale) + turned.abs() * FLOAT32_SLACK, size)
         total = bound.double().sum(-1, keepdim=True) / size**0.5

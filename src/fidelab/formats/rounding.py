@@ -22,10 +22,10 @@ _EXPONENT_BITS = 0x7F800000
 
 
 def half_step(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
-    """Half the distance between neighbours of ``dtype`` around a float32 ``magnitude`` >= 0.
+    """Return half the distance between neighbours of ``dtype`` around a float32 ``magnitude`` >= 0.
 
-    ``2^floor(log2 m) * eps / 2``, where m counts as the smallest normal number below it (subnormals share its
-    step).  This is the largest error of rounding to nearest; the range of ``dtype`` is not looked at.
+    ``2^floor(log2 m) * eps / 2``, where m counts as the smallest normal number below it (subnormals share its step).
+    This is the largest error of rounding to nearest; the range of ``dtype`` is not looked at.
     """
     info = torch.finfo(dtype)
     # torch.finfo says 0.125 here (2.13); the type has two mantissa bits.
@@ -36,10 +36,10 @@ def half_step(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounding_bound(magnitude: Tensor, dtype: torch.dtype, scale: Tensor | float = 1.0) -> Tensor:
-    """Largest error of ``scale * dtype(magnitude / scale)``, saturating, for a float32 ``magnitude`` >= 0.
+    """Return the largest error of ``scale * dtype(magnitude / scale)``, saturating, for a float32 ``magnitude`` >= 0.
 
-    Half a step times the scale, or the distance to the largest number for what lies beyond it.  The rounding
-    of ``magnitude / scale`` itself is not in it.
+    Half a step times the scale, or the distance to the largest number for what lies beyond it.  The rounding of
+    ``magnitude / scale`` itself is not in it.
     """
     top = torch.finfo(dtype).max
     beyond = (magnitude - top * scale) * (1 + FLOAT32_SLACK)  # the difference is rounded too
@@ -47,7 +47,7 @@ def rounding_bound(magnitude: Tensor, dtype: torch.dtype, scale: Tensor | float 
 
 
 def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 → ``dtype``, rounded once; beyond the range, infinities included, the largest number."""
+    """Convert float32 to ``dtype``, rounded once; values beyond the range become the largest number."""
     if x.dtype == dtype:
         return x
     top = torch.finfo(dtype).max
@@ -55,10 +55,10 @@ def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def divide(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor`` as IEEE division on every device.
+    """Return ``x / divisor`` with IEEE division on every device.
 
-    CUDA turns division by a Python number into multiplication by its reciprocal, which rounds differently; a
-    tensor divisor is divided by.
+    CUDA turns division by a Python number into multiplication by its reciprocal, which rounds differently; a tensor
+    divisor is divided by.
     """
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 

@@ -17,12 +17,12 @@ HALF_MIN = 2.0**-24  # smallest float16 above zero (subnormal)
 
 
 def groups_of(dim: int, size: int) -> int:
-    """Groups of ``size`` that ``dim`` values fill, the last one counted even where it is shorter."""
+    """Return the number of groups of ``size`` that ``dim`` values fill, including a shorter last one."""
     return -(-dim // size)
 
 
 def grouped(x: Tensor, size: int) -> Tensor:
-    """``[..., dim]`` → ``[..., groups, size]``, the last group filled up with zeros."""
+    """Reshape ``[..., dim]`` to ``[..., groups, size]``, with the last group filled up with zeros."""
     dim = x.shape[-1]
     groups = groups_of(dim, size)
     if groups * size != dim:
@@ -31,15 +31,15 @@ def grouped(x: Tensor, size: int) -> Tensor:
 
 
 def ungrouped(x: Tensor, dim: int) -> Tensor:
-    """The inverse of :func:`grouped`: ``[..., groups, size]`` → ``[..., dim]``."""
+    """Undo :func:`grouped`: reshape ``[..., groups, size]`` to ``[..., dim]``."""
     return x.flatten(-2)[..., :dim]
 
 
 def finite_amax(x: Tensor, dims: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
-    """Largest finite ``|x|`` over ``dims``, which are kept with length 1; 0 where there is none.
+    """Return the largest finite ``|x|`` over ``dims``, which are kept with length 1; 0 if there is none.
 
-    ``x``: float32 ``[batch, heads, tokens, dim]``; ``mask``: ``[batch, tokens]`` bool, False does not count.
-    NaN and infinities are ignored, so that one of them does not spoil the scale of the others.
+    ``x``: float32 ``[batch, heads, tokens, dim]``; ``mask``: ``[batch, tokens]`` bool, False does not count. NaN and
+    infinities are ignored, so that one of them does not spoil the scale of the others.
     """
     shape = [1 if axis in dims else length for axis, length in enumerate(x.shape)]
     if x.numel() == 0:  # amax refuses dimensions of length 0
@@ -51,10 +51,10 @@ def finite_amax(x: Tensor, dims: tuple[int, ...], mask: Tensor | None = None) ->
 
 
 def half_scale(exact: Tensor, *, up: bool = False) -> Tensor:
-    """A float32 scale >= 0 as float16: the nearest one, or with ``up`` the next one not below it.
+    """Return a float32 scale >= 0 as float16: the nearest one, or with ``up`` the next one not below it.
 
-    Kept within [2^-24, 65504]: a scale that underflowed to 0 would be divided by, one that overflowed to
-    infinity would decode to NaN.  NaN stays NaN.
+    Kept within [2^-24, 65504]: a scale that underflowed to 0 would be divided by, one that overflowed to infinity would
+    decode to NaN.  NaN stays NaN.
     """
     exact = exact.clamp(HALF_MIN, HALF_MAX)
     half = exact.to(torch.float16)

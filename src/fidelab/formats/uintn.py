@@ -36,7 +36,9 @@ _BITS = {f"uint{bits}": bits for bits in range(2, 9)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``uint2`` to ``uint8``; options ``axis`` (``head``, ``channel``) and ``group`` (a multiple of 8, default 32)."""
+    """Create ``uint2`` to ``uint8``; options ``axis`` (``head``, ``channel``) and ``group`` (a multiple of 8,
+    default 32).
+    """
     options.only(spec, "axis", "group")
     axis = options.choice(spec, "axis", ("head", "channel"))
     return GroupedUInt(spec.name, _BITS[spec.name], options.multiple(spec, "group", step=8, default=32), axis)
@@ -58,7 +60,7 @@ class GroupedUInt(Format):
 
     @property
     def emulated(self) -> bool:
-        """True if ``bits`` leaves gaps in a byte."""
+        """Whether ``bits`` leaves gaps in a byte."""
         return self._stored_bits != self.bits
 
     @property
@@ -86,7 +88,7 @@ class GroupedUInt(Format):
         return self._bytes(dim, self._stored_bits)
 
     def packed_token_bytes(self, dim: int) -> int:
-        """The same with codes packed without gaps."""
+        """Return the bytes of a token with codes packed without gaps."""
         return self._bytes(dim, self.bits)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:

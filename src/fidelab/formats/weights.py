@@ -59,20 +59,23 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a weight of this shape: codes without gaps, and all scales."""
+        """Return the bytes of a weight of this shape: codes without gaps, and all scales."""
 
     def used(self, inputs: int) -> str:
-        """The format that rows of ``inputs`` values get: its own name, or that of the one that takes its place."""
+        """Return the format that rows of ``inputs`` values get.
+
+        This is the format's own name, or the name of the format that takes its place.
+        """
         return self.name
 
 
 def weight_format(spec: FormatSpec) -> WeightFormat:
-    """The format of weights that ``spec`` names, with its options.
+    """Return the format of weights that ``spec`` names, with its options.
 
     Raises:
-        UnknownNameError: there is none of this name.
-        UsageError: an option that the format lacks, or a value that it does not take.
-        NotSupportedError: a k-quant, and ggml's library is not installed.
+        UnknownNameError: If no format has this name.
+        UsageError: If the format lacks an option, or does not accept its value.
+        NotSupportedError: If the format is a k-quant and ggml's library is not installed.
     """
     if spec.name in K_QUANTS:
         options.only(spec)

@@ -1,4 +1,4 @@
-"""Imports: results of other tools, read from their files, recomputed, and written as a run of fidelab.
+"""Imports: read results of other tools from their files, recompute them, and write a run of fidelab.
 
 Figures whose data a file holds are recomputed; figures without data stay absent.
 """

@@ -1,4 +1,4 @@
-"""Dumped log-probabilities, and the checks before anything is compared: a folder of files, a window each."""
+"""Dumped log-probabilities: a folder with a file per window, and the checks before anything is compared."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class WindowRows(Protocol):
     """The rows of one window."""
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Unnormalised log scores [stop - start, vocabulary], in new memory."""
+        """Return unnormalised log scores [stop - start, vocabulary] in new memory."""
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Items of which only the mean is known; ``None``: all are known."""
+        """Return the items of which only the mean is known; ``None`` if all are known."""
 
 
 @dataclass
 class Dump(ABC):
     """Rows of next-token distributions, window by window; ``shapes``: window → (rows, vocabulary).
 
-    ``first`` is the position in the window of the first row; ``n_ctx`` the tokens of a window and ``stride`` those
-    between windows where that is known.
+    ``first`` is the position in the window of the first row; ``n_ctx`` the tokens of a window and ``stride`` the tokens
+    between windows, if known.
     """
 
     path: Path
@@ -61,19 +61,19 @@ class Dump(ABC):
         return next(iter(self.shapes.values()))[1]
 
     def tokens(self, number: int) -> NDArray[np.int64] | None:
-        """The tokens of a window, where they are known."""
+        """Return the tokens of a window, if they are known."""
         return None
 
     @abstractmethod
     def name_of(self, number: int) -> str:
-        """A window, in messages."""
+        """Return the name of a window in messages."""
 
     @abstractmethod
     def open(self, number: int) -> WindowRows:
-        """One window, mapped."""
+        """Map one window into memory."""
 
     def facts(self) -> dict[str, Any]:
-        """The facts for the report's environment."""
+        """Return the facts for the report's environment."""
         name = self.path.resolve().name
         return {"folder": name, "files": len(self.shapes), "ids": self.vocabulary, "type": self.kind}
 
@@ -93,7 +93,7 @@ class WindowFile:
         return n, vocab
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Some rows as float32, in new memory."""
+        """Return some rows as float32 in new memory."""
         if isinstance(self.array, BFloat16):
             return to_float32(BFloat16(self.array.bits[start:stop]))
         return np.array(self.array[start:stop], dtype=np.float32)
@@ -116,8 +116,9 @@ def open_folder(path: Path) -> DumpFolder:
     """Open a folder: check every file, and the sum of some rows of each.
 
     Raises:
-        InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
-            that are not log-probabilities; the message names the file.
+        InputError: If there is no folder or it has no numbered files, or if a file is a pickle, has rows of a draft
+            head, lacks the tensor ``log_probs``, or has rows that are not log-probabilities.  The message names the
+            file.
     """
     if not path.is_dir():
         raise InputError(
@@ -154,7 +155,7 @@ def pair_windows(ref: Dump, test: Dump) -> None:
     """Check that two dumps hold the same windows.
 
     Raises:
-        MismatchError: twice as many files on one side, other window numbers, or another number of rows.
+        MismatchError: If one side has twice as many files, other window numbers, or another number of rows.
     """
     many, few = sorted((ref, test), key=lambda dump: -len(dump.shapes))
     if len(many.shapes) == 2 * len(few.shapes):

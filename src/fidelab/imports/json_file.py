@@ -20,7 +20,7 @@ _MAX_COUNT = 1_000_000  # tokens of one answer, chunks: a larger number is not a
 
 @dataclass(frozen=True)
 class Node:
-    """A value of the file and its place in it; what is absent has the value None."""
+    """A value of the file and its place in it; an absent value is None."""
 
     value: Any
     place: str
@@ -34,18 +34,18 @@ class Node:
         return isinstance(self.value, dict) and key in self.value
 
     def items(self) -> list[Node]:
-        """The entries of a list."""
+        """Return the entries of a list."""
         if self.value is not None and not isinstance(self.value, list):
             raise self.error("a list")
         return [Node(value, f"{self.place}[{index}]") for index, value in enumerate(self.value or [])]
 
     def entries(self) -> Iterator[tuple[str, Node]]:
-        """The entries of an object."""
+        """Yield the entries of an object."""
         for key in self.value if isinstance(self.value, dict) else ():
             yield _text(key), self[key]
 
     def number(self, low: float = -math.inf, high: float = math.inf) -> float | None:
-        """A number in ``low … high``; None where it is absent or was not finite."""
+        """Return a number in ``low … high``; None if it is absent or was not finite."""
         if self.value is None:
             return None
         if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not low <= self.value <= high:
@@ -54,7 +54,7 @@ class Node:
         return float(self.value)
 
     def count(self, most: int = _MAX_COUNT) -> int | None:
-        """A whole number in ``0 … most``."""
+        """Return a whole number in ``0 … most``."""
         if self.value is None:
             return None
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not 0 <= self.value <= most:
@@ -62,13 +62,13 @@ class Node:
         return self.value
 
     def text(self) -> str:
-        """A text; empty where it is absent."""
+        """Return a text; empty if it is absent."""
         if self.value is not None and not isinstance(self.value, str):
             raise self.error("a text")
         return _text(self.value or "")
 
     def token_ids(self) -> list[int] | None:
-        """A list of token ids."""
+        """Return a list of token ids."""
         if self.value is None:
             return None
         if not isinstance(self.value, list) or not all(type(entry) is int for entry in self.value):
@@ -76,7 +76,7 @@ class Node:
         return list(self.value)
 
     def error(self, expected: str) -> InputError:
-        """The error that names the place, the expected kind of value and the actual one."""
+        """Return the error that names the place, the expected kind of value and the actual one."""
         text = repr(self.value)
         return InputError(f"{self.place}: expected {expected}, found {text if len(text) <= 60 else text[:60] + '…'}")
 
@@ -92,10 +92,10 @@ class JsonFile:
 
 
 def read_json(path: Path, what: str = "file") -> JsonFile:
-    """Read a file of JSON; NaN and infinities are read as absent.  ``what`` it is called in messages.
+    """Read a JSON file; NaN and infinities are read as absent.  ``what``: name of the file in messages.
 
     Raises:
-        InputError: unreadable or not JSON; names the place.
+        InputError: If the file cannot be read or is not JSON.  The message names the place.
     """
     not_finite = 0
 
@@ -128,7 +128,7 @@ def metrics_of(
     bound: bool = False,
     cell: Coordinates | None = None,
 ) -> Iterator[Metric]:
-    """The metrics of what is there; ``bound``: those in nats are lower bounds.  The first one is the headline."""
+    """Yield the available metrics, with the first one as headline; ``bound``: those in nats are lower bounds."""
     for number, (field, definition) in enumerate(definitions.items()):
         value, ci = figures.get(field), figures.get(f"{field}_ci")
         if value is not None or ci is not None:

@@ -1,11 +1,11 @@
 """The file of ``llama-perplexity --kl-divergence-base``.
 
 Magic ``_logits_``, then in 32 bits each the tokens per window ``n_ctx``, the size of the vocabulary and the number of
-windows, then the tokens of all windows.  Each window has n_ctx - 1 - n_ctx // 2 rows, the first of position
-n_ctx // 2.  A row is two float32 numbers, scale and least log-probability, and a 16-bit number per id, padded to an
-even number of ids: log P = least + scale · number.  Tokens 16 nats and more below the most likely one have the
-number 0, and are known together alone: what the others leave of the probability, two ten-thousandths with
-SmolLM2-135M.  See docs/metrics.md#imported-results.
+windows, then the tokens of all windows.  Each window has n_ctx - 1 - n_ctx // 2 rows, the first of position n_ctx // 2.
+A row is two float32 numbers, scale and least log-probability, and a 16-bit number per id, padded to an even number of
+ids: log P = least + scale · number.  Tokens 16 nats and more below the most likely one have the number 0.  Only their
+sum is known: the probability that the others leave, two ten-thousandths with SmolLM2-135M.  See
+docs/metrics.md#imported-results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class BaseFile(Dump):
         """Read the header, and map the rest.
 
         Raises:
-            InputError: another file, one with an impossible header, or one that is shorter or longer than it says.
+            InputError: If it is another kind of file, has an impossible header, or is shorter or longer than the header
+                says.
         """
         try:
             size = path.stat().st_size
@@ -102,7 +103,7 @@ class _BaseRows:
 
 
 def is_base_file(path: Path) -> bool:
-    """True if a file begins as these do."""
+    """Return whether a file begins like these files."""
     try:
         with path.open("rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC

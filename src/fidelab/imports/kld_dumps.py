@@ -78,7 +78,7 @@ def import_dumps(
     command: str = "",
     progress: Callable[[str], None] = lambda _text: None,
 ) -> Imported:
-    """Compare dumps with a reference dump, and leave a run folder.
+    """Compare dumps with a reference dump, and write a run folder.
 
     Args:
         names: of the candidates, one per test; the folders' names by default.
@@ -88,9 +88,9 @@ def import_dumps(
         progress: called with the folder that is being compared.
 
     Raises:
-        InputError: something that is not a dump, or rows that are not log-probabilities.
-        MismatchError: folders with different windows.
-        UsageError: names that do not fit, or the reference as a test.
+        InputError: If something is not a dump, or rows are not log-probabilities.
+        MismatchError: If folders have different windows.
+        UsageError: If names do not fit, or the reference is also a test.
         OutputError: the run folder cannot be written.
     """
     labels = _labels(ref, tests, names)

@@ -63,7 +63,7 @@ def import_samples(
     seed: int = 42,
     command: str = "",
 ) -> Imported:
-    """Compare folders of samples with a reference folder, and leave a run folder.
+    """Compare folders of samples with a reference folder, and write a run folder.
 
     Args:
         names: of the candidates, one per folder; the folders' names by default.
@@ -71,9 +71,9 @@ def import_samples(
         seed: of the bootstrap.
 
     Raises:
-        InputError: a folder without samples, or a damaged line; the message names file and line.
-        MismatchError: folders without a task in common, or with other items in one.
-        UsageError: names that do not fit, or the reference as a test.
+        InputError: If a folder has no samples, or a line is damaged.  The message names file and line.
+        MismatchError: If folders have no task in common, or different items in a task.
+        UsageError: If names do not fit, or the reference is also a test.
     """
     labels = list(names) if names is not None else [test.resolve().name for test in tests]
     if len(labels) != len(tests) or len(set(labels)) < len(labels):

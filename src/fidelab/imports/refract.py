@@ -31,14 +31,15 @@ _AXES = ("trajectory", "kld", "rniah", "plad")  # of REFRACT's composite
 def import_refract(
     path: Path, output_dir: Path, *, name: str | None = None, seed: int = 42, command: str = ""
 ) -> Imported:
-    """Read a REFRACT report, recompute it, and leave a run folder.
+    """Read a REFRACT report, recompute it, and write a run folder.
 
     Args:
-        name: how the report calls the candidate; its cache formats by default.
+        name: the candidate's name in the report; its cache formats by default.
         seed: of the bootstrap over prompts and trials.
 
     Raises:
-        InputError: no REFRACT report of a schema that is read, or a value in it that cannot be; names the place.
+        InputError: If it is not a REFRACT report of a supported schema, or has an impossible value.  The message names
+            the place.
         OutputError: the run folder cannot be written.
     """
     file = read_refract(path)

@@ -44,7 +44,7 @@ _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from fig
 
 @dataclass(frozen=True)
 class RefractLine:
-    """One figure three times: as stated in the file, by REFRACT's definition, by fidelab's."""
+    """One figure three times: as stated in the file, by REFRACT's definition, and by fidelab's."""
 
     name: str
     stated: float | str | None
@@ -53,7 +53,7 @@ class RefractLine:
 
     @property
     def agrees(self) -> bool | None:
-        """The stated figure equals the recomputed one; None where one of the two is missing."""
+        """Whether the stated figure equals the recomputed one; None if one of the two is missing."""
         if self.stated is None or self.again is None:
             return None
         if isinstance(self.stated, str) or isinstance(self.again, str):
@@ -74,7 +74,7 @@ class Recomputed:
 
 
 def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis A from each prompt's token ids, or from its prefix and lengths; None where it was not measured."""
+    """Recompute axis A from each prompt's token ids, or from its prefix and lengths; None if it was not measured."""
     axis = file.axis("trajectory")
     if axis is None:
         return None
@@ -166,7 +166,7 @@ def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> Ta
 
 
 def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis B from the file's distributions. None: not measured.
+    """Recompute axis B from the file's distributions; None if it was not measured.
 
     An interval needs values per chunk (``per_chunk``: numbers, or objects with ``mean_kld`` and ``n_positions``).
     """
@@ -232,7 +232,9 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 
 
 def read_rniah(file: RefractFile) -> Recomputed | None:
-    """Axis C from its cells; ours counts those in which the reference finds the needle.  None: not measured.
+    """Recompute axis C from its cells; None if it was not measured.
+
+    fidelab counts the cells in which the reference finds the needle.
 
     The file holds the hits of each side, not their trials; the exact bound needs only the hits.
     """
@@ -325,7 +327,10 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
 
 
 def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
-    """Axis D from each prompt's drifts, with the signed excess and the one-sided score.  None: not measured."""
+    """Recompute axis D from each prompt's drifts, with the signed excess and the one-sided score.
+
+    The result is None if the axis was not measured.
+    """
     axis = file.axis("plad")
     if axis is None:
         return None

@@ -1,4 +1,4 @@
-"""Reading a REFRACT report: which schema it has, and where in it things are."""
+"""Read a REFRACT report: its schema, and the places of its values."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RefractFile:
             return None
 
     def axis(self, name: str) -> Node | None:
-        """An axis that was measured; the trajectory is also found under its old name, gtm."""
+        """Return an axis that was measured; the trajectory is also found under its old name, gtm."""
         for alias in _aliases(name):
             skipped = f"{alias}_score" in self.detail and self.detail[f"{alias}_score"].value is None
             if alias in self.root["axes"] and not skipped:
@@ -65,7 +65,7 @@ class RefractFile:
         return self.root["composite_detail"]
 
     def score(self, name: str) -> float | None:
-        """The score that the file gives for an axis."""
+        """Return the score that the file gives for an axis."""
         axis = self.axis(name)
         stated = [self.detail[f"{alias}_score"].number() for alias in _aliases(name)]
         return next((score for score in stated if score is not None), axis["score"].number() if axis else None)
@@ -79,7 +79,7 @@ def read_refract(path: Path) -> RefractFile:
     """Read a report of REFRACT 0.2 or 0.3.
 
     Raises:
-        InputError: unreadable, not JSON, or of another schema; the message names the place.
+        InputError: If the file cannot be read, is not JSON, or has another schema.  The message names the place.
     """
     file = read_json(path, "report")
     readable = " and ".join(f"{name}.*" for name in READABLE)

@@ -40,10 +40,12 @@ class Source:
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
-    """Resampling cluster of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
+    """Return the resampling cluster of each window ``[n_windows]`` of a text without known documents.
 
-    Blocks are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than ``overlap``, the
-    number of windows that share a token.
+    Clusters are blocks of adjacent windows.
+
+    Blocks are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than ``overlap``, the number
+    of windows that share a token.
     """
     blocks: NDArray[np.int64] = np.arange(n_windows, dtype=np.int64) // max(1, round(n_windows ** (1 / 3)), overlap)
     return blocks
@@ -59,10 +61,10 @@ def write_run(
     comparisons: Sequence[Comparison] = (),
     positions: Sequence[tuple[str, Mapping[str, NDArray[Any]]]] = (),
 ) -> tuple[Report, Path]:
-    """Write the run folder; the report comes last.
+    """Write the run folder, with the report last.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: If the folder cannot be written.
     """
     settings = {"imported": {"kind": source.kind, **source.settings}}
     head = "# The figures of this run were imported; it cannot be run again from here.\n"

@@ -35,7 +35,7 @@ _SHAREGPT = {  # what the parties are called there
     "observation": "tool",
     "function_response": "tool",
 }
-_MAX_LISTED = 3  # bad places that a message lists
+_MAX_LISTED = 3  # places of bad records that a message lists
 _MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
 
@@ -43,8 +43,8 @@ _MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 class Conversation:
     """One conversation: messages as a chat template takes them, and the tools that the model was offered.
 
-    ``id``: the record's, or its line. ``domain``: the record's, or a guess from its content.
-    ``text``: as the model's chat template writes it.  Plain text has no messages.  ``parts``: the messages with a part
+    ``id``: the record's id, or its line. ``domain``: the record's domain, or a guess from its content. ``text``: the
+    text as the model's chat template writes it.  Plain text has no messages.  ``parts``: the messages with a part
     ``{"type": "image"}`` for each of ``images``, their URLs as written, unchecked.
     """
 
@@ -59,8 +59,10 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Traffic:
-    """A log.  ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was asked for.
-    ``failed``: requests of a gateway log that were answered by an error.  ``images``: parts that were left out.
+    """A log of conversations.
+
+    ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was requested. ``failed``:
+    requests of a gateway log that were answered by an error.  ``images``: parts that were left out.
 
     ``text``: a log of plain text, without conversations.
     """
@@ -97,8 +99,8 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     log, are left out and counted.
 
     Raises:
-        InputError: unreadable, no conversation in it, or bad records without ``skip_bad`` (how many, and the first
-            with their places).
+        InputError: If the file cannot be read, holds no conversation, or has bad records without ``skip_bad`` (the
+            message has their number, and the first with their places).
     """
     if path.suffix in (".txt", ".md"):
         return Traffic(str(path), text=load_text(path))
@@ -155,7 +157,7 @@ class _Bad(ValueError):
 
 
 class _Failed(Exception):
-    """The record is of a request that was answered by an error."""
+    """The record is of a request that failed with an error."""
 
 
 def _exchange(record: dict[str, Any]) -> dict[str, Any]:
@@ -165,8 +167,8 @@ def _exchange(record: dict[str, Any]) -> dict[str, Any]:
     some with the payload in ``body``.
 
     Raises:
-        _Failed: the record has a status other than 200 or success, or an error.
-        _Bad: the request or the response cannot be read.
+        _Failed: If the record has a status other than 200 or success, or an error.
+        _Bad: If the request or the response cannot be read.
     """
     request, response = (_payload(record, name) for name in ("request", "response"))
     for place in (record, record.get("response"), response):
@@ -299,7 +301,7 @@ class _Record:
 
 
 def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, as chat templates expect."""
+    """Return tool calls with their arguments as objects, as chat templates expect."""
     kept = []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
@@ -320,10 +322,10 @@ def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Tools in OpenAI's form.
+    """Return the tools in OpenAI's form.
 
     Raises:
-        _Bad: a tool has no name, or its parameters are not a JSON schema of an object.
+        _Bad: If a tool has no name, or its parameters are not a JSON schema of an object.
     """
     if tools is None:
         return ()
@@ -342,7 +344,7 @@ _TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
 
 
 def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) -> str | None:
-    """Fault in the shape of a schema (types, properties, required, items, enum), or ``None``."""
+    """Return the fault in a schema's shape (types, properties, required, items, enum), or ``None``."""
     if not isinstance(schema, dict):
         return f"{where} is not an object"
     kinds = schema.get("type", "object" if top else [])
@@ -381,7 +383,7 @@ _OTHER_SCRIPT_SHARE = 0.3  # share of letters
 
 
 def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Domain of a conversation by its content: the first that applies.
+    """Return the domain of a conversation by its content, the first that applies.
 
     ``tool calls``: tools are offered or called.  ``non-Latin``: 30% or more of its letters are of other scripts.
     ``code``, ``JSON``, ``mathematics``: patterns in some message.  ``long document``: a message of 8,000 characters or
@@ -404,7 +406,7 @@ def domain_of(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
 
 
 def traffic_text(traffic: Traffic) -> Text:
-    """The log as a text with a document per conversation."""
+    """Return the log as a text with a document per conversation."""
     if traffic.text is not None:
         return traffic.text
     parts = [f"{conversation.text}\n" for conversation in traffic.conversations]
@@ -420,7 +422,10 @@ def traffic_text(traffic: Traffic) -> Text:
 
 
 def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:
-    """Every conversation up to the last message that is not the assistant's, with its tools; none of plain text."""
+    """Return every conversation up to its last message that is not the assistant's, with its tools.
+
+    A log of plain text has no conversations.
+    """
     prompts = []
     for conversation in traffic.conversations:
         messages = conversation.messages
@@ -432,7 +437,7 @@ def traffic_prompts(traffic: Traffic) -> tuple[Prompt, ...]:
 
 
 def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
-    """Summary of used and skipped records of the log, a line each."""
+    """Return a summary of used and skipped records of the log, a line each."""
     if traffic.text is not None:
         return (f"{traffic.name} is plain text: windows are cut from it, prompts are the package's own",)
     counts = Counter(conversation.domain for conversation in traffic.conversations)
@@ -451,11 +456,11 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
 
 
 def recorded(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> tuple[list[Response], int]:
-    """Every recorded answer after its history, and the number of answers that the template later renders differently.
+    """Return the recorded answers, each after its history, and how many the template later renders differently.
 
-    The input is what a server's cache would have held when the answer was sampled.  A template may drop the
-    reasoning of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with
-    the text before it.
+    The input is what a server's cache would have held when the answer was sampled.  A template may drop the reasoning
+    of earlier turns, or close a turn differently, so an answer counts only where the text with it begins with the text
+    before it.
     """
     responses, lost = list[Response](), 0
     for conversation in conversations:
@@ -466,7 +471,7 @@ def recorded(tokenizer: Tokenizer, conversations: Sequence[Conversation]) -> tup
             try:
                 before = tokenizer.render(turns[:index], tools=tools, generation=True, private=True)
                 whole = tokenizer.render(turns[: index + 1], tools=tools, private=True)
-            except InputError:  # a template that takes whole conversations alone
+            except InputError:  # a template that accepts only whole conversations
                 before, whole = "", ""
             answer = whole[len(before) :].rstrip("\n")
             if not answer or not whole.startswith(before):

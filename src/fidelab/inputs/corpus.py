@@ -58,20 +58,20 @@ def make_windows(
 
     ``half``: rows n_ctx/2 … n_ctx − 2 are scored; ``full``: rows 1 … n_ctx − 2; ``sliding``: windows begin every
     ``stride`` (default n_ctx/4) tokens and every row 0 … n_ctx − 1 is scored.  The last of these predicts a token
-    outside its window, which a divergence does not need; what needs the actual next token must leave that row out.
+    outside its window, which a divergence does not need; users of the actual next token must leave that row out.
 
-    ``place``, of windows that do not overlap: ``start``: window i is tokens i·n_ctx … (i+1)·n_ctx − 1, as
-    llama.cpp's perplexity tool does; ``spread`` (the default): over the whole text.  Windows then begin where
-    documents do, one to a document, evenly spread over those that reach into the scored rows; then there are second
-    windows of long documents, then windows over short ones.  Where the text has fewer of these places than windows,
-    or no documents, windows lie at even distances.
+    ``place``, of windows that do not overlap: ``start``: window i is tokens i·n_ctx … (i+1)·n_ctx − 1, as llama.cpp's
+    perplexity tool does; ``spread`` (the default): over the whole text.  Windows then begin where documents do, one to
+    a document, evenly spread over those that reach into the scored rows; then there are second windows of long
+    documents, then windows over short ones.  If the text has fewer of these places than windows, or no documents,
+    windows are evenly spaced.
 
-    Blocks of windows are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than
-    the number of windows that share a token.
+    Blocks of windows are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than the number
+    of windows that share a token.
 
     Raises:
-        InputError: the text is too short (the message says how many tokens are needed).
-        UsageError: a size that cannot be, or beyond the model's limit.
+        InputError: If the text is too short (the message says how many tokens are needed).
+        UsageError: If a size is impossible, or beyond the model's limit.
     """
     step, place = _step(protocol, n_ctx, stride), _place(protocol, place)
     _check_sizes(tokenizer, n_ctx, n_windows, step, protocol)
@@ -115,7 +115,7 @@ def make_windows(
 
 
 def _remedy(have: int, n_ctx: int, needed: int) -> str:
-    """Advice for a text of ``have`` tokens: fewer windows only where one of them fits."""
+    """Return advice for a text of ``have`` tokens: fewer windows, but only if one of them fits."""
     if have >= n_ctx:
         return "use fewer --windows or a longer text"
     times = f"about {math.ceil(needed / have)} times more text" if have else "a text that is not empty"
@@ -204,6 +204,6 @@ def _rows(protocol: Protocol, n_ctx: int) -> tuple[int, int]:
 
 
 def _document_units(text: Text, starts: Tokens, first: int, last: int) -> Tokens:
-    """The document of each predicted token, first + 1 … last + 1; beyond the text its last one."""
+    """Return the document of each predicted token, first + 1 … last + 1; its last document beyond the text."""
     predicted = (min(row + 1, len(starts) - 1) for row in range(first, last + 1))
     return tuple(bisect.bisect_right(text.doc_starts, starts[token]) for token in predicted)

@@ -14,10 +14,10 @@ DATA = Path(__file__).parent / "data"
 
 
 def read_utf8(path: Path, what: str) -> str:
-    """The file's text exactly as it is, line ends included.  ``what`` names the file's role in messages.
+    """Return the file's exact text, line ends included.  ``what`` names the file's role in messages.
 
     Raises:
-        InputError: no such file, it cannot be read, or it is not UTF-8 (with line and byte).
+        InputError: If the file does not exist, cannot be read, or is not UTF-8 (the message names line and byte).
     """
     try:
         raw = read_file(path, _MAX_FILE_BYTES)
@@ -34,16 +34,16 @@ def read_utf8(path: Path, what: str) -> str:
 
 
 def numbered_lines(path: Path, what: str) -> list[tuple[int, str]]:
-    """The lines of a file that are not blank, without the space around them, and their numbers from 1."""
+    """Return the lines of a file that are not blank, without the space around them, and their numbers from 1."""
     lines = enumerate(read_utf8(path, what).removeprefix("\ufeff").split("\n"), 1)
     return [(number, line.strip()) for number, line in lines if line.strip()]
 
 
 def json_lines(path: Path, what: str) -> Iterator[tuple[str, int, Any]]:
-    """The values of a JSON-lines file, each after its place for messages and its line number.
+    """Yield the values of a JSON-lines file, each with its place for messages and its line number.
 
     Raises:
-        InputError: the file cannot be read, or a line is not JSON (with its number).
+        InputError: If the file cannot be read, or a line is not JSON (with its number).
     """
     for number, line in numbered_lines(path, what):
         place = f"{what} {path}, line {number}"

@@ -1,7 +1,7 @@
-"""GSM8K: word problems with a number for an answer, worked examples to put before them, and reading answers.
+"""GSM8K: word problems with numbers as answers, worked examples for the prompt, and parsing of answers.
 
-Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the hub, or of a JSONL file with its
-fields: ``question``, and ``answer`` ending in ``#### number``.  The worked examples are the package's own.
+Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the hub, or of a JSONL file with its fields:
+``question``, and ``answer`` ending in ``#### number``.  The worked examples are the package's own.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class Problem:
 
 
 def load_problems(source: str, limit: int | None = None) -> tuple[Problem, ...]:
-    """The first ``limit`` problems of ``gsm8k`` (the hub's test set) or of a JSONL file.
+    """Return the first ``limit`` problems of ``gsm8k`` (the hub's test set) or of a JSONL file.
 
     A problem's ``id`` is the file's, else the number of its row or line, from 1.
 
     Raises:
-        InputError: no such file, a line that is not a problem (with its number), no problem at all, or the hub
-            cannot be reached.
+        InputError: If the file does not exist, a line is not a problem (the message has its number), there is no
+            problem, or the hub cannot be reached.
     """
     if source == "gsm8k":
         rows = [(f"gsm8k test set, row {n}", n, row) for n, row in enumerate(_from_hub(), 1)]
@@ -74,12 +74,12 @@ def load_problems(source: str, limit: int | None = None) -> tuple[Problem, ...]:
 
 
 def load_shots(n: int) -> tuple[Problem, ...]:
-    """The first ``n`` ≤ 8 worked examples."""
+    """Return the first ``n`` ≤ 8 worked examples."""
     return tuple(_problem(*row) for row in _from_file(DATA / "gsm8k_shots.jsonl")[:n])
 
 
 def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "raw"]) -> list[dict[str, str]]:
-    """Chat messages that show the worked examples and put the question.
+    """Return chat messages that show the worked examples and ask the question.
 
     ``chat``: an example is a turn of the user and one of the assistant.  ``raw``: one message with ``Question:`` and
     ``Answer:`` before each part, which a base model continues.
@@ -93,12 +93,12 @@ def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "r
 
 
 def truncate_answer(text: str) -> str:
-    """An answer up to the next question that the model invents: a line that begins with ``Question:``."""
+    """Return an answer up to the next question that the model invents: a line that begins with ``Question:``."""
     return _NEXT.split(text, maxsplit=1)[0]
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """The number after the first ``####`` that is followed by one, else the last number; ``None`` without a number.
+    """Return the number after the first ``####`` that a number follows, else the last number or ``None``.
 
     Commas and spaces between groups of three digits and currency signs are removed; so are a trailing period, a percent
     sign and other units.  A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is not a sign. A

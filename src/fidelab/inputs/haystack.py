@@ -40,7 +40,7 @@ class Stretch:
     boundaries: Tokens
 
     def nearest(self, place: float) -> int:
-        """The boundary nearest to an index."""
+        """Return the boundary nearest to an index."""
         return min(self.boundaries, key=lambda boundary: abs(boundary - place))
 
 
@@ -52,9 +52,9 @@ class Haystack:
     ends: Tokens
 
     def stretch(self, length: int, n: int, trial: int, trials: int) -> Stretch:
-        """``n`` ids (at most ``length``) for one of several trials of prompts of ``length`` tokens.
+        """Return ``n`` ids (at most ``length``) for one of several trials with prompts of ``length`` tokens.
 
-        Trials do not overlap where the text suffices; else they begin at evenly spread offsets.
+        Trials do not overlap if the text suffices; otherwise they begin at evenly spread offsets.
         """
         step = min(length, (len(self.ids) - length) // max(1, trials - 1))
         end = self.ends[bisect_left(self.ends, trial * step + n)]
@@ -64,13 +64,14 @@ class Haystack:
 
 
 def load_haystack(name: str, tokenizer: Tokenizer, length: int, trials: int, seed: int = 0) -> Haystack:
-    """Enough prose for ``trials`` prompts of up to ``length`` tokens.
+    """Load enough prose for ``trials`` prompts of up to ``length`` tokens.
 
-    ``name``: ``default`` (the package's own text and what :func:`generate_paragraphs` adds), ``wikitext-2``, or a
-    UTF-8 file, which needs ``length`` tokens and :data:`MIN_SHIFT_TOKENS` more for each further trial.
+    ``name``: ``default`` (the package's own text and what :func:`generate_paragraphs` adds), ``wikitext-2``, or a UTF-8
+    file, which needs ``length`` tokens and :data:`MIN_SHIFT_TOKENS` more for each further trial.
 
     Raises:
-        InputError: no such text, or too short; says how many tokens there are and how many are needed.
+        InputError: If there is no such text, or it is too short.  The message gives the available and the needed
+            tokens.
     """
     pieces = sentences(load_text(name).content)
     if name == "default":
@@ -121,7 +122,7 @@ def _cut(sentence: str) -> Iterator[str]:
 
 
 def space_before(tokenizer: Tokenizer) -> str:
-    """The text to put before a sentence for a leading space: empty if the tokenizer adds one itself."""
+    """Return the text to put before a sentence for a leading space: empty if the tokenizer adds one itself."""
     joined = tokenizer.decode((*tokenizer.encode("One."), *tokenizer.encode("Two.")))
     return "" if joined == "One. Two." else " "
 
@@ -136,10 +137,12 @@ def _grammar() -> dict[str, list[str]]:
 
 
 def generate_paragraphs(seed: int = 0) -> Iterator[str]:
-    """Endless paragraphs of plain English, four to seven sentences each; the same seed gives the same ones.
+    """Yield endless paragraphs of plain English, of four to seven sentences each.
 
-    A sentence is a template whose slots are filled from word lists, themselves with slots (``data/haystack.json``).
-    No template returns before ten others were used.
+    The same seed gives the same paragraphs.
+
+    A sentence is a template whose slots are filled from word lists, themselves with slots (``data/haystack.json``). No
+    template returns before ten others were used.
     """
     rng = random.Random(seed)
     recent: deque[str] = deque(maxlen=10)

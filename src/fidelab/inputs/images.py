@@ -67,7 +67,7 @@ class ImagePrompt:
 
 
 def draw(color: str, shape: str, count: int, size: int = 224, reach: float = 0.35) -> Pixels:
-    """``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel.
+    """Draw ``count`` equal shapes side by side on white: [size, size, 3], 8 bits per channel.
 
     ``reach``: from the middle of a shape to its side, as a share of its part of the width.
     """
@@ -97,7 +97,7 @@ _SEGMENTS = (
 
 
 def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
-    """One digit in seven segments on white: [size, size, 3]."""
+    """Draw one digit in seven segments on white: [size, size, 3]."""
     image: Pixels = np.full((size, size, 3), 255, dtype=np.uint8)
     left, right, thick = int(0.3 * size), int(0.7 * size), size // 14
     top, middle, bottom = int(0.15 * size), size // 2, int(0.85 * size)
@@ -117,7 +117,7 @@ def draw_digit(digit: int, color: str = "black", size: int = 224) -> Pixels:
 
 
 def png(pixels: Pixels) -> bytes:
-    """A PNG file of an image ``[height, width, 3]``; equal pixels give equal bytes under one version of zlib."""
+    """Return a PNG file of an image ``[height, width, 3]``; equal pixels give equal bytes under one version of zlib."""
     height, width, _ = pixels.shape
     rows = np.concatenate((np.zeros((height, 1), dtype=np.uint8), pixels.reshape(height, -1)), axis=1)
 
@@ -134,7 +134,7 @@ def png(pixels: Pixels) -> bytes:
 
 
 def drawn_prompts() -> tuple[ImagePrompt, ...]:
-    """Sixteen questions about as many images, four each about colours, shapes, counts and digits, in turn."""
+    """Return sixteen questions about as many images, four each about colors, shapes, counts and digits, in turn."""
     rng = np.random.default_rng(_SEED)
     colors, shapes, counts = ("red", "green", "blue"), ("circle", "square", "triangle"), ("one", "two", "three", "four")
     digits, drawn_digits = tuple("0123456789"), rng.permutation(10).tolist()
@@ -181,10 +181,11 @@ def _drawn(name: str, question: str, right: str, answers: Sequence[str], image: 
 
 
 def read_url(url: str) -> bytes:
-    """The image file in a ``data:`` URL.
+    """Return the image file in a ``data:`` URL.
 
     Raises:
-        InputError: it is at another address, too large, or no image that can be read; the URL is not shown.
+        InputError: If the image is at another address, is too large, or cannot be read.  The message does not show the
+            URL.
     """
     head, comma, body = url.partition(",")
     if not head.startswith("data:"):
@@ -221,12 +222,13 @@ def _check(data: bytes) -> None:
 
 
 def traffic_image_prompts(traffic: Traffic) -> tuple[ImagePrompt, ...]:
-    """Every conversation of a log that shows images, up to the last message that is not the assistant's.
+    """Return every conversation of a log that shows images, up to the last message that is not the assistant's.
 
     Its wrong images are those of the next such conversation, in turn, or a drawn image where there is none.
 
     Raises:
-        InputError: an image that cannot be read, without ``--skip-bad`` (how many, and the first with their places).
+        InputError: If an image cannot be read, without ``--skip-bad`` (the message has the number, and the first
+            places).
     """
     found: list[tuple[str, tuple[dict[str, Any], ...], tuple[bytes, ...]]] = []
     bad: list[str] = []
@@ -280,7 +282,7 @@ class PromptTokens:
 
 
 def placeholder(tokenizer: Tokenizer) -> str:
-    """Text of the image placeholder token by the config of the model; empty where there is none."""
+    """Return the text of the image placeholder token by the model's config; empty if there is none."""
     try:
         config = json.loads((tokenizer.model.path / "config.json").read_text("utf-8"))
         index = config.get("image_token_id", config.get("image_token_index"))
@@ -292,12 +294,12 @@ def placeholder(tokenizer: Tokenizer) -> str:
 def tokens_around(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], template: Template, placeholder: str
 ) -> PromptTokens:
-    """A conversation as the model's chat template writes it with images and without.
+    """Return a conversation as the model's chat template writes it with images and without.
 
     ``raw``, and a model without a template: the placeholder for each image, a line end, and the text.
 
     Raises:
-        InputError: the template refuses these messages, or writes nothing for an image.
+        InputError: If the template refuses these messages, or writes nothing for an image.
     """
     plain = [_without_images(message) for message in messages]
     if template == "chat" and tokenizer.template == "chat":
@@ -318,7 +320,7 @@ def tokens_around(
 
 
 def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its text alone, as one text: templates of models for text take no parts."""
+    """Return a message without its images, as one text, because templates of text models take no parts."""
     content = message["content"]
     if isinstance(content, list):
         content = "\n".join(str(part["text"]) for part in content if part.get("type") == "text")

@@ -42,7 +42,7 @@ OTHERS = tuple(
 class Needles:
     """Needles of one trial: codes to be found, and near-identical sentences with other codes.
 
-    ``others``: the things that the ``wrong`` codes are the colors of.
+    ``others``: the things whose colors are the ``wrong`` codes.
     """
 
     codes: tuple[str, ...]
@@ -59,7 +59,7 @@ class NeedlePrompt:
 
 
 def draw_needles(trials: int, needles: int, distractors: int, seed: int) -> tuple[Needles, ...]:
-    """The codes of each trial, all different, from a list in seeded order."""
+    """Return the codes of each trial, all different, from a list in seeded order."""
     rng = random.Random(seed)
     size = needles + distractors
     drawn = rng.sample(CODES, trials * size)
@@ -71,7 +71,7 @@ def draw_needles(trials: int, needles: int, distractors: int, seed: int) -> tupl
 
 
 def sentence(style: Style, thing: str, code: str, *, several: bool = False) -> str:
-    """The sentence that tells a color: the code first as a question's answer, last for a cloze."""
+    """Return the sentence that states a color: the code comes first for a question, and last for a cloze."""
     if several:
         return (
             f"{code} is one of the {thing} colors." if style == "question" else f"Among the {thing} colors is {code}."
@@ -90,14 +90,14 @@ def build_prompt(
     trial: int = 0,
     trials: int = 1,
 ) -> NeedlePrompt:
-    """A prompt of exactly ``length`` tokens with the first needle at about ``position`` (0 … 1) of it.
+    """Return a prompt of exactly ``length`` tokens with the first needle at about ``position`` (0 … 1) of it.
 
     Needles go to the sentence boundary nearest to their place.  Further needles follow at even distances, beginning
     again at the front; distractors are spread evenly.
 
     Raises:
-        InputError: the length leaves no room for a haystack; or the text of the prompt, read back, does not hold
-            every code exactly once.
+        InputError: If the length leaves no room for a haystack, or the decoded prompt does not hold every code exactly
+            once.
     """
     head, tail = _frame(tokenizer, style, several=len(needles.codes) > 1)
     lead, several = space_before(tokenizer), len(needles.codes) > 1
@@ -122,7 +122,7 @@ def build_prompt(
 
 
 def _insert(ids: Tokens, inserts: Sequence[Tokens], at: Sequence[int]) -> tuple[Tokens, list[int]]:
-    """Put sequences before the indices ``at``; where each begins afterwards."""
+    """Put sequences before the indices ``at``, and return where each begins afterwards."""
     whole: list[int] = []
     places = [0] * len(inserts)
     done = 0
@@ -135,7 +135,7 @@ def _insert(ids: Tokens, inserts: Sequence[Tokens], at: Sequence[int]) -> tuple[
 
 
 def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens, Tokens]:
-    """The ids before and after the haystack: the chat template around a question, plain text around a cloze."""
+    """Return the ids before and after the haystack: the chat template around a question, plain text around a cloze."""
     be, s = ("are", "s") if several else ("is", "")
     if style == "question" and tokenizer.template == "chat":
         mark = "HAYSTACK"

@@ -34,10 +34,10 @@ _SYNONYM = re.compile(r"([a-z]+) ([=>]) ([a-z]+)")
 
 
 def perturb(text: str, name: str, seed: int) -> str | None:
-    """``text`` with one perturbation, or ``None`` where it does not apply.
+    """Return ``text`` with one perturbation, or ``None`` if it does not apply.
 
     Raises:
-        UnknownNameError: no perturbation has this name.
+        UnknownNameError: If no perturbation has this name.
     """
     change = _CHANGES.get(name)
     if change is None:
@@ -47,10 +47,10 @@ def perturb(text: str, name: str, seed: int) -> str | None:
 
 
 def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
-    """The prompt with its last user message perturbed; ``None`` where that does not apply or there is none.
+    """Return the prompt with its last user message perturbed; ``None`` if that is not possible.
 
     Raises:
-        UnknownNameError: no perturbation has this name.
+        UnknownNameError: If no perturbation has this name.
     """
     asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
     if not asked:
@@ -65,7 +65,7 @@ def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
 
 
 def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
-    """Summary of a perturbation: ``What → Waht``, the first ``most`` words that differ."""
+    """Summarize a perturbation: ``What → Waht``, the first ``most`` words that differ."""
     words = [
         _change(old, new)
         for old_message, new_message in zip(before.messages, after.messages, strict=True)
@@ -77,13 +77,13 @@ def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
 
 @cache
 def stop_words() -> frozenset[str]:
-    """English function words, in small letters."""
+    """Return English function words in lower case."""
     return frozenset(word for line in _lines("stop_words.txt") for word in line.split())
 
 
 @cache
 def synonyms() -> Mapping[str, str]:
-    """Word → its replacements, in lower case."""
+    """Return the replacements of each word, in lower case."""
     table: dict[str, str] = {}
     for line in _lines("synonyms.txt"):
         match = _SYNONYM.fullmatch(line)
@@ -125,7 +125,7 @@ def _punct(text: str, _rng: random.Random) -> str | None:
 
 
 def _paraphrase(text: str, rng: random.Random) -> str | None:
-    """Not of a word in capitals: that is a keyword or a name."""
+    """Replace a word by a synonym, but not a word in capitals, which is a keyword or a name."""
     words = [match for match in _WORD.finditer(text) if match[0].lower() in synonyms() and not _in_capitals(match[0])]
     if not words:
         return None
@@ -153,7 +153,7 @@ def _in_capitals(word: str) -> bool:
 
 
 def _change(old: str, new: str) -> str:
-    """``old → new``; for long words, as in scripts without spaces, only the surroundings of the change."""
+    """Return ``old → new``; for long words, as in scripts without spaces, only the surroundings of the change."""
     if max(len(old), len(new)) <= 2 * _CONTEXT_CHARS:
         return f"{old} → {new}"
     at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))

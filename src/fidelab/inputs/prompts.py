@@ -25,15 +25,15 @@ class Prompt:
 
 
 def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
-    """The first ``limit`` prompts (all by default) of a file, or of the package's own.
+    """Return the first ``limit`` prompts (all by default) of a file, or of the package's own.
 
-    ``.jsonl``: one object per line with ``prompt`` (text) or ``messages`` (list of role and content), and
-    optionally ``id`` and ``kind``.  ``.txt``: one prompt per line.  Blank lines do not count.
+    ``.jsonl``: one object per line with ``prompt`` (text) or ``messages`` (list of role and content), and optionally
+    ``id`` and ``kind``.  ``.txt``: one prompt per line.  Blank lines do not count.
 
     Raises:
-        InputError: no such file, not UTF-8, no prompt in it, or a line that is not what it should be (with
-            its number).
-        UsageError: a limit below 1.
+        InputError: If the file does not exist, is not UTF-8, has no prompt, or has an invalid line (the message has its
+            number).
+        UsageError: If the limit is below 1.
     """
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} prompts: at least 1")

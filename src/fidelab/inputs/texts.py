@@ -1,4 +1,4 @@
-"""Texts by their names, with where their documents begin."""
+"""Texts by name, with the places where their documents begin."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the defau
 
 @dataclass(frozen=True)
 class Text:
-    """A corpus.  ``doc_starts``: character offsets of its documents, empty where it has fewer than two.
+    """A corpus.  ``doc_starts``: character offsets of its documents, empty if it has fewer than two.
 
-    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: what
-    each document is (``code``), where that is known.
+    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.  ``domains``: the
+    kind of each document (``code``), if known.
     """
 
     name: str
@@ -45,17 +45,17 @@ class Text:
 
 
 def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> Text:
-    """The corpus of a name: ``default`` and ``domains`` (the package's own), ``wikitext-2`` (the hub's), or a file's.
+    """Return the corpus ``default`` or ``domains`` of the package, ``wikitext-2`` from the hub, or that of a file.
 
     ``domains`` holds eight kinds of text; ``tokenizer``: whose chat template writes its conversations.
 
     The package's own text is its short documents, then its long ones.
 
-    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title``
-    lines.
+    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title`` lines.
 
     Raises:
-        InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
+        InputError: If the file does not exist, is not UTF-8 (the message names line and byte) or is empty, or the hub
+            cannot be reached.
     """
     name = str(name_or_path)
     if name == "domains":
@@ -82,7 +82,7 @@ def _documents(content: str) -> tuple[int, ...]:
 
 
 def _wikitext() -> str:
-    """WikiText-2's raw test text: the hub keeps its lines as rows, blank ones without their blank."""
+    """Return WikiText-2's raw test text; the hub stores its lines as rows, blank lines without their blank."""
     from fidelab.models.hub import dataset_file
 
     try:
@@ -95,9 +95,10 @@ def _wikitext() -> str:
 
 
 def domains_text(tokenizer: Tokenizer | None) -> Text:
-    """The package's own documents of eight kinds; without a tokenizer, conversations are written without a template.
+    """Return the package's own documents of eight kinds.
 
-    A template that takes no tools, or not these roles, gets the conversations as plain text.
+    Without a tokenizer, conversations are written without a template.  If a template does not accept tools or these
+    roles, the conversations are also written as plain text.
     """
     documents: list[tuple[str, str]] = []
     for name, domain, count in _DOMAINS:

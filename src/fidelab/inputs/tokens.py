@@ -1,4 +1,4 @@
-"""Text → token ids, with the model's own tokenizer and chat template, and what is known about both."""
+"""Turn text into token ids with the model's own tokenizer and chat template, and describe both."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: Model) -> Tokenizer:
-        """The tokenizer of a resolved model.
+        """Return the tokenizer of a resolved model.
 
         Raises:
-            InputError: the model's folder has none that can be loaded without running its code.
+            InputError: If the model's folder has no tokenizer that can be loaded without running its code.
         """
         if model.kind == "fake":
             return cls(model, bos_id=None, stop_ids=(0,), template="raw", offsets=True, backend=_Bytes())
@@ -77,26 +77,26 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> Tokens:
-        """The ids of ``text``, without BOS or EOS."""
+        """Return the ids of ``text``, without BOS or EOS."""
         return self.backend.encode(text)
 
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
-        """The ids, and for each the offset (in characters of ``text``) where its text begins.
+        """Return the ids, and for each the offset (in characters of ``text``) where its text begins.
 
         Raises:
-            InputError: the tokenizer keeps no offsets (see ``offsets``).
+            InputError: If the tokenizer keeps no offsets (see ``offsets``).
         """
         return self.backend.encode_with_offsets(text)
 
     def chat(self, messages: Sequence[ChatMessage], template: Template = "chat", tools: Tools = ()) -> Tokens:
-        """A prompt's ids, ending where the model's answer begins.
+        """Return a prompt's ids, ending where the model's answer begins.
 
-        ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
-        none; ``raw`` takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds
-        one, and omits ``tools``.
+        ``chat`` runs the model's template, with thinking off if it has a switch, or ``raw`` without a template; ``raw``
+        takes the contents as they are, a blank line between them, after a BOS where the tokenizer adds one, and omits
+        ``tools``.
 
         Raises:
-            InputError: the template refuses these messages.
+            InputError: If the template refuses these messages.
         """
         if template == "chat" and self.template == "chat":
             return self.backend.chat(messages, tools)
@@ -111,23 +111,23 @@ class Tokenizer:
         generation: bool = False,
         private: bool = False,
     ) -> str:
-        """The text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
+        """Return the text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
 
-        ``generation``: with what comes before the model's next answer.  ``private``: the text is kept nowhere.
+        ``generation``: adds the text that introduces the model's next answer.  ``private``: the text is stored nowhere.
 
         Raises:
-            InputError: the template refuses these messages.
+            InputError: If the template refuses these messages.
         """
         if self.template == "chat":
             return self.backend.render(messages, tools, generation=generation, private=private)
         return _join_messages(messages) + ("\n\n" if generation else "")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included, nothing cleaned up."""
+        """Return the text of ``ids``, special tokens included, nothing cleaned up."""
         return self.backend.decode(ids)
 
     def pieces(self) -> list[str]:
-        """The tokenizer's own string for each id; ``""`` for an id that has none."""
+        """Return the tokenizer's own string for each id; ``""`` for an id that has none."""
         return self.backend.pieces()
 
     def special_ids(self) -> frozenset[int]:
@@ -179,10 +179,10 @@ _MAX_CACHED_BYTES = 256 << 20  # bytes of answers; beyond, the older half is for
 
 
 class _Remembered:
-    """A tokenizer whose answers are kept in the cache folder: what was asked before needs no import of Transformers.
+    """A tokenizer whose answers are kept in the cache folder, so that repeated calls need no import of Transformers.
 
     An answer holds for the content of all files in the model's folder but its weights, for the versions of the
-    libraries, and for this module.  A store that cannot be used is done without.
+    libraries, and for this module.  Without a usable store, answers are not kept.
     """
 
     def __init__(self, model: Model) -> None:
@@ -402,12 +402,14 @@ class _HuggingFace:
 
 
 def apply_template(library: Any, messages: Sequence[ChatMessage], **switches: Any) -> str:
-    """The text that the chat template of a Transformers tokenizer makes of some messages.
+    """Return the text that the chat template of a Transformers tokenizer makes of some messages.
 
-    A template is a program of whoever made the model: its time, its memory and the length of its text are bounded.
+    A template is a program by the author of the model, so its time, its memory and the length of its text are limited.
 
     Raises:
-        TimeoutError, MemoryError, ValueError: it goes beyond a bound.  Exception: whatever it or jinja2 raises.
+        TimeoutError, MemoryError, ValueError: If the template exceeds a limit.
+
+    Exception: Any exception of the template or jinja2.
     """
     given = [dict(message) for message in messages]
     with bounded():

@@ -31,12 +31,12 @@ _MAX_TRIES = 256  # changes of one text until its length is exact
 def random_prompts(
     vocab_size: int, special_ids: Collection[int], length: int, count: int, seed: int
 ) -> tuple[Tokens, ...]:
-    """``count`` prompts of ``length`` random ids below ``vocab_size``, none of them in ``special_ids``.
+    """Return ``count`` prompts of ``length`` random ids below ``vocab_size``, none of them in ``special_ids``.
 
     No two begin with the same id; with more prompts than ids, no two with the same two ids.
 
     Raises:
-        InputError: no ids are left, or there are fewer different prompts than were asked.
+        InputError: If no ids are left, or there are fewer different prompts than requested.
     """
     return mixed_prompts(vocab_size, special_ids, [length] * count, seed)
 
@@ -63,13 +63,13 @@ def mixed_prompts(
 
 
 def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, chat: bool = False) -> tuple[str, ...]:
-    """English-looking words in random order whose tokens number exactly ``lengths``.
+    """Return texts of English-looking words in random order, with exactly ``lengths`` tokens.
 
     Counted without BOS; with ``chat``, the template's own tokens count (one message of the user).  As long as the
     vocabulary has enough words for it, no two texts begin with the same token.
 
     Raises:
-        InputError: a length that no text has: shorter than the template, or the tokenizer never meets it.
+        InputError: If no text has a length: it is shorter than the template, or the tokenizer never gives it.
     """
     rng = np.random.default_rng(seed)
     words = _single_token_words(tokenizer)
@@ -89,7 +89,7 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
 
 
 def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
-    """Texts of these numbers of common English words in random order, for unavailable tokenizers.
+    """Return texts with these numbers of common English words in random order, for unavailable tokenizers.
 
     No two begin with the same word as long as there are enough, else not with the same two.
     """
@@ -99,7 +99,7 @@ def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
 
 @lru_cache
 def _english() -> tuple[str, ...]:
-    """The words of the package's own text, each once."""
+    """Return the words of the package's own text, each once."""
     text = (DATA / "prose.md").read_text("utf-8")
     words = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
     return tuple(sorted(words))
@@ -145,7 +145,7 @@ def _fill_to_length(
 
 
 def arrivals(kind: Literal["constant", "poisson"], rate: float, count: int, seed: int) -> Floats:
-    """Seconds at which ``count`` requests come, ``rate`` per second; the first at 0.
+    """Return the seconds at which ``count`` requests arrive, ``rate`` per second, the first at 0.
 
     ``constant``: gaps of 1 / rate.  ``poisson``: independent gaps, exponential with mean 1 / rate.
     """

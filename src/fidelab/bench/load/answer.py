@@ -1,6 +1,7 @@
 """Parser of an answer's raw bytes: its events, its usage and its errors.
 
-All of this runs when a stream has ended: while it runs, the client only keeps pieces of bytes and when each arrived.
+All of this happens after a stream has ended.  While it runs, the client only keeps the pieces of bytes and the time at
+which each arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _DONE = b"[DONE]"
 
 
 def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int]]:
-    """Yield the data of each server-sent event and the offset after its blank line, where it is complete.
+    """Return the data of each server-sent event and the offset after its blank line, where it is complete.
 
     Several data lines are joined by line feeds.  Comments, other fields and events without data are skipped.  Data
     without a blank line after it counts at the end of a ``whole`` body, since some servers omit that line.  It also
@@ -41,11 +42,11 @@ def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int
 
 
 def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[float], whole: bool) -> None:
-    """Fill ``exchange`` from the body of a 200.
+    """Fill ``exchange`` from the body of a response with status 200.
 
-    ``parts``: the body in the pieces that arrived, ``times``: when each did; an event arrived with the piece that
-    completed it.  ``whole``: HTTP says that the body is complete.  An error that the exchange has already (a time-out,
-    a lost connection) is cleared if the stream had sent ``[DONE]`` before.
+    ``parts``: the body in the pieces that arrived, ``times``: the time of each piece.  An event arrived with the piece
+    that completed it.  ``whole``: HTTP says that the body is complete.  An error that the exchange has already (a
+    time-out, a lost connection) is cleared if the stream had sent ``[DONE]`` before.
     """
     body = b"".join(parts)
     data, ends = split_events(body, whole)
@@ -69,7 +70,7 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
 
 
 def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
-    """Whether each event carries text or a token; usage, reason and error are noted on the way.
+    """Return for each event whether it carries text or a token; note usage, reason and error on the way.
 
     Ends at the first event that is not a JSON object.
     """
@@ -99,9 +100,10 @@ def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
 
 
 def _carries(choice: dict[str, Any], begun: bool) -> bool:
-    """A choice without ``text``: tokens, a chat's delta, or a token whose text the server still holds back.
+    """Return whether a choice carries text or a token: ``text``, tokens, a chat's delta, or a token held back.
 
-    Held back (part of a character) means empty text though nothing is finished; a chat's first deltas are empty anyway.
+    Text is held back (part of a character) if it is empty though nothing is finished.  A chat's first deltas are empty
+    in any case.
     """
     if choice.get("token_ids"):
         return True
@@ -118,9 +120,9 @@ def _count(found: object) -> int | None:
 
 
 def _no_stream(body: bytes) -> tuple[str, str]:
-    """Kind and detail of a 200 without any event."""
+    """Return the kind and detail of the error for a status 200 without any event."""
     found = parse_json(body)
-    if isinstance(found, dict) and found.get("error"):  # some servers say 200 all the same
+    if isinstance(found, dict) and found.get("error"):  # some servers answer errors with status 200
         return "server", message_of(found)
     what = "one JSON object" if isinstance(found, dict) else "nothing" if not body.strip() else "something else"
     return "no-stream", f"the server answers with {what} instead of a stream of events"

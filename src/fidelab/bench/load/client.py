@@ -2,14 +2,14 @@
 
 One core sends 3,000 requests and reads 16,000 to 33,000 events a second (``benchmarks/load_client.py --itl 10``).
 
-Answers are kept as the chunks that arrived, each with its time, and parsed after the load.
+Answers are kept as chunks with their arrival times, and parsed after the load.
 
-A chunk's time is read when aiohttp hands the chunk over: one turn of the event loop after the socket
-has it.  The turn takes longer the more streams have data at once: for 32 streams of one event
-each 20 ms, 0.1 ms in the median and 1 ms in the 99th percentile.  ``lag`` reports a loop that is late.
+A chunk's time is read when aiohttp hands the chunk over, one turn of the event loop after the socket received it.  The
+turn takes longer the more streams have data at once.  For 32 streams with an event every 20 ms, it takes 0.1 ms in the
+median and 1 ms in the 99th percentile.  ``lag`` reports a loop that is late.
 
 The loop is asyncio's, which writes at once.  uvloop costs 15 to 40% less processor time, but writes at the end of a
-turn: of requests that go out together the last leaves milliseconds after its ``sent``.
+turn: the last of several requests that are sent together leaves milliseconds after its ``sent``.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MAX_P99_DELAY = 0.050  # seconds: p99 of sent − due above which an open loop d
 
 _POLL_SECONDS = 0.010  # seconds between looks at the clock
 _PROGRESS_TICKS = 20
-_EARLY = 3  # failures in a row, alike, before anything was answered, after which the rest would fail as well
-_MAX_REFUSALS = 50  # refused connections in a row after which a server has gone
-_MAX_BUFFERED_BYTES = 400_000_000  # bytes of raw answers kept; beyond, answers are read as they end
-_PIECE = 100  # bytes that a chunk of an answer takes besides its own
-_MAX_ANSWER_BYTES = 1 << 20  # bytes of an answer
-_PER_TOKEN = 1 << 12  # and of each token that was asked; servers write about 300
-_PATIENT = (408, 425, 429)  # refusals that are about the moment, not about the request
+_EARLY = 3  # equal failures in a row, before any answer, that stop the load
+_MAX_REFUSALS = 50  # refused connections in a row that mean that the server is gone
+_MAX_BUFFERED_BYTES = 400_000_000  # bytes of raw answers that are kept; beyond this, each answer is parsed when it ends
+_PIECE = 100  # overhead of a chunk in bytes
+_MAX_ANSWER_BYTES = 1 << 20  # bytes that any answer may have
+_PER_TOKEN = 1 << 12  # further bytes per requested token; servers write about 300
+_PATIENT = (408, 425, 429)  # status codes of temporary refusals
 _NO_EVENTS: NDArray[np.float64] = np.empty(0)
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One request under way: what was kept of its answer."""
+    """One request under way, with what was kept of its answer."""
 
     request: LoadRequest
     due: float | None
@@ -73,7 +73,7 @@ class _Flight:
     retried: bool = False
 
     def depart(self) -> None:
-        """Note that its bytes go out; the deadline counts from here."""
+        """Note that the request is sent; the deadline counts from here."""
         assert self.deadline is not None
         if not self.sent:
             self.sent = monotonic()
@@ -83,13 +83,14 @@ class _Flight:
 def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | None = None) -> DriveResult:
     """Send ``load`` to ``target`` and return the outcome of each request.
 
-    Ends without help, since every request has time-outs.  A failed request is an exchange with an error; the load goes
-    on.  ``on_progress`` is called about five times a second with the number of ended requests and of all requests.
+    The function always returns, since every request has time-outs.  A failed request becomes an exchange with an error,
+    and the load continues.  ``on_progress`` is called about five times a second with the number of finished requests
+    and of all requests.
 
     Raises:
-        InputError: no server answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
-            requests are all refused alike, so that the others would be; UsageError: a URL, a header or a load that
-            cannot be.
+        InputError: If no server answers at the URL.
+        ServerRefusedError: If the first requests are all refused alike.  It has the server's message.
+        UsageError: If a URL, a header or the load is invalid.
     """
     if not 0 <= load.warmup < len(load.requests):
         raise UsageError(f"{len(load.requests)} requests with a warm-up of {load.warmup} leave nothing to measure")
@@ -103,7 +104,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
     with asyncio.Runner() as runner, _room_for_connections(), _no_collection():
         try:
             return runner.run(client.run())
-        except BaseExceptionGroup as group:  # of a task group: the first error stopped the others
+        except BaseExceptionGroup as group:  # in a task group, the first error stops the other tasks
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -137,7 +138,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_for_connections() -> Iterator[None]:
-    """Allow as many open files as the system can have: each request in flight is one."""
+    """Raise the limit of open files as far as the system allows; each request in flight needs one."""
     if sys.platform == "win32":
         yield
         return
@@ -235,7 +236,7 @@ class _Client:
     # ------------------------------------------------------------------------------------------------ sending
 
     async def _phase(self, queue: Sequence[tuple[LoadRequest, float | None, bool]], begin: float) -> None:
-        """Send ``queue`` from ``begin`` on and wait until everything has ended, or the drain is over."""
+        """Send ``queue`` from ``begin`` on, and wait until every request has ended or the drain is over."""
         self._queue = deque(queue)
         await _sleep_until(begin)
         over = self._stop_at + self._load.drain - monotonic()
@@ -248,12 +249,12 @@ class _Client:
                         group.create_task(self._slot())
 
     async def _slot(self) -> None:
-        """Closed loop: one request after another."""
+        """Send one request after another (closed loop)."""
         while self._queue and monotonic() < self._stop_at:
             await self._ask(*self._queue.popleft())
 
     async def _send_when_due(self, group: asyncio.TaskGroup) -> None:
-        """Open loop: a task for each request, when it is due and there is room."""
+        """Start a task for each request when it is due and there is room (open loop)."""
         room = asyncio.Semaphore(self._limit)
 
         async def ask(*request: Any) -> None:
@@ -272,7 +273,7 @@ class _Client:
             group.create_task(ask(*self._queue.popleft()))
 
     async def _ask(self, request: LoadRequest, due: float | None, warmup: bool) -> None:
-        """One request, from sending to the end of its answer."""
+        """Handle one request, from sending it to the end of its answer."""
         if not warmup and self._measuring is None:
             self._measuring = len(self._late), time.process_time()
         flight = _Flight(request, due, warmup, self._target.timeout)
@@ -294,7 +295,7 @@ class _Client:
             self._judge(flight)
 
     async def _attempt(self, flight: _Flight) -> None:
-        """Send it once and keep what is answered; what goes wrong is noted in the flight."""
+        """Send a request once and keep its answer; errors are noted in the flight."""
         flight.sent, flight.error, flight.detail = 0.0, None, ""
         most = _MAX_ANSWER_BYTES + _PER_TOKEN * flight.request.max_tokens
         try:
@@ -323,7 +324,7 @@ class _Client:
             flight.error, flight.detail = self._failure(error)
 
     def _failure(self, error: Exception) -> tuple[str, str]:
-        """Kind and detail of what aiohttp raises."""
+        """Return the kind and detail of an exception that aiohttp raised."""
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return "connect", f"no connection within {self._target.connect_timeout:g} s"
         if isinstance(error, aiohttp.InvalidURL | UnicodeError):  # of a host that DNS cannot spell
@@ -339,7 +340,7 @@ class _Client:
         return "aborted", "the server closed the connection"
 
     def _land(self, flight: _Flight) -> None:
-        """A flight has ended, one way or another."""
+        """Finish a flight, whatever its outcome."""
         flight.deadline, flight.ended = None, monotonic()
         flight.sent = flight.sent or flight.ended
         self._held += flight.size + _PIECE * len(flight.parts)
@@ -349,9 +350,9 @@ class _Client:
             self._exchanges.append(self._read(flight))
 
     async def _tick(self) -> None:
-        """Count by how much the loop is late, every 10 ms, and report how many requests have ended.
+        """Record every 10 ms by how much the event loop is late, and report how many requests have ended.
 
-        A loop that stood still over several ticks was late for each of them.
+        A loop that was blocked over several ticks was late for each of them.
         """
         due, ticks = monotonic() + _POLL_SECONDS, 0
         while True:
@@ -367,10 +368,10 @@ class _Client:
     # --------------------------------------------------------------------------------------- giving up at once
 
     def _judge(self, flight: _Flight) -> None:
-        """Stop where nothing was answered yet and the first requests all fail alike, so that all others would.
+        """Stop the load if the first requests all failed alike before anything was answered.
 
         Raises:
-            InputError: they do.
+            InputError: If they did, so that all others would fail as well.
         """
         if flight.status == 200:
             self._answered = True
@@ -416,7 +417,7 @@ class _Client:
 
 
 def _is_late(exchanges: list[Exchange]) -> bool:
-    """Whether the p99 of ``sent - due`` is above :data:`MAX_P99_DELAY`."""
+    """Return whether the p99 of ``sent - due`` is above :data:`MAX_P99_DELAY`."""
     late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
     return bool(late) and float(np.percentile(late, 99)) > MAX_P99_DELAY
 
@@ -428,7 +429,10 @@ async def _sleep_until(when: float) -> None:
 
 
 def _hopeless(url: str, kind: str, status: int, text: str) -> InputError | None:
-    """The error that stops a load whose first requests all ended so; ``None``: later ones may fare better."""
+    """Return the error that stops a load whose first requests all ended with it.
+
+    ``None`` means that later requests may succeed.
+    """
     if kind == "connect":
         return InputError(f"no server answers at {url} ({text}): start it, or correct --base-url")
     if kind == "invalid-http":

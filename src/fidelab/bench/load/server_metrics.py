@@ -1,8 +1,8 @@
-"""Metrics that a server reports while it is under load: its ``/metrics``, read once a second.
+"""Metrics that a server reports while it is under load, from its ``/metrics`` page, which is read once a second.
 
-The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, with older and newer ones as well.
-Readings are kept as text (only the lines of interest) and understood when the load is over.  A page is read no further
-than a page of metrics goes, so that one of any size costs little memory and time.
+The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, together with older and newer ones.
+Readings are kept as text (only the relevant lines) and parsed after the load.  Reading stops at a size that no page of
+metrics exceeds, so an endless page costs little memory and time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _MAX_ANSWER_BYTES = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are not of interest
 _MAX_KEPT_BYTES = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
-_MAX_VALUE = 2.0**63  # of a number that counts anything
+_MAX_VALUE = 2.0**63  # largest value of a counter or gauge
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
 _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 
 
 @dataclass(frozen=True)
 class SpeculationReading:
-    """Speculative decoding over the measured part, as the server counts it; ``None``: it does not say."""
+    """Speculative decoding over the measured part, as the server counts it.
+
+    ``None`` means that the server does not report the value.
+    """
 
     drafted: float | None
     """Draft tokens proposed."""
@@ -46,10 +49,10 @@ class SpeculationReading:
 
 @dataclass(frozen=True)
 class ServerReading:
-    """Figures that the server reports over the measured part; ``None``: not reported.
+    """Figures that the server reports over the measured part; ``None`` means not reported.
 
-    ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests at
-    work; ``waiting_max``: the longest queue seen.  ``samples``: readings.
+    ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests being
+    processed; ``waiting_max``: the longest queue seen.  ``samples``: number of readings.
     """
 
     kind: str
@@ -116,7 +119,7 @@ _KINDS: Mapping[str, _Names] = {
         usage=("llamacpp:kv_cache_usage_ratio",),
         running=("llamacpp:requests_processing",),
         waiting=("llamacpp:requests_deferred",),
-        # no release had them when this was written; forks and proposals have
+        # only in forks and proposals when this was written, in no release
         drafted=("llamacpp:spec_decode_num_draft_tokens", "llamacpp:spec_tokens_drafted", "llamacpp:n_drafted"),
         accepted=(
             "llamacpp:spec_decode_num_accepted_tokens",
@@ -135,12 +138,13 @@ _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the 
 class Scraper:
     """Reads ``/metrics`` of a server in a thread, from entering to leaving the ``with`` block.
 
-    A server that has none, is not there or answers nonsense gives no readings and never an error.
+    A server without the page, one that is unreachable, or one with an invalid page gives no readings and never an
+    error.
 
     Args:
         base_url: the server's URL, with or without the API's ``/v1``.
         interval: seconds between readings.
-        headers: sent with each; llama-server wants its key here, too.
+        headers: sent with each reading; llama-server needs its API key here, too.
     """
 
     def __init__(self, base_url: str, interval: float = 1.0, headers: Mapping[str, str] | None = None) -> None:
@@ -164,14 +168,14 @@ class Scraper:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        if kind is None:  # whoever was stopped does not wait for a server
+        if kind is None:  # after Ctrl-C, nobody waits for the server
             self._thread.join(2 * _TIMEOUT + 1)
             self._scrape()
 
     def reading(self, started: float, ended: float) -> ServerReading | None:
         """Return the figures between two instants of the monotonic clock (``time.monotonic()``), or ``None``.
 
-        Within the ``with`` block it reads once more where it has to.  :func:`understand` describes the figures.
+        Within the ``with`` block it reads once more if necessary.  :func:`understand` describes the figures.
         """
         if not self._over.is_set() and (not self._texts or self._texts[-1][0] < ended):
             self._scrape()
@@ -197,7 +201,7 @@ class Scraper:
             self._futile = status in _FINAL
 
     def _get(self) -> tuple[int, bytes]:
-        """The status, and the lines that are looked at later: some hundred bytes of some hundred thousand."""
+        """Return the status and the relevant lines: some hundred bytes out of some hundred thousand."""
         try:
             answer = self._session.ask(
                 "GET", self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers
@@ -208,7 +212,7 @@ class Scraper:
 
 
 def _of_interest(page: bytes) -> Iterator[bytes]:
-    """Lines with names that are known, up to what is kept of one answer."""
+    """Yield the lines with known names, up to the limit for one answer."""
     kept = 0
     for match in _INTEREST.finditer(page):
         kept += len(match[0])
@@ -240,12 +244,12 @@ class _Sample:
 def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: float) -> ServerReading | None:
     """Evaluate readings (instant, text of ``/metrics``) for the time from ``started`` to ``ended``, all in seconds.
 
-    Rates are those of counters, interpolated linearly between the readings around both instants, unless the server
-    was idle just before and after; llama-server and SGLang count a request when it is complete.  Where a counter is
-    missing or was reset, SGLang's own rate stands in, as its mean over the readings with requests at work.
-    Gauges are of the readings between the two instants.  Counts of several engines add up, shares are averaged.
+    Rates come from counters, interpolated linearly between the readings around both instants, unless the server was
+    idle just before and after.  llama-server and SGLang count a request when it is complete.  If a counter is missing
+    or was reset, SGLang's own rate takes its place: the mean over the readings with running requests. Gauges use the
+    readings between the two instants.  Counts of several engines are added, shares are averaged.
 
-    Returns ``None`` where no reading is of a server that is known.
+    Returns ``None`` if no reading comes from a known server.
     """
     samples = [_Sample(at, values) for at, text in texts if (values := _parse(text))]
     kind = next((kind for kind, names in _KINDS.items() for s in samples if s.values.keys() & set(names.all())), None)
@@ -273,7 +277,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 def _speculation(
     samples: Sequence[_Sample], within: Sequence[_Sample], names: _Names, started: float, ended: float
 ) -> SpeculationReading | None:
-    """Compute drafts from counters; else (SGLang) from the mean length and share of what was accepted."""
+    """Compute drafts from counters, or (SGLang) from the mean accepted length and acceptance share."""
     drafts, drafted, accepted = (
         _increase(samples, names, counter, started, ended) for counter in (names.drafts, names.drafted, names.accepted)
     )
@@ -285,7 +289,7 @@ def _speculation(
     length = _busy_mean(within, names, names.length)
     if length is None:
         return None
-    if not length:  # the gauge is there, nothing is proposed
+    if not length:  # the gauge exists, but nothing is proposed
         return SpeculationReading(0.0, 0.0, drafts)
     share = _busy_mean(within, names, names.accepted_share)
     accepted = None if drafts is None else max(length - 1, 0.0) * drafts
@@ -295,9 +299,9 @@ def _speculation(
 def _increase(
     samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
 ) -> float | None:
-    """Growth of a counter; ``None`` where it is missing, was reset, or was not read on both sides.
+    """Return the growth of a counter, or ``None`` if it is missing, was reset, or was not read on both sides.
 
-    One with labels is not shown before it first counts: then it is 0.
+    A counter with labels is not shown before its first count, so it starts from 0.
     """
     before = [i for i, sample in enumerate(samples) if sample.at <= started]
     after = [i for i, sample in enumerate(samples) if sample.at >= ended]
@@ -321,13 +325,16 @@ def _increase(
 
 
 def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: Sequence[str]) -> float | None:
-    """Mean of a gauge over the readings with requests at work; rates add up over engines, lengths and shares do not."""
+    """Return the mean of a gauge over the readings with running requests.
+
+    Rates of several engines are added; lengths and shares are not.
+    """
     busy = (sample for sample in within if sample.total(names.running) != 0)
     return _mean(_without_none((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
 
 
 def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
-    """Name without ``_total`` → values, one per engine; empty where the text is not of Prometheus."""
+    """Return for each name, without ``_total``, its values, one per engine; empty if the text is not Prometheus."""
     from prometheus_client.parser import text_string_to_metric_families
 
     wanted = {name.decode() for name in _METRIC_NAMES}

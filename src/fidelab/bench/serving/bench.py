@@ -1,4 +1,4 @@
-"""Load on the server of an arm, next to its fidelity.  Engines without a server cannot be loaded."""
+"""Load on the server of an arm, measured along with its fidelity.  Engines without a server cannot be loaded."""
 
 from __future__ import annotations
 

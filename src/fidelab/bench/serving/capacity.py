@@ -1,8 +1,8 @@
 """Capacity of a server: the longest context and the number of requests at once, against the size of its cache.
 
-Loads are tried in turn.  A load that is rejected, whose requests do not all get to work at once, that is preempted, or
-that misses the targets of the goodput is beyond the capacity; the border is found by doubling and bisecting.  All
-requests of a load are sent at once and have prompts of their own, so that no prefix is shared.
+Loads are tried in turn.  A load is beyond the capacity if it is rejected, if its requests do not all run at once, if it
+is preempted, or if it misses the targets of the goodput.  The border is found by doubling and bisecting.  All requests
+of a load are sent at once and have prompts of their own, so that no prefix is shared.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Mea
 from fidelab.results.plots import TablePlot
 
 TITLE = "How much does its server take?"
-MAX_CONCURRENCY = 256  # requests at once that are tried, unless specified
-_FIRST_PROMPT_TOKENS = 256  # tokens of the first prompt, where the server does not say how many it takes
+MAX_CONCURRENCY = 256  # largest number of concurrent requests to try by default
+_FIRST_PROMPT_TOKENS = 256  # tokens of the first prompt if the server does not report its limit
 _MAX_PROMPT_TOKENS = 1 << 20
 _FINE = 16  # tokens: the longest context is found to within a block of this size, or 2%
 _INTERVAL = 0.1  # seconds between readings of the server's metrics: loads are short
-_ATTAINED = 0.9  # of the requests are to meet every target
+_ATTAINED = 0.9  # share of the requests that must meet every target
 _MEMORY = re.compile(r"out of memory|\bOOM\b|cudaMalloc|hipMalloc|alloc", re.IGNORECASE)
 
 CAPACITY = Definition(
@@ -64,12 +64,12 @@ def measure_capacity(
 
     Args:
         contact: the server, with the settings of the requests: ``output``, ``goodput``, ``seed``, ``timeout``.
-        contexts: tokens of prompts; the longest and a quarter of it, unless specified.
-        most: requests at once that are tried at most.
+        contexts: prompt lengths in tokens; by default the longest possible one and a quarter of it.
+        most: largest number of concurrent requests to try.
 
     Raises:
-        InputError: a tokenizer that cannot make such prompts.
-        KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
+        InputError: If the tokenizer cannot make such prompts.
+        KeyboardInterrupt: If the bench is stopped.  ``watch`` has the finished cells.
     """
     return _Search(contact, most, watch or ServingWatch()).run(contexts)
 
@@ -101,7 +101,7 @@ class _Search:
     # --------------------------------------------------------------------------------------------- the search
 
     def _find_longest(self, contexts: Sequence[int]) -> _Border | None:
-        """The longest prompt that one request may have, and what bounds it."""
+        """Find the longest prompt that a single request may have, and what limits it."""
         output, limit = self._settings.output, self._contact.limit
         most = (limit or _MAX_PROMPT_TOKENS) - output
         good, bad, border = 0, most + 1, None
@@ -143,13 +143,18 @@ class _Search:
         self._end(context, good, room, border)
 
     def _next(self, n: int, room: int | None) -> int:
-        """The next larger load: first what the cache's size predicts, then one more, then twice as many."""
+        """Return the next larger load: first the prediction from the cache's size, then one more, then twice as
+        many.
+        """
         if room is not None and n < room:
             return min(room, self._most)
         return min(n + 1 if n == room else 2 * n, self._most)
 
     def _try(self, context: int, n: int) -> _Border | None:
-        """Return what is wrong with ``n`` requests at once.  A queue is looked at twice: readings can miss a peak."""
+        """Return what goes wrong with ``n`` concurrent requests.
+
+        A queue is checked twice, since readings can miss a peak.
+        """
         title = f"context {context:,}, {n} at once"
         found = self._load(context, n, title)
         if found is not None and found.kind == "queued":
@@ -255,6 +260,6 @@ def _refusal(status: int, said: str, count: str = "") -> _Border:
 
 
 def _peak_concurrency(exchanges: Sequence[Exchange]) -> int:
-    """The most requests that were between their first token and their end at one time."""
+    """Return the largest number of requests that were between their first token and their end at one time."""
     spans = [(float(one.events[0]), one.ended) for one in exchanges if len(one.events)]
     return max((sum(begin <= at < end or begin == at for begin, end in spans) for at, _ in spans), default=0)

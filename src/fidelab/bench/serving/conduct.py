@@ -1,7 +1,7 @@
 """Measures all cells of a load in order; repeats are whole passes over them, so that drift affects all cells equally.
 
-The outcome of a cell is in its record.  A context beyond the server's limit is ``not_supported``, with the server's
-message, and the other cells go on; a server that is gone ends the load, and finished cells are kept.
+Each cell's record holds its outcome.  A context beyond the server's limit is ``not_supported``, with the server's
+message, and the other cells continue.  If the server is gone, the load ends and finished cells are kept.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
 )
 _ABOUT_REQUEST = (400, 413, 422)
-_EMPTY_STREAM_CAUSES = {"no-stream", "aborted", "server"}  # of exchanges whose stream came to nothing
+_EMPTY_STREAM_CAUSES = {"no-stream", "aborted", "server"}  # kinds of errors of a stream without content
 
 
 class ServingWatch:
     """Callbacks that follow a load; the base class ignores everything."""
 
     def reached(self, contact: Contact) -> None:
-        """The server answers."""
+        """The server has answered."""
 
     def begin(self, title: str, requests: int) -> None:
         """A cell begins."""
 
     def advance(self, done: int, requests: int) -> None:
-        """``done`` of its requests have ended."""
+        """``done`` requests of the current cell have ended."""
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
-        """Outcome of each request of a cell."""
+        """A cell was driven, with this outcome of each request."""
 
     def measured(self, cell: CellResult, serving: Measurement) -> None:
-        """A cell is done; all cells so far."""
+        """A cell is done; receives all cells so far."""
 
     def close(self) -> None:
         """The load is over, or was stopped."""
@@ -62,14 +62,14 @@ def measure_serving(
     watch: ServingWatch | None = None,
     contact: Contact | None = None,
 ) -> Measurement:
-    """Put every cell's load on the server.
+    """Run the load of every cell on the server.
 
-    ``key``: of the API, never shown.  ``contact``: where the server was reached already.
+    ``key``: the API key, which is never shown.  ``contact``: given if the server was reached before.
 
     Raises:
-        EngineError: nothing could be asked at all (see :func:`fidelab.bench.serving.contact.reach`).
-        InputError: a tokenizer that cannot be used.
-        KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
+        EngineError: If no request was possible (see :func:`fidelab.bench.serving.contact.reach`).
+        InputError: If the tokenizer cannot be used.
+        KeyboardInterrupt: If the bench is stopped.  ``watch`` has the finished cells.
     """
     watch = watch or ServingWatch()
     contact = contact or reach(settings, key)
@@ -99,7 +99,7 @@ class _Sweep:
         return self._serving()
 
     def _measure(self, number: int, repeat: int, asked: LoadAsked, title: str) -> str | None:
-        """One drive of one cell; why the server is gone, if it is."""
+        """Drive one cell once; return why the server is gone, if it is."""
         self._watch.begin(title, self._settings.count(asked) + self._settings.warmup)
         if reason := self._limit_reason(asked):
             self._end(number, asked, Status.NOT_SUPPORTED, reason)
@@ -146,7 +146,7 @@ class _Sweep:
         return compare_counts(driven, whole, ended - begun)
 
     def _requests(self, number: int, repeat: int, asked: LoadAsked) -> list[LoadRequest]:
-        """The warm-up's first; every cell and repeat has prompts of its own."""
+        """Return the requests, those of the warm-up first; every cell and repeat has its own prompts."""
         settings = self._settings
         seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
         count = settings.count(asked) + settings.warmup
@@ -175,7 +175,7 @@ class _Sweep:
     # ------------------------------------------------------------------------------------------ records
 
     def _end(self, number: int, asked: LoadAsked, status: Status, reason: str) -> None:
-        """A cell that is not asked again; what was measured of it in earlier passes stays."""
+        """Mark a cell that is not asked again; the measurements of earlier passes stay."""
         ended = self._cell(number) if self._drives[number] else None
         if ended is not None and ended.cell.status is Status.OK:
             flag = Flag(kind="errors", text=f"repeat {len(self._drives[number]) + 1} failed: {reason}")
@@ -201,9 +201,9 @@ class _Sweep:
         return serving_measurement(loads, self._contact.facts(), status=status, reason=reason)
 
     def _refused_for_length(self, driven: Drive) -> str | None:
-        """The server's words, where every request was refused for its length.
+        """Return the server's message if every request was refused for its length.
 
-        A server that ends such streams without a word (llama_cpp.server does) is asked once more without streaming.
+        A server that ends such streams without a message (llama_cpp.server does) is asked once more without streaming.
         """
         kinds, first = {exchange.error for exchange in driven.measured}, driven.measured[:1]
         if kinds and kinds <= {f"http-{status}" for status in _ABOUT_REQUEST}:
@@ -215,7 +215,7 @@ class _Sweep:
         return words if _TOO_LONG.search(words) else None
 
     def _unreachable_reason(self) -> str | None:
-        """Reason why no more can be asked; ``None`` if more can."""
+        """Return why no more requests are possible; ``None`` if they are."""
         contact = self._contact
         try:
             identify(contact.client(), contact.server.model)

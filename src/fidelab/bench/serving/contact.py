@@ -2,7 +2,7 @@
 
 One short streamed request shows whether the server accepts token ids, which of vLLM's additional fields it refuses, and
 how many tokens it adds to a prompt (a BOS, a template).  Without a tokenizer, two requests of different length
-calibrate the number of tokens per word.  A server whose streams carry no usage gets one more request, not streamed.
+calibrate the number of tokens per word.  A server whose streams carry no usage gets one more request without streaming.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Answer = TypeVar("Answer")
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 _UNITS = (24, 192)  # tokens or words of the trial prompts; a template of the server's comes on top
 _OUTPUT = 4  # tokens of their answers
-_SEED = 7919  # of the trial prompts: no load begins as they do
-_QUESTION_TIMEOUT = 30.0  # seconds for a single question
+_SEED = 7919  # seed of the trial prompts: no load begins with the same tokens
+_QUESTION_TIMEOUT = 30.0  # seconds for a single request
 _ATTEMPTS = 3
 _CONNECT_SECONDS = 5.0  # seconds of attempts
 _NOT_TAKEN = (400, 422)
@@ -59,7 +59,10 @@ class _Usage:
 
 @dataclass(frozen=True)
 class Contact:
-    """A server's properties.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
+    """Properties of a server.
+
+    A prompt of u tokens (or words) counts as ``added + per_unit * u`` tokens at the server.
+    """
 
     server: Server
     settings: ServingSettings
@@ -87,19 +90,19 @@ class Contact:
 
     @property
     def target(self) -> Target:
-        """Return the destination of a drive's requests."""
+        """The target for a load."""
         return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
 
     def client(self) -> Client:
-        """Return a client for single questions."""
+        """Return a client for single requests."""
         return Client(self.settings.base_url, self.key, min(_QUESTION_TIMEOUT, self.settings.timeout))
 
     def scraper(self, interval: float = 1.0) -> Scraper:
-        """Return a reader of the server's own metrics; ``interval``: seconds."""
+        """Return a reader of the server's own metrics; ``interval``: seconds between readings."""
         return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
 
     def facts(self) -> dict[str, Any]:
-        """Facts for the report: the server and the settings of its requests."""
+        """Return facts for the report: the server and the settings of its requests."""
         root, api = split_url(self.settings.base_url)
         return {
             "target": root,
@@ -109,7 +112,7 @@ class Contact:
         }
 
     def explain(self, request: LoadRequest) -> str | None:
-        """Return the server's words if it refuses a request that is not streamed."""
+        """Return the server's message if it refuses a request that is not streamed."""
         body = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
         try:
             self.client().post(PATHS[self.settings.endpoint], {**body, "stream": False})
@@ -120,7 +123,7 @@ class Contact:
         return None
 
     def record(self) -> dict[str, Any]:
-        """Facts for the report: how requests were made."""
+        """Return facts for the report: how the requests were made."""
         form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
         return {
             "prompts": form[self.form],
@@ -135,10 +138,10 @@ class Contact:
     def requests(
         self, inputs: Sequence[int], outputs: Sequence[int], due: Sequence[float] | None, seed: int
     ) -> list[LoadRequest]:
-        """Return rendered requests of so many tokens, each with its own prompt.
+        """Return rendered requests of this many tokens, each with its own prompt.
 
         Raises:
-            InputError: a length that no prompt has.
+            InputError: If no prompt has this length.
         """
         units = [round((length - self.added) / self.per_unit) for length in inputs]
         if min(units, default=1) < 1:
@@ -159,7 +162,7 @@ class Contact:
         ]
 
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
-        """One greedy request, with as much as the server takes to make the answer whole."""
+        """Return one greedy request, with all the options that make the server write the whole answer."""
         extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
         chat = self.settings.endpoint == "chat"
         return {
@@ -172,10 +175,10 @@ class Contact:
         }
 
     def prompts_of(self, units: Sequence[int], seed: int) -> Sequence[Tokens | str]:
-        """Return distinct generated prompts of so many tokens (words).
+        """Return distinct generated prompts of this many tokens (or words).
 
         Raises:
-            InputError: a length that no prompt has.
+            InputError: If no prompt has this length.
         """
         if self.tokenizer is None or self.form == "words":
             return word_prompts(units, seed)
@@ -185,7 +188,10 @@ class Contact:
 
 
 def cache_room(contact: Contact, tokens: int) -> int | None:
-    """Requests of so many tokens that the server's cache holds together; ``None`` if it does not report its size."""
+    """Return how many requests of this length the server's cache holds together.
+
+    ``None`` means that the server does not report the size of its cache.
+    """
     size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         return None
@@ -194,11 +200,11 @@ def cache_room(contact: Contact, tokens: int) -> int | None:
 
 
 def reach(settings: ServingSettings, key: str | None) -> Contact:
-    """Ask the server who it is and try it out.
+    """Identify the server and try it out.
 
     Raises:
-        EngineError: it is not there, refuses the key, does not serve this model, or answers no trial.
-        InputError: the tokenizer that was named cannot be had.
+        EngineError: If the server cannot be reached, refuses the key, does not serve this model, or answers no trial.
+        InputError: If the named tokenizer cannot be loaded.
     """
     client = Client(settings.base_url, key, settings.timeout)
     server = identify(client, settings.served_model_name or settings.model)
@@ -222,7 +228,7 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
 
 
 def _is_local(url: str) -> bool:
-    """Whether a path that a server names may be one of this machine: it runs here."""
+    """Return whether a path named by the server may be on this machine, because the server runs here."""
     host = urlsplit(url).hostname or ""
     try:
         return ip_address(host).is_loopback
@@ -242,10 +248,10 @@ def _limit(client: Client, model: str) -> int | None:
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of an embedded name, a folder, a ``.gguf`` file, or a hub id, of which no weights are fetched.
+    """Load the tokenizer of an embedded name, a folder, a ``.gguf`` file, or a hub id.  No weights are fetched.
 
     Raises:
-        InputError: there is none.
+        InputError: If there is no such tokenizer.
     """
     if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return Tokenizer.load(resolve(name))
@@ -253,7 +259,7 @@ def _load_tokenizer(name: str) -> Tokenizer:
 
 
 def _find_tokenizer(name: str) -> Tokenizer | None:
-    """The tokenizer if it is on this machine, else ``None``; nothing is fetched."""
+    """Return the tokenizer if it is on this machine, else ``None``.  Nothing is fetched."""
     present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
     try:
         if present:
@@ -296,7 +302,7 @@ def _of_hub(name: str, *, fetch: bool) -> Tokenizer:
 
 
 class _Trial:
-    """Trial requests; what a server refuses is left out and tried again."""
+    """Trial requests; fields that a server refuses are left out of the next attempt."""
 
     def __init__(self, client: Client, contact: Contact) -> None:
         self._client = client
@@ -322,7 +328,7 @@ class _Trial:
         return self._calibrated(contact, units, counted.prompt_tokens, streamed=counted is answer)
 
     def _calibrated(self, contact: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
-        """Words → tokens, from two trials of different length."""
+        """Calibrate tokens per word, from two trials of different length."""
         longer = _UNITS[1]
         if streamed:
             longer, answer = self._streamed(longer)
@@ -337,7 +343,10 @@ class _Trial:
         return replace(contact, per_unit=per_unit, added=tokens - per_unit * units)
 
     def _streamed(self, units: int) -> tuple[int, _Usage]:
-        """The answer to a streamed trial, and the units of its prompt: a template may need more than were asked."""
+        """Return the answer to a streamed trial, and the units of its prompt.
+
+        A template may need more units than were requested.
+        """
         while True:
             try:
                 units, prompt = self._prompt(units)
@@ -349,7 +358,7 @@ class _Trial:
                 self._contact = without
 
     def _without(self, error: Refused) -> Contact | None:
-        """The contact without what was refused; ``None``: it cannot be left out."""
+        """Return the contact without the refused field; ``None`` if it cannot be left out."""
         contact, message = self._contact, str(error)
         named = [name for name in contact.additions if name in message]
         if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
@@ -361,7 +370,7 @@ class _Trial:
         return None
 
     def _prompt(self, units: int) -> tuple[int, Tokens | str]:
-        """A trial prompt; longer where the template alone takes more."""
+        """Return a trial prompt, which is longer if the template by itself needs more."""
         for longer in (units, 4 * units):
             try:
                 return longer, self._contact.prompts_of([longer], _SEED)[0]
@@ -370,7 +379,7 @@ class _Trial:
         return 16 * units, self._contact.prompts_of([16 * units], _SEED)[0]
 
     def _retried(self, ask: Callable[[], Answer]) -> Answer:
-        """Answers that break off now and then are asked for again; slow failures and refusals are not."""
+        """Ask again for answers that break off now and then; slow failures and refusals are not repeated."""
         began, patience = time.monotonic(), min(_CONNECT_SECONDS, self._contact.settings.timeout / 2)
         for left in reversed(range(_ATTEMPTS)):
             try:
@@ -381,7 +390,7 @@ class _Trial:
         raise AssertionError("unreachable")
 
     def _stream(self, prompt: Tokens | str) -> _Usage:
-        """One streamed answer."""
+        """Return one streamed answer."""
         usage: Mapping[str, Any] = {}
         finish = None
         for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):

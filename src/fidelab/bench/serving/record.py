@@ -1,4 +1,4 @@
-"""A load's files: report and requests, written cell by cell, so that a load that is stopped keeps what it has."""
+"""Files of a load: report and requests, written cell by cell, so that a stopped load keeps its finished cells."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fidelab.results.store import RunFolder
 
 
 class Requests(ServingWatch):
-    """Only keeps the requests of one arm's load, in a run folder that others look after."""
+    """Watch that only keeps the requests of one arm's load, in an existing run folder."""
 
     def __init__(self, folder: Path, arm: str) -> None:
         self._folder = folder
@@ -34,7 +34,10 @@ class Requests(ServingWatch):
 
 
 class Keeper(ServingWatch):
-    """Makes the run folder when the server answers, and keeps it up to date; everything is passed on to ``shown``."""
+    """Watch that makes the run folder when the server answers, and keeps it up to date.
+
+    Everything is passed on to the watch ``shown``.
+    """
 
     def __init__(
         self,
@@ -82,14 +85,14 @@ class Keeper(ServingWatch):
         self._shown.close()
 
     def keep(self, serving: Measurement) -> Report:
-        """Write the report as it stands."""
+        """Write the report in its current state."""
         assert self.folder is not None
         self.report = self._report(serving)
         self.report.write(self.folder.report)
         return self.report
 
     def finish(self) -> None:
-        """Write the page, too."""
+        """Write the report's page, too."""
         if self.report is not None and self.folder is not None:
             write_html(self.report, self.folder.html)
 
@@ -129,7 +132,10 @@ class Keeper(ServingWatch):
 
 
 def comparability(contact: Contact) -> dict[str, Any]:
-    """Settings that must agree to compare two loads, besides the cell's name. See docs/metrics.md#comparability."""
+    """Return the settings that must agree to compare two loads, besides the cell's name.
+
+    See docs/metrics.md#comparability.
+    """
     settings = contact.settings
     return {
         "endpoint": settings.endpoint,
@@ -142,7 +148,7 @@ def comparability(contact: Contact) -> dict[str, Any]:
 
 
 def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
-    """One line for each request of a cell."""
+    """Yield a line for each request of a cell."""
     sent = {request.index: request for request in drive.requests}
     for exchange in drive.result.exchanges:
         asked = sent[exchange.index]
@@ -157,7 +163,7 @@ def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
 
 
 def _environment() -> dict[str, Any]:
-    """The client's machine; of the server's nothing is known but its address."""
+    """Describe the client's machine; of the server, only its address is known."""
     return {
         "fidelab": fidelab.__version__,
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""Settings of a load: which requests, how many at a time or per second, and what is read from them."""
+"""Settings of a load: its requests, their concurrency or rate, and the metrics to read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fidelab.results.speculation import Arrival
 Tokens = Annotated[int, Field(ge=1)]
 
 _MIN_REQUESTS = 8  # requests of a cell
-_MAX_TIMED_REQUESTS = 10_000  # requests made for a load that a duration ends
-_TOKENS = 20_000_000  # and their tokens together
+_MAX_TIMED_REQUESTS = 10_000  # most requests for a load that is limited by time
+_TOKENS = 20_000_000  # most tokens of these requests together
 
 
 class ServingSettings(BaseModel):
@@ -66,11 +66,11 @@ class ServingSettings(BaseModel):
 
     @property
     def kind(self) -> Arrival:
-        """Arrival of requests."""
+        """How requests arrive."""
         return "closed" if self.request_rate is None else self.arrival
 
     def cells(self) -> list[LoadAsked]:
-        """The loads, by context, then concurrency."""
+        """Return the loads, by context, then concurrency."""
         return [
             LoadAsked(
                 arrival=self.kind,

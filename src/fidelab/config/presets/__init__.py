@@ -1,7 +1,7 @@
 """Presets: arms by name, for comparisons, benches and servers.  Some come with the package, others are the user's own.
 
-A preset is a YAML file with the keys of an arm (``engine``, ``model``, ``kv``, ``dtype``, ``engine_args``, ``env``),
-one line that says what it is (``about``), and ``serve``: options that its server alone gets (chat template, parsers).
+A preset is a YAML file with the keys of an arm (``engine``, ``model``, ``kv``, ``dtype``, ``engine_args``, ``env``), a
+description in one line (``about``), and ``serve``: options for its server only (chat template, parsers).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True)
 class Found:
-    """A preset's file.  ``own``: the package's, or from the user's own folder; else anybody's."""
+    """A preset's file.  ``own``: whether it comes with the package or from the user's own folder."""
 
     name: str
     path: Path
@@ -35,12 +35,15 @@ class Found:
 
 
 def user_folder() -> Path:
-    """Folder of the user's presets: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
+    """Return the folder of the user's presets: ``fidelab/presets`` in ``$XDG_CONFIG_HOME``, else in ``~/.config``."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "presets"
 
 
 def listing() -> dict[str, Found]:
-    """All presets that have a name, sorted by it; the user's own hide those of the package."""
+    """Return all presets that have a name, sorted by name.
+
+    The user's own presets take precedence over those of the package.
+    """
     found: dict[str, Found] = {}
     for folder in (_PRESET_DIR, user_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
@@ -49,14 +52,14 @@ def listing() -> dict[str, Found]:
 
 
 def find_preset(name: str, engine: str | None = None) -> Found:
-    """A preset by its name, or by the path of its file.
+    """Return a preset by its name, or by the path of its file.
 
-    ``NAME`` may omit the engine where presets ``NAME-ENGINE`` exist; the first of them is meant where none is
-    asked for.
+    ``NAME`` may omit the engine if presets ``NAME-ENGINE`` exist.  Without a requested engine, the first of them
+    counts.
 
     Raises:
-        ConfigError: the file does not exist.
-        UnknownNameError: no preset has this name, or not for this engine; the message lists those that exist.
+        ConfigError: If the file does not exist.
+        UnknownNameError: If no preset has this name, or not for this engine.  The message lists those that exist.
     """
     if os.sep in name or name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
@@ -75,30 +78,32 @@ def find_preset(name: str, engine: str | None = None) -> Found:
 
 
 def load_preset(found: Found, changes: Mapping[str, Any] | None = None) -> Preset:
-    """The preset in a file, with other values for some of an arm's fields.
+    """Return the preset in a file, with other values for some of an arm's fields.
 
     Raises:
-        ConfigError: not YAML, an unknown key or a wrong type; the message names the place.
+        ConfigError: If the file is not YAML, or has an unknown key or a wrong type.  The message names the place.
     """
     return validate(found, merged_fields(read_yaml(found.path), changes or {}))
 
 
 def validate(found: Found, data: Mapping[str, Any]) -> Preset:
-    """Plain data → preset, named after its file unless it has a name; raises as :func:`load_preset`."""
+    """Turn plain data into a preset; raises as :func:`load_preset`.
+
+    The preset is named after its file unless it has a name.
+    """
     return validate_as(Preset, {"name": found.name, **data}, str(found.path))
 
 
 def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:
-    """The plain data of an experiment whose arms no longer name presets. Values that are not arms are left to
-    validation.
+    """Return the plain data of an experiment, with each preset that an arm names replaced by its content.
 
     Args:
-        data: of an experiment; an arm may be a text, too.
-        where: names the data in messages.
-        check: refuses files that the person does not trust.
+        data: data of an experiment; an arm may also be a text.
+        where: name of the data in messages.
+        check: refuses files that the user does not trust.
 
     Raises:
-        ConfigError: a preset cannot be found or read, or is not trusted; names the arm.
+        ConfigError: If a preset cannot be found or read, or is not trusted.  The message names the arm.
     """
 
     def expanded(value: Any, place: str) -> Any:
@@ -121,9 +126,9 @@ def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[st
 
 
 def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConfig]:
-    """The arms of the grid that ``vary`` spans, named by their levels.
+    """Return the arms of the grid that ``vary`` spans, named by their levels.
 
-    Raises as :func:`arm_of`, which ``check`` goes to.
+    Raises as :func:`arm_of`, which receives ``check``.
     """
     cells = map(cell_fields, levels_of(experiment.vary))
     return [
@@ -133,9 +138,9 @@ def cells_of(experiment: Experiment, check: Check | None = None) -> list[ArmConf
 
 
 def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, Any]:
-    """The fields of an arm that names a ``preset``: the preset's, overridden by the arm's.
+    """Return the fields of an arm that names a ``preset``: the preset's, overridden by the arm's.
 
-    Raises as :func:`find_preset` and :func:`load_preset`, and as ``check`` of a file that is anybody's.
+    Raises as :func:`find_preset` and :func:`load_preset`, and as ``check`` for a foreign file.
     """
     own = {key: value for key, value in fields.items() if key != "preset"}
     engine = None
@@ -148,16 +153,16 @@ def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, A
         check(preset, read_yaml(found.path), found.path)
     name = own.get("name") or " ".join([str(preset.name), *_differences(own)])
     if engine is not None:
-        if engine.name != preset.engine_name:  # its options and its formats are that engine's
+        if engine.name != preset.engine_name:  # options and formats belong to that engine
             raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine.name}")
-        # the environment stays the preset's where nothing else is specified
+        # the preset's environment is the default
         given = {key: value for key, value in engine.all_fields().items() if value}
         own["engine"] = {**preset.engine.all_fields(), **given}
     return merged_fields({**preset.arm_fields(), "name": name}, own)
 
 
 def _differences(own: Mapping[str, Any]) -> list[str]:
-    """Differences of an arm from its preset, in words."""
+    """Return the differences between an arm and its preset as text."""
     plain = [str(own[key]) for key in ("kv", "dtype", "model") if key in own]
     tables = [own.get(part) for part in ("engine_args", "env")]
     return [
@@ -167,7 +172,7 @@ def _differences(own: Mapping[str, Any]) -> list[str]:
 
 
 def experiment_of(preset: Preset) -> dict[str, Any]:
-    """The fields of an experiment whose arms all begin from a preset, with the preset itself as reference."""
+    """Return the fields of an experiment whose arms all begin from a preset, with the preset itself as reference."""
     fields = preset.arm_fields()
     reference = {key: fields.pop(key) for key in ("name", "kv") if key in fields}
     return {**fields, "reference": reference}

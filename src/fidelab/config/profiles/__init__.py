@@ -1,4 +1,4 @@
-"""Profiles that come with the package: the protocol of a published measurement, in stages, with its figures.
+"""Profiles: the protocol of a published measurement, in stages, with its figures.
 
 A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts is replaced by a parameter of the
 profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and ``{stages}`` that of all stages. A variant
@@ -25,7 +25,7 @@ _EXPERIMENTS = _PROFILE_DIR / "experiments"
 _STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 _NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
-_FOLDERS = ("folder", "stages")  # known only when a stage is run
+_FOLDERS = ("folder", "stages")  # placeholders that are known only when a stage runs
 
 Amount = Annotated[float, Field(gt=0)]
 Value = str | int | float
@@ -198,16 +198,16 @@ class Resolved(BaseModel):
 
 
 def names() -> list[str]:
-    """The profiles that come with the package."""
+    """Return the names of the profiles that come with the package."""
     return sorted(path.stem for path in _PROFILE_DIR.glob("*.yaml"))
 
 
 def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
-    """A profile that comes with the package, or one of a file that the user trusts.
+    """Return a profile that comes with the package, or in a file that the user trusts.
 
     Raises:
         UnknownNameError: the profile does not exist.
-        ConfigError: a file that is not a profile, or is not trusted.
+        ConfigError: If the file is not a profile, or is not trusted.
     """
     if name in names():
         path = _PROFILE_DIR / f"{name}.yaml"
@@ -229,17 +229,17 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
 def resolve(
     name: str, profile: Profile, variant: str | None = None, parameters: Mapping[str, Value] | None = None
 ) -> Resolved:
-    """The stages as they would be run.
+    """Return the stages as they would be run.
 
     Args:
-        name: what the user called the profile.
-        profile: as loaded.
-        variant: one of its variants; ``None``: the protocol at its full size.
-        parameters: what the command line sets; goes before the variant's.
+        name: The user's name for the profile.
+        profile: The profile as loaded.
+        variant: One of its variants; ``None`` means the protocol at its full size.
+        parameters: Values from the command line, which take precedence over the variant's.
 
     Raises:
-        UnknownNameError: the variant or parameter does not exist.
-        ConfigError: a text names a parameter that the profile does not have, or a value of one fits no setting.
+        UnknownNameError: If the variant or parameter does not exist.
+        ConfigError: If a text names a parameter that the profile does not have, or a parameter's value fits no setting.
     """
     if variant is not None and variant not in profile.variants:
         raise UnknownNameError(f"variant of profile {name}", variant, profile.variants)
@@ -284,10 +284,10 @@ def resolve(
 
 
 def parse_parameters(words: Sequence[str]) -> dict[str, Value]:
-    """``name=value`` words; values are read as YAML.
+    """Parse ``name=value`` words; values are read as YAML.
 
     Raises:
-        UsageError: one is not of this form.
+        UsageError: If a word does not have this form.
     """
     found: dict[str, Value] = {}
     for word in words:
@@ -303,7 +303,7 @@ def parse_parameters(words: Sequence[str]) -> dict[str, Value]:
 
 
 def merged_needs(first: Needs, second: Needs) -> Needs:
-    """Both; where both name one amount, the second's."""
+    """Return both requirements; if both state the same amount, the second one counts."""
     lists = {
         key: tuple(dict.fromkeys((*getattr(first, key), *getattr(second, key))))
         for key in ("packages", "engines", "data", "stages")
@@ -314,7 +314,10 @@ def merged_needs(first: Needs, second: Needs) -> Needs:
 
 
 def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others over them; groups are merged, all else is replaced, and null takes a key away."""
+    """Return settings with others over them.
+
+    Groups are merged, all else is replaced, and null removes a key.
+    """
     merged = dict(base)
     for key, value in changes.items():
         if value is None:
@@ -327,7 +330,7 @@ def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
-    """Texts with parameters put in; a text that is nothing but one parameter becomes its value."""
+    """Fill in parameters; a text that is only one parameter becomes its value."""
     if isinstance(value, Mapping):
         return {key: _filled(inner, known, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -347,15 +350,15 @@ def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
 
 
 def experiments() -> list[str]:
-    """The experiment files that come with the package, by name."""
+    """Return the experiment files that come with the package, by name."""
     return sorted(path.stem for path in _EXPERIMENTS.glob("*.yaml"))
 
 
 def find_experiment(path: Path) -> Path:
-    """The file that a user means: one that exists, else the bundled experiment NAME or experiments/NAME.yaml.
+    """Return the file that a user means: one that exists, else the bundled experiment NAME or experiments/NAME.yaml.
 
     Raises:
-        ConfigError: neither; lists the bundled experiments, and says how a profile is run.
+        ConfigError: If there is neither.  The message lists the bundled experiments, and how to run a profile.
     """
     if path.exists():
         return path

@@ -1,4 +1,4 @@
-"""Packages that can be imported and not used: every attribute and submodule resolves, every call raises.
+"""Packages that can be imported but not used: every attribute and submodule resolves, every call raises.
 
 SGLang imports ``sgl_kernel`` and ``torchvision`` on every platform; the first needs a CUDA driver, the second its own
 torch.  On a CPU with the ``torch_native`` backend neither is called: a call would be an error, and raises one.
