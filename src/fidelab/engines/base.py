@@ -241,7 +241,7 @@ class Engine(ABC):
         """Reject a KV spec whose options make no sense, before anything runs.
 
         Raises:
-            UsageError: the option is unknown or its value impossible.
+            UsageError: If the option is unknown or its value is invalid.
         """
 
     @classmethod
@@ -249,7 +249,7 @@ class Engine(ABC):
         """Speculation that an arm with these options uses; ``None`` without speculation.
 
         Raises:
-            UsageError: the options cannot be read.
+            UsageError: If the options cannot be read.
         """
         return None
 
@@ -286,7 +286,7 @@ class Engine(ABC):
         ``arm.path`` is the model in the command.
 
         Raises:
-            NotSupportedError: the engine has no server, or its server lacks a setting.
+            NotSupportedError: If the engine has no server, or its server lacks a setting.
         """
         raise NotSupportedError(f"engine {cls.name} has no server of its own: vllm, sglang and llamacpp have one")
 
@@ -311,7 +311,8 @@ class Engine(ABC):
         Third-party packages are imported here.
 
         Raises:
-            EngineError: it cannot be loaded; NotSupportedError: it lacks a feature that the arm needs.
+            EngineError: If it cannot be loaded.
+            NotSupportedError: If it lacks a feature that the arm needs.
         """
 
     @abstractmethod

@@ -37,7 +37,7 @@ def meaning(kv: KVSpec, native: str) -> KVSpec:
     fp8_e4m3 with scale 1.0, saturating.
 
     Raises:
-        UsageError: ``k16v8`` with options.
+        UsageError: If ``k16v8`` has options.
     """
 
     def side(fmt: FormatSpec, name: str) -> FormatSpec:
@@ -69,7 +69,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
     """:func:`is_pair`, once the spec has been found to make sense on this engine.
 
     Raises:
-        UsageError: a side that the kernels lack or an option that it does not have.
+        UsageError: If the kernels lack the format of a side, or the format lacks an option.
     """
     if not is_pair(kv):
         skips = bool(kv.skip_layers) and (engine != "vllm" or kv.k.name in ("auto", *NATIVE))

@@ -26,7 +26,7 @@ class LayerStates:
     """Hooks on the ``layers`` decoder layers of a model, until :meth:`remove`.
 
     Raises:
-        RuntimeError: the model has no list of that many layers.
+        RuntimeError: If the model has no list of that many layers.
     """
 
     def __init__(self, model: Any, layers: int, state: State) -> None:
@@ -62,7 +62,7 @@ class LayerStates:
         """The states ``[1 + layers, tokens, d]`` of the forward since the last call.
 
         Raises:
-            RuntimeError: a layer's output is not a state, or the layers did not run once each, in order.
+            RuntimeError: If a layer's output is not a state, or the layers did not run once each, in order.
         """
         import torch
 
@@ -87,7 +87,7 @@ def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
     """Sum of a layer's output and the stream before it, or the stream itself if the layer returns it.
 
     Raises:
-        RuntimeError: neither is there.
+        RuntimeError: If there is neither.
     """
     values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
     states = [x for x in values if getattr(x, "ndim", 0) == 2 and x.is_floating_point()]

@@ -56,7 +56,8 @@ def check_options(engine: str, options: Iterable[tuple[str, str]], known: Mappin
     """Reject unknown options and invalid values.
 
     Raises:
-        UsageError: names the options that exist, or the valid values.
+        UsageError: If an option is unknown or a value is invalid. The message names the options that exist, or the
+            valid values.
     """
     for key, _ in other_options(engine, options, known):
         raise unknown_option(engine, key, known)
@@ -73,7 +74,7 @@ def other_options(
     ``controlled``: option → fidelab's use of it, and what to write instead.
 
     Raises:
-        UsageError: names the valid values, or the reason why the option cannot be set.
+        UsageError: If a value is invalid, or an option cannot be set. The message names the valid values or the reason.
     """
     others = []
     for key, value in options:
@@ -117,7 +118,7 @@ def parse_options(
         known: names besides the parser's, for the error.
 
     Raises:
-        UsageError: there is no such option, or the engine refuses the value.  The text is the engine's own.
+        UsageError: If there is no such option, or the engine refuses the value. The text is the engine's own.
     """
 
     def refuse(message: str) -> NoReturn:

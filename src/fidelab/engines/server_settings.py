@@ -93,7 +93,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
         log: the server's output, if known.
 
     Raises:
-        EngineError: the server cannot be reached, or belongs to another engine.
+        EngineError: If the server cannot be reached, or belongs to another engine.
     """
     read = _READERS.get(arm.engine)
     if read is None:

@@ -47,7 +47,7 @@ def json_object(option: str, text: str) -> Mapping[str, Any]:
     """An option's value that is a JSON object.
 
     Raises:
-        UsageError: it is none.
+        UsageError: If it is not valid.
     """
     try:
         value = json.loads(text)
@@ -62,7 +62,7 @@ def check_choice(what: str, word: str, known: Collection[str]) -> None:
     """Refuse a word that an engine does not have.
 
     Raises:
-        UsageError: names the nearest ones.
+        UsageError: If the engine does not have the word. The message names the nearest ones.
     """
     if word not in known:
         nearest = nearest_first(word, known)

@@ -21,7 +21,7 @@ def groups(request: Timed) -> tuple[TimingGroup, ...]:
     """The prompts that are answered together.
 
     Raises:
-        EngineError: those of a group differ in length.
+        EngineError: If the prompts of a group differ in length.
     """
     prompt_groups = request.groups()
     for index, group in enumerate(prompt_groups):
@@ -41,7 +41,7 @@ def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Ite
     group is known to the host, not before.
 
     Raises:
-        EngineError: prompts of a group differ in length, or an answer ended early.
+        EngineError: If prompts of a group differ in length, or an answer ended early.
     """
     prompt_groups = groups(request)
     for item, group in enumerate(prompt_groups):

@@ -96,7 +96,7 @@ def check_env(names: Iterable[str]) -> None:
     """Refuse variables that an arm must not set.
 
     Raises:
-        UsageError: fidelab sets this variable, or it is not a valid name.
+        UsageError: If fidelab sets this variable, or it is not a valid name.
     """
     for name in names:
         if name in _CONTROLLED:

@@ -78,7 +78,7 @@ def list_runs(folder: Path) -> list[LedgerRow]:
     """All runs below a folder, the latest first.
 
     Raises:
-        InputError: the folder does not exist.
+        InputError: If the folder does not exist.
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder of runs; name one with --output-dir")
@@ -91,7 +91,7 @@ def read_row(path: Path) -> LedgerRow:
     """The row of one run's folder, from its files.
 
     Raises:
-        InputError: the folder is not a run.
+        InputError: If the folder is not a run.
     """
     if not (path / CONFIG).is_file():
         raise InputError(f"{path} is not a run folder: it has no {CONFIG}")
@@ -110,7 +110,8 @@ def collect_captures(
     cannot be scored again.
 
     Raises:
-        InputError: the folder does not exist, or a run in it is being written, which may read any capture there.
+        InputError: If the folder does not exist, or a run in it is being written. Such a run may read any capture
+            there.
     """
     rows = list_runs(folder)
     if not dry_run and (busy := [row.path for row in rows if row.status == "writing"]):
@@ -243,7 +244,7 @@ def provenance(path: Path) -> dict[str, Any]:
     Empty where there is no report.
 
     Raises:
-        InputError: the report is damaged.
+        InputError: If the report is damaged.
     """
     if not (path / REPORT).is_file():
         return {}

@@ -87,10 +87,10 @@ def publish(run: RunFolder, path: Path) -> Path:
     """Write the receipt of a finished run.
 
     Raises:
-        UsageError: the file exists: receipts are never replaced.
-        InputError: the run has no report.
-        CaptureError: a capture is gone, damaged, or edited.
-        OutputError: the file cannot be written.
+        UsageError: If the file exists. Receipts are never replaced.
+        InputError: If the run has no report.
+        CaptureError: If a capture is missing, damaged, or edited.
+        OutputError: If the file cannot be written.
     """
     if path.exists():
         raise UsageError(f"{path} exists, and receipts are not replaced: name another file")
@@ -154,7 +154,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
         recompute: how that is done.
 
     Raises:
-        InputError: the file cannot be read or is not a receipt; the folder is not a run.
+        InputError: If the file cannot be read or is not a receipt, or the folder is not a run.
     """
     receipt, faults = _read(path)
     name = receipt.report.run_id
@@ -186,7 +186,7 @@ def report_of(path: Path) -> Report:
     """The report that a receipt was written from, without plots.
 
     Raises:
-        InputError: it is damaged, or its figures contradict each other.
+        InputError: If it is damaged, or its figures contradict each other.
     """
     receipt, faults = _read(path)
     if faults:

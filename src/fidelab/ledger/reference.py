@@ -151,7 +151,7 @@ class Pack:
         """Compare all files with the manifest, and the captures with each other.
 
         Raises:
-            CaptureError: a file is missing, truncated or edited, or the captures are not of one reference.
+            CaptureError: If a file is missing, truncated or edited, or the captures are not of one reference.
         """
         for file in self.manifest.files:
             path = self.folder / file.name
@@ -197,7 +197,8 @@ class Pack:
         ``sample``: what :func:`sample_digest` gives of the model's tokenizer.
 
         Raises:
-            MismatchError: names the first token that differs, or says that texts are split in another way.
+            MismatchError: If a token differs. The message names the first one, or says that texts are split in another
+                way.
         """
         own = self.manifest.tokenizer
         if vocabulary != Vocabulary(own.size, own.sha256):
@@ -234,7 +235,7 @@ def check_listed(place: str, sizes: Mapping[str, int]) -> None:
     """Refuse a listing of files, with their bytes, that is of no pack.
 
     Raises:
-        InputError: no manifest, or one that is too large.
+        InputError: If there is no manifest, or it is too large.
     """
     if not 0 < sizes.get(MANIFEST, 0) <= _MAX_MANIFEST:
         raise InputError(f"{place} is not a packed reference: it has no {MANIFEST} of up to {_MAX_MANIFEST >> 20} MiB")
@@ -244,8 +245,8 @@ def read_pack(folder: Path, place: str = "") -> Pack:
     """The pack in a folder; its manifest is checked, its files are not yet (:meth:`Pack.check`).
 
     Raises:
-        InputError: the folder has no pack, or one of another version.
-        CaptureError: its manifest is damaged, or names files that a pack cannot have.
+        InputError: If the folder holds no pack, or a pack of another version.
+        CaptureError: If its manifest is damaged, or names files that a pack cannot have.
     """
     place, path = place or str(folder), folder / MANIFEST
     if not path.is_file():
@@ -280,7 +281,7 @@ def write_pack(
         tokenizer: the strings of the model's tokens, and :func:`sample_digest` of its tokenizer.
 
     Raises:
-        CaptureError: a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
+        CaptureError: If a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
     """
     pieces, sample = tokenizer
     for part, capture in captures.items():

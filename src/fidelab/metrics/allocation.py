@@ -22,7 +22,7 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
         The chosen column of each group, [groups].
 
     Raises:
-        ValueError: even the smallest choices exceed the budget.
+        ValueError: If even the smallest choices exceed the budget.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, identity, kron

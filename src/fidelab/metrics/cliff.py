@@ -44,7 +44,7 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
         native: bits of the unrounded cache, at which nothing is lost.
 
     Raises:
-        ValueError: a width twice, or none.
+        ValueError: If a width occurs twice, or there is none.
     """
     order = np.argsort(bits)[::-1]
     widths = np.asarray(bits)[order]

@@ -110,7 +110,7 @@ def composite(
     and the mean is k/S.  See docs/metrics.md#composite-and-bands.
 
     Raises:
-        UnknownNameError: a band table that does not exist.
+        UnknownNameError: If the band table does not exist.
     """
     if bands not in BANDS:
         raise UnknownNameError("band table", bands, BANDS)

@@ -273,7 +273,7 @@ def paired_difference(
     interval excludes 0 exactly where McNemar's exact test has p < 0.05.  See docs/metrics.md#paired-differences.
 
     Raises:
-        ValueError: the items are not the same, or one side has no denominator.
+        ValueError: If the items are not the same, or one side has no denominator.
     """
     _check_bounds(bounds, proportion)
     if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():

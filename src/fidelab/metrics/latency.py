@@ -49,7 +49,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
     See docs/metrics.md#prefill-speed.
 
     Raises:
-        ValueError: no repeat, or times that no clock gives.
+        ValueError: If there is no repeat, or a time is impossible.
     """
     return _rate(n_tokens, _times(seconds)[:, 0])
 
@@ -60,7 +60,7 @@ def decode_rate_isolated(seconds: ArrayLike) -> Rate:
     ``seconds [k, 1 + n]``.  See docs/metrics.md#decode-speed.
 
     Raises:
-        ValueError: no repeat, no further token (n = 0), or times that no clock gives.
+        ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
     """
     times = _times(seconds)
     return _rate(times.shape[1] - 1, times[:, -1] - times[:, 0])
@@ -74,7 +74,7 @@ def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> 
     the prefill alone: the noise is larger than what is sought.  See docs/metrics.md#decode-speed.
 
     Raises:
-        ValueError: no repeat, no further token (n = 0), or times that no clock gives.
+        ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
     """
     whole, first = (_times(np.reshape(times, (-1, 1)))[:, 0] for times in (total, prefill))
     rest = whole - np.median(first)

@@ -75,7 +75,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
     of zeros became another.  Rows of ``ref`` that are not finite are left out.  See docs/metrics.md#layer-differences.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: If the shapes differ.
     """
     reference, other = np.asarray(ref, dtype=np.float64), np.asarray(test, dtype=np.float64)
     if reference.shape != other.shape or reference.ndim != 2:

@@ -177,7 +177,7 @@ def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> Pai
     See docs/metrics.md#retrieval.
 
     Raises:
-        ValueError: there is no trial.
+        ValueError: If there is no trial.
     """
     clusters, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
     cand, base = RatioItems(cells.cand, ones, clusters), RatioItems(cells.base, ones, clusters)

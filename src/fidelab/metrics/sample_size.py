@@ -65,7 +65,7 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSp
     See docs/metrics.md#sample-size.
 
     Raises:
-        ValueError: the items are not the same.
+        ValueError: If the items are not the same.
     """
     if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():
         raise ValueError("paired items differ in number or clusters: keep the items that both sides have")

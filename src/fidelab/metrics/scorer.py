@@ -68,8 +68,8 @@ class TileScorer:
         The reference's logits of a tile are computed once for all tests.
 
         Raises:
-            ValueError: numbers of rows differ, or a head is not as wide as its states.
-            MemoryError: not even one row fits into the memory of the CPU.
+            ValueError: If numbers of rows differ, or a head is not as wide as its states.
+            MemoryError: If not even one row fits into the memory of the CPU.
         """
         n, sides = len(targets), (ref, *tests)
         for states, head in sides:

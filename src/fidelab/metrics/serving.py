@@ -147,7 +147,7 @@ def saturation(
     ``None``.  See docs/metrics.md#saturation.
 
     Raises:
-        ValueError: lengths differ, a concurrency occurs twice, or a rate is not above zero.
+        ValueError: If lengths differ, a concurrency occurs twice, or a rate is not above zero.
     """
     points = sorted(zip(concurrency, rate, strict=True))
     if len({at for at, _ in points}) < len(points) or any(not value > 0 for _, value in points):

@@ -51,7 +51,7 @@ def compose(
     says less.  Repeats that agree to the last bit have an interval of width zero.  See docs/metrics.md#speculation.
 
     Raises:
-        ValueError: an arm without a rate, or a rate that is not positive and finite.
+        ValueError: If an arm has no rate, or a rate is not positive and finite.
     """
     logs = []
     for arm, rates in zip(ARMS, (plain, quantized, speculative, both), strict=True):

@@ -21,7 +21,7 @@ def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
     afterwards, that of a killed process at the next attempt.  Only one process builds; others wait for it.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: If the folder cannot be written.
     """
     if target.exists():
         return target

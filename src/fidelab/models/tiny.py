@@ -54,7 +54,7 @@ def make_tiny(
     the 256 bytes, then pairs of printable characters.
 
     Raises:
-        UsageError: sizes that fit no such model.
+        UsageError: If the sizes fit no such model.
     """
     pairs = vocab - 2 - 256
     if not 0 <= pairs <= 95**2:

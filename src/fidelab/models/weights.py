@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.  Infinities, which some configs hold, are read as the text ``Infinity``.
 
     Raises:
-        InputError: the file cannot be read, is not JSON, or not an object.
+        InputError: If the file cannot be read, is not JSON, or does not hold an object.
     """
     try:
         value = strict_json(read_file(path, _MAX_JSON_BYTES), not_finite=_non_finite_name, most_values=_MAX_JSON_VALUES)
@@ -65,8 +65,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint, sorted: by its index, else ``model.safetensors``, else all.
 
     Raises:
-        InputError: there are none, only pickled ones, or the index names files that are missing or outside
-            the folder.
+        InputError: If there are no weight files or only pickled ones, or the index names files that are missing or
+            outside the folder.
     """
     index = folder / INDEX
     if index.is_file():
@@ -88,7 +88,7 @@ def read_index(index: Path) -> dict[str, str]:
     """Tensor name → file name, as the index of a sharded checkpoint has them; the files need not be there.
 
     Raises:
-        InputError: it is not an index, or names a file outside its folder.
+        InputError: If it is not an index, or names a file outside its folder.
     """
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
@@ -126,7 +126,7 @@ def measure(files: tuple[Path, ...]) -> WeightSize:
     """Count what the files store, from their headers.  A packed 4-bit weight counts as what it is packed in.
 
     Raises:
-        InputError: a file is not a complete safetensors file.
+        InputError: If a file is not a complete safetensors file.
     """
     tensors = [(name, entry) for path in files for name, entry in read_entries(path)[0].items()]
     return WeightSize(
@@ -143,7 +143,7 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
     As the format demands, the tensors fill the file: none begins within another, and nothing is between them.
 
     Raises:
-        InputError: it is not a complete safetensors file.
+        InputError: If it is not a complete safetensors file.
     """
     try:
         entries, start, size = read_header(path)
@@ -166,7 +166,7 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     The place of the folder and notes about who wrote the config do not count.
 
     Raises:
-        InputError: a file from the hub's cache has not the hash it was stored under.
+        InputError: If a file from the hub's cache does not have the hash under which it was stored.
     """
     parts = [(path.relative_to(folder).as_posix(), _checked_sha256(path)) for path in files]
     parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]

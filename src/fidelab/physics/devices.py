@@ -67,7 +67,7 @@ def devices() -> dict[str, Device]:
     """All rows by name.
 
     Raises:
-        InputError: the user's table cannot be read, or a row of it is wrong.
+        InputError: If the user's table cannot be read, or a row of it is wrong.
     """
     rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
     own = user_table()
@@ -78,7 +78,7 @@ def find_device(name: str) -> Device:
     """A row by its name, in any case.
 
     Raises:
-        UsageError: there is none; lists those that there are.
+        UsageError: If there is no such device. The message lists the devices of the table.
     """
     table = devices()
     found = next((device for key, device in table.items() if key.lower() == name.strip().lower()), None)
@@ -92,7 +92,7 @@ def device_of(told: str) -> Device | None:
     """The row of a device by the name that its driver gives; ``None`` where the table has none.
 
     Raises:
-        InputError: as :func:`devices`.
+        InputError: As :func:`devices`.
     """
     table = devices()
     found = _rows_of(told, table)
@@ -103,7 +103,8 @@ def remember_device(name: str, row: Mapping[str, Any]) -> Path:
     """Put a row into the user's table, in the units of the file; returns the file.
 
     Raises:
-        InputError: the table that is there cannot be read.  UsageError: the row is wrong.
+        InputError: If the existing table cannot be read.
+        UsageError: If the row is wrong.
     """
     path = user_table()
     table = _read(path)
@@ -146,7 +147,7 @@ def _device(name: str, row: Any, where: str) -> Device:
     """A row in the units of Python: bytes, bytes per second, operations per second.
 
     Raises:
-        InputError: a field is unknown, missing, or not above 0.
+        InputError: If a field is unknown, missing, or not above 0.
     """
     if not isinstance(row, Mapping) or (unknown := set(row) - _FIELDS):
         wrong = f"unknown field {min(unknown, key=str)!r:.60}" if isinstance(row, Mapping) else "not a row of fields"

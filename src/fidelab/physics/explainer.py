@@ -80,7 +80,7 @@ def explainer(formats: Sequence[str], models: Sequence[Geometry] = ()) -> dict[s
         models: shown before the known ones.
 
     Raises:
-        InputError: the user's device table is wrong.
+        InputError: If the user's device table is wrong.
     """
     return {
         "models": [_model(Model(geometry), formats) for geometry in (*models, *KNOWN_MODELS)],

@@ -33,7 +33,7 @@ def read_points(path: Path) -> dict[str, list[Any]]:
     Of a report these are the repeats of each arm: ``arm``, ``batch``, ``context`` and ``tok_s``.
 
     Raises:
-        InputError: the file cannot be read, is neither, or has no rows.
+        InputError: If the file cannot be read, has another format, or has no rows.
     """
     try:
         text = read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
@@ -93,8 +93,8 @@ def compare_fits(
             from the covariance of the linearised model.
 
     Raises:
-        UsageError: the column does not exist.
-        InputError: too few points, or values that are not positive numbers.
+        UsageError: If the column does not exist.
+        InputError: If there are too few points, or a value is not a positive number.
     """
     batch, value = _numbers(points, x), _numbers(points, y)
     rate = 1000 * batch / value if is_time else value

@@ -34,8 +34,9 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
     """The shape of a model in a folder with ``config.json``, or of such a file.
 
     Raises:
-        InputError: there is none, Transformers does not know the architecture, or cannot build it from these fields.
-        MissingPackageError: Transformers or torch is not installed.
+        InputError: If there is no configuration, or Transformers does not know the architecture or cannot build it from
+            these fields.
+        MissingPackageError: If Transformers or torch is not installed.
     """
     file = source if source.is_file() else source / "config.json"
     words = read_json(file)
@@ -64,7 +65,7 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
     ``name``: an embedded name, a folder with ``config.json``, such a file, a ``.gguf`` file, or a hub id.
 
     Raises:
-        InputError: nothing of that name, or Transformers cannot build its architecture.
+        InputError: If no model has that name, or Transformers cannot build its architecture.
     """
     here = Path(name).expanduser()
     if here.suffix == ".gguf" or name in embedded.NAMES:
@@ -97,7 +98,7 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
     """Refuse numbers with which building the model would not end; real ones are far below.
 
     Raises:
-        InputError: names the field and its bound.
+        InputError: If a field exceeds its bound. The message names both.
     """
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -187,7 +188,7 @@ def _experts(text: PretrainedConfig, has_experts: bool) -> tuple[int, int]:
     """Routed experts per layer and how many a token takes.
 
     Raises:
-        InputError: the configuration does not tell.
+        InputError: If the configuration does not give these numbers.
     """
     if not has_experts:
         return 0, 0

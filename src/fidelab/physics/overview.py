@@ -27,7 +27,7 @@ def overview(
         memory: bytes of each device, instead of the table's.
 
     Raises:
-        UsageError: a format is unknown, or this model's cache cannot have it.
+        UsageError: If a format is unknown, or this model's cache cannot have it.
     """
     geometry, everything = model.geometry, [reference, *(spec for spec in specs if spec != reference)]
     longest, largest = max(contexts), max(batches)

@@ -31,7 +31,7 @@ def probe_device(device: str, seconds: float) -> Probe:
     """Measure for about ``seconds`` per rate; each is the median of its repeats.
 
     Raises:
-        UsageError: torch does not know the device.
+        UsageError: If torch does not know the device.
     """
     kind = device.partition(":")[0]
     if kind not in _MATRIX_ROWS or (kind == "cuda" and not torch.cuda.is_available()):

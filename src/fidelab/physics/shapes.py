@@ -70,7 +70,7 @@ class Geometry:
         """A dense model whose layers are alike, from four numbers.
 
         Raises:
-            UsageError: one of them is not above 0.
+            UsageError: If one of them is not above 0.
         """
         for what, value in (("kv-heads", kv_heads), ("head-dim", head_dim), ("layers", layers)):
             if value <= 0:

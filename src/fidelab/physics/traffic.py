@@ -67,7 +67,7 @@ class Model:
         Codes are counted as packed; scales of one sequence, which do not grow, are left out.
 
         Raises:
-            UsageError: unknown formats, or two formats for latents, which hold keys and values in one vector.
+            UsageError: If a format is unknown, or latents, which hold keys and values in one vector, have two formats.
         """
         if kv not in self._bytes:
             pair = _pair(kv, self.native)

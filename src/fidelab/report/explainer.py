@@ -29,6 +29,6 @@ def write_explainer(found: Mapping[str, Any], version: str, path: Path) -> Path:
     """Write the page atomically.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, render_explainer(found, version))

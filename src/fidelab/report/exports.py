@@ -26,8 +26,8 @@ def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
     """The candidate of a name, else the recommended one, else the only one.
 
     Raises:
-        UnknownNameError: there is none of this name.
-        UsageError: none was named, none is recommended, and there are several, or none.
+        UnknownNameError: If there is no candidate of this name.
+        UsageError: If no candidate is named or recommended, and the report does not have exactly one.
     """
     arms = {arm.name: arm for arm in report.candidates}
     advised = report.recommendation.arm if report.recommendation else None
@@ -122,7 +122,7 @@ def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
     benchmark's problems were asked and answered, since its leaderboard shows figures of nothing less.
 
     Raises:
-        UsageError: no axis has a figure.
+        UsageError: If no axis has a figure.
     """
     from huggingface_hub.repocard_data import eval_results_to_model_index
 

@@ -64,7 +64,7 @@ def write_html(report: Report, path: str | Path) -> Path:
     """Write the page atomically; single positions are read from ``positions.parquet`` in the same folder.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, render_html(report, Path(path).with_name(POSITIONS)))
 

@@ -58,8 +58,8 @@ def read_positions(
     ``contexts``: name → the context whose positions count, where the file has a column of contexts.
 
     Raises:
-        InputError: missing, unreadable, or of another run; says in one line what was wrong.
-        MissingPackageError: pyarrow is not installed.
+        InputError: If the file is missing, unreadable, or of another run. The message is one line.
+        MissingPackageError: If pyarrow is not installed.
     """
     pa, pq = (require(name, "positions.parquet") for name in ("pyarrow", "pyarrow.parquet"))  # without types
     measured = {name: ArmPositions() for name in expected}

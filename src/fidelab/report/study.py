@@ -91,7 +91,7 @@ def write_study_html(study: Study, path: Path) -> Path:
     """Write the page atomically.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, study_html(study))
 

@@ -79,7 +79,8 @@ class Rule(Record):
         """(least, largest) value in a unit; infinite where there is no limit.
 
         Raises:
-            UsageError: a percentage of a metric that has none, a share above 1, or a least value above the largest.
+            UsageError: If a percentage is given for a metric that has none, a share is above 1, or the least value is
+                above the largest.
         """
         low, high = (self._in(unit, limit) for limit in (self.min, self.max))
         least, most = -math.inf if low is None else low, math.inf if high is None else high
@@ -170,8 +171,8 @@ def check(
         diff: the report against its baseline.
 
     Raises:
-        UsageError: nothing decides, or a limit does not fit the metric's unit.
-        UnknownNameError: a metric or an arm of this name does not exist.
+        UsageError: If nothing decides, or a limit does not fit the metric's unit.
+        UnknownNameError: If a metric or an arm of this name does not exist.
     """
     if diff is None and not any(rule.tier == "critical" for rule in policy.rules):
         raise UsageError(

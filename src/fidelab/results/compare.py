@@ -65,7 +65,7 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
     """Every metric of two reports.
 
     Raises:
-        MismatchError: no metric can be compared; names what differs.
+        MismatchError: If no metric can be compared. The message names what differs.
     """
     limits = thresholds or Thresholds()
     sides = tabulate(baseline), tabulate(now)

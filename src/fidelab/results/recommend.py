@@ -490,7 +490,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     has to meet them.  See docs/metrics.md#recommendation.
 
     Raises:
-        TypeError: a limit of another name.
+        TypeError: If a limit has another name.
     """
     if unknown := limits.keys() - LIMITS.keys():
         raise TypeError(f"no limit is called {', '.join(sorted(unknown))}")

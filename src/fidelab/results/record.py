@@ -403,7 +403,7 @@ class Report(Document):
         """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the columns.
 
         Raises:
-            UsageError: pandas is not installed.
+            UsageError: If pandas is not installed.
         """
         frame: pd.DataFrame = FACES.load("pandas")(self)
         return frame
@@ -417,7 +417,8 @@ class Report(Document):
         """Read a report file, of this schema or of ``fidelab.report/0``.
 
         Raises:
-            InputError: unreadable, not JSON, of another schema, or malformed; the message names the place.
+            InputError: If the file is unreadable, not JSON, of another schema, or malformed. The message names the
+                place.
         """
         path = Path(path)
         try:
@@ -436,7 +437,7 @@ class Report(Document):
         """Write the file in one step: readers see the old one or the whole new one.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: If the file cannot be written.
         """
         return write_atomically(path, self.to_json())
 
@@ -475,7 +476,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
     """Write a text file under a temporary name in the same folder, then rename it.
 
     Raises:
-        OutputError: the folder or the file cannot be written.
+        OutputError: If the folder or the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

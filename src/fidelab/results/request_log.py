@@ -64,7 +64,7 @@ def append_requests(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add lines to a run's file.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: If it cannot be written.
     """
     path = folder / REQUESTS
     try:

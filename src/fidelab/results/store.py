@@ -46,7 +46,7 @@ class RunFolder:
         """A new folder named by time and label, with the resolved experiment in it from its first moment.
 
         Raises:
-            OutputError: it cannot be made.
+            OutputError: If it cannot be made.
         """
         stem = f"{time.strftime(_STAMP)}-{label}"
         temporary = output_dir / f".partial-{stem}-{os.getpid()}"
@@ -67,7 +67,7 @@ class RunFolder:
         """An existing run.
 
         Raises:
-            InputError: the folder is not a run, or is one of another kind (layers, a run across engines).
+            InputError: If the folder is not a run, or is one of another kind (layers, a run across engines).
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
@@ -112,7 +112,7 @@ class RunFolder:
         """The artifact, read; ``name`` is what messages call the folder.
 
         Raises:
-            InputError: the run was stopped before its report was written, or the report is damaged.
+            InputError: If the run was stopped before its report was written, or the report is damaged.
         """
         if not self.report.is_file():
             name = name or self.path
@@ -158,7 +158,7 @@ class RunFolder:
         """The inverse of :meth:`write_outcomes`.
 
         Raises:
-            InputError: the run was stopped before its first arm finished, or the file is damaged.
+            InputError: If the run was stopped before its first arm finished, or the file is damaged.
         """
         path = self.path / OUTCOMES
         try:
@@ -213,7 +213,7 @@ def find_run(name: Path) -> Path:
     comes first.  Any other path is returned as it is.
 
     Raises:
-        InputError: ``latest`` of a folder that holds no run.
+        InputError: If the name is ``latest`` and the folder holds no run.
     """
     if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file():
         return name.parent
@@ -231,7 +231,7 @@ def read_run(run: Path) -> Report:
     """The report of a run's folder, or of a file.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        InputError: If there is no report, or it is damaged.
     """
     path = run / REPORT if run.is_dir() else run
     if path.is_file():

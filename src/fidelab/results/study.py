@@ -174,7 +174,7 @@ class Study(Document):
         """Write ``study.json`` into a folder.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: If it cannot be written.
         """
         return write_atomically(folder / STUDY, self.to_json())
 

@@ -167,7 +167,7 @@ def build_frame(report: Report) -> pd.DataFrame:
     Absent is ``NaN`` in columns of numbers and ``<NA>`` in all others.
 
     Raises:
-        UsageError: pandas is not installed.
+        UsageError: If pandas is not installed.
     """
     try:
         import pandas as pd

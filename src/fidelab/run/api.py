@@ -37,7 +37,7 @@ def compare(
         settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
 
     Raises:
-        FidelabError: anything that the user can fix, in one line.
+        FidelabError: For anything that the user can fix. The message is one line.
     """
     from fidelab.run.repeat import execute_all
 

@@ -69,7 +69,7 @@ def _canonical_options(engine: str, options: Mapping[str, str], aliases: Mapping
     """Options with dashes and under the names that fidelab has for them.
 
     Raises:
-        UsageError: one is given twice, under two names.
+        UsageError: If one is given twice, under two names.
     """
     found: dict[str, str] = {}
     for key, value in options.items():
@@ -133,7 +133,7 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswer
     """Refuse a format whose name the engine does not know; an engine that names none is not installed.
 
     Raises:
-        UnknownNameError: lists those that it knows.
+        UnknownNameError: If the engine does not know the format. The message lists the formats that it knows.
     """
     if config.kv is None:
         return

@@ -20,7 +20,7 @@ def split_place(place: str) -> tuple[str, str | None]:
     """Repository and revision of ``hf://owner/name[@revision]``.
 
     Raises:
-        UsageError: it is not of this form.
+        UsageError: If it does not have this form.
     """
     match = HUB_ID.fullmatch(place.removeprefix(HUB))
     if not place.startswith(HUB) or match is None:
@@ -34,8 +34,8 @@ def find_pack(place: str, *, whole: bool = True) -> Pack:
     Where the hub cannot be reached, a pack that was fetched before is taken.
 
     Raises:
-        InputError, UnavailableError: there is none, or the hub cannot be reached.
-        CaptureError: it is damaged.
+        InputError, UnavailableError: If there is no pack, or the hub cannot be reached.
+        CaptureError: If it is damaged.
     """
     if not place.startswith(HUB):
         return read_pack(expand(place), place)
@@ -89,8 +89,8 @@ def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
     """The experiment with a pack's settings, and the pack, checked; without ``reference_from`` as it was.
 
     Raises:
-        UsageError: it asks for what takes the reference's engine, or for an axis that the pack lacks.
-        FidelabError: as :func:`find_pack` and :meth:`Pack.check`.
+        UsageError: If it needs the reference's engine, or an axis that the pack lacks.
+        FidelabError: As :func:`find_pack` and :meth:`Pack.check`.
     """
     if experiment.reference_from is None:
         return experiment, None
@@ -125,7 +125,8 @@ def check_model(pack: Pack, model: Model, tokenizer: Tokenizer) -> None:
     """Refuse a model that cannot answer a pack's windows.
 
     Raises:
-        MismatchError: another tokenizer or vocabulary.  InputError: its context is shorter than a window.
+        MismatchError: If the tokenizer or the vocabulary differs.
+        InputError: If its context is shorter than a window.
     """
     pack.check_tokenizer(tokenizer.vocabulary(), tokenizer.pieces(), sample_digest(tokenizer.encode))
     longest = max(len(item) for capture in pack.captures.values() for item in capture.request.items())

@@ -49,8 +49,9 @@ def capacity_of_arms(
         patience: seconds until a server must answer.
 
     Raises:
-        FidelabError: an invalid arm, before any server is started.
-        KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
+        FidelabError: If an arm is invalid. Raised before any server is started.
+        KeyboardInterrupt, SystemExit: If stopped. The server is ended, and the report in the folder has the arms so
+            far.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
     for preset, arm in zip(presets, arms, strict=True):

@@ -67,7 +67,7 @@ class Handle(Protocol):
         """Wait for the task and return its result.
 
         Raises:
-            Lost: the task was lost before its end.
+            Lost: If the task was lost before its end.
         """
 
     def cancel(self) -> None:
@@ -83,7 +83,7 @@ class Cluster(Protocol):
         """Submit a job; ``text`` is for ``task``, a function of this package (:func:`answer`).
 
         Raises:
-            UsageError: no node has what it needs.
+            UsageError: If no node has what it needs.
         """
 
     def has_gpu(self) -> bool:
@@ -411,7 +411,7 @@ def _reach(address: str) -> None:
     """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
 
     Raises:
-        UsageError: no cluster listens there.
+        UsageError: If no cluster listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():

@@ -94,7 +94,7 @@ class Engines:
         """Return the process that answers for this engine, in its environment.
 
         Raises:
-            EngineError: it is not installed, or its environment does not work; says what to do.
+            EngineError: If it is not installed, or its environment does not work. The message says what to do.
         """
         if config not in self._found:
             try:

@@ -372,7 +372,7 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     """Check that the captures of a plan, or of several runs of it, will fit.
 
     Raises:
-        OutputError: they will not; says what is needed and what is free.
+        OutputError: If they will not. The message says what is needed and what is free.
     """
     folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -388,7 +388,7 @@ def conversion_bytes(plan: Plan) -> int:
     """Bytes that the weights of GGUF files will take as safetensors, for engines that need them so.
 
     Raises:
-        OutputError: they will not fit.
+        OutputError: If they will not fit.
     """
     models = {job.resolved.model.weights: job.resolved.model for job in plan.jobs if job.resolved.lacks_weights}
     return sum(map(check_conversion, models.values()))

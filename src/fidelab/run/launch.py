@@ -75,8 +75,8 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
     """The arm of a preset with its server's own options; nothing of a model on a hub is fetched.
 
     Raises:
-        InputError: the engine needs a GGUF file and the model has none here.
-        FidelabError: the model or the format is not what it should be.
+        InputError: If the engine needs a GGUF file and the model has none here.
+        FidelabError: If the model or the format is invalid.
     """
     cls = engine_class(preset.engine_name)
     check_env(preset.env)
@@ -101,9 +101,9 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     """Plan a server; nothing is started.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
 
     Raises:
-        UsageError: the port is taken, or the address does not belong to this machine.
-        NotSupportedError: as :func:`check_servable`.
-        EngineError: the engine is not installed.
+        UsageError: If the port is taken, or the address does not belong to this machine.
+        NotSupportedError: As :func:`check_servable`.
+        EngineError: If the engine is not installed.
     """
     cls, engine = engine_class(preset.engine_name), preset.engine
     port = _port(host, port)
@@ -132,7 +132,7 @@ def check_servable(preset: Preset, arm: Arm) -> None:
     """Refuse an arm of which no server can be started here; the engine is not asked.
 
     Raises:
-        NotSupportedError: its engine has no server, or none with these options; or it names an image.
+        NotSupportedError: If its engine has no server, or none with these options, or the arm names an image.
     """
     cls = engine_class(preset.engine_name)
     if cls.is_server:
@@ -149,8 +149,8 @@ def check(preset: Preset, arm: Arm) -> Environment:
     """The engine's environment, after asking it whether it can run this arm there, as a comparison does.
 
     Raises:
-        NotSupportedError: it cannot; says why.
-        FidelabError: the engine is not installed, or does not know an option or a format.
+        NotSupportedError: If it cannot. The message says why.
+        FidelabError: If the engine is not installed, or does not know an option or a format.
     """
     with Engines() as engines:
         asked = engines.ask(preset.engine)
@@ -177,8 +177,8 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
         say: gets a line for each step.
 
     Raises:
-        EngineError: it cannot be started, ends while it starts, or does not answer.
-        OutputError: its log or its record cannot be written.
+        EngineError: If it cannot be started, ends while it starts, or does not answer.
+        OutputError: If its log or its record cannot be written.
     """
     arm = planned.arm
     command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
@@ -227,7 +227,7 @@ def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> l
     """Compare a running server's settings with an arm's; ``log``: what it printed, where that is known.
 
     Raises:
-        EngineError: it cannot be reached, or does not belong to this engine.
+        EngineError: If it cannot be reached, or does not belong to this engine.
     """
     return findings(arm, Client(url, key, _SETTINGS_TIMEOUT), log)
 
@@ -271,7 +271,7 @@ def _port(host: str, port: int | None) -> int:
     """The port that was asked for, or a free one.
 
     Raises:
-        UsageError: it is taken, or the address does not belong to this machine.
+        UsageError: If the port is taken, or the address does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]

@@ -30,7 +30,7 @@ def planned(experiment: Experiment, **how: Any) -> Prepared:
     A single one is left where an engine's start takes longer than all later looks, and the budget has room for them.
 
     Raises:
-        FidelabError: as :func:`prepare`.
+        FidelabError: As :func:`prepare`.
     """
     prepared = prepare(experiment, **how)
     if n_looks(prepared.settings) == 1:
@@ -85,7 +85,7 @@ def check_budget(prepared: Prepared) -> None:
     """Check that a run can finish within its budget.
 
     Raises:
-        UsageError: the first look alone takes longer, by the estimate.
+        UsageError: If the first look itself takes longer, by the estimate.
     """
     budget, seconds = prepared.settings.experiment.budget, prepared.estimate().seconds
     if budget is not None and seconds > budget:

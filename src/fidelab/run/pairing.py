@@ -79,7 +79,7 @@ class ArmResult:
         """The inverse of :meth:`record`.
 
         Raises:
-            ValueError: it is not such a record.
+            ValueError: If it is not such a record.
         """
         found = from_json(cls, record)
         if found.ran is not None:
@@ -95,8 +95,8 @@ class ArmResult:
         """Open every capture, and refuse one that is not this arm's.
 
         Raises:
-            CaptureError: one is gone or damaged.  MismatchError: one is another arm's, another axis', or was moved
-                here from another place; names the capture.
+            CaptureError: If a capture is missing or damaged.
+            MismatchError: If a capture belongs to another arm or axis, or was moved here. The message names it.
         """
         for axis, folder in self.captures.items():
             capture = Capture(folder)

@@ -44,8 +44,8 @@ def score_captures(
         note: called with each axis that is left out, because not every arm has a capture of it.
 
     Raises:
-        CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.
-        UsageError: two candidates of one name, or the reference's own capture as a candidate.
+        CaptureError: If a folder holds no capture or a damaged one; MismatchError if two captures must not be compared.
+        UsageError: If two candidates have one name, or a candidate is the reference's own capture.
     """
     arms = [_find("reference", reference, None), *(_find("candidate", path, name) for name, path in candidates)]
     results = _choose(arms, note)

@@ -80,7 +80,7 @@ def prepare(
     of a pasted command need not be installed.  ``servers``: one of them imports the reference's engine meanwhile.
 
     Raises:
-        FidelabError: anything a user can fix, in one line.
+        FidelabError: For anything that the user can fix. The message is one line.
     """
     experiment, pack = borrow(_absolute(experiment))
     if pack is not None and replicate:

@@ -76,9 +76,9 @@ def quantize(
         listener: of the comparison.
 
     Raises:
-        ConfigError, InputError: before anything is loaded: the recipe is wrong, or does not fit the model.
-        UsageError: the output is there, or there is nothing, or something else, to resume.
-        EngineError: the tool is not installed, or failed.
+        ConfigError, InputError: If the recipe is wrong or does not fit the model. Raised before anything is loaded.
+        UsageError: If the output exists, or there is nothing to resume, or only something else.
+        EngineError: If the tool is not installed, or failed.
     """
     recipe = read_recipe(recipe_file)
     output = output.expanduser().absolute()
@@ -235,7 +235,7 @@ def _check_plan(planned: Plan, made: Path) -> None:
     """Whether the tool quantized what the plan says.  It may call what wraps the language model otherwise.
 
     Raises:
-        EngineError: it did not; names the first module.
+        EngineError: If it did not. The message names the first module.
     """
     with open_checkpoint(made) as checkpoint:
         found = {tail(name) for name in quantized_modules(checkpoint.tensors, checkpoint.quantization)}

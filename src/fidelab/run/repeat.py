@@ -40,8 +40,8 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
     """Run an experiment as often as it says.
 
     Raises:
-        FidelabError: before anything ran.  What fails later is in the report.
-        Interrupted: stopped; finished runs are kept and the folder can be resumed.
+        FidelabError: If the run cannot start. Later failures are in the report.
+        Interrupted: If the run is stopped. Finished runs are kept, and the folder can be resumed.
     """
     if experiment.runs == 1:
         return execute(experiment, command=command, listener=watch(1, 1))
@@ -61,8 +61,9 @@ def resume_all(run_dir: Path, *, watch: Watch, trust: Trust | None = None) -> tu
     ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
-        FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
-        Interrupted: stopped again.
+        FidelabError: If the folder is not a run, its settings are no longer valid, or they need permissions that are
+            not granted.
+        Interrupted: If the run is stopped again.
     """
     folder = RunFolder.open(run_dir.absolute())
     experiment = load(folder.config)
@@ -101,8 +102,8 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
     """Compute all scores again from the captures of a run, or of all runs in it, as :func:`rescore`.
 
     Raises:
-        InputError: the folder is not a run, or is an unfinished one.
-        CaptureError: a capture is gone, damaged, or not its arm's; names it.
+        InputError: If the folder is not a run, or is an unfinished one.
+        CaptureError: If a capture is missing, damaged, or not its arm's. The message names it.
     """
     folder = RunFolder.open(run_dir.absolute())
     experiment = load(folder.config)
@@ -134,7 +135,7 @@ def merge(reports: Sequence[Report]) -> Report:
     Values, intervals and verdicts are those of the first run.  See docs/metrics.md#repeatability.
 
     Raises:
-        InputError: the reports are not of one experiment.
+        InputError: If the reports are of different experiments.
     """
     first = reports[0]
     names, axes = [arm.name for arm in first.candidates], list(first.settings["axes"])

@@ -100,7 +100,7 @@ def resolve_experiment(
     ``pack``: what the reference is borrowed from.  ``assume``: see :class:`fidelab.run.deploy.Engines`.
 
     Raises:
-        FidelabError: one line naming what was wrong and what to do.
+        FidelabError: For anything that the user can fix. The message names the fault and the remedy.
     """
     configs = (*experiment.candidates, *cells_of(experiment))
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
@@ -408,7 +408,8 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
     convert what is not in the cache yet.
 
     Raises:
-        InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
+        InputError: If that arm is the reference.
+        OutputError: If the disk has no room for the weights.
     """
     resolved, unsupported = dict(settings.resolved), dict(settings.unsupported)
     for arm in settings.roles.values():
@@ -442,7 +443,7 @@ def refuse_same_server(settings: Settings) -> None:
     """Refuse a candidate that is the reference's server: the two would measure repeatability.
 
     Raises:
-        UsageError: a candidate asks the reference's server and model with the same settings.
+        UsageError: If a candidate asks the reference's server and model with the same settings.
     """
     reference = settings.reference
     if not settings.resolved[reference.name].engine_class.is_server:
@@ -569,7 +570,8 @@ def load_axis(name: str, values: Mapping[str, object]) -> Axis:
     """An axis with its settings.
 
     Raises:
-        UnknownNameError: there is no such axis.  ConfigError: it has no such setting, or not of this value.
+        UnknownNameError: If there is no such axis.
+        ConfigError: If it has no such setting, or the value is invalid.
     """
     cls: type[Axis] = AXES.load(name)
     return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
@@ -579,7 +581,8 @@ def load_bench(name: str, values: Mapping[str, object]) -> Bench:
     """A bench with its settings.
 
     Raises:
-        UnknownNameError: there is no such bench.  ConfigError: it has no such setting, or not of this value.
+        UnknownNameError: If there is no such bench.
+        ConfigError: If it has no such setting, or the value is invalid.
     """
     cls: type[Bench] = BENCHES.load(name)
     return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))

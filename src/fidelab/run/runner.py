@@ -424,7 +424,7 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
     """Resources of an arm on a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
 
     Raises:
-        UsageError: the arm's tensor parallel size needs more than ``gpus``.
+        UsageError: If the arm's tensor parallel size needs more than ``gpus``.
     """
     if not arm.device.startswith("cuda") or engine_class(arm.engine).is_server:
         return Needs(cpus=arm.threads or 1, gpus=0)
@@ -498,7 +498,7 @@ def _answer(planned: PlannedCapture) -> Capture:
     """The capture of a planned one.
 
     Raises:
-        CaptureError: it is not there, is another one, or does not answer the request.
+        CaptureError: If it is missing, is another capture, or does not answer the request.
     """
     found = Capture(planned.folder)
     if found.manifest["key"] != dict(planned.key):

@@ -75,8 +75,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
 
     Raises:
-        MismatchError: ``strict``, and two captures must not be compared.
-        MissingPackageError: SciPy is not installed.
+        MismatchError: If ``strict`` and two captures must not be compared.
+        MissingPackageError: If SciPy is not installed.
     """
     require("scipy", "scoring")
     scorer = Scorer(experiment, results, facts.unavailable, strict=strict)

@@ -266,7 +266,7 @@ class _Cache(Question):
         On vLLM a layer has one of two: the format of all quantized layers, or the compute type.
 
         Raises:
-            InputError: nothing fits the budget.
+            InputError: If nothing fits the budget.
         """
         known, names = self.statistics, [NATIVE, *self.names]
         dims = known.windows[0]["head_dim"]
@@ -391,8 +391,9 @@ def kv_sensitivity(
             window, which the rows do not use.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single layers; leave out --engine")
@@ -425,8 +426,9 @@ def calibrate(
         A row per layer: ``layer``, ``k_amax``, ``v_amax``, ``k_scale``, ``v_scale``.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        InputError: the prompts are too short, a layer's keys or values are all 0 or not finite.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        InputError: If the prompts are too short, a layer's keys or values are all 0 or not finite.
     """
     prepared = prepare(experiment, only="reference")
     path = str(prepared.settings.reference.path)
@@ -463,7 +465,7 @@ def _checked(bits: Sequence[int]) -> list[int]:
     """The widths, widest first.
 
     Raises:
-        UsageError: none, one twice, or one that there is no format for.
+        UsageError: If there is no width, one occurs twice, or one has no format.
     """
     for width in bits:
         if width not in _WIDTHS:
@@ -485,8 +487,8 @@ def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
     """The formats, checked.
 
     Raises:
-        UsageError: no such format, one twice, or one that the plan cannot have.
-        NotSupportedError: an engine that has one format for all layers.
+        UsageError: If a format does not exist, occurs twice, or cannot be in the plan.
+        NotSupportedError: If the engine has one format for all layers.
     """
     if engine not in ("hf", "vllm"):
         raise NotSupportedError(
@@ -517,7 +519,7 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     """Magnitudes of keys and values over windows of the prompts, which are another text than the one that is scored.
 
     Raises:
-        EngineError: the model came to no answer, or keeps no keys and values.
+        EngineError: If the model gave no answer, or keeps no keys and values.
     """
     inputs, ids = study.prepared.inputs, list[int]()
     for prompt in inputs.prompts:

@@ -70,8 +70,8 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     ``watch``: called with the name of what begins; returns its observer.
 
     Raises:
-        FidelabError: before anything ran.  What an engine fails at is in its rows.
-        KeyboardInterrupt: stopped; finished captures are kept.
+        FidelabError: If the run cannot start. Failures of an engine are in its rows.
+        KeyboardInterrupt: If stopped. Finished captures are kept.
     """
     cross = _filled(cross)
     load_text(cross.text)
@@ -328,7 +328,7 @@ def _filled(cross: CrossEngine) -> CrossEngine:
     """Every default spelled out, and paths that hold from any folder.
 
     Raises:
-        FidelabError: an engine or axis that does not exist, or a setting that an axis does not have.
+        FidelabError: If an engine or axis does not exist, or an axis does not have a setting.
     """
     for line in cross.engines:
         engine_class(line.engine.name)

@@ -51,9 +51,8 @@ def compare_layers(
     ``experiment``: one candidate, no control, and of the axes ``kld``, whose windows and scored rows are taken.
 
     Raises:
-        FidelabError: before anything ran, or the captures must not be compared.  Where an arm fails, the record says
-            so.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If nothing can be run, or the captures must not be compared. A failure of an arm is in the record.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     _check(experiment)
     prepared = prepare(experiment)
@@ -100,7 +99,8 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
     Arrays ``<layer>.q`` [heads, tokens, D], ``<layer>.k`` and ``<layer>.v`` [KV heads, tokens, D], in the compute type.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the engine came to no answer.
+        FidelabError: If the run cannot start.
+        EngineError: If the engine gave no answer.
     """
     _check(experiment)
     prepared = prepare(experiment, only="reference")
@@ -258,8 +258,8 @@ def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
     """The curve over all rows of all windows, a layer at a time.
 
     Raises:
-        MismatchError: other windows, another number of layers, or another width.  InputError: the reference's states
-            are not finite.
+        MismatchError: If the windows, the number of layers or the width differ.
+        InputError: If the reference's states are not finite.
     """
     captures = Capture(reference.captures[_STATES]), Capture(other.captures[_STATES])
     pair = Pair.match(*captures, subset=other.role.partition(":")[0] in (FLOOR, TWIN))

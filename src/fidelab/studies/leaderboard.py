@@ -61,7 +61,8 @@ def rank(
     width.  Each row has ``best`` and ``worst`` among its facts, where it has a rank.
 
     Raises:
-        InputError: no report has such a figure, or neither side of it is better; names what there is.
+        InputError: If no report has such a figure, or neither side of it is better. The message names the figures that
+            exist.
     """
     names = {group for report in reports for group in _groups(report)}
     found: dict[str, tuple[_Column, list[_Entry]]] = {}

@@ -202,9 +202,9 @@ def run_profile(
     """Run the stages that this machine can run, and write the record; ``only``: run just these stages.
 
     Raises:
-        UnknownNameError: ``only`` names a stage that the profile does not have.
-        OutputError: the folder cannot be written.
-        Interrupted: stopped by Ctrl-C or SIGTERM; :func:`resume_profile` goes on.
+        UnknownNameError: If ``only`` names a stage that the profile does not have.
+        OutputError: If the folder cannot be written.
+        Interrupted: If stopped by Ctrl-C or SIGTERM. :func:`resume_profile` continues.
     """
     _chosen(resolved, only)
     label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
@@ -224,9 +224,9 @@ def resume_profile(
     ``trusted``: files, or their folders, that the user trusts although somebody else began the profile.
 
     Raises:
-        InputError: the folder is not a run of a profile.
-        ConfigError: another user began it, and it is not trusted.
-        Interrupted: as :func:`run_profile`.
+        InputError: If the folder is not a run of a profile.
+        ConfigError: If another user began it, and it is not trusted.
+        Interrupted: As :func:`run_profile`.
     """
     folder = folder.absolute()
     file = folder / CONFIG
@@ -247,7 +247,7 @@ def stage_command(stage: Stage, folder: Path) -> list[str]:
     """The command of a stage, ``fidelab`` or ``k16v8`` first; an experiment's file is written in the profile's folder.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     own = folder / "stages" / stage.name
 
@@ -290,7 +290,7 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
     The cost of an experiment is that of its dry run. For other commands, the profile specifies it.
 
     Raises:
-        UnknownNameError: ``only`` names a stage that the profile does not have.
+        UnknownNameError: If ``only`` names a stage that the profile does not have.
     """
     machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
     for stage in _chosen(resolved, only):

@@ -208,7 +208,7 @@ def form_of(path: Path, given: str | None) -> str:
     """Return the name of the form, by ``--export-format`` or by the file's name.
 
     Raises:
-        UsageError: no such form, or a name that tells none.
+        UsageError: If the form does not exist, or the file's name does not give one.
     """
     name = given or _BY_NAME.get(path.name) or _BY_SUFFIX.get(path.suffix)
     if name is None:
@@ -222,8 +222,8 @@ def export_plan(plan: StudyPlan, path: Path, form: str) -> None:
     """Write the plan for an engine; ``form`` is a name of :data:`EXPORTS`.
 
     Raises:
-        NotSupportedError: the engine cannot store the plan.
-        OutputError: the file cannot be written.
+        NotSupportedError: If the engine cannot store the plan.
+        OutputError: If the file cannot be written.
     """
     text = plan.kv + "\n" if form == "fidelab" and plan.kv else EXPORTS[form](Recipe.of(plan.formats), plan.uniform)
     write_atomically(path, text)

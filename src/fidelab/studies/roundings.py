@@ -156,7 +156,7 @@ def ask(
     """Ask one process for the native answer and all roundings, of weights or of keys and values.
 
     Raises:
-        EngineError: not even the native answer came.
+        EngineError: If the native answer itself failed.
     """
     [job] = study.prepared.plan.jobs
     places = request.windows, request.first, request.last, request.units
@@ -172,7 +172,7 @@ def windows_of(prepared: Prepared, *, halves: bool) -> tuple[Prefill, Prefill | 
     """The windows of the rows, and with ``halves`` those on which a plan is measured.
 
     Raises:
-        UsageError: there are too few for two halves.
+        UsageError: If there are too few for two halves.
     """
     [job] = prepared.plan.jobs
     [asked] = [capture.request for capture in job.captures]
@@ -218,7 +218,7 @@ class Choices:
         """Return the cheapest choice within the budget, and the costs with what does not go with it at infinity.
 
         Raises:
-            ValueError: even the smallest choices exceed the budget.
+            ValueError: If even the smallest choices exceed the budget.
         """
         found = list[tuple[float, int, Columns, Floats]]()
         for names in self.together or [self.formats]:
@@ -281,7 +281,8 @@ def measure(
     """Ask for all cells and write the record; with ``choices`` also choose a plan, measure it and write it.
 
     Raises:
-        EngineError: the model came to no answer.  InputError: cells that failed leave no plan within the budget.
+        EngineError: If the model gave no answer.
+        InputError: If the cells that failed leave no plan within the budget.
     """
     texts = [cell.text for cell in question.cells]
     found = ask(study, chosen, question.kind, texts, "cells", question.request).rows(texts, say)

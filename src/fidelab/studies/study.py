@@ -43,7 +43,7 @@ class OpenStudy:
         """Make the run folder.
 
         Raises:
-            OutputError: it cannot be made.
+            OutputError: If it cannot be made.
         """
         created, settings = datetime.now(UTC).replace(microsecond=0), prepared.settings
         config = dump(settings.experiment, {"command": command, "created": created.isoformat()})
@@ -77,7 +77,7 @@ def write_study(study: Study, folder: RunFolder) -> Study:
     """Write a record and its page into a run folder.
 
     Raises:
-        OutputError: a file cannot be written.
+        OutputError: If a file cannot be written.
     """
     study.write(folder.path)
     write_study_html(study, folder.html)

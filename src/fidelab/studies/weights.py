@@ -161,8 +161,9 @@ def sensitivity(
         say: gets a line now and then while answers are scored.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
@@ -180,7 +181,8 @@ def _specs(formats: Sequence[str]) -> dict[FormatSpec, WeightFormat]:
     """The formats by their specs.
 
     Raises:
-        UsageError: none, one twice, or one that is native or has patterns; and as ``weight_format``.
+        UsageError: If there is no format, or one occurs twice, is native or has patterns. Otherwise as
+            ``weight_format``.
     """
     specs: dict[FormatSpec, WeightFormat] = {}
     for text in formats:
@@ -200,7 +202,7 @@ def _groups(path: str, by: By) -> list[_Group]:
     """The linear weights of decoder layers, grouped; their tensors have shapes and no content.
 
     Raises:
-        NotSupportedError: there are none.
+        NotSupportedError: If there are none.
     """
     from fidelab.engines.hf.structure import skeleton
 
@@ -226,7 +228,7 @@ def _budget(
     """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
-        UsageError: it is neither a size nor a format, or below the smallest possible.
+        UsageError: If it is neither a size nor a format, or below the smallest possible.
     """
     spec = None
     if match := _BITS.fullmatch(text.strip()):

@@ -47,7 +47,7 @@ class Forked:
         """The return code, once the process has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+            subprocess.TimeoutExpired: If it has not ended after ``timeout`` seconds.
         """
         if not self._ended.wait(timeout) or self.returncode is None:
             raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)

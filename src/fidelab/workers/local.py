@@ -48,7 +48,7 @@ class LocalWorker:
         """Return the exit code, once the thread has ended.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+            subprocess.TimeoutExpired: If it has not ended after ``timeout`` seconds.
         """
         self._thread.join(timeout)
         if self._thread.is_alive() or self.returncode is None:

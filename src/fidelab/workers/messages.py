@@ -136,7 +136,7 @@ def decode(line: bytes) -> Message:
     """The inverse of :func:`encode`.
 
     Raises:
-        EngineError: the line is not a message of this protocol, or a field has another type.
+        EngineError: If the line is not a message of this protocol, or a field has another type.
     """
     try:
         fields = json.loads(line, parse_constant=_no_number)
@@ -156,7 +156,7 @@ def check_runtime_info(ran: Mapping[str, Any]) -> None:
     """Check the fields of runtime info that are read here; further fields are not checked.
 
     Raises:
-        ValueError: a field has another type; names it.
+        ValueError: If a field has another type. The message names it.
     """
     if fault := next(invalid_runtime_fields(ran), None):
         raise ValueError(f"what ran: {fault} is of another type")
@@ -170,7 +170,7 @@ def check_text(value: Any, depth: int = 0) -> None:
     """Refuse text that no file can hold, and nesting that exhausts the stack.
 
     Raises:
-        ValueError: there is some.
+        ValueError: If the value holds such text or nesting.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")

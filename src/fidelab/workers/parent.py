@@ -255,7 +255,7 @@ class Worker:
         """Whether a message may come now.
 
         Raises:
-            EngineError: it may not come now; names it.
+            EngineError: If the message may not come now. The error names it.
         """
         known = {*self.outcome.captured, *self.outcome.failed}
         fault = ""

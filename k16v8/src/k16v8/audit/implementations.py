@@ -61,8 +61,8 @@ def implementation(name: str) -> Implementation:
     """Return a built-in implementation by name, or a user's function as ``module:function``, imported on use.
 
     Raises:
-        UnknownNameError: no such name or function.
-        UsageError: the module cannot be imported, or the name is not a function.
+        UnknownNameError: If the name or the function does not exist.
+        UsageError: If the module cannot be imported, or the name is not a function.
     """
     if ":" in name:
         return Implementation(name, _function(name))

@@ -148,7 +148,7 @@ def recorded_inputs(
     queries; ``scale`` is ``D ** -0.5``.
 
     Raises:
-        InputError: a tensor is missing, of another type or shape, or not finite.
+        InputError: If a tensor is missing, of another type or shape, or not finite.
     """
     names = sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "q"})
     if not names:
@@ -190,7 +190,8 @@ def audit(implementations: Sequence[Implementation], inputs: Iterable[Inputs]) -
     """Every implementation at every input, one finding after another.
 
     Raises:
-        EngineError: an implementation raised something, or returned another shape or type than that of the output.
+        EngineError: If an implementation raised an exception, or returned another shape or type than that of the
+            output.
     """
     for one in inputs:
         exact = one.exact()

@@ -132,7 +132,7 @@ class Prepare(Protocol):
         """Inputs of a cell.  ``kernels``: which implementation of k16v8.
 
         Raises:
-            NotSupportedError: this contender cannot do it here; with the reason.
+            NotSupportedError: If this contender cannot do it here. The message gives the reason.
         """
         ...
 
@@ -313,7 +313,7 @@ def flash_attention_3(device: torch.device) -> str:
     """Return the name of the module whose FlashAttention 3 is measured: that of vLLM's wheel before all others.
 
     Raises:
-        NotSupportedError: None is installed, or none runs on this device; with the reason of each.
+        NotSupportedError: If none is installed, or none runs on this device. The message gives the reason of each.
     """
     found, reasons = {}, []
     for name in _FA3:

@@ -128,7 +128,7 @@ def capability_notes(name: str, capability: str) -> list[str]:
     """Return what an NVIDIA GPU of this compute capability ("9.0") lacks, one line each.
 
     Raises:
-        NotSupportedError: It has no bfloat16, which every kernel needs.
+        NotSupportedError: If it has no bfloat16, which every kernel needs.
     """
     found = tuple(map(int, capability.split(".")))
     if found < (8, 0):

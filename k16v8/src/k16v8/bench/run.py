@@ -88,7 +88,8 @@ def run(
     ended leaves all but that one.  What was unfinished in the record is measured last.
 
     Raises:
-        EngineError: the device is unusable after a failure; the record has it, a new process can go on.
+        EngineError: If a failure left the device unusable. The record holds the failure, and a new process can
+            continue.
     """
     asked = [
         (contender, cell, _entry(record, cell))
@@ -226,7 +227,7 @@ def check_memory(settings: Settings) -> None:
     """Refuse a bench of which nothing would fit.
 
     Raises:
-        UsageError: not even the smallest cell does.
+        UsageError: If not even the smallest cell fits into memory.
     """
     free = free_bytes(settings.device)
     smallest = min(
@@ -291,7 +292,7 @@ def check_device(device: torch.device, after: str) -> None:
     """See that the device still works.
 
     Raises:
-        EngineError: it does not: an illegal access spoils the process's context for good.
+        EngineError: If it does not. After an illegal access the context of the process stays unusable.
     """
     if device.type == "cuda":
         try:

@@ -49,7 +49,7 @@ def geometry(name: str) -> Geometry:
     """A geometry by name.
 
     Raises:
-        UnknownNameError: there is no such geometry.
+        UnknownNameError: If there is no such geometry.
     """
     if name not in GEOMETRIES:
         raise UnknownNameError("geometry", name, GEOMETRIES)
@@ -60,7 +60,7 @@ def formats(name: str) -> tuple[str, str]:
     """K and V format of ``16/16``, ``16/8`` or ``8/8``, in the kernels' names.
 
     Raises:
-        UnknownNameError: there is no such pair.
+        UnknownNameError: If there is no such pair.
     """
     if name not in FORMATS:
         raise UnknownNameError("formats", name, FORMATS)
@@ -117,7 +117,7 @@ def cells(
     large: where time ends, the dear ones are missing.
 
     Raises:
-        UsageError: a length that is not a multiple of the page.
+        UsageError: If a length is not a multiple of the page.
     """
     lengths, prefixes, batches, extend_batches = map(tuple, (lengths, prefixes, batches, extend_batches))
     for what, sizes in (("length", lengths), ("prefix", prefixes), ("chunk", (chunk,) if prefixes else ())):
@@ -158,7 +158,7 @@ def expert_geometry(name: str) -> ExpertGeometry:
     """A geometry by name.
 
     Raises:
-        UnknownNameError: there is no such geometry.
+        UnknownNameError: If there is no such geometry.
     """
     if name not in EXPERT_GEOMETRIES:
         raise UnknownNameError("geometry of experts", name, EXPERT_GEOMETRIES)
@@ -220,7 +220,7 @@ def weight_cells(
     """Linear layers of ``geometries`` (q, k and v in one; gate and up in one) and of ``experts``, small ones first.
 
     Raises:
-        UsageError: a group that the kernels do not take.
+        UsageError: If the kernels do not take the group size.
     """
     if group < 32 or group % 32:
         raise UsageError(f"groups of {group}; the kernels take multiples of 32")

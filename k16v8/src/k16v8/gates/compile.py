@@ -106,8 +106,8 @@ def compile_kernels(
     FP8 is the fnuz type on gfx942, the only one that it has.
 
     Raises:
-        NotSupportedError: Triton is missing, or this process runs its interpreter.
-        UnknownNameError: a target, a format or a kernel that does not exist.
+        NotSupportedError: If Triton is missing, or this process runs its interpreter.
+        UnknownNameError: If a target, a format or a kernel does not exist.
     """
     for kind, names, known in (("target", targets, TARGETS), ("kernel", kernels, KERNELS)):
         for name in names:
@@ -141,8 +141,8 @@ def compile_weight_kernels(
     to so many rows, ``gemm`` of more, ``experts`` one of up to 16 rows for each expert.
 
     Raises:
-        NotSupportedError: Triton is missing, or this process runs its interpreter.
-        UnknownNameError: a target, a layout or a kernel that does not exist.
+        NotSupportedError: If Triton is missing, or this process runs its interpreter.
+        UnknownNameError: If a target, a layout or a kernel does not exist.
     """
     for kind, names, known in (
         ("target", targets, TARGETS),

@@ -57,7 +57,7 @@ def run_gates(
     The interpreter is spared the long shapes.
 
     Raises:
-        NotSupportedError: the implementation cannot run on this device.
+        NotSupportedError: If the implementation cannot run on this device.
     """
     if "attention" in operations:
         yield from _attention_gates(implementation, device, seed, soak_steps)

@@ -62,7 +62,7 @@ def storage(name: str) -> Storage:
     """The storage of a format.
 
     Raises:
-        UnknownNameError: the kernels have no such format.
+        UnknownNameError: If the kernels have no such format.
     """
     if name not in STORAGES:
         raise UnknownNameError("kernel format", name, STORAGES)

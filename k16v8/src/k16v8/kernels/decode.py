@@ -318,7 +318,7 @@ def plan_decode(
     ``buffer``: float32 ``[BUFFER]`` of zeros, in which plans of several batch sizes may lie that do not run at once.
 
     Raises:
-        UsageError: More rows of queries and heads than a tile has.
+        UsageError: If queries and heads have more rows than a tile.
     """
     device, kv_heads = cache.k_cache.device, cache.kv_heads
     rows = heads // kv_heads * queries
@@ -374,7 +374,7 @@ def decode(
     ``work``: the step's list of :meth:`DecodePlan.schedule`; not given, it is written first.
 
     Raises:
-        UsageError: the plan is for another shape, or missing where ``query_starts`` are given.
+        UsageError: If the plan is for another shape, or missing where ``query_starts`` are given.
     """
     attention = attention or Attention()
     many, heads = q.shape[:2]

@@ -158,8 +158,8 @@ def choose(
     never ran on a device here and is taken only where it is named.
 
     Raises:
-        NotSupportedError: this implementation cannot do it here; with the reason.
-        UnknownNameError: no such implementation or format.
+        NotSupportedError: If this implementation cannot do it here. The message gives the reason.
+        UnknownNameError: If the implementation or the format does not exist.
     """
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("kernel implementation", implementation, IMPLEMENTATIONS)
@@ -292,8 +292,8 @@ def choose_weights(
     """The products of ``implementation``; ``dtype``: of activations.  ``flashinfer`` has Triton's.
 
     Raises:
-        NotSupportedError: this implementation cannot do it here; with the reason.
-        UnknownNameError: no such implementation or layout.
+        NotSupportedError: If this implementation cannot do it here. The message gives the reason.
+        UnknownNameError: If the implementation or the layout does not exist.
     """
     for kind, given, known in (
         ("kernel implementation", implementation, IMPLEMENTATIONS),
@@ -317,7 +317,7 @@ def load_triton(*, interpret: bool) -> None:
     """Import the Triton kernels, compiled or interpreted: a process has either, for as long as it lives.
 
     Raises:
-        NotSupportedError: Triton is missing, or the process has it in the other way.
+        NotSupportedError: If Triton is missing, or the process has it in the other way.
     """
     if interpret:  # read when Triton is imported, by functions of its own, too
         os.environ["TRITON_INTERPRET"] = "1"

@@ -77,7 +77,7 @@ def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> No
     """As :func:`k16v8.kernels.prefill.gather`; no host sync, no allocation.
 
     Raises:
-        UsageError: 8-bit codes do not lie at even addresses.
+        UsageError: If 8-bit codes are not at even addresses.
     """
     if not slots.numel():
         return

@@ -171,7 +171,7 @@ def cache_arguments(cache: PagedCache) -> tuple[object, ...]:
     """The arguments of a kernel that reads a cache, in their order.  An absent scale is any pointer, never read.
 
     Raises:
-        UsageError: 8-bit codes, which are read in pairs, do not lie at even addresses.
+        UsageError: If 8-bit codes, which are read in pairs, are not at even addresses.
     """
     for side, codes, name in (("k", cache.k_cache, cache.k_format), ("v", cache.v_cache, cache.v_format)):
         pairs = storage(name).quantized and storage(name).per_byte == 1

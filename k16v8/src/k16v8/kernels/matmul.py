@@ -239,7 +239,7 @@ def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, pla
     With ``out`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
 
     Raises:
-        UsageError: the plan is for fewer rows or another shape.
+        UsageError: If the plan is for fewer rows or another shape.
     """
     rows = len(x)
     plan = plan or plan_matmul(rows, weight)
@@ -324,7 +324,7 @@ def expert_matmul(
     No host sync; with ``out`` and ``plan`` (of the same ``experts``) no allocation either.
 
     Raises:
-        UsageError: the plan is for other experts or tiles.
+        UsageError: If the plan is for other experts or tiles.
     """
     tokens, top = experts.shape
     out = x.new_empty(tokens, top, weight.outputs) if out is None else out

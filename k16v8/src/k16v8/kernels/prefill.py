@@ -297,7 +297,7 @@ def prefill(
     queries: keys as they are, values with their scales.
 
     Raises:
-        NotSupportedError: a window of which not even twice fits the workspace.
+        NotSupportedError: If the workspace holds less than two windows.
     """
     attention = attention or Attention()
     tokens = capacity(cache, workspace.numel())
@@ -402,7 +402,7 @@ def library_attention(route: Route, libraries: Libraries) -> Attend:
     before the query's own.
 
     Raises:
-        NotSupportedError: the module is not there, or its function lacks an argument or a result that is needed.
+        NotSupportedError: If the module is not there, or its function lacks an argument or a result that is needed.
     """
     module = getattr(libraries, route, "")
     if not module:
@@ -444,7 +444,7 @@ def varlen_options(function: Callable[..., Any], module: str, route: Route) -> d
     """Arguments that ask one library for its log-sum-exp, and for the version if it has several.
 
     Raises:
-        NotSupportedError: it has neither of the known names for that, or not those of ``varlen_arguments``.
+        NotSupportedError: If it lacks both known names for that, or those of ``varlen_arguments``.
     """
     names = inspect.signature(function).parameters
     common = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size", "softcap")

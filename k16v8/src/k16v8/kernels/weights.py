@@ -72,7 +72,7 @@ def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> Quantize
     """The tensors of an AWQ module (``version: gemm``); ``group``: -1 for one group over all inputs.
 
     Raises:
-        UsageError: types, shapes or strides are not those of an AWQ module.
+        UsageError: If types, shapes or strides are not those of an AWQ module.
     """
     rows = qweight.shape[-2] if qweight.dim() > 1 else 0
     return _checked(QuantizedWeight("awq", qweight, qzeros, scales, rows if group == -1 else group))
@@ -86,7 +86,7 @@ def gptq(
     A ``g_idx`` that is not ``k // group`` reorders the rows of ``qweight``, once, into a copy; the host waits for it.
 
     Raises:
-        UsageError: types, shapes or strides are not those of a GPTQ module, or groups of ``g_idx`` differ in size.
+        UsageError: If types, shapes or strides are not those of a GPTQ module, or groups of ``g_idx`` differ in size.
     """
     if version not in (1, 2):
         raise UsageError(f"version {version} of GPTQ; there are 1 and 2")
@@ -152,7 +152,7 @@ def pack(
     """A weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
 
     Raises:
-        UsageError: see :func:`awq` and :func:`gptq`.
+        UsageError: See :func:`awq` and :func:`gptq`.
     """
     if layout == "awq":
         return awq(_pack_words(values, layout), _pack_words(zeros, layout), scales, group)

@@ -97,7 +97,7 @@ class Formats:
         """Read what the switch says, except for ``0``.
 
         Raises:
-            UsageError: it means nothing.
+            UsageError: If the value is invalid.
         """
         if text in _WORDS:
             return _WORDS[text]
@@ -171,7 +171,7 @@ def switched() -> Formats | None:
     """Settings that the environment asks for; ``None``: nothing.
 
     Raises:
-        UsageError: the variable has a value that means nothing.
+        UsageError: If the value of the variable is invalid.
     """
     text = os.environ.get(SWITCH, "").strip()
     if text in ("", "0"):
@@ -188,7 +188,7 @@ def counters(layers: int, device: torch.device | str) -> Tensor | None:
     A server makes them before it captures a graph.
 
     Raises:
-        UsageError: the variable has a value that means nothing.
+        UsageError: If the value of the variable is invalid.
     """
     if not _counting():
         return None
@@ -473,8 +473,8 @@ class Pages:
         """The kernels for these pages: the torch path on CPUs, Triton on GPUs.  ``heads``, ``dtype``: of queries.
 
         Raises:
-            NotSupportedError: there are none for this shape.
-            UsageError: ``K16V8_KERNELS`` has a value that means nothing.
+            NotSupportedError: If there are none for this shape.
+            UsageError: If the value of ``K16V8_KERNELS`` is invalid.
         """
         import torch
 

@@ -236,8 +236,8 @@ class EncodedCache(DynamicCache):
             scales do not see it.
 
     Raises:
-        NotSupportedError: a layer keeps its content in a way that this cache does not know, or a skipped layer
-            does not exist.
+        NotSupportedError: If a layer keeps its content in a way that this cache does not know, or a skipped layer does
+            not exist.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class EncodedCache(DynamicCache):
         """Cut the cache back to its first ``tokens`` positions, after which other tokens may follow.
 
         Raises:
-            NotSupportedError: an earlier state is not kept: see :attr:`keeps_prefixes`.
+            NotSupportedError: If an earlier state is not kept. See :attr:`keeps_prefixes`.
         """
         if not self.keeps_prefixes:
             raise NotSupportedError("a recurrent state, a sliding window or a tail cannot be cut back to a prefix")
@@ -305,7 +305,7 @@ class EncodedCache(DynamicCache):
         """Check after a forward that attention knew which tokens are exact, and clear the record.
 
         Raises:
-            NotSupportedError: attention received other tensors than this cache returned.
+            NotSupportedError: If attention received other tensors than this cache returned.
         """
         for store in self._stores() if self.has_exceptions else ():
             if store.band is not None and not store.band.read:

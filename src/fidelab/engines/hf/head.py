@@ -55,7 +55,7 @@ class ReplayedHead:
         """Replay some rows and compare with the live logits. See docs/metrics.md#estimators.
 
         Raises:
-            EngineError: scoring would compute other distributions than the model did.
+            EngineError: If scoring would compute other distributions than the model did.
         """
         usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():

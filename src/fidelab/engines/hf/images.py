@@ -21,8 +21,8 @@ def answer_images(model: HFModel, request: ImageGenerate | ImageForced, sink: Si
     """Answer a request, an item at a time; the facts name the processor and the tokens that its images took.
 
     Raises:
-        NotSupportedError: the model takes no images, or Pillow is not installed.
-        EngineError: its processor cannot be loaded.
+        NotSupportedError: If the model takes no images, or Pillow is not installed.
+        EngineError: If its processor cannot be loaded.
     """
     images = _Images(model, request)
     read = produced = 0
@@ -60,7 +60,7 @@ class _Images:
         """Token ids of an item with the tokens of its images, and further model inputs (empty without images).
 
         Raises:
-            EngineError: the processor refuses the item, or its prompt tokens differ from the request's.
+            EngineError: If the processor refuses the item, or its prompt tokens differ from the request's.
         """
         request, tokenizer = self._request, self._model.tokenizer
         prompt = request.prompts[index]

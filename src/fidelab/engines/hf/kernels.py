@@ -24,7 +24,7 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
     """Formats and scalings as :class:`k16v8.plugins.transformers.cache.PagedKVCache` takes them.
 
     Raises:
-        NotSupportedError: the kernels do not hold this format as it is defined.
+        NotSupportedError: If the kernels do not hold this format as it is defined.
     """
     k, v = _scaling(kv.k), _scaling(kv.v)
     return {"k_format": kv.k.name, "v_format": kv.v.name, "k_scaling": k, "v_scaling": v}

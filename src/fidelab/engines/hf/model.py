@@ -91,8 +91,8 @@ class HFModel:
         rounded: weights rounded by the option ``weights``, for the record.
 
     Raises:
-        EngineError: it cannot be loaded, or its structure is not as expected.
-        NotSupportedError: it has no keys and values that can be encoded.
+        EngineError: If it cannot be loaded, or its structure is not as expected.
+        NotSupportedError: If it has no keys and values that can be encoded.
     """
 
     def __init__(
@@ -347,7 +347,8 @@ class HFModel:
         """Processor that turns text and images into model inputs.
 
         Raises:
-            NotSupportedError: the model takes no images.  EngineError: its processor cannot be loaded.
+            NotSupportedError: If the model takes no images.
+            EngineError: If its processor cannot be loaded.
         """
         if "pixel_values" not in self._takes:
             raise NotSupportedError(f"{self.module.config.model_type} takes no images")
@@ -392,7 +393,7 @@ class HFModel:
         """Check that the head, if any, replays live logits [n, V] from states [n, d].
 
         Raises:
-            EngineError: it does not.
+            EngineError: If the replayed logits differ from the live ones.
         """
         if self.head is not None:
             self.head.check(states, live)

@@ -50,8 +50,8 @@ class Reweighing:
         Of native keys and values also ``statistics``: see :meth:`_Rounded.statistics`.
 
         Raises:
-            UsageError: a pattern names no weight; a rule no layer or head.
-            NotSupportedError: a requested weight is outside the decoder layers, or kept on disk.
+            UsageError: If a pattern names no weight, or a rule names no layer or head.
+            NotSupportedError: If a requested weight is outside the decoder layers, or kept on disk.
         """
         chosen: list[tuple[ModelWeight, Any]] = []
         rounds: _Rounds | None = None

@@ -23,7 +23,7 @@ def skeleton(path: str, *, trusted: bool = False) -> Any:
     """Build Transformers' model of a checkpoint without its weights, for the names and shapes of its parameters.
 
     Raises:
-        EngineError: Transformers has no such model.
+        EngineError: If Transformers has no such model.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
@@ -37,7 +37,7 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
     """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
 
     Raises:
-        NotSupportedError: there is none.
+        NotSupportedError: If there is none.
     """
     count = config.num_hidden_layers
     for candidate in module.get_decoder().modules():

@@ -307,7 +307,7 @@ class LlamaCppEngine(Engine):
         """Decode a few tokens: refuse arms that cannot run, measure the bytes per token, and read the cache back.
 
         Raises:
-            NotSupportedError: the model keeps no keys and values.
+            NotSupportedError: If the model keeps no keys and values.
         """
         self._bytes: float | None = None
         self._expected: float | None = None
@@ -479,7 +479,7 @@ class LlamaCppEngine(Engine):
         """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
 
         Raises:
-            NotSupportedError: drafts are verified against only the most likely tokens.
+            NotSupportedError: If drafts are verified against only the most likely tokens.
         """
         sampling = request.sampling
         if sampling is not None and drafter is not None:
@@ -663,7 +663,7 @@ def _content(folder: Path) -> str:
     """A short hash of the libraries in a folder.
 
     Raises:
-        EngineError: there are none.
+        EngineError: If there are none.
     """
     files = sorted(
         path for path in folder.glob("*") if path.is_file() and path.name.startswith(("lib", "llama", "ggml"))

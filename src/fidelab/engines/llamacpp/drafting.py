@@ -25,7 +25,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     """Speculation requested by ``model-draft`` or ``spec-type``, with llama-server's option names.
 
     Raises:
-        UsageError: both are given, or the type is unknown, or a size is not a number or has no drafter.
+        UsageError: If both are given, the type is unknown, or a size is not a number or has no drafter.
     """
     draft, kind = options.get(_DRAFT, ""), options.get(_TYPE)
     names = tuple(name for name in (_DRAFT, _MAX, _TYPE, _SIZE) if name in options)

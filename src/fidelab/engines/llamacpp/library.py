@@ -164,7 +164,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     """A function of ggml's C interface, which the bindings leave out.
 
     Raises:
-        AttributeError: this build has none of that name.
+        AttributeError: If this build has no function of that name.
     """
     found = getattr(_native()[0]._lib, name)
     found.restype, found.argtypes = result, [*arguments]
@@ -234,7 +234,7 @@ class States:
         """The rows [n, d] since the last call, in the order of the tokens whose logits were requested.
 
         Raises:
-            EngineError: there are more, or fewer.
+            EngineError: If the number of rows differs from the number requested.
         """
         rows, self._rows = self._rows, []
         if (found := sum(map(len, rows))) != n:
@@ -258,7 +258,7 @@ class LlamaModel:
         """Load; ``params`` are fields of ``llama_model_params``.
 
         Raises:
-            EngineError: llama.cpp cannot load it, or the bindings lack a field.
+            EngineError: If llama.cpp cannot load it, or the bindings lack a field.
         """
         self._native, log = _native()
         log.section()
@@ -306,7 +306,7 @@ class LlamaModel:
         """A context of ``sequences`` sequences of up to ``cells`` tokens each; ``params`` as ``llama_context_params``.
 
         Raises:
-            EngineError: llama.cpp cannot make it, or the bindings lack a field.
+            EngineError: If llama.cpp cannot make it, or the bindings lack a field.
         """
         return LlamaContext(self._native, self._model, self.vocabulary, cells, sequences, states, params)
 
@@ -365,7 +365,7 @@ class LlamaContext:
         Returns the number of remaining tokens that llama.cpp reports.
 
         Raises:
-            NotSupportedError: the model keeps a state that cannot be rolled back.
+            NotSupportedError: If the model keeps a state that cannot be rolled back.
         """
         memory = self._native.llama_get_memory(self._context)
         if not self._native.llama_memory_seq_rm(memory, sequence, tokens, -1):
@@ -417,7 +417,7 @@ class LlamaContext:
         """Append tokens to each sequence (sequence → ids); the logits [n, V] of all tokens of each.
 
         Raises:
-            EngineError: they are more than llama.cpp takes in one call.
+            EngineError: If they are more than llama.cpp takes in one call.
         """
         flat = [(sequence, token) for sequence, ids in tokens.items() for token in ids]
         if len(flat) > self._chunk:
@@ -432,7 +432,7 @@ class LlamaContext:
         """Remove the last ``n`` tokens of a sequence.
 
         Raises:
-            NotSupportedError: the model keeps a state that cannot be rolled back.
+            NotSupportedError: If the model keeps a state that cannot be rolled back.
         """
         if n:
             self.keep_first(self._ends[sequence] - n, sequence)
@@ -480,7 +480,8 @@ def parameters(
     """The options that are fields of llama.cpp's parameters, by ``context`` and ``model``.
 
     Raises:
-        UsageError: there is no such field, or it takes another kind of value; also of ``known`` and ``controlled``.
+        UsageError: If there is no such field, or it takes another kind of value. ``known`` and ``controlled`` are
+            checked as well.
     """
     found: dict[str, dict[str, Any]] = {"context": {}, "model": {}}
     others = other_options("llamacpp", options, known, controlled)
@@ -509,7 +510,7 @@ def _field(key: str, text: str, kind: Any) -> Any:
     """The value of a field of llama.cpp's parameters.
 
     Raises:
-        UsageError: the text is of another kind, or out of the type's range.
+        UsageError: If the text is of another kind, or out of the type's range.
     """
     value: float | None
     if key in ENUMERATIONS:
@@ -542,7 +543,7 @@ def _with(params: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structu
     """Set fields of a structure; ctypes itself accepts any attribute silently.
 
     Raises:
-        EngineError: the bindings lack a field.
+        EngineError: If the bindings lack a field.
     """
     known = {field[0] for field in params._fields_}
     for name, value in values.items():

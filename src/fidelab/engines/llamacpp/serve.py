@@ -73,8 +73,8 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
     """Serve command of the server in llama-cpp-python, for machines without ``llama-server``.
 
     Raises:
-        NotSupportedError: an option that it does not have.
-        UnknownNameError: llama.cpp has no such KV format.
+        NotSupportedError: If the server does not have an option.
+        UnknownNameError: If llama.cpp has no such KV format.
     """
     for side in (arm.kv.k, arm.kv.v):
         if side.name not in GGML_TYPES:

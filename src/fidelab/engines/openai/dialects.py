@@ -86,7 +86,7 @@ def check_length(count: int | None, asked: int) -> None:
     """Refuse an answer of more tokens than were asked; ``count``: how many it has, ``None``: not known.
 
     Raises:
-        Refused: it is too long.
+        Refused: If it is too long.
     """
     if count is not None and count > asked:
         raise Refused(f"the server answers with {count:,} tokens where at most {asked:,} were asked")

@@ -103,8 +103,10 @@ class Session:
         """One answer, complete within ``seconds``.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
-            TimeoutError: it was not complete in time; TooLargeError: it has more than ``largest`` bytes.
-            OSError: there is no connection, or the server does not speak HTTP; its first cause has details.
+            TimeoutError: If it was not complete in time.
+            TooLargeError: If it has more than ``largest`` bytes.
+            OSError: If there is no connection, or the server does not speak HTTP. The first cause of the exception has
+                details.
         """
         import httpx
 
@@ -260,7 +262,7 @@ def split_url(text: str) -> tuple[str, str]:
     """``base-url`` → (scheme://host:port, the path of the API, ``/v1`` unless it names another).
 
     Raises:
-        UsageError: it is not an http(s) URL, or has a user name or a password, which are not repeated.
+        UsageError: If it is not an http(s) URL, or has a user name or a password, which are not repeated.
     """
     try:
         parts = urlsplit(text)
@@ -284,7 +286,7 @@ def read_key(base_url: str, variable: str | None) -> str | None:
     that is not meant for them.
 
     Raises:
-        UsageError: the variable that was named is not set.
+        UsageError: If the variable that was named is not set.
     """
     if variable and not os.environ.get(variable):
         raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
@@ -333,7 +335,8 @@ class Client:
         ``largest``: bytes of the answer.
 
         Raises:
-            Refused: this request has no usable answer; EngineError: the server is gone or denies access.
+            Refused: If this request has no usable answer.
+            EngineError: If the server is gone or denies access.
         """
         answer = self._object(self._read("POST", path, body, api, largest), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same

@@ -34,7 +34,7 @@ def identify(client: Client, asked: str | None) -> Server:
     """Identify a server; ``asked``: the served model's name, where the user named one.
 
     Raises:
-        EngineError: it cannot be reached, refuses the key, or does not serve that model.
+        EngineError: If it cannot be reached, refuses the key, or does not serve that model.
     """
     try:
         listed = client.get("/models").get("data")

@@ -20,7 +20,7 @@ class Words:
         """Load the tokenizer of a model's folder.
 
         Raises:
-            EngineError: there is none that can be loaded.
+            EngineError: If there is no tokenizer that can be loaded.
         """
         import transformers
 

@@ -128,7 +128,7 @@ def kv_choices() -> list[str]:
     """The choices of SGLang's own ``--kv-cache-dtype``.
 
     Raises:
-        EngineError: SGLang cannot be imported here, or has no such list.
+        EngineError: If SGLang cannot be imported here, or has no such list.
     """
     names = next((a.choices for a in _parser()._actions if "--kv-cache-dtype" in a.option_strings), None)
     if not names:
@@ -140,8 +140,8 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     """Argument → value of the options that fidelab neither knows nor controls, as SGLang's own command line reads them.
 
     Raises:
-        UsageError: SGLang has no such option, or refuses its value.
-        EngineError: SGLang cannot be imported here.
+        UsageError: If SGLang has no such option, or refuses its value.
+        EngineError: If SGLang cannot be imported here.
     """
     others = other_options("sglang", arm.options, OPTIONS, CONTROLLED)
     return parse_options("sglang", _parser(), others, OPTIONS) if others else {}
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     """SGLang's own.
 
     Raises:
-        EngineError: SGLang cannot be imported here.
+        EngineError: If SGLang cannot be imported here.
     """
     if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
         os.environ.setdefault(_CPU_ENGINE, "1")
@@ -169,7 +169,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     """Speculation requested by ``speculative-algorithm``.
 
     Raises:
-        UsageError: the algorithm is unknown, lacks its model, or another option of speculation is set without it.
+        UsageError: If the algorithm is unknown, lacks its model, or another option of speculation is set without it.
     """
     names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
     if _ALGORITHM not in options:
@@ -307,7 +307,7 @@ def context(arm: Arm) -> int:
     """Maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
 
     Raises:
-        EngineError: SGLang cannot read the model's configuration.
+        EngineError: If SGLang cannot read the model's configuration.
     """
     if length := dict(arm.options).get("context-length"):
         return int(length)

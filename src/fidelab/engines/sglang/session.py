@@ -82,7 +82,7 @@ class SGLangSession:
     """Starts SGLang; ``mark`` is called at the end of each start-up phase.  ``serving``: it has a prefix cache.
 
     Raises:
-        EngineError: it does not start, or the plug-in is not active in it.
+        EngineError: If it does not start, or the plug-in is not active in it.
     """
 
     def __init__(
@@ -162,7 +162,8 @@ class SGLangSession:
         """Answer some requests together.
 
         Raises:
-            EngineError: SGLang refuses one of them, or ends.  NotSupportedError: its layers cannot be read.
+            EngineError: If SGLang refuses one of them, or ends.
+            NotSupportedError: If its layers cannot be read.
         """
         return self._collect(*self._send(requests))
 

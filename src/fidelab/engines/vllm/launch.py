@@ -65,7 +65,7 @@ def installed() -> dict[str, str]:
     """Versions of vLLM and of torch, without importing them.
 
     Raises:
-        EngineError: there is none.
+        EngineError: If there is none.
     """
     for package in PACKAGES:
         try:
@@ -155,7 +155,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     """Argument → value of the options that fidelab neither knows nor controls, as vLLM's own command line reads them.
 
     Raises:
-        UsageError: vLLM has no such option, or refuses its value.
+        UsageError: If vLLM has no such option, or refuses its value.
     """
     others = other_options("vllm", arm.options, OPTIONS, CONTROLLED)
     if not others:
@@ -176,7 +176,7 @@ def _check_range(name: str, value: Any) -> None:
     """Have the class of vLLM's configuration that owns a value check it.
 
     Raises:
-        UsageError: it refuses the value.
+        UsageError: If it refuses the value.
     """
     import vllm.config
     from pydantic import TypeAdapter, ValidationError
@@ -268,7 +268,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     """Speculation requested by ``speculative-config``, with vLLM's defaults.
 
     Raises:
-        UsageError: it is not a JSON object, or a field has a wrong type.
+        UsageError: If it is not a JSON object, or a field has a wrong type.
     """
     if (text := options.get(SPECULATIVE)) is None:
         return None
@@ -287,7 +287,7 @@ def check_speculation(arm: Arm) -> None:
     """Refuse a ``speculative-config`` that vLLM would refuse, or misunderstand, when the model is loaded.
 
     Raises:
-        UsageError: names the nearest field or method, or the missing one.
+        UsageError: If a field or method is unknown or missing. The message names the nearest one, or the missing one.
     """
     speculation = speculation_of(dict(arm.options))
     if speculation is None:

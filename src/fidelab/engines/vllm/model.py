@@ -88,8 +88,8 @@ class VLLMModel:
     ``cached``: by key of a finished request, how many of its tokens vLLM reports as found in the prefix cache.
 
     Raises:
-        EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
-        NotSupportedError: vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
+        EngineError: If vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
+        NotSupportedError: If vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class VLLMModel:
         argument says how many of them are decoded ones.
 
         Raises:
-            EngineError: a request is longer than the arm's limit.
+            EngineError: If a request is longer than the arm's limit.
         """
         for request in requests:
             self._check_length(len(request.prompt) + request.n)
@@ -264,7 +264,7 @@ class VLLMModel:
         """Yield the n tokens after each prompt, each as soon as all prompts have it; nothing is captured.
 
         Raises:
-            EngineError: the prompts do not fit the arm, or not all at once.
+            EngineError: If the prompts do not fit the arm, or not all at once.
         """
         self._check_batch([len(prompt) + n for prompt in group])
         keys = [self._add(VLLMRequest(prompt, n), (), self._kinds.DELTA) for prompt in group]
@@ -306,7 +306,7 @@ class VLLMModel:
         """Refuse requests that could not run at the same time.
 
         Raises:
-            EngineError: they exceed the length, the number of sequences or the cache of this arm.
+            EngineError: If they exceed the length, the number of sequences or the cache of this arm.
         """
         for tokens in sizes:
             self._check_length(tokens)
@@ -375,7 +375,7 @@ class VLLMModel:
         """The captured rows of a finished request; the replay is checked if it was a sentinel.
 
         Raises:
-            EngineError: fewer than ``n`` rows, or the replay does not match the live logits.
+            EngineError: If there are fewer than ``n`` rows, or the replay does not match the live logits.
         """
         raw = self._take(key, "rows")
         if not self._hidden:
@@ -392,7 +392,7 @@ class VLLMModel:
         """Yield the residual stream of each window, ``[1 + layers, rows, d]``, computed alone.
 
         Raises:
-            NotSupportedError: the model is compiled, or its layers are not found.
+            NotSupportedError: If the model is compiled, or its layers are not found.
         """
         if not self.config.model_config.enforce_eager:
             raise NotSupportedError("vLLM's layers can be seen where they run one by one: pass enforce-eager=yes")

@@ -120,7 +120,7 @@ class ChunkSpec:
     terms.
 
     Raises:
-        DtypeError, UnknownNameError, UsageError: an element type, a layout or scale, or a size that cannot be.
+        DtypeError, UnknownNameError, UsageError: If the element type, the layout, the scale or a size is invalid.
     """
 
     model: str
@@ -195,7 +195,7 @@ class ChunkSpec:
         """Compare a header that begins with the magic.
 
         Raises:
-            VersionError, CorruptError, FingerprintError: it is of another version, damaged, or of another chunk.
+            VersionError, CorruptError, FingerprintError: If it is of another version, damaged, or of another chunk.
         """
         _, version, sides, dtype, layout, scale, zero, *sizes, model, key, unused = _FIELDS.unpack_from(header)
         if version != _VERSION:
@@ -222,7 +222,7 @@ class ChunkSpec:
         """A view of the tensor as ``[2, L, T, H, D]``.
 
         Raises:
-            ShapeError, DtypeError: it is not of this shape or type.
+            ShapeError, DtypeError: If it is not of this shape or type.
         """
         if kv.shape != self.shape:
             raise ShapeError(f"the tensor is {list(kv.shape)}; {self.layout} of this chunk is {list(self.shape)}")

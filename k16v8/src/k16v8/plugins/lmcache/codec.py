@@ -46,7 +46,7 @@ def encode(kv: Tensor, spec: ChunkSpec) -> Iterator[memoryview]:
     """The chunk in pieces of at most one frame, :meth:`ChunkSpec.encoded_bytes` in all.
 
     Raises:
-        ShapeError, DtypeError: ``kv`` is not what ``spec`` says; raised at once.
+        ShapeError, DtypeError: If ``kv`` does not match ``spec``. Raised at once.
     """
     pieces = _encoded(spec.canonical(kv), spec, lambda size: np.empty(size, np.uint8))
     return (piece.data for piece in pieces)
@@ -56,8 +56,8 @@ def encode_into(kv: Tensor, spec: ChunkSpec, out: Bytes) -> int:
     """The chunk into the front of ``out``, without a copy between; returns its bytes.
 
     Raises:
-        ShapeError, DtypeError: ``kv`` is not what ``spec`` says.
-        UsageError: ``out`` has less room than :meth:`ChunkSpec.encoded_bytes`.
+        ShapeError, DtypeError: If ``kv`` does not match ``spec``.
+        UsageError: If ``out`` has less room than :meth:`ChunkSpec.encoded_bytes`.
     """
     size = spec.encoded_bytes()
     if out.size < size:
@@ -135,7 +135,7 @@ def decode(
     ``verified``: their frames' checksums are not computed again.
 
     Raises:
-        ChunkError: the bytes are not this chunk, or ``out`` is not of its shape and type.
+        ChunkError: If the bytes are not this chunk, or ``out`` is not of its shape and type.
     """
     reader = _Reader(stream, spec, verified)
     out = torch.empty(spec.shape, dtype=spec.dtype) if out is None else out
@@ -152,7 +152,7 @@ def verify(stream: Buffer | Iterable[Buffer], spec: ChunkSpec) -> None:
     """Read everything, decode nothing.
 
     Raises:
-        ChunkError: the bytes are not this chunk.
+        ChunkError: If the bytes are not this chunk.
     """
     reader = _Reader(stream, spec)
     for side in ("keys", "values"):

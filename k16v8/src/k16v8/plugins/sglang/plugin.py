@@ -75,7 +75,7 @@ def register() -> None:
     """Put pool, capacity and attention backend in place, where the environment asks for it.
 
     Raises:
-        SystemExit: the switch means nothing, or this version of SGLang lacks a name that is used.  SGLang
+        SystemExit: If the value of the switch is invalid, or this version of SGLang lacks a name that is used. SGLang
             would log any other exception of a plug-in and serve without it.
     """
     try:
@@ -121,7 +121,7 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
     """The class of the pool for keys and values: ours.
 
     Raises:
-        NotSupportedError: SGLang was launched in a way that it cannot serve.
+        NotSupportedError: If SGLang was launched in a way that it cannot serve.
     """
     chosen = original(configurator, kind=kind, default=default)
     if kind != "mha":

@@ -78,7 +78,7 @@ def attend(
     """Transformers' attention function: the output ``[B, Q, heads, Dv]``, 0 at padding, and no weights.
 
     Raises:
-        NotSupportedError: there is no paged cache, or the model asks for something that the kernels do not do.
+        NotSupportedError: If there is no paged cache, or the model asks for something that the kernels do not do.
     """
     if not isinstance(key, Handed) or not isinstance(value, Handed):
         raise NotSupportedError(
@@ -123,7 +123,7 @@ def padding_mask(
     It has four dimensions because some models cut masks, to the queries and keys that they need.
 
     Raises:
-        NotSupportedError: the model wants another mask than a causal one.
+        NotSupportedError: If the model wants another mask than a causal one.
     """
     if use_vmap or _looks_ahead(mask_function, batch_size, q_length, int(q_offset)):
         raise NotSupportedError(f"attention {NAME!r} does causal masks alone; this model adds to them")

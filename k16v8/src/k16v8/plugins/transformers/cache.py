@@ -191,8 +191,8 @@ class PagedKVCache(DynamicCache):
         unpack: attention reads a copy in the model's own type, decoded each time, and not the content as it is held.
 
     Raises:
-        NotSupportedError: the model's attention is another, or a layer keeps its content in a way that pages do not.
-        UnknownNameError: the kernels have no such format.
+        NotSupportedError: If the model's attention is another, or a layer keeps its content in a way that pages do not.
+        UnknownNameError: If the kernels have no such format.
     """
 
     def __init__(
@@ -261,7 +261,8 @@ class PagedKVCache(DynamicCache):
         """Cut the cache back to the first ``tokens`` of each sequence, after which other tokens may follow.
 
         Raises:
-            NotSupportedError: a layer keeps no earlier state (recurrent, sliding window), or some tokens are padding.
+            NotSupportedError: If a layer keeps no earlier state (recurrent, sliding window), or some tokens are
+                padding.
         """
         if self.has_recurrent_layers:
             raise NotSupportedError("a recurrent state cannot be cut back to a prefix")
