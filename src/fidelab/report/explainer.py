@@ -13,7 +13,7 @@ from fidelab.results.record import write_atomically
 
 
 def render_explainer(found: Mapping[str, Any], version: str) -> str:
-    """The page; ``found`` is the result of :func:`fidelab.physics.explainer.explainer`."""
+    """Return the page; ``found`` is the result of :func:`fidelab.physics.explainer.explainer`."""
     return render_page(
         "explainer.html.j2",
         "What a step of decoding reads",
