@@ -2,9 +2,8 @@
 
 See docs/metrics.md#trajectory.
 
-Sequences hold token ids as the engine emitted them; the end-of-sequence token counts as a token.  A pair in
-which both sides are empty is *failed*: it is left out of every figure here, and the axis reports the number of failed
-pairs.
+Sequences hold token ids as the engine emitted them; the end-of-sequence token counts as a token.  A pair in which both
+sides are empty is *failed*: it is left out of every figure here, and the axis reports the number of failed pairs.
 """
 
 from __future__ import annotations

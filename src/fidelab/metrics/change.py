@@ -37,8 +37,8 @@ Judgement = Literal["regressed", "improved", "unchanged", "cannot tell"]
 class Allowance:
     """Allowed rise of a cost: a share of it, and an amount in its own unit (both ≥ 0).
 
-    For costs that can be negative (differences), the share applies only where the cost is positive.
-    See docs/metrics.md#changes-between-runs.
+    For costs that can be negative (differences), the share applies only where the cost is positive. See
+    docs/metrics.md#changes-between-runs.
     """
 
     relative: float = 0.0
@@ -74,11 +74,11 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
     """Mean log of ``now`` minus mean log of ``baseline`` (repeats, all > 0): the log ratio of the geometric means.
 
     Welch's interval on the logs: with v_i = s_i²/n_i the variance of mean i, ``d ± t·√(v_1 + v_2)`` and
-    ``(v_1 + v_2)² / (v_1²/(n_1 − 1) + v_2²/(n_2 − 1))`` degrees of freedom (B. L. Welch, Biometrika 34, 1947).
-    Timings vary by factors, and on the log scale a rate has the same interval as its time.
+    ``(v_1 + v_2)² / (v_1²/(n_1 − 1) + v_2²/(n_2 − 1))`` degrees of freedom (B. L. Welch, Biometrika 34, 1947). Timings
+    vary by factors, and on the log scale a rate has the same interval as its time.
 
-    ``None`` if a side has fewer than two repeats, or a repeat that is not positive.
-    See docs/metrics.md#changes-between-runs.
+    ``None`` if a side has fewer than two repeats, or a repeat that is not positive. See
+    docs/metrics.md#changes-between-runs.
     """
     if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
         return None
@@ -88,11 +88,10 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
 
 
 def welch_reach(samples: Sequence[NDArray[np.float64]], level: float = 0.95) -> float:
-    """Return the half-width of the interval of a sum or difference of means of independent samples of at least two
-    values.
+    """Return the half-width of the interval of a sum or difference of the means of independent samples.
 
-    Student's t with the degrees of freedom of Welch and Satterthwaite; 0 if no sample varies.
-    See docs/metrics.md#changes-between-runs.
+    Student's t with the degrees of freedom of Welch and Satterthwaite; 0 if no sample varies. See
+    docs/metrics.md#changes-between-runs.
     """
     counts = np.array([len(sample) for sample in samples])
     variances = np.array([sample.var(ddof=1) for sample in samples]) / counts

@@ -117,8 +117,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, tup
 
 
 def _by_cluster(rows: Floats, clusters: NDArray[Any]) -> tuple[Floats, Floats]:
-    """Return sums of rows [k, n] over the clusters, [k, c], and the counts [c]. A row that is not finite is left out of
-    all sums."""
+    """Return the sums of rows [k, n] over clusters, [k, c], and the counts [c], without items that are not finite."""
     known = np.isfinite(rows).all(axis=0)
     names, index = np.unique(np.asarray(clusters)[known], return_inverse=True)
     sums = np.asarray([np.bincount(index, weights=row[known], minlength=len(names)) for row in rows], dtype=np.float64)

@@ -107,8 +107,7 @@ def composite(
     ``scores``: score of each axis in the composite, None if it was not measured.  ``intervals``: of each score, 95%.
     The interval of the composite treats these as independent estimates: with x = 1/score and its ends, the sum S of the
     x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²`` (Zou & Donner, Statistics in Medicine 27,
-    2008),
-    and the mean is k/S.  See docs/metrics.md#composite-and-bands.
+    2008), and the mean is k/S.  See docs/metrics.md#composite-and-bands.
 
     Raises:
         UnknownNameError: If the band table does not exist.
@@ -162,8 +161,7 @@ class Ruling:
 
     ``at_best``: the best band still possible, if there is no verdict (None: none is ruled out) or the interval crosses
     the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters. ``by_kld``: nothing but
-    the mean KL gave the band: no position failed, and nothing lowered it.
-    See docs/metrics.md#verdicts.
+    the mean KL gave the band: no position failed, and nothing lowered it. See docs/metrics.md#verdicts.
     """
 
     band: Band | None
@@ -204,8 +202,8 @@ def verdict(
         n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
             :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_CLUSTERS` is preliminary, unless every KL was exactly 0.
 
-    Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
-    is FAIL. That also holds if no KLD could be computed, so that broken output always gets a verdict.
+    Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``, is FAIL.
+    That also holds if no KLD could be computed, so that broken output always gets a verdict.
     """
     if not 0 <= n_failed <= n_positions:
         raise ValueError(f"{n_failed} failed of {n_positions} positions")
@@ -239,8 +237,7 @@ def verdict(
 
 
 def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:
-    """Whether two costs are shown to be equal: the 95% interval of their paired difference is within ± 10% of the
-    larger mean.
+    """Whether the 95% interval of the paired difference of two costs is within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
     span orders of magnitude.  See docs/metrics.md#paired-differences.

@@ -102,7 +102,6 @@ def loop_onset(ids: Sequence[int]) -> int | None:
     """Return the first index from which one period repeats to the end, at least 3 times and over 64 tokens; else None.
 
     If several periods qualify, the loop that begins first counts.  See docs/metrics.md#degeneration.
-
     """
     x = np.asarray(ids, dtype=np.int64)
     n = len(x)
@@ -139,16 +138,15 @@ def distinct_ratios(ids: Sequence[int]) -> Floats:
 def distinct_floor(texts: Iterable[Sequence[int]]) -> float:
     """Return half the median distinct-token ratio of the reference's most repetitive text; 0 without texts.
 
-    Texts of fewer than 128 tokens are ignored, since they cannot count as repetitive either.
-    See docs/metrics.md#degeneration.
+    Texts of fewer than 128 tokens are ignored, since they cannot count as repetitive either. See
+    docs/metrics.md#degeneration.
     """
     medians = [float(np.median(distinct_ratios(text))) for text in texts if len(text) >= 2 * WINDOW]
     return _FLOOR_SHARE * min(medians, default=0.0)
 
 
 def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
-    """Return the first index from which every window of 64 tokens, over at least 128 tokens, is below ``floor``; else
-    None.
+    """Return the first index from which every 64-token window, over at least 128 tokens, is below ``floor``; else None.
 
     See docs/metrics.md#degeneration.
     """
@@ -202,9 +200,9 @@ def _noise_scores(ids: Sequence[int], context: Sequence[int], vocab: int) -> Flo
 def change_point(kl: ArrayLike) -> int | None:
     """Return the first position from which forced-decode KL (nats, ``[n]``) is permanently larger; else None.
 
-    Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t
-    where U is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  The test requires p < 0.001, and a later median of at
-    least 0.1 nats (the limit of FAIL) and ten times the earlier one.  Positions with NaN are left out. See
+    Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t where U
+    is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  The test requires p < 0.001, and a later median of at least
+    0.1 nats (the limit of FAIL) and ten times the earlier one.  Positions with NaN are left out. See
     docs/metrics.md#forced-decode-kld.
     """
     from scipy.stats import rankdata  # imports all of scipy.stats: a second

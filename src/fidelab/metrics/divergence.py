@@ -390,8 +390,7 @@ def topk_lower_bound(
 
 
 def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, floor: float = -30.0) -> Floats:
-    """Return the KL of a row by REFRACT's definition, from logits ``[n, V]`` of both sides, nats ``[n]``. For
-    comparison only.
+    """Return the KL by REFRACT's definition from logits ``[n, V]`` of both sides, nats ``[n]``. For comparison only.
 
     ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
     list has the log-probability ``floor`` on that side.  See docs/metrics.md#imported-results.
@@ -499,8 +498,8 @@ class KLSummary:
 def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummary:
     """Summarise ``n`` positions: mean, percentiles (linear interpolation), top-1 agreement and RMS Δp.
 
-    A position that is marked failed, or whose KL is not finite, is counted but left out of every statistic.
-    See docs/metrics.md#mean-kl-divergence.
+    A position that is marked failed, or whose KL is not finite, is counted but left out of every statistic. See
+    docs/metrics.md#mean-kl-divergence.
     """
     usable = ~failed & np.isfinite(kl)
     n_failed = len(kl) - int(usable.sum())
@@ -642,8 +641,7 @@ def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> Bin
 
 
 def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
-    """Find the first row from which on KL (nats, ``[windows, rows]``, NaN if failed) stays above ``allowed``; else
-    None.
+    """Find the first row from which KL (nats, ``[windows, rows]``, NaN if failed) stays above ``allowed``.
 
     It is above in at least half of the windows there, and so are at least half of the rows of all windows in the
     ``span`` rows that begin with it (in all rows where there are fewer).  Neither a single row nor noise that is mostly

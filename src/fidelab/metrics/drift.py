@@ -27,8 +27,8 @@ LOWEST_CELL = float(100.0 * np.exp(-_STEEPNESS))  # the score of a cell whose ex
 def drift(a: Sequence[int], b: Sequence[int]) -> float:
     """Return ``min(1, Levenshtein(a, b) / |a|)`` on token ids, 0…1: 0 if both are empty, 1 if only ``a`` is empty.
 
-    ``a``: answer to the original prompt; ``b``: answer to the perturbed prompt.  Not symmetric.
-    See docs/metrics.md#drift-under-perturbation.
+    ``a``: answer to the original prompt; ``b``: answer to the perturbed prompt.  Not symmetric. See
+    docs/metrics.md#drift-under-perturbation.
     """
     if not a:
         return 1.0 if b else 0.0
@@ -38,8 +38,8 @@ def drift(a: Sequence[int], b: Sequence[int]) -> float:
 def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
     """Return REFRACT's score per cell, ``100·exp(−5·max(0, d_test − d_ref))``, from the drifts of both arms ``[n]``.
 
-    The clip at 0 penalises noise: differences with mean 0 and standard deviation 0.1 score 85.
-    See docs/metrics.md#drift-under-perturbation.
+    The clip at 0 penalises noise: differences with mean 0 and standard deviation 0.1 score 85. See
+    docs/metrics.md#drift-under-perturbation.
     """
     excess = np.maximum(0.0, np.asarray(test, dtype=np.float64) - np.asarray(ref, dtype=np.float64))
     scores: Floats = 100.0 * np.exp(-_STEEPNESS * excess)

@@ -72,8 +72,7 @@ CLAIM_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class FlipCounts:
-    """Counts of items that only one side answers correctly, of ``n``: ``harmful`` (the reference) and ``beneficial``
-    (the arm).
+    """Items, of ``n``, that one side alone gets right: ``harmful`` the reference, ``beneficial`` the arm.
 
     ``p``: McNemar's exact test, which takes items as independent.  ``mid_p``: its mid-p, which is less cautious.
     ``p_clusters``: the exact sign test over the clusters that lose more than they win or the reverse.
@@ -89,8 +88,7 @@ class FlipCounts:
 
 
 def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCounts:
-    """Count the harmful and beneficial flips of ``n`` items. ``ref``, ``test`` [n] are 1 where that side is right, else
-    0.
+    """Count the harmful and beneficial flips of items; ``ref``, ``test`` [n] are 1 where that side is right, else 0.
 
     See docs/metrics.md#non-inferiority-test.
     """
@@ -135,8 +133,7 @@ class Loss:
 
     @classmethod
     def of_probability(cls, lost: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
-        """Build the loss of accuracy when sampling at temperature 1. ``lost`` [n]: P(x) − Q(x) of the text's next
-        token."""
+        """Build the loss of accuracy at temperature 1. ``lost`` [n]: P(x) − Q(x) of the text's next token."""
         items = RatioItems.of(lost, 1.0, clusters)
         return cls("probability_loss", "share", margin, items, bounds=(-1.0, 1.0))
 
@@ -258,8 +255,8 @@ def alpha_of(looks: int, of: int) -> float:
 def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
     """Certify one arm: test each of its claims, of which there is at least one, at :data:`ALPHA`.
 
-    Below :data:`MIN_CLUSTERS` a claim holds only for output without any difference.
-    See docs/metrics.md#non-inferiority-test.
+    Below :data:`MIN_CLUSTERS` a claim holds only for output without any difference. See
+    docs/metrics.md#non-inferiority-test.
     """
     claims = tuple(_claim(loss, seed) for loss in losses)
     states = {claim.state for claim in claims}
@@ -268,8 +265,7 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
 
 
 def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
-    """Return the confirmed arms of a sequence that was fixed before the data. Each arm comes with whether it holds or
-    has failed.
+    """Return the confirmed arms of a fixed sequence. Each arm comes with whether it holds and whether it has failed.
 
     An arm that holds at :data:`ALPHA` is confirmed.  One that has failed, or is shown to lose the margin, is passed
     over: it can only be left out.  Any other arm ends the sequence.  So no arm changes the level of another one.

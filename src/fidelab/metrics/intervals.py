@@ -140,9 +140,9 @@ def _weights(resamples: Floats | int, n_clusters: int) -> Floats:
 def standard_error(items: RatioItems) -> float | None:
     """Return the linearised standard error of ``Σ num / Σ den`` over clusters.
 
-    With r the ratio, N_u and D_u the sums of cluster u and n clusters:
-    ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D`` (the sandwich form; for den = 1 the usual one of a mean). None for a
-    single cluster or without a denominator. See docs/metrics.md#intervals.
+    With r the ratio, N_u and D_u the sums of cluster u and n clusters: ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D``
+    (the sandwich form; for den = 1 the usual one of a mean). None for a single cluster or without a denominator. See
+    docs/metrics.md#intervals.
     """
     residuals = _residuals(items.by_cluster())
     if residuals is None:
@@ -161,8 +161,7 @@ def ratio_interval(
     proportion: bool = False,
     cost: bool = False,
 ) -> Interval | None:
-    """Return the two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None (module
-    docstring).
+    """Return the two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None.
 
     See docs/metrics.md#intervals.
 

@@ -45,8 +45,8 @@ class Rate:
 def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
     """Return prompt tokens per second: ``n_tokens`` / time to the first token.
 
-    ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; times after the first token are ignored.
-    See docs/metrics.md#prefill-speed.
+    ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; times after the first token are ignored. See
+    docs/metrics.md#prefill-speed.
 
     Raises:
         ValueError: If there is no repeat, or a time is impossible.
@@ -70,8 +70,8 @@ def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> 
     """Return tokens per second as n / (total − prefill), a common method that must be labelled where it is shown.
 
     ``total [k]``: seconds of whole answers of 1 + n tokens; ``prefill [j]``: seconds of separate runs over the same
-    prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than
-    the prefill alone: the noise exceeds the measured time.  See docs/metrics.md#decode-speed.
+    prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than the
+    prefill alone: the noise exceeds the measured time.  See docs/metrics.md#decode-speed.
 
     Raises:
         ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.

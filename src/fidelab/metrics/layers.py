@@ -90,8 +90,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def added_errors(curve: ArrayLike) -> Floats:
-    """Return each layer's added error ``[layers]`` from a curve ``[1 + layers]``. After an infinite error nothing is
-    added.
+    """Return each layer's added error ``[layers]`` from a curve ``[1 + layers]``. It is 0 after an infinite error.
 
     See docs/metrics.md#layer-differences.
     """
@@ -108,7 +107,6 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 
     The ratio is 0 for a layer that adds nothing and for a single layer, and infinite if no other layer adds anything.
     See docs/metrics.md#layer-differences.
-
     """
     values = np.asarray(added, dtype=np.float64)
     ratios = np.zeros(len(values))

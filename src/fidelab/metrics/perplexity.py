@@ -67,8 +67,7 @@ class PerplexityPair:
 
 
 def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed: int = 0) -> PerplexityPair:
-    """Return perplexities and the paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``clusters
-    [n]``.
+    """Return perplexities and the paired log-ratio from the NLL of rows ``[n]``, NaN where a row failed.
 
     See docs/metrics.md#perplexity.
     """

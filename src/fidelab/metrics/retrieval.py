@@ -93,7 +93,6 @@ class Cells:
     """Trials of reference and candidate: ``base``, ``cand`` (0…1) and ``cell`` (its number), each [n].
 
     Failed trials must be removed before.  See docs/metrics.md#retrieval.
-
     """
 
     base: Floats
@@ -133,8 +132,8 @@ def chance_score(cells: Cells, seed: int = 0, *, compat: str | None = None) -> f
     """Return the mean of :func:`retrieval_score` if the arms did not differ, 0…100; None if there is no score.
 
     In that case either answer of a trial could be the other arm's: the mean is over 2,000 draws that swap the two at
-    random, trial by trial.  Trials in which both returned the same leave nothing to chance.
-    See docs/metrics.md#retrieval.
+    random, trial by trial.  Trials in which both returned the same leave nothing to chance. See
+    docs/metrics.md#retrieval.
     """
     if retrieval_score(cells, compat) is None:
         return None

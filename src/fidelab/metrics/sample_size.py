@@ -92,12 +92,10 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
 
 
 def clusters_to_certify(sd: float, room: float, level: float, power: float, *, cost: bool = False) -> int:
-    """Return the least number of clusters, at least 2, that shows that a loss ``room`` > 0 below its margin is below
-    it.
+    """Return the least number of clusters, at least 2, that confirms a loss that is ``room`` > 0 below its margin.
 
     The test is one-sided at ``level`` and succeeds with probability ``power``.  See
     docs/metrics.md#non-inferiority-test.
-
     """
     least = _smallest_n(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
     return math.ceil(_RESAMPLED * least) if cost else least
@@ -112,8 +110,7 @@ def agreement_reach(n: int, level: float = 0.95) -> float:
 
 
 def clusters_to_agree(precision: float, level: float = 0.95) -> int:
-    """Return the least number of agreeing clusters, at least 2, whose interval reaches at most ``precision`` > 0 (a
-    share).
+    """Return the least number of agreeing clusters, at least 2, with a reach of at most ``precision`` > 0 (a share).
 
     See docs/metrics.md#sample-size.
     """

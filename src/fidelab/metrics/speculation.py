@@ -46,9 +46,9 @@ def compose(
 ) -> Composed:
     """Compute ρ from the repeats of each arm's output rate (tok/s). The numbers of repeats may differ.
 
-    The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees
-    of freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats
-    would be less reliable.  Repeats that agree to the last bit have an interval of width zero.  See
+    The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees of
+    freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats would
+    be less reliable.  Repeats that agree to the last bit have an interval of width zero.  See
     docs/metrics.md#speculation.
 
     Raises:

@@ -55,8 +55,7 @@ def structures(pieces: Sequence[str]) -> list[str]:
 
 
 def turns(pieces: Sequence[str]) -> list[bool]:
-    """Return whether each token is part of one of :data:`TURNS`, from the tokens' texts. See
-    docs/metrics.md#forced-decode-kld."""
+    """Return whether each token text is part of one of :data:`TURNS`. See docs/metrics.md#forced-decode-kld."""
     text = "".join(pieces)
     marks = bytearray(len(text))
     for start, end in _spans(_TURN, text):

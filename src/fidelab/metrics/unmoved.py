@@ -50,7 +50,6 @@ class Unmoved:
         """Return the first window or range of positions whose rows are all equal, in words; ``None`` if there is none.
 
         It is also ``None`` if many rows are equal in every part, since equality is then not evidence.
-
         """
         parts = [(name, rows) for name, rows in self._row_groups() if rows.sum() >= _MIN_PART_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]

@@ -103,11 +103,9 @@ def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
 
 
 def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> str:
-    """Return the data that an arm's figures rest on, such as ``8 windows, 2 documents``; of one context if ``size`` is
-    given.
+    """Describe the data of an arm's figures: ``8 windows, 2 documents``; of one context if ``size`` is given.
 
     ``8 of at most 32 windows`` is shown if a decided arm reads no further windows.
-
     """
     if kld is None or not kld.measured:
         return ""

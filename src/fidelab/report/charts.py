@@ -67,8 +67,7 @@ def line_style(role: str, number: int = 0) -> str:
 
 
 def element(name: str, *inside: str, **attributes: str | float) -> Markup:
-    """Return an SVG element. ``class_`` and ``data_arm`` are written ``class`` and ``data-arm``, and all text is
-    escaped."""
+    """Return an SVG element with all text escaped. ``class_`` and ``data_arm`` become ``class`` and ``data-arm``."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(f"{value:g}" if isinstance(value, float) else value)}"'
         for key, value in attributes.items()
@@ -228,7 +227,7 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 
 
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
-    """Draw stacked bars from 0, one row each with its name above and its total at the end; ``parts`` gives the colours."""
+    """Draw stacked bars from 0, a row each with its name above and its total at the end; ``parts`` gives colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
     sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
     totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]

@@ -68,7 +68,6 @@ def render_junit(found: Check) -> str:
     """Return JUnit XML: a test case per rule and configuration, and one per metric that is compared with the baseline.
 
     NO-GO is a failure and INCONCLUSIVE an error, if they count. Otherwise the test is skipped.
-
     """
     suites = ElementTree.Element("testsuites", name="fidelab check")
     _suite(suites, "rules", ((f"{r.arm}: {_place(r)}", r.decision, r.tier, _line(r)) for r in found.results))

@@ -1,7 +1,6 @@
 """A run against a baseline, for people: a table in the terminal, the worst first, or Markdown for a pull request.
 
 Unchanged figures, and figures without a better side, are only counted. Nothing from reports is read as markup.
-
 """
 
 from __future__ import annotations

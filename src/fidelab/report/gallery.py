@@ -45,8 +45,7 @@ class Gallery:
 
 
 def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
-    """Build the gallery. ``positions`` is the run's ``positions.parquet``; without it, or if it is damaged, fewer plots
-    are shown."""
+    """Build the gallery. Without a readable ``positions`` (``positions.parquet`` of the run) it has fewer plots."""
     parts: dict[str, Part] = {}
     for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
         anchor = free(f"{section.kind}-{slug(section.name)}", parts)

@@ -101,7 +101,7 @@ def _finalized(value: object) -> object:
 
 @cache
 def templates() -> Environment:
-    """Return the templates and style sheets of the page. All text that they are given is escaped, and can be printed."""
+    """Return the templates and style sheets of the page. All text that they are given is escaped and printable."""
     environment = Environment(
         loader=PackageLoader("fidelab.report"),
         autoescape=True,

@@ -13,8 +13,7 @@ LabelPlace = tuple[float, float, str]
 
 
 def spread(levels: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Return levels near the given ones, in the same order, at least ``gap`` apart and within ``low``…``high`` if they
-    fit."""
+    """Return levels near the given ones, in order, at least ``gap`` apart and within ``low``…``high`` if they fit."""
     order = sorted(range(len(levels)), key=lambda index: levels[index])
     placed, limit = dict.fromkeys(order, 0.0), high
     for index in reversed(order):
@@ -33,8 +32,7 @@ def shorten(name: str, letters: int = 18) -> str:
 
 @dataclass
 class Labels:
-    """Placement of labels that cover neither another label nor a point. In a crowd it takes the nearest free line below
-    or above."""
+    """Places for labels that cover neither each other nor a point; in a crowd the nearest free line is used."""
 
     left: float
     right: float

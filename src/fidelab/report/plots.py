@@ -37,7 +37,6 @@ class Drawing:
     """One figure: its wide and its narrow drawing, and a legend of (name, id, style); ``key`` names its file.
 
     An entry without an id does not belong to a single arm.
-
     """
 
     key: str
@@ -108,7 +107,7 @@ def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
 
 
 def noise(report: Report) -> str:
-    """Return a sentence about run-to-run noise and the control if they are missing or exactly 0, and so have no band."""
+    """Return remarks on run-to-run noise and the control if they have no band, being missing or exactly 0."""
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:

@@ -28,7 +28,6 @@ class ChartAxis:
     """Ticks and range of an axis; ``low`` and ``high`` fix its ends, which otherwise follow the data.
 
     ``at``: values to label, with their labels, as far as there is room. By default round values are labelled.
-
     """
 
     label: str
@@ -69,8 +68,7 @@ class Scale:
         return tuple(Tick(self(value), self._label(value, plain)) for value in values)
 
     def ticks_at(self, values: Sequence[tuple[float, str]]) -> tuple[Tick, ...]:
-        """Return the places of given values on a horizontal scale, the largest first. A value that would touch its
-        neighbour is left out."""
+        """Return places of given values on a horizontal scale, the largest first, without labels that would touch."""
         kept: list[Tick] = []
         limit = math.inf
         for value, label in sorted(values, reverse=True):

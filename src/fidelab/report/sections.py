@@ -115,8 +115,7 @@ def arm_id(role: str, number: int = 0) -> str:
 
 
 def arms_of(report: Report) -> list[tuple[ReportArm, ArmRecord]]:
-    """Return reference, controls and candidates. A reference that shares its name with a candidate is prefixed with its
-    role."""
+    """Return reference, controls and candidates. A reference named like a candidate is prefixed with its role."""
     names = [one_line(arm.name) for arm in report.candidates]
     first = one_line(report.reference.name)
     arms = [(ReportArm(f"reference {first}" if first in names else first, "reference"), report.reference)]

@@ -35,7 +35,6 @@ class Performance:
     """Speed and memory: the headline metrics of each bench, one row per arm, with ratios to the reference.
 
     ``note``: hint on reading the figures; ``measured``: the names of the benches, as words.
-
     """
 
     columns: tuple[str, ...]
@@ -65,11 +64,9 @@ def contexts_of(report: Report) -> TextTable | None:
 
 
 def groups_of(report: Report, coordinate: str) -> TextTable | None:
-    """Return kind of text (``domain``) or of token (``structure``) × arm, with mean KL, its interval, and changed
-    tokens.
+    """Return kind of text (``domain``) or token (``structure``) × arm: mean KL, its interval, and changed tokens.
 
     ``None`` if the text has no kinds. The last row names the kind on which an arm loses most.
-
     """
     klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
@@ -106,8 +103,7 @@ def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
 
 
 def ways_of(report: Report) -> TextTable | None:
-    """Return serving mode × arm, with the mean KL from the arm's own cold prefill and the position of divergence, or
-    ``None``."""
+    """Return serving mode × arm: mean KL from the arm's own cold prefill, and the position of divergence."""
     found = [(one_line(arm.name), axis) for arm in _compared(report) for axis in arm.axes.values() if _ways(axis)]
     if not found:
         return None
@@ -166,8 +162,8 @@ def _text_at(kld: Measurement, n_ctx: int) -> str:
 def other_tests_table(report: Report) -> TextTable | None:
     """Return the reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
-    An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such
-    axes.  The last column is the composite, if all its axes were measured or its bands were requested.
+    An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such axes.  The
+    last column is the composite, if all its axes were measured or its bands were requested.
     """
     arms = _compared(report)
     columns: dict[str, list[str]] = {}
@@ -196,7 +192,7 @@ def other_tests_table(report: Report) -> TextTable | None:
 
 
 def speculation_of(report: Report) -> TextTable | None:
-    """Return arm × tokens per verification and accepted share of drafts, on greedy text; ``None`` if no arm speculated."""
+    """Return arm × tokens per verification and accepted drafts, on greedy text; ``None`` if no arm speculated."""
     rows: list[tuple[str, ...]] = []
     for arm in (*([report.control] if report.control else []), *report.candidates):
         found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
@@ -216,7 +212,7 @@ def remarks_of(report: Report) -> tuple[str, ...]:
 
 
 def engine_remarks_of(report: Report) -> tuple[str, ...]:
-    """Return the remarks of engines on how their arms ran, a sentence each, after the remark on a borrowed reference."""
+    """Return remarks of engines on how their arms ran, a sentence each, after the remark on a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
     return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))

@@ -108,8 +108,8 @@ def tables_of(
 ) -> Iterator[TextTable]:
     """Return tables of arm × cell with metrics, one for each set of coordinates.
 
-    ``base``: the reference's measurement, to which ratios refer.  ``notes`` takes the footnotes.
-    Empty columns are left out; a coordinate that is the same in all rows is part of the title.
+    ``base``: the reference's measurement, to which ratios refer.  ``notes`` takes the footnotes. Empty columns are left
+    out; a coordinate that is the same in all rows is part of the title.
     """
     rows = [
         _Row(arm, measurement, None if measurement is base else base, at)
@@ -247,8 +247,7 @@ def runtime_table(arms: Iterable[ArmRecord]) -> TextTable:
 
 
 def observed_of(arm: ArmRecord) -> str:
-    """Return the coverage of the proof of engagement: ``30 of 30 layers, 6 of 32 prefills``; empty if it counted
-    nothing."""
+    """Return the coverage of the proof of engagement: ``30 of 30 layers, 6 of 32 prefills``; empty without counts."""
     counts = (arm.ran.observed or {}) if arm.ran else {}
     return ", ".join(
         f"{counts[name][0]:,} of {counts[name][1]:,} {word}"

@@ -54,7 +54,6 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
 
     ``details``: print everything that was measured, not only the answer. Reports that contain only benches are always
     printed whole.
-
     """
     view = build_view(report)
     line = partial(print_line, console)

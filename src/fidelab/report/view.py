@@ -1,8 +1,6 @@
 """Report → plain rows.
 
-Text and HTML lay out the same :class:`View`, which holds finished strings and the few raw numbers that a chart
-needs.
-
+Text and HTML lay out the same :class:`View`, which holds finished strings and the few raw numbers that a chart needs.
 """
 
 from __future__ import annotations

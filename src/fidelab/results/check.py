@@ -40,7 +40,7 @@ _MAX_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a prac
 
 
 def _limit(value: Any) -> Any:
-    """Return a percentage as its text, which :meth:`Rule.limits` reads by the metric's unit; anything else as a number."""
+    """Return a percentage as text, for :meth:`Rule.limits` to read by the metric's unit; anything else as a number."""
     if isinstance(value, bool):
         raise ValueError("write a number, or a percentage such as 97%")
     if isinstance(value, str):
@@ -248,7 +248,6 @@ def _check_metric(rule: Rule, report: Report, groups: Collection[str]) -> None:
     """Refuse a metric that no report could have. The message names the nearest one.
 
     A group that the report lacks may be measured by another run. For a group that it has, all keys are known.
-
     """
     keys: dict[str, set[str]] = {COMPOSITE: {"value"}, CACHE: {"bytes_per_token"}}
     for arm in (report.reference, *report.candidates):

@@ -119,8 +119,7 @@ def environment_differences(baseline: Report, now: Report) -> Iterator[Differenc
 
 
 def same_environment(baseline: Report, now: Report) -> bool:
-    """Whether both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels,
-    variables."""
+    """Whether both ran with the same machine, packages, kernels and variables, as far as the reports state them."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
         for difference in environment_differences(baseline, now)

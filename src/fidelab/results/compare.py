@@ -6,8 +6,8 @@ Costs are compared: for rates the time that the work takes, for scores their dro
 
 - *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
 - *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
-but two reports do not hold the pairs. The interval is therefore too wide rather than too narrow; ``compare --only
-score`` on both
+but two reports do not hold the pairs. The interval is therefore too wide rather than too narrow;
+``compare --only score`` on both
   sides' captures pairs them.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
 - a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
@@ -16,7 +16,6 @@ score`` on both
   than ten values lie beyond, prove no change at all.
 
 A metric is unchanged if it is the same on both sides to the last digit, interval and repeats included.
-
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class FlipRecord(Record):
 
     @classmethod
     def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
-        """Build the record from right answers of both sides, 1 if that side is right, else 0, and clusters; [n] each."""
+        """Build the record from answers of both sides (1 if right, else 0) and clusters, [n] each."""
         interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
         return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 

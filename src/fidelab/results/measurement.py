@@ -3,8 +3,7 @@
 A :class:`Definition` describes a metric where it is defined: its key, name and unit, which side is better, and how
 several values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench
 found on one arm.  Tables, charts, data frames, ``check``, baselines and sample sizes read these and know no axis and no
-bench by
-name: those of a third party are treated like built-in ones.
+bench by name: those of a third party are treated like built-in ones.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ def format_range(interval: tuple[float, float] | None) -> str:
     """Format an interval of scores as ``65–100``; it is lopsided near its ends, and an absent one is ``–``.
 
     A narrow interval has a decimal: ``99.5–99.9`` must not read ``100–100``.
-
     """
     if interval is None:
         return ABSENT
@@ -155,8 +154,7 @@ def format_figure(value: float | None, unit: str, *, signed: bool = False, mib: 
 
 
 def format_interval(interval: tuple[float, float | None] | None, unit: str, *, mib: bool = False) -> str:
-    """Format an interval by the unit: ``low–high``, ``low to high`` for ends with signs, ``–`` if absent, ``∞`` without
-    limit."""
+    """Format an interval by the unit: ``low–high``, ``low to high`` with signs, ``–`` if absent, ``∞`` if unlimited."""
     if interval is None:
         return ABSENT
     low, high = interval

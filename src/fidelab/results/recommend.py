@@ -1,5 +1,4 @@
-"""Recommend a candidate from a report, with its certainty and the command that enables it.  See
-docs/metrics.md#recommendation.
+"""Recommend a candidate from a report, and say how sure that is. See docs/metrics.md#recommendation.
 
 Everything follows from the record, so the answer to other limits needs no captures: paired differences and resamples
 are computed from each candidate's sums by document.
@@ -52,8 +51,7 @@ Bools = NDArray[np.bool_]
 
 
 def bytes_in_16_bits(arm: ArmRecord) -> float | None:
-    """Return an arm's cache bytes per token if both sides had 16 bits; ``None`` for formats with neither 16 nor 32
-    bits."""
+    """Return an arm's bytes per token with 16 bits on both sides; ``None`` for formats with neither 16 nor 32 bits."""
     ran = arm.ran
     if ran is None or not ran.cache_bytes_per_token:
         return None
@@ -273,8 +271,7 @@ class _Field:
 
     @cached_property
     def _weights(self) -> tuple[list[int], Floats]:
-        """Return the documents, and how often each is drawn ``[1 + R, documents]``; once in the first row, which is the
-        data."""
+        """Return the documents, and how often each is drawn ``[1 + R, documents]``; once in the data, the first row."""
         numbers = sorted({n for arm in self.arms for sums in arm.documents for n in sums.documents})
         drawn = (
             resample_weights(len(numbers), _RESAMPLES, self.seed) if len(numbers) > 1 else np.empty((0, len(numbers)))
@@ -554,12 +551,10 @@ def _struck(field: _Field) -> Iterator[Dominance]:
 
 
 def stability(best: NDArray[np.intp]) -> tuple[float | None, int | None]:
-    """Return the share of resamples with the choice of the data, and the second most frequent choice if that share is
-    small.
+    """Return the share of resamples that agree with the data, and the second choice if that share is small.
 
     ``best`` [1 + R]: numbers of the chosen candidates, -1 for none, with the choice of the data first; ``None`` without
     resamples.
-
     """
     if len(best) == 1:
         return None, None

@@ -145,7 +145,6 @@ class Study(Document):
         """Basis of the figures: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
 
         Empty if rows rest on different windows.
-
         """
         if self.windows is None:
             return ""
@@ -161,7 +160,6 @@ class Study(Document):
         """Return a line for each row and each compared arm that failed.
 
         A row that is not supported or not measurable is a finding, not a fault.
-
         """
         arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
         rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]

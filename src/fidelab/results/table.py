@@ -50,7 +50,6 @@ class MetricTable:
     """All metrics of a report that have a value and can be compared.
 
     ``reasons``: reason why a place has no metric, by the leading parts of its key.
-
     """
 
     metrics: dict[Key, Metric] = field(default_factory=dict)
