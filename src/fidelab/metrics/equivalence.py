@@ -265,7 +265,7 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
 
 
 def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
-    """Return the confirmed arms of a fixed sequence. Each arm comes with whether it holds and whether it has failed.
+    """Return the confirmed arms of a fixed sequence. Each item is an arm, whether it holds, and whether it has failed.
 
     An arm that holds at :data:`ALPHA` is confirmed.  One that has failed, or is shown to lose the margin, is passed
     over: it can only be left out.  Any other arm ends the sequence.  So no arm changes the level of another one.

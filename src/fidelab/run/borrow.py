@@ -17,7 +17,7 @@ HUB = "hf://"
 
 
 def split_place(place: str) -> tuple[str, str | None]:
-    """Repository and revision of ``hf://owner/name[@revision]``.
+    """Split ``hf://owner/name[@revision]`` into repository and revision.
 
     Raises:
         UsageError: If it does not have this form.
@@ -29,9 +29,9 @@ def split_place(place: str) -> tuple[str, str | None]:
 
 
 def find_pack(place: str, *, whole: bool = True) -> Pack:
-    """The pack in a folder or on the hub; not ``whole``: of one on the hub its manifest alone is fetched.
+    """Find the pack in a folder or on the hub. Without ``whole``, only the manifest is fetched from the hub.
 
-    Where the hub cannot be reached, a pack that was fetched before is taken.
+    If the hub cannot be reached, a pack that was fetched before is used.
 
     Raises:
         InputError, UnavailableError: If there is no pack, or the hub cannot be reached.
@@ -63,9 +63,9 @@ def find_pack(place: str, *, whole: bool = True) -> Pack:
 
 
 def find_for(model: Model, places: Sequence[str], note: Callable[[str], None]) -> str | None:
-    """The first of some places that has a pack of this checkpoint; ``None``: none has.
+    """Return the first place that has a pack of this checkpoint; ``None`` if none has.
 
-    A place is a pack, on the hub or in a folder, or a folder of packs.  What cannot be read or reached is noted.
+    A place is a pack, on the hub or in a folder, or a folder of packs. Places that cannot be read or reached are noted.
     """
     for place in places:
         for one in _inside(place):
@@ -86,7 +86,7 @@ def _inside(place: str) -> Iterator[str]:
 
 
 def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
-    """The experiment with a pack's settings, and the pack, checked; without ``reference_from`` as it was.
+    """Return the experiment with the settings of a checked pack, and the pack; unchanged without ``reference_from``.
 
     Raises:
         UsageError: If it needs the reference's engine, or an axis that the pack lacks.

@@ -1,9 +1,9 @@
 """The conductor: plan, run, score, store, report.  Read this first.
 
-A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
-runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
-first and the last step is on disk, so :func:`resume` continues a run that was stopped anywhere, and
-:func:`rescore` needs no engine at all.
+Steps of a run: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
+runs in a fresh process that writes captures; captures are scored into a report.  Everything between the first and the
+last step is on disk, so :func:`resume` continues a run that was stopped anywhere, and :func:`rescore` needs no engine
+at all.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from fidelab.workers.fork_server import ForkServers
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` continues it.
+    """Raised when Ctrl-C or SIGTERM stopped a run. No process is left; :func:`resume` continues ``folder``.
 
-    ``command``: the words before ``--resume FOLDER`` that do so.
+    ``command``: words of the command that continues it, before ``--resume FOLDER``.
     """
 
     def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
@@ -64,7 +64,7 @@ class Interrupted(KeyboardInterrupt):
 def execute(
     experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
 ) -> tuple[Report, RunFolder]:
-    """Run an experiment in a new run folder, which remembers ``replicate`` (see :func:`prepare`).
+    """Run an experiment in a new run folder, which records ``replicate`` (see :func:`prepare`).
 
     Raises:
         FidelabError: If the run cannot start. Later failures are in the report.
@@ -109,7 +109,7 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
 
 
 def first_replicate(folder: RunFolder) -> int:
-    """First number of this run's captures; 0 except in a repeat.
+    """Return the first number of this run's captures, which is 0 except in a repeat.
 
     Raises:
         InputError: If the settings file does not hold a number.
@@ -135,7 +135,7 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
 
 
 def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
-    """The scores of a run, computed again from its captures as :func:`rescore` does; nothing is written.
+    """Compute the scores of a run again from its captures, as :func:`rescore` does, without writing them.
 
     Raises:
         FidelabError: As :func:`rescore`.
@@ -162,7 +162,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
 
 
 def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
-    """Say where a run's saved outputs are looked for, and what to type where the run was moved without them."""
+    """Report where a run's saved outputs are looked for, and what to type if the run was moved without them."""
     store = capture.parents[1]
     made = Path(experiment.captures_dir or Path(experiment.output_dir) / "captures")
     moved = made.is_dir() and not store.exists()
@@ -197,8 +197,8 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
 def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
     """Make only the reference arm's captures, in ``captures_dir``; nothing is scored.
 
-    ``follow``: a folder with another arm's captures.  That arm is then the reference, and requests that depend on the
-    reference's answers are made from its answers.
+    ``follow``: a folder with another arm's captures. That arm is then the reference: requests that depend on the
+    reference's answers use its answers.
 
     Raises:
         CaptureError: If ``follow`` holds no capture.

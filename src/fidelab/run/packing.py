@@ -30,13 +30,13 @@ from fidelab.run.scoring import RunFacts
 
 
 def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> str:
-    """Pack a run's reference and publish it; returns where it lies.
+    """Pack a run's reference and publish it. Returns the place of the pack.
 
     A folder gets its name when the pack is complete, and a repository gets it in one commit.
 
     Args:
-        to: a folder that is not there yet, or ``hf://owner/name``.
-        other: a run on another machine with the same reference; how far the two are apart is part of the pack.
+        to: a folder that does not exist yet, or ``hf://owner/name``.
+        other: a run on another machine with the same reference; the difference of the two is part of the pack.
 
     Raises:
         UsageError: If the folder exists, or ``to`` is not a valid place.

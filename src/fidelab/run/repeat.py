@@ -1,7 +1,7 @@
-"""Whole runs of one experiment, several times (``runs: N``): every metric of the report has the values of all of them.
+"""Repeat whole runs of one experiment (``runs: N``). Every metric of the report has the values of all runs.
 
-The run folder holds a run folder per run, and the captures of all (or ``captures_dir`` does).  Run k counts its
-replicates from 100 k, so no two runs share a capture, and a run that was stopped finds its own again.
+The run folder holds a folder per run. It also holds the captures of all runs, unless ``captures_dir`` does.  Run k
+counts its replicates from 100 k, so no two runs share a capture, and a run that was stopped finds its own again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Watch = Callable[[int, int], Listener | None]
 
 
 def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[Report, RunFolder]:
-    """Run an experiment as often as it says.
+    """Run an experiment as often as it requests.
 
     Raises:
         FidelabError: If the run cannot start. Later failures are in the report.
@@ -56,7 +56,7 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
 
 
 def resume_all(run_dir: Path, *, watch: Watch, trust: Trust | None = None) -> tuple[Report, RunFolder]:
-    """Resume a stopped run, or stopped runs: finished ones are kept as they are, failed arms included.
+    """Resume one or several stopped runs. Finished runs are kept as they are, failed arms included.
 
     ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
@@ -130,7 +130,7 @@ def _begun(folder: Path, replicate: int) -> RunFolder | None:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """The first report, whose metrics of axes have the values of all runs as repeats, and flags that say the spread.
+    """Merge reports into the first. Its axis metrics get the values of all runs as repeats, and flags state the spread.
 
     Values, intervals and verdicts are those of the first run.  See docs/metrics.md#repeatability.
 

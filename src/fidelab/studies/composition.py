@@ -1,4 +1,4 @@
-"""True if quantization and speculation multiply, from four measured arms and their reports.
+"""Test whether the speed-ups of quantization and speculation multiply, from four measured arms and their reports.
 
 See docs/metrics.md#speculation.
 
@@ -67,7 +67,7 @@ class _Arm:
 
 
 def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
-    """Rows of the four arms, and their ratio, for each load that they share, in the order of the plain arm.
+    """Return rows of the four arms, and their ratio, for each load that they share, in the order of the plain arm.
 
     Args:
         where: ``plain``, ``quantized``, ``speculative`` and ``both`` → a run's folder or its ``report.json``; followed
