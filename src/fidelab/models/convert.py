@@ -1,7 +1,7 @@
 """GGUF → safetensors: the same weights, dequantized (to bfloat16 by default), for engines that do not read GGUF.
 
-llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more
-than KV formats do: the two are compared as two engines, never as one.
+llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more than KV
+formats do. The two are compared as two engines, never as one.
 
 One tensor at a time is read, dequantized, brought into Transformers' layout by Transformers' own rules, and written to
 its place in the file; the model itself exists only as shapes.  The most memory is taken by the largest tensor, as
@@ -42,7 +42,7 @@ Loader = Callable[[], "Tensor"]  # reads a parameter of the model
 
 
 def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """The folder ``target`` with the file's weights in ``dtype``, and config, tokenizer and template; made once.
+    """Write the file's weights in ``dtype``, config, tokenizer and template to the folder ``target``, once.
 
     ``text``: the folder with the file's tokenizer and template.
 
@@ -201,7 +201,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
 
 
 def dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
-    """The content of a tensor, read and dequantized some rows at a time: the package holds what it is given twice."""
+    """Read and dequantize a tensor some rows at a time, since the package holds its input twice."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(tensor.type)

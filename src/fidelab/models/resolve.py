@@ -1,4 +1,4 @@
-"""A model's name, as the user writes it → a :class:`Model` whose files lie on this machine."""
+"""Resolve a model's name, as the user writes it, to a :class:`Model` with its files on this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes of the weights in the 16 bits that a GGUF file is converted to."""
+        """Bytes of the weights in the 16-bit type to which a GGUF file is converted."""
         return 2 * self.parameters
 
     @property
@@ -69,7 +69,7 @@ class Model:
 
 
 def resolve(name: str) -> Model:
-    """The model called ``name``, fetched if need be; the weights of a GGUF file are not converted.
+    """Return the model called ``name``, fetched if needed. The weights of a GGUF file are not converted.
 
     ``name``: an embedded name, ``fake`` or ``fake:…``, a model folder, a ``.gguf`` file, or a hub id
     ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
@@ -99,7 +99,7 @@ def resolve(name: str) -> Model:
 
 
 def quantized_as(model: Model) -> str:
-    """The formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty for none."""
+    """Return the formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty if none."""
     if model.kind == "fake":
         return ""
     if model.kind == "gguf" and model.gguf is not None:
@@ -113,7 +113,7 @@ def quantized_as(model: Model) -> str:
 
 
 def with_weights(model: Model) -> Model:
-    """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
+    """Return the model in the form that Transformers, vLLM and SGLang load. Weights of a GGUF file are converted once.
 
     Raises:
         InputError: If Transformers cannot load the weights.
@@ -126,7 +126,7 @@ def with_weights(model: Model) -> Model:
 
 
 def check_conversion(model: Model) -> int:
-    """Bytes that :func:`with_weights` will write; 0 where the weights are here.
+    """Return the bytes that :func:`with_weights` will write; 0 if the weights exist.
 
     Raises:
         OutputError: If the disk has no room for them.
@@ -152,7 +152,7 @@ def pull(name: str) -> Model:
 
 
 def path(name: str, form: str = "hf") -> Path:
-    """Path of a model, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
+    """Return the path of a model, made if needed: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
         UsageError: If the form does not exist.

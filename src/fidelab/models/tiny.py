@@ -1,4 +1,4 @@
-"""A language model of random weights, as two files of the same numbers: small, and with room for long contexts.
+"""Make a small language model of random weights, as two files of the same numbers, with room for long contexts.
 
 Its text is meaningless.  It serves where meaning does not matter: exact counts, memory, long positions, and whether
 two engines compute the same.  Needs no network.

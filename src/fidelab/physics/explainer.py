@@ -73,11 +73,11 @@ KNOWN_MODELS = (
 
 
 def explainer(formats: Sequence[str], models: Sequence[Geometry] = ()) -> dict[str, Any]:
-    """Content of the page as plain data.
+    """Return the content of the page as plain data.
 
     Args:
-        formats: of the cache; ceilings are against the first, which every model can have.
-        models: shown before the known ones.
+        formats: cache formats; speed-ups are relative to the first, which every model can use.
+        models: models shown before the known ones.
 
     Raises:
         InputError: If the user's device table is wrong.

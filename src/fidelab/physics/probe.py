@@ -1,4 +1,4 @@
-"""This device's rates: copying and reading memory, multiplying matrices."""
+"""Measure this device's rates: copying and reading memory, multiplying matrices."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MIN_ROWS = 128
 
 @dataclass(frozen=True)
 class Probe:
-    """A device's name (empty for a CPU), and its row in the units of the table (GB, GB/s, TFLOP/s)."""
+    """Name of a device (empty for a CPU), and its row in the units of the table (GB, GB/s, TFLOP/s)."""
 
     name: str
     row: dict[str, Any]
 
 
 def probe_device(device: str, seconds: float) -> Probe:
-    """Measure for about ``seconds`` per rate; each is the median of its repeats.
+    """Measure each rate for about ``seconds``. A rate is the median of its repeats.
 
     Raises:
         UsageError: If torch does not know the device.

@@ -1,4 +1,4 @@
-"""The parent's side: spawn a worker, enforce the deadline, end its process group, wait until memory is back."""
+"""Parent's side of a worker: spawn it, enforce the deadline, end its process group, wait for its memory."""
 
 from __future__ import annotations
 
