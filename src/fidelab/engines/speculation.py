@@ -22,9 +22,9 @@ class Drafts:
     """Counts of speculative decoding.
 
     Attributes:
-        drafts: verifications of a draft: each gives the tokens that it accepts, and one more.
+        drafts: verifications of a draft; each gives the accepted tokens and one more.
         drafted: tokens proposed in them.
-        accepted: those that the model itself would have chosen.
+        accepted: tokens that the model itself would have chosen.
     """
 
     drafts: int = 0
@@ -39,12 +39,12 @@ class Drafts:
 
 
 def speculation_record(speculation: Speculation, counted: Drafts) -> dict[str, Any]:
-    """Plain data of ``speculation`` for the facts of an answer and the runtime info, without the folders of models."""
+    """Return ``speculation`` as plain data for facts and runtime info, without the folders of models."""
     return {**asdict(speculation), "draft": PurePath(speculation.draft).name, **asdict(counted)}
 
 
 def json_object(option: str, text: str) -> Mapping[str, Any]:
-    """An option's value that is a JSON object.
+    """Parse an option's value that is a JSON object.
 
     Raises:
         UsageError: If it is not valid.

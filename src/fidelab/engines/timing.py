@@ -18,7 +18,7 @@ TimingGroup = tuple[Tokens, ...]
 
 
 def groups(request: Timed) -> tuple[TimingGroup, ...]:
-    """The prompts that are answered together.
+    """Group the prompts that are answered together.
 
     Raises:
         EngineError: If the prompts of a group differ in length.
@@ -34,7 +34,7 @@ def groups(request: Timed) -> tuple[TimingGroup, ...]:
 
 
 def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Iterator[object]]) -> dict[str, Any]:
-    """Answer a Timed request, group by group; returns the facts.
+    """Answer a Timed request, group by group. Returns the facts.
 
     ``decode(group)`` prepares a fresh cache, which is not timed, and returns an iterator of 1 + n steps or more.
     Work on the first step begins when it is requested; each step is yielded when that token of all prompts of the

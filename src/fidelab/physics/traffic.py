@@ -105,7 +105,7 @@ class Model:
         return self.weight_bytes / self.tp + self.cache_bytes(kv, tokens, batch, capped=capped) + self.overhead_bytes
 
     def longest_context(self, kv: KVSpec, batch: int, memory: float, *, capped: bool = True) -> int | None:
-        """Return the tokens per sequence that fit into ``memory`` bytes per device; 0 if none fit, ``None``: no limit."""
+        """Return the tokens per sequence that fit into ``memory`` bytes per device; 0: none, ``None``: no limit."""
         return _largest(lambda tokens: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
 
     def largest_batch(self, kv: KVSpec, tokens: int, memory: float, *, capped: bool = True) -> int | None:

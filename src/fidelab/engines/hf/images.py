@@ -1,4 +1,4 @@
-"""Images through a model's own processor: its pixels, and the tokens that it puts in an image's place."""
+"""Read images through a model's own processor: its pixels, and the tokens that it puts in an image's place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def answer_images(model: HFModel, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:
-    """Answer a request, an item at a time; the facts name the processor and the tokens that its images took.
+    """Answer a request item by item. The facts name the processor and the number of image tokens.
 
     Raises:
         NotSupportedError: If the model takes no images, or Pillow is not installed.

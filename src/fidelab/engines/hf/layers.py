@@ -28,7 +28,7 @@ _Parts = dict[str, Tensor]  # "<layer>.q" and so on
 
 
 def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str, Any]:
-    """Answer the request window by window, in the compute type; returns the facts ``tokens`` and ``layers``.
+    """Answer the request window by window, in the compute type. Returns the facts ``tokens`` and ``layers``.
 
     Raises:
         NotSupportedError: If the layers are not found, or a layer does not pass its own queries, keys and values to
@@ -56,7 +56,7 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
 
 
 def jitter(layer: Any, seed: int) -> int:
-    """Flip the last bit of about one in a thousand weights of a layer, chosen by the seed; returns how many.
+    """Flip the last bit of about one in a thousand weights of a layer, chosen by the seed. Returns their number.
 
     Weights of every floating-point type of 16 bits and more count.
 

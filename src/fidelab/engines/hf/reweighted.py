@@ -45,9 +45,9 @@ class Reweighing:
         self._reusable: bool | None = None
 
     def answer(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
-        """Store the rows of each window; returns the facts ``tokens`` and ``from_layer``, below which none computed.
+        """Store the rows of each window. Returns the facts ``tokens`` and ``from_layer``, the lowest computed layer.
 
-        Of native keys and values also ``statistics``: see :meth:`_Rounded.statistics`.
+        With native keys and values the facts include ``statistics``, see :meth:`_Rounded.statistics`.
 
         Raises:
             UsageError: If a pattern names no weight, or a rule names no layer or head.

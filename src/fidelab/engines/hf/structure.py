@@ -13,7 +13,7 @@ from fidelab.engines.base import one_line
 
 
 def auto_class(config: Any) -> tuple[Any, Any]:
-    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
+    """Return the Transformers class that loads a decoder-only model of this config, and its table of models."""
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -34,7 +34,7 @@ def skeleton(path: str, *, trusted: bool = False) -> Any:
 
 
 def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
-    """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
+    """Return the decoder layers: the outermost list in the model's decoder that is as long as ``config`` says.
 
     Raises:
         NotSupportedError: If there is none.

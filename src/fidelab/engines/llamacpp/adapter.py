@@ -168,7 +168,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """llama.cpp computes keys and values in float32, and converts them to float16 for flash attention."""
+        """Return whether the formats are lossless: llama.cpp computes in float32, or float16 with flash attention."""
         formats = {arm.kv.k.name, arm.kv.v.name}
         return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
 

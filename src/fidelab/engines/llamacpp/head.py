@@ -96,11 +96,11 @@ class LlamaHead:
         self.check(inputs, live)
 
     def fields(self) -> dict[str, Any]:
-        """Fields of an answer that describe the head; the same arrays every time."""
+        """Return the fields of an answer that describe the head. The arrays are the same every time."""
         return {"head": self._arrays, "softcap": self._softcap, "scale": self._scale}
 
     def rounded(self, states: Floats) -> Floats:
-        """Rounded states [n, d] that the head is multiplied with; a row with a non-finite number becomes NaN."""
+        """Return rounded states [n, d] to multiply with the head. A row with a non-finite number becomes NaN."""
         inputs = self._round(np.ascontiguousarray(states))
         inputs[~np.isfinite(states).all(axis=-1)] = np.nan
         return inputs

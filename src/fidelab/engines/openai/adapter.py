@@ -111,7 +111,7 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        """The version of this client; the server's own is known once the arm is opened."""
+        """Return the version of this client. The server's version is known once the arm is opened."""
         return {"openai": "1"}
 
     @classmethod
@@ -176,7 +176,7 @@ class OpenAIEngine(Engine):
             raise Refused(f"{self._client.root} answers in another form than its API has ({what})") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
+        """Return token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
         common = {"model": self._server.model, "add_special_tokens": False}
         forms: dict[str, dict[str, Any]] = {
             "/tokenize": common | {"prompt": text, "content": text, "add_special": False},

@@ -40,7 +40,7 @@ class ImageChats:
         self.returns = "ids"
 
     def complete(self, request: ImageGenerate, index: int) -> Completed:
-        """A greedy answer.
+        """Return a greedy answer.
 
         Raises:
             Refused: If the server gives no answer.
@@ -63,7 +63,7 @@ class ImageChats:
         return Completed(ids, self._tops(choice, ids) if request.rows else None, number(usage, "prompt_tokens"))
 
     def score(self, request: ImageForced, index: int) -> list[Top]:
-        """Reported distribution before each given token.
+        """Return the reported distribution before each given token.
 
         Raises:
             UnscoredError: If the server reports no log-probabilities for prompts.

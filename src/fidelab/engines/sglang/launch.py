@@ -125,7 +125,7 @@ _SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; witho
 
 
 def kv_choices() -> list[str]:
-    """The choices of SGLang's own ``--kv-cache-dtype``.
+    """Return the choices of SGLang's own ``--kv-cache-dtype``.
 
     Raises:
         EngineError: If SGLang cannot be imported here, or has no such list.
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """Speculation requested by ``speculative-algorithm``.
+    """Return the speculation requested by ``speculative-algorithm``.
 
     Raises:
         UsageError: If the algorithm is unknown, lacks its model, or another option of speculation is set without it.
@@ -186,7 +186,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
 
 
 def drafts_on_cpu(options: Mapping[str, str]) -> Support:
-    """Whether SGLang can speculate on this machine's CPU."""
+    """Return whether SGLang can speculate on this machine's CPU."""
     if speculation_of(options) is None or _has_operators():
         return Support(True)
     return Support(False, "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here")
@@ -211,7 +211,7 @@ def _has_operators() -> bool:
 
 
 def k16v8_cannot(arm: Arm) -> str:
-    """Features that k16v8's plug-in lacks for this arm; SGLang refuses unsupported models when it starts."""
+    """Return the features that k16v8's plug-in lacks for this arm. SGLang refuses unsupported models when it starts."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.sglang.plugin import PAGES, refusal
@@ -232,7 +232,7 @@ def k16v8_cannot(arm: Arm) -> str:
 
 
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``; options override fidelab's defaults.  ``serving``: with a prefix cache."""
+    """Return the arguments of ``sglang.Engine``; options override defaults.  ``serving``: with a prefix cache."""
     options = dict(arm.options)
     ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
     drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
@@ -277,7 +277,7 @@ def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """Serve command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
+    """Return the command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
     own, options = _defaults(arm, serving=True), dict(arm.options)
     words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
     words += ["--dtype", arm.dtype]
@@ -304,7 +304,7 @@ def serve_variables(arm: Arm) -> dict[str, str]:
 
 
 def context(arm: Arm) -> int:
-    """Maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
+    """Return the maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
 
     Raises:
         EngineError: If SGLang cannot read the model's configuration.
@@ -320,7 +320,7 @@ def context(arm: Arm) -> int:
 
 
 def prepare(arm: Arm, ranks: int) -> None:
-    """Environment of the schedulers: threads, cores, no hub."""
+    """Set the environment of the schedulers: threads, cores, no hub."""
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(_LONGER, "1")

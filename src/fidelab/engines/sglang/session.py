@@ -129,7 +129,7 @@ class SGLangSession:
         return engine
 
     def describe(self) -> tuple[dict[str, Any], Response]:
-        """Run two tokens; returns the plug-in's description of model and cache, and the response."""
+        """Run two tokens. Returns the plug-in's description of model and cache, and the response."""
         response = self._send([SGLangRequest((0, 1), first=1, live=1, about=True)])
         path = self._folder / "about.json"
         if not path.exists():
@@ -144,7 +144,7 @@ class SGLangSession:
         return about, self._collect(*response)[0] if self._width else Response([], None, None, None)
 
     def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
-        """Weight [V, d] and perhaps bias [V] without padding; the files are removed."""
+        """Return the weight [V, d] and perhaps bias [V] without padding. The files are removed."""
         arrays: dict[str, Array] = {}
         dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
         for part, shape in (("weight", (rows, width)), ("bias", (rows,))):

@@ -345,7 +345,7 @@ class VLLMModel:
 
     @contextmanager
     def pool(self, tokens: int) -> Iterator[None]:
-        """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
+        """Reduce the free cache to the most recently freed blocks, as many as ``tokens`` tokens need."""
         if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
             raise NotSupportedError(
                 "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
@@ -372,7 +372,7 @@ class VLLMModel:
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, key: str, n: int) -> Mapping[str, Array]:
-        """The captured rows of a finished request; the replay is checked if it was a sentinel.
+        """Return the captured rows of a finished request. The replay is checked if the request was a sentinel.
 
         Raises:
             EngineError: If there are fewer than ``n`` rows, or the replay does not match the live logits.
@@ -412,7 +412,7 @@ class VLLMModel:
         return int(self.config.model_config.get_total_num_hidden_layers())
 
     def nan_at(self, key: str) -> int | None:
-        """The first generated token of a finished request whose logits held NaN."""
+        """Return the index of the first generated token of a finished request whose logits held NaN."""
         text = self._take(key, "nan")
         return int(text) if text else None
 
@@ -443,7 +443,7 @@ class VLLMModel:
     # ------------------------------------------------------------------------------------------- others
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens."""
+        """Return token ids without special tokens."""
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
     def cache(self) -> list[dict[str, Any]]:
