@@ -1,4 +1,4 @@
-"""A whole bench: bandwidth, cells, models; its record, written after every result."""
+"""Run a whole bench: bandwidth, cells, models. Its record is written after every result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bench_kernels(
     *,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure the cells that goals are about, then all others; the record lies at ``path`` throughout.
+    """Measure the cells that goals refer to, then all others. The record is at ``path`` throughout.
 
     ``resume``: continue the record at ``path``; its results are not measured again.
 
@@ -87,7 +87,7 @@ def _new(device: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A record of before.
+    """Load an earlier record.
 
     Raises:
         InputError: If ``path`` holds no record.

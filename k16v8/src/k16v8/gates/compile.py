@@ -1,9 +1,9 @@
-"""Compiling the Triton kernels for processors that are not here: "compiled, never run".
+"""Compile the Triton kernels for processors that this machine does not have: "compiled, never run".
 
-Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  What is checked is that
-every kernel compiles in the configuration that would be launched, and that its shared memory fits the target.  What
-the compiled code says about speed is recorded: registers and what did not fit them, the width of loads, which
-matrix instructions, how many tiles are loaded ahead.  It is evidence, no measurement.
+Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  The check is that every kernel
+compiles in the configuration that would be launched, and that its shared memory fits the target. Facts of the compiled
+code about speed are recorded: registers and what did not fit them, the width of loads, the matrix instructions, and how
+many tiles are loaded ahead. They are evidence, not measurements.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
-    """The cache in itself.
+    """Check the cache itself.
 
     Raises:
         UsageError: If a tensor of the cache does not match its format or the shapes of the others.

@@ -74,7 +74,7 @@ def gather_kernel(
 
 
 def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """As :func:`k16v8.kernels.prefill.gather`; no host sync, no allocation.
+    """Gather as :func:`k16v8.kernels.prefill.gather` does, without host sync or allocation.
 
     Raises:
         UsageError: If 8-bit codes are not at even addresses.

@@ -7,7 +7,7 @@ query's output are joined by their log-sum-exps:
 
     lse = log(exp(lse_a) + exp(lse_b))      out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-Which way a batch takes is one function without side effects, :func:`prefill_route`.
+The route of a batch is chosen by a function without side effects, :func:`prefill_route`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Piece:
 
 
 def capacity(cache: PagedCache, size: int = WORKSPACE) -> int:
-    """Tokens that a workspace of ``size`` bytes holds."""
+    """Return the number of tokens that a workspace of ``size`` bytes holds."""
     return size // (2 * cache.kv_heads * (cache.head_dim + cache.v_dim))
 
 
@@ -291,7 +291,7 @@ def prefill(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`k16v8.kernels.torch_path.extend`, by way of a workspace.
+    """Extend as :func:`k16v8.kernels.torch_path.extend` does, through a workspace.
 
     ``workspace``: uint8, whose size says how many tokens a chunk has.  Keys and values lie in it in the type of
     queries: keys as they are, values with their scales.
@@ -361,7 +361,7 @@ def _joined(out: Tensor, lse: Tensor, more: Tensor, log: Tensor) -> tuple[Tensor
 
 
 def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Tokens of a cache as numbers, in torch; as :func:`k16v8.kernels.gather.gather`."""
+    """Gather tokens of a cache as numbers, in torch; as :func:`k16v8.kernels.gather.gather`."""
     block, place = slots // cache.page, slots % cache.page
     for codes, name, scale, found in (
         (cache.k_cache, cache.k_format, cache.k_scale, keys),

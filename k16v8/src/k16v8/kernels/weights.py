@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights as AWQ and GPTQ checkpoints hold them, and what multiplying with them means.
+"""Linear layers with 4-bit weights as AWQ and GPTQ checkpoints hold them, and the definition of their products.
 
 A weight of ``K`` inputs and ``N`` outputs is ``w[k, n] = (code[k, n] - zero[g, n]) * scale[g, n]`` with
 ``g = k // group``, and ``y = x @ w``.  Eight codes share a 32-bit word:
@@ -69,7 +69,7 @@ class QuantizedWeight:
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> QuantizedWeight:
-    """The tensors of an AWQ module (``version: gemm``); ``group``: -1 for one group over all inputs.
+    """Build a weight from an AWQ module's tensors (``version: gemm``); ``group``: -1 for one group over all inputs.
 
     Raises:
         UsageError: If types, shapes or strides are not those of an AWQ module.
@@ -149,7 +149,7 @@ def _kind(tensor: Tensor) -> str:
 def pack(
     layout: Layout, values: Tensor, zeros: Tensor, scales: Tensor, group: int, g_idx: Tensor | None = None
 ) -> QuantizedWeight:
-    """A weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
+    """Pack a weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
 
     Raises:
         UsageError: See :func:`awq` and :func:`gptq`.

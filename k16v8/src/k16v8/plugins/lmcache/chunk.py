@@ -192,7 +192,7 @@ class ChunkSpec:
         return fields + CRC.pack(zlib.crc32(fields))
 
     def check(self, header: bytes) -> None:
-        """Compare a header that begins with the magic.
+        """Check a header that begins with the magic.
 
         Raises:
             VersionError, CorruptError, FingerprintError: If it is of another version, damaged, or of another chunk.
@@ -219,7 +219,7 @@ class ChunkSpec:
             raise ChunkKeyError("the chunk is of other tokens: its key is not the one that was asked for")
 
     def canonical(self, kv: Tensor) -> Tensor:
-        """A view of the tensor as ``[2, L, T, H, D]``.
+        """Return a view of the tensor as ``[2, L, T, H, D]``.
 
         Raises:
             ShapeError, DtypeError: If it is not of this shape or type.

@@ -43,7 +43,7 @@ _BLOCK = 1 << 16  # values converted at a time: with their float32 they take 384
 
 
 def encode(kv: Tensor, spec: ChunkSpec) -> Iterator[memoryview]:
-    """The chunk in pieces of at most one frame, :meth:`ChunkSpec.encoded_bytes` in all.
+    """Yield the chunk in pieces of at most one frame, :meth:`ChunkSpec.encoded_bytes` in all.
 
     Raises:
         ShapeError, DtypeError: If ``kv`` does not match ``spec``. Raised at once.
@@ -53,7 +53,7 @@ def encode(kv: Tensor, spec: ChunkSpec) -> Iterator[memoryview]:
 
 
 def encode_into(kv: Tensor, spec: ChunkSpec, out: Bytes) -> int:
-    """The chunk into the front of ``out``, without a copy between; returns its bytes.
+    """Encode the chunk into the front of ``out``, without a copy in between. Returns its bytes.
 
     Raises:
         ShapeError, DtypeError: If ``kv`` does not match ``spec``.
@@ -129,7 +129,7 @@ def _scales(block: Tensor, numbers: Tensor) -> Tensor:
 def decode(
     stream: Buffer | Iterable[Buffer], spec: ChunkSpec, out: Tensor | None = None, *, verified: bool = False
 ) -> Tensor:
-    """The chunk, from bytes or from pieces of them of any lengths, in a new tensor or in ``out``.
+    """Decode a chunk, from bytes or from pieces of any lengths, into a new tensor or ``out``.
 
     ``out`` holds nothing of use after an error; where that matters, :func:`verify` first and say that these bytes are
     ``verified``: their frames' checksums are not computed again.
@@ -149,7 +149,7 @@ def decode(
 
 
 def verify(stream: Buffer | Iterable[Buffer], spec: ChunkSpec) -> None:
-    """Read everything, decode nothing.
+    """Read and check everything, without decoding.
 
     Raises:
         ChunkError: If the bytes are not this chunk.

@@ -1,4 +1,4 @@
-"""Attention of Transformers through our kernels: ``attn_implementation="k16v8"``.
+"""Attention of Transformers through k16v8's kernels: ``attn_implementation="k16v8"``.
 
 The cache hands the model's attention the new keys and values as :class:`Handed`, tensors with which nothing can be
 computed.  The attention registered here knows them, writes what they stand for and attends to the whole cache.  A
@@ -22,7 +22,7 @@ _NOT_DONE = ("position_bias", "sinks", "head_mask", "alibi", "indices")  # what 
 
 
 class Layer(Protocol):
-    """Layer that a handed tensor leads to."""
+    """Layer to which a handed tensor refers."""
 
     window: int
 
@@ -55,7 +55,7 @@ _LOOKS = {
 
 
 def hand(x: Tensor, layer: Layer) -> Handed:
-    """``x`` as what attention gets of ``layer``."""
+    """Wrap ``x`` for attention as keys or values of ``layer``."""
     handed = x.as_subclass(Handed)
     handed.layer = layer
     return handed

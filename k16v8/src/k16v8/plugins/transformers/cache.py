@@ -249,12 +249,12 @@ class PagedKVCache(DynamicCache):
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Some layers carry state across tokens that left padding would enter."""
+        """Whether some layers carry state across tokens that left padding would enter."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @property
     def has_sliding_layers(self) -> bool:
-        """Some layers see only the last positions."""
+        """Whether some layers see only the last positions."""
         return any(layer.window for layer in self.paged)
 
     def keep_first(self, tokens: int) -> None:
@@ -337,7 +337,7 @@ def _bytes(held: PagedCache) -> int:
 
 
 def bytes_per_place(held: PagedCache) -> float:
-    """Bytes of the memory of keys, values and scales for each place that a token can take."""
+    """Return the bytes of keys, values and scales for each place that a token can take."""
     return _bytes(held) / (held.k_cache.shape[0] * held.page)
 
 

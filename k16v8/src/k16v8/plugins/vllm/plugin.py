@@ -73,7 +73,7 @@ _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
 
 
 def refusal() -> str:
-    """Reason why the installed vLLM cannot run it; empty if it can."""
+    """Return the reason why the installed vLLM cannot run it; empty if it can."""
     return VLLM.refusal()
 
 
