@@ -400,7 +400,8 @@ class Report(Document):
         return self
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a data frame with one row per arm: reference, control, candidates, floor.
+        """Return one row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the
+        columns.
 
         Raises:
             UsageError: If pandas is not installed.

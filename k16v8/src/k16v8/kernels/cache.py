@@ -171,8 +171,7 @@ def scaling_of(scale: Tensor | None) -> Scaling:
 
 
 def dequantize(cache: PagedCache, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return ``code * scale`` of the whole store in ``dtype``: keys ``[blocks, page, kv_heads, D]``, values
-    ``[…, Dv]``."""
+    """Return ``code * scale`` of the store in ``dtype``: keys ``[blocks, page, kv_heads, D]``, values ``[…, Dv]``."""
     return (
         _values(cache.k_cache, cache.k_format, cache.k_scale, dtype),
         _values(cache.v_cache, cache.v_format, cache.v_scale, dtype),

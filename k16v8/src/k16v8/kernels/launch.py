@@ -30,7 +30,7 @@ class Target:
     multiprocessors: int = 1
 
     def native(self, name: str) -> str:
-        """Return the processor's conversion of this FP8 format: ``ptx``, ``cast``; empty if kernels convert the bits."""
+        """Return the processor's conversion of this FP8 format, ``ptx`` or ``cast``; empty if kernels convert bits."""
         if self.backend == "cuda":
             return "ptx" if name == "fp8_e4m3" and int(self.arch) >= 89 else ""
         return "cast" if self.backend == "hip" and name == _HIP_FP8.get(str(self.arch)) else ""
