@@ -400,8 +400,7 @@ class Report(Document):
         return self
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return one row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the
-        columns.
+        """Return one row per arm, reference, control and floor included.  Columns: :mod:`fidelab.results.table`.
 
         Raises:
             UsageError: If pandas is not installed.
