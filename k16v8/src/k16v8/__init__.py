@@ -27,7 +27,7 @@ _LAZY_MODULES = {"K16V8Cache": "cache", "register_attention": "attention"}
 
 
 def __getattr__(name: str) -> Any:
-    """Torch and Transformers are imported by those who ask for a name, not by ``import k16v8``."""
+    """Import Torch and Transformers when a name is first used, not on ``import k16v8``."""
     if name not in _LAZY_MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"k16v8.plugins.transformers.{_LAZY_MODULES[name]}"), name)

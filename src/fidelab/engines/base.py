@@ -30,14 +30,14 @@ IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
 
 @dataclass(frozen=True)
 class Support:
-    """Whether an engine can run an arm, and why not."""
+    """Whether an engine can run an arm, and the reason if it cannot."""
 
     ok: bool
     reason: str = ""
 
 
 def read_back_proof(matches: float | None, least: float, received: str) -> dict[str, str]:
-    """``proof`` of an engine whose cache is read back.
+    """Return the ``proof`` of an engine whose cache is read back.
 
     Args:
         matches: share of the numbers that are in the cache as they were written; ``None`` if it cannot be read.
@@ -98,13 +98,13 @@ class Sink(Protocol):
     """Destination of streamed answers."""
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
-        """One item's arrays: ``hidden`` [rows, d] or ``logprobs`` [rows, V] float16; ``ids`` [n] for Generate."""
+        """Add one item's arrays: ``hidden`` [rows, d] or ``logprobs`` [rows, V] float16; ``ids`` [n] for Generate."""
 
     def fail(self, item: int, reason: str) -> None:
-        """An item that could not be answered, or whose answer is unusable."""
+        """Record an item that could not be answered, or whose answer is unusable."""
 
     def progress(self, tokens: int, decoded: int = 0) -> None:
-        """Tokens processed since the last call, and the number of these decoded or fed one by one."""
+        """Report the tokens processed since the last call, and how many of them were decoded or fed one by one."""
 
 
 def add_sequence(
@@ -112,7 +112,8 @@ def add_sequence(
 ) -> None:
     """Store the generated or given ids of one item with their rows; mark an item without ids as failed.
 
-    ``failed``: why the sequence is unusable, or empty; an empty one without a reason is an empty output.
+    ``failed``: reason why the sequence is unusable, or empty. A sequence without ids and without a reason is an empty
+    output.
     """
     sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **(rows or {})})
     if failed or not ids:
@@ -120,13 +121,13 @@ def add_sequence(
 
 
 def one_line(error: Exception, limit: int = 200) -> str:
-    """Exception of another package: its type and at most ``limit`` characters.  The log has the rest."""
+    """Describe an exception of another package by its type and at most ``limit`` characters.  The log has the rest."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"
 
 
 def device_name(device: str) -> str:
-    """The name of a torch device for the record: the GPU's, or ``cpu`` with the machine's architecture."""
+    """Return the name of a torch device for the record: the GPU's, or ``cpu`` with the machine's architecture."""
     if not device.startswith("cuda"):
         return f"cpu ({platform.machine()})"
     import torch
@@ -135,12 +136,12 @@ def device_name(device: str) -> str:
 
 
 def dtype_name(dtype: Any) -> str:
-    """The name of a torch type: ``bfloat16``."""
+    """Return the name of a torch type: ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def raw_bytes(tensor: Any) -> memoryview:
-    """The bytes of a torch tensor, off the device; a tensor on the CPU is not copied."""
+    """Return the bytes of a torch tensor, off the device. A tensor on the CPU is not copied."""
     import torch
 
     return memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
@@ -166,7 +167,7 @@ def _lossless(name: str, dtype: str) -> bool | None:
 
 
 class Engine(ABC):
-    """One engine adapter.
+    """Adapter of one engine.
 
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
     docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
@@ -198,9 +199,9 @@ class Engine(ABC):
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
-        """Options of an attention kernel that reads the arm's cache with queries in the model's own type.
+        """Return options of an attention kernel that reads the arm's cache with queries in the model's own type.
 
-        Empty where the engine's kernels quantize no queries, or none is known that does not.
+        The options are empty if the engine's kernels do not quantize queries, or if all known kernels do.
         """
         return {}
 
@@ -224,82 +225,82 @@ class Engine(ABC):
     @classmethod
     @abstractmethod
     def versions(cls) -> dict[str, str]:
-        """Versions of the engine and of its compute libraries, without importing them."""
+        """Return the versions of the engine and of its compute libraries, without importing them."""
 
     @classmethod
     @abstractmethod
     def kv_names(cls) -> Sequence[str]:
-        """The KV format names this engine has, verbatim."""
+        """Return the KV format names of this engine, verbatim."""
 
     @classmethod
     @abstractmethod
     def supports(cls, arm: Arm) -> Support:
-        """Whether this arm can run here; cheap, before anything loads."""
+        """Return whether this arm can run here. The check is cheap and runs before anything loads."""
 
     @classmethod  # noqa: B027  (formats without options need no check)
     def check_kv(cls, kv: KVSpec) -> None:
         """Reject a KV spec whose options make no sense, before anything runs.
 
         Raises:
-            UsageError: the option is unknown or its value impossible.
+            UsageError: If the option is unknown or its value is invalid.
         """
 
     @classmethod
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
-        """Speculation that an arm with these options uses; ``None`` without speculation.
+        """Return the speculation of an arm with these options; ``None`` without speculation.
 
         Raises:
-            UsageError: the options cannot be read.
+            UsageError: If the options cannot be read.
         """
         return None
 
     @classmethod
     def estimator_for(cls, arm: Arm) -> Estimator:
-        """Name of the estimator: the part of each distribution that captures hold."""
+        """Return the name of the estimator, which defines the part of each distribution that captures hold."""
         return Estimator(dict(arm.options).get("estimator", cls.estimator))
 
     @classmethod
     def images_refused(cls, arm: Arm) -> str:
-        """Reason why an arm cannot read images, found before it is opened; empty if it can."""
+        """Return the reason why an arm cannot read images, before it is opened; empty if it can."""
         if not cls.kinds >= IMAGE_KINDS:
             return f"engine {cls.name} takes no images"
         return f"the config of {arm.model} has no part for images" if without_vision(arm.path) else ""
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
-        """The nearest KV format that should cost nothing against this reference; ``None`` if there is none."""
+        """Return the nearest KV format that should lose nothing against this reference; ``None`` if there is none."""
         return None
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
-        """The arm with a server's defaults for its open settings, for benchmarks.
+        """Return the arm with a server's defaults for its open settings, for benchmarks.
 
-        Captures may need settings that nobody deploys, such as layers that run one by one.
+        Captures may need settings that are not used in deployment, such as layers that run one by one.
         """
         return arm
 
     @classmethod
     def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
-        """Serve command of the engine's own server, with the settings of this arm only.
+        """Return the command of the engine's own server, with the settings of this arm only.
 
         The first words are the program as users call it (``vllm serve``, ``python -m …``, ``llama-server``);
         ``arm.path`` is the model in the command.
 
         Raises:
-            NotSupportedError: the engine has no server, or its server lacks a setting.
+            NotSupportedError: If the engine has no server, or its server lacks a setting.
         """
         raise NotSupportedError(f"engine {cls.name} has no server of its own: vllm, sglang and llamacpp have one")
 
     @classmethod
     def serve_variables(cls, arm: Arm) -> dict[str, str]:
-        """Environment variables that belong to :meth:`serve_command`; the arm's own go before others."""
+        """Return environment variables that belong to :meth:`serve_command`. The arm's own precede others."""
         return dict(arm.env)
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """Whether the arm's formats hold all keys and values of its compute type; ``None`` if that is not known.
+        """Return whether the arm's formats hold all keys and values of its compute type; ``None`` if unknown.
 
-        Two arms of which neither loses anything may give the same output; a format that loses must change it.
+        Two lossless arms may give the same output. A lossy format must change it.
         """
         sides = {_lossless(side.name, arm.dtype) for side in (arm.kv.k, arm.kv.v)}
         return False if False in sides else None if None in sides else True
@@ -311,16 +312,17 @@ class Engine(ABC):
         Third-party packages are imported here.
 
         Raises:
-            EngineError: it cannot be loaded; NotSupportedError: it lacks a feature that the arm needs.
+            EngineError: If it cannot be loaded.
+            NotSupportedError: If it lacks a feature that the arm needs.
         """
 
     @abstractmethod
     def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens, only to check the engine's tokenizer against fidelab's."""
+        """Return token ids without special tokens, only to check the engine's tokenizer against fidelab's."""
 
     @abstractmethod
     def answer(self, request: Request, sink: Sink) -> Answer:
-        """Answer one request, streaming into the sink; never holds more than a chunk."""
+        """Answer one request, streaming into the sink. At most one chunk is held."""
 
     def facts_of(self, request: Request, sink: Sink) -> dict[str, Any]:
         """Answer a request by the method named for its kind (``_prefill``, ``_generate``, …), and return its facts."""
@@ -329,14 +331,14 @@ class Engine(ABC):
 
     @abstractmethod
     def runtime_info(self) -> RuntimeInfo:
-        """The runtime info, called after the last request, when the cache has been observed."""
+        """Return the runtime info. Called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:
-        """Peak device memory in bytes since :meth:`reset_peak`; ``None`` without a device or if unknown."""
+        """Return the peak device memory in bytes since :meth:`reset_peak`; ``None`` without a device or if unknown."""
         return None
 
     def reset_peak(self) -> None:  # noqa: B027  (engines without such a count have nothing to reset)
         """Reset the peak of device memory.  Called before each request."""
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
-        """Release resources; the process exits right after."""
+        """Release resources. The process exits right after."""

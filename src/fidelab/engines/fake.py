@@ -320,7 +320,7 @@ def _check(owner: str, options: Mapping[str, str], allowed: _Checks) -> None:
     """Check that every key is known and every value is valid.
 
     Raises:
-        UsageError: names the key, or the value.
+        UsageError: If a key is unknown or a value is invalid. The message names it.
     """
     for key, value in options.items():
         if key not in allowed:

@@ -1,4 +1,4 @@
-"""Installed packages of an engine's environment: whether they are as published, and for which device they are built.
+"""Inspect the installed packages of an engine's environment: whether they are unmodified, and their target device.
 
 Everything is read from the packages' files; none of them is imported.
 """
@@ -26,7 +26,7 @@ _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
 
 
 def provenance(packages: Sequence[str]) -> dict[str, str]:
-    """State of each installed distribution: ``stock``, ``modified: …`` or ``built from …``.
+    """Return the state of each installed distribution: ``stock``, ``modified: …`` or ``built from …``.
 
     ``stock``: the hashes of all its Python files are those of the package's RECORD; compiled files are not read.
     """
@@ -34,7 +34,7 @@ def provenance(packages: Sequence[str]) -> dict[str, str]:
 
 
 def shims() -> list[dict[str, str]]:
-    """``{"folder", "sha256"}`` of each folder on PYTHONPATH but fidelab's own; the hash is over its Python files."""
+    """Return ``{"folder", "sha256"}`` of each folder on PYTHONPATH except fidelab's own, hashing Python files."""
     own_package = Path(fidelab.__file__).resolve().parent
     folders = [Path(text) for text in os.environ.get("PYTHONPATH", "").split(os.pathsep) if text]
     return [
@@ -45,14 +45,14 @@ def shims() -> list[dict[str, str]]:
 
 
 def build(packages: Sequence[str]) -> str | None:
-    """Device that the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` if unknown."""
+    """Return the device that the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` if unknown."""
     if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
 
 
 def without_vision(path: str) -> bool:
-    """Whether the config of a model names no part for images."""
+    """Return whether the config of a model has no part for images."""
     try:
         config = json.loads((Path(path) / "config.json").read_text("utf-8"))
         return not isinstance(config, dict) or not {"vision_config", "image_token_id", "image_token_index"} & {*config}
@@ -61,7 +61,7 @@ def without_vision(path: str) -> bool:
 
 
 def unknown_architecture(arm: Arm, *own: str) -> str | None:
-    """Reason why no installed package reads the config of an arm's model; ``None`` if one may.
+    """Return the reason why no installed package reads the config of an arm's model; ``None`` if one may.
 
     ``own``: folders of packages (``vllm/transformers_utils``) with types of configs that Transformers does not have.
     """
@@ -91,17 +91,17 @@ def _folder_of(name: str) -> Path | None:
 
 
 def device(built: str | None) -> str:
-    """``cuda`` or ``hip`` if the packages are built for it and the kernel has such a device, else ``cpu``."""
+    """Return ``cuda`` or ``hip`` if the packages are built for it and the kernel has such a device, else ``cpu``."""
     return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
 
 
 def gpu_files() -> list[str]:
-    """Device files of GPUs.  If the kernel shows none, no library needs to be asked."""
+    """Return the device files of GPUs. Without any, libraries need not be asked."""
     return [file for names in _GPU_FILES.values() for file in names if Path(file).exists()]
 
 
 def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """Hash of all that an engine's answers about itself depend on; ``None`` if that is unknown.
+    """Return a hash of everything that an engine's answers about itself depend on; ``None`` if that is unknown.
 
     It covers size and time of each file of the distributions, of fidelab and of k16v8.  It also covers the folders on
     ``sys.path``, which change with every installation, shims, ``variables``, Python, devices, and the boot time of the
@@ -160,7 +160,7 @@ def _package(name: str) -> Path | None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a distribution is installed in this interpreter's environment."""
+    """Return whether a distribution is installed in this interpreter's environment."""
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:

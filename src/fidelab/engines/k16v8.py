@@ -1,4 +1,4 @@
-"""K16/V8 and other pairs in fidelab: their meaning, and the package k16v8, which brings them to engines.
+"""K16/V8 and other format pairs in fidelab, and the package k16v8 that adds them to engines.
 
 The package is a candidate like any other and not part of fidelab: ``pip install k16v8``.  It is imported when an arm
 requests it, after a check with :func:`missing`.  Standard library only.
@@ -33,11 +33,10 @@ _WORDS = {"fp8_e4m3": "1", "fp8_e4m3[scale=per-token-head]": "per-token-head"}  
 
 
 def meaning(kv: KVSpec, native: str) -> KVSpec:
-    """A KV spec as arms have it: ``k16v8`` is keys in the model's native 16-bit type (``bf16``, ``f16``), values
-    fp8_e4m3 with scale 1.0, saturating.
+    """Return a KV spec with ``k16v8`` replaced by native 16-bit keys and saturating fp8_e4m3 values, scale 1.0.
 
     Raises:
-        UsageError: ``k16v8`` with options.
+        UsageError: If ``k16v8`` has options.
     """
 
     def side(fmt: FormatSpec, name: str) -> FormatSpec:
@@ -58,18 +57,18 @@ def meaning(kv: KVSpec, native: str) -> KVSpec:
 def is_pair(kv: KVSpec) -> bool:
     """Whether keys and values are stored by the package's plug-in, and not by vLLM or SGLang itself.
 
-    That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
-    scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a
-    16-bit format except ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
+    The plug-in stores pairs whose sides differ, and formats that the engines do not have: integers with a scale for
+    each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own, and so is a 16-bit format
+    except ``bf16[kernels=k16v8]``, which separates the kernels' cost from a format's.
     """
     return not kv.same or kv.k.name in _PACKAGE_ONLY or kv.k.options in (_PER_HEAD, _KERNELS)
 
 
 def check_pair(kv: KVSpec, engine: str) -> bool:
-    """:func:`is_pair`, once the spec has been found to make sense on this engine.
+    """Return :func:`is_pair` after checking that the spec is valid on this engine.
 
     Raises:
-        UsageError: a side that the kernels lack or an option that it does not have.
+        UsageError: If the kernels lack the format of a side, or the format lacks an option.
     """
     if not is_pair(kv):
         skips = bool(kv.skip_layers) and (engine != "vllm" or kv.k.name in ("auto", *NATIVE))
@@ -109,7 +108,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
 
 
 def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
-    """Reason why the paged kernels cannot hold an arm's pair in its model; empty if none is known."""
+    """Return the reason why the paged kernels cannot hold an arm's pair in its model; empty if none is known."""
     kv, compute = arm.kv, _KERNEL_NAMES.get(arm.dtype)
     for side in (kv.k, kv.v):
         name, group = _kernel_name(side), dict(side.options).get("group")
@@ -129,7 +128,7 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
 
 
 def skip_refusal(kv: KVSpec, layers: int | None) -> str:
-    """Reason why a model of so many layers cannot skip those that the spec names; empty if it can."""
+    """Return the reason why a model of so many layers cannot skip those that the spec names; empty if it can."""
     if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
         return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
     return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""
@@ -143,7 +142,7 @@ def _gpu_head_dims() -> tuple[int, ...]:
 
 
 def kernel_names(kv: KVSpec) -> tuple[str, str]:
-    """The names that the package's kernels have for the formats of a pair."""
+    """Return the kernels' names for the formats of a pair."""
     return _kernel_name(kv.k), _kernel_name(kv.v)
 
 
@@ -157,7 +156,7 @@ def _has_scales(side: FormatSpec) -> bool:
 
 
 def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = False) -> int:
-    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale if it has one.
+    """Return the bytes of one head of one token in a pair's pages: codes, and a float16 scale if it has one.
 
     ``skipped``: in a layer that keeps 16 bits for both.
     """
@@ -168,7 +167,7 @@ def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = Fals
 
 
 def scales_of(kv: KVSpec) -> dict[str, str]:
-    """Source of a pair's scales, and how many values share one, for the record."""
+    """Return the source of a pair's scales, and how many values share one, for the record."""
     if _has_scales(kv.k) or _has_scales(kv.v):
         return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
     return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
@@ -196,7 +195,7 @@ def read_back_layers(layers: Mapping[int, dict[str, Any]], skipped: Iterable[int
 
 
 def holds_pair(kv: KVSpec, found: Mapping[str, Any]) -> bool:
-    """Whether the pages of all layers hold the written keys and values in this pair's formats."""
+    """Return whether the pages of all layers hold the written keys and values in this pair's formats."""
     formats = found.get("k_format"), found.get("v_format")
     return (
         found.get("matches") == 1.0
@@ -223,7 +222,7 @@ def _switch(kv: KVSpec) -> str:
 
 
 def switch_variables(kv: KVSpec) -> dict[str, str]:
-    """The switch as a variable to start a server with; empty for an arm without a pair."""
+    """Return the variables that start a server with the switch; empty for an arm without a pair."""
     return {SWITCH: _switch(kv)} if is_pair(kv) else {}
 
 
@@ -231,12 +230,12 @@ def switch_variables(kv: KVSpec) -> dict[str, str]:
 
 
 def missing() -> str:
-    """Reason why the package cannot be used in this interpreter; empty if it can."""
+    """Return the reason why the package cannot be used in this interpreter; empty if it can."""
     return "" if installed_version() else "needs the package k16v8, which is not installed here: pip install k16v8"
 
 
 def installed_version() -> str | None:
-    """The package's version; ``None`` if it is not installed."""
+    """Return the package's version; ``None`` if it is not installed."""
     try:
         spec = find_spec(K16V8)
     except ImportError:
@@ -247,7 +246,7 @@ def installed_version() -> str | None:
 
 
 def versions_for(arm: Arm) -> dict[str, str]:
-    """The package's version where an arm may run on it: another version's answers are other answers."""
+    """Return the package's version for arms that may use it, since answers depend on the version."""
     if arm.engine == "hf":
         attention = dict(arm.options).get("attention")
         used = attention == K16V8 or (attention is None and arm.device.startswith("cuda"))
@@ -259,7 +258,7 @@ def versions_for(arm: Arm) -> dict[str, str]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Translate the package's exceptions into fidelab's; raises NotSupportedError where it is not installed."""
+    """Translate the package's exceptions into fidelab's. Raises NotSupportedError if it is not installed."""
     if reason := missing():
         raise NotSupportedError(f"this arm {reason}")
     from k16v8 import errors
@@ -275,5 +274,5 @@ def translated_errors() -> Iterator[None]:
 
 
 def run_command(words: Sequence[str]) -> int:
-    """Run ``k16v8 words…`` in this process, and return its exit code; see :func:`missing`."""
+    """Run ``k16v8 words…`` in this process, and return its exit code. See :func:`missing`."""
     return int(import_module(f"{K16V8}.cli").main(words))

@@ -26,7 +26,7 @@ class LayerStates:
     """Hooks on the ``layers`` decoder layers of a model, until :meth:`remove`.
 
     Raises:
-        RuntimeError: the model has no list of that many layers.
+        RuntimeError: If the model has no list of that many layers.
     """
 
     def __init__(self, model: Any, layers: int, state: State) -> None:
@@ -59,10 +59,10 @@ class LayerStates:
             self._fault = self._fault or str(error) or type(error).__name__
 
     def take(self) -> Tensor:
-        """The states ``[1 + layers, tokens, d]`` of the forward since the last call.
+        """Return the states ``[1 + layers, tokens, d]`` of the forward since the last call.
 
         Raises:
-            RuntimeError: a layer's output is not a state, or the layers did not run once each, in order.
+            RuntimeError: If a layer's output is not a state, or the layers did not run once each, in order.
         """
         import torch
 
@@ -78,16 +78,16 @@ class LayerStates:
         return torch.stack([state for _, state in seen])
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
-    """Sum of a layer's output and the stream before it, or the stream itself if the layer returns it.
+    """Return the sum of a layer's output and the stream before it, or the stream itself if the layer returns it.
 
     Raises:
-        RuntimeError: neither is there.
+        RuntimeError: If there is neither.
     """
     values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
     states = [x for x in values if getattr(x, "ndim", 0) == 2 and x.is_floating_point()]
@@ -101,7 +101,7 @@ def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
 
 
 def write_states(path: Path, states: Tensor) -> None:
-    """One array as an ``.npy`` file; bfloat16, which numpy lacks, as its bits."""
+    """Write one array as an ``.npy`` file. bfloat16, which numpy lacks, is written as its bits."""
     import torch
 
     bits = states.view(torch.int16) if states.dtype == torch.bfloat16 else states

@@ -1,4 +1,4 @@
-"""Options of an arm (``--engine-arg key=value``): which an engine has, and their valid values."""
+"""Options of an arm (``--engine-arg key=value``): the options of an engine, and their valid values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_object(text: str) -> bool:
 
 
 def is_count(text: str) -> bool:
-    """A whole number above 0."""
+    """Return whether a text is a whole number above 0."""
     return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31
 
 
@@ -39,7 +39,7 @@ def _is_share(text: str) -> bool:
 
 
 def one_of(*words: str) -> Value:
-    """One of some words."""
+    """Return the check for one of some words, and its description."""
     return words.__contains__, " or ".join(words)
 
 
@@ -56,7 +56,8 @@ def check_options(engine: str, options: Iterable[tuple[str, str]], known: Mappin
     """Reject unknown options and invalid values.
 
     Raises:
-        UsageError: names the options that exist, or the valid values.
+        UsageError: If an option is unknown or a value is invalid. The message names the options that exist, or the
+            valid values.
     """
     for key, _ in other_options(engine, options, known):
         raise unknown_option(engine, key, known)
@@ -68,12 +69,12 @@ def other_options(
     known: Mapping[str, Value],
     controlled: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[str, str]]:
-    """Reject invalid values of the options that fidelab knows, and those that it controls; return all others.
+    """Reject invalid values of options that fidelab knows, and options that it controls. Returns all other options.
 
     ``controlled``: option → fidelab's use of it, and what to write instead.
 
     Raises:
-        UsageError: names the valid values, or the reason why the option cannot be set.
+        UsageError: If a value is invalid, or an option cannot be set. The message names the valid values or the reason.
     """
     others = []
     for key, value in options:
@@ -108,7 +109,7 @@ class _Refused(Exception):
 def parse_options(
     engine: str, parser: argparse.ArgumentParser, options: Iterable[tuple[str, str]], known: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Options as the engine's own command line reads them: the name of its argument → the value.
+    """Parse options as the engine's own command line does, and return argument name → value.
 
     Switches are ``yes`` or ``no`` (``true``, ``on``, … too), several values a JSON list or separated by spaces.
 
@@ -117,7 +118,7 @@ def parse_options(
         known: names besides the parser's, for the error.
 
     Raises:
-        UsageError: there is no such option, or the engine refuses the value.  The text is the engine's own.
+        UsageError: If there is no such option, or the engine refuses the value. The text is the engine's own.
     """
 
     def refuse(message: str) -> NoReturn:
@@ -155,17 +156,17 @@ def _several(text: str) -> list[str]:
 
 
 def switched(value: str) -> bool | None:
-    """Whether a value switches an option on or off; ``None``: it is another kind of value."""
+    """Return whether a value switches an option on or off; ``None`` for another kind of value."""
     return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(value.lower())
 
 
 def with_default(arm: Arm, key: str, value: str) -> Arm:
-    """The arm with an option that it may have left open."""
+    """Return the arm with a default for an option that it may have left open."""
     return arm if key in dict(arm.options) else replace(arm, options=tuple(sorted((*arm.options, (key, value)))))
 
 
 def trusts_code(arm: Arm) -> bool:
-    """Whether the arm's checkpoint may run its own code, which the user must allow explicitly."""
+    """Return whether the arm's checkpoint may run its own code, which the user must allow explicitly."""
     return switched(dict(arm.options).get(TRUST, "no")) is True
 
 
@@ -176,7 +177,7 @@ def flags(
     *,
     negates: bool = True,
 ) -> list[str]:
-    """Options of an arm as words of a command line: ``--NAME VALUE``; switches ``--NAME`` or ``--no-NAME``.
+    """Return options of an arm as words of a command line: ``--NAME VALUE``; switches ``--NAME`` or ``--no-NAME``.
 
     Args:
         options: name and value, in their order.

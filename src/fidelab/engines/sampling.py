@@ -1,4 +1,4 @@
-"""Tokens drawn from logits with a seed, the same in every batch: for engines that return their logits."""
+"""Draw tokens from logits with a seed, identically in every batch, for engines that return their logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fidelab.captures.requests import Sampling
 
 
 def draw(logits: NDArray[Any], sampling: Sampling, prompt: Sequence[int], step: int) -> int:
-    """Token ``step`` after ``prompt``, from logits ``[V]``; a token with NaN where there is one.
+    """Draw token ``step`` after ``prompt`` from logits ``[V]``. If a logit is NaN, its token is returned.
 
     Nucleus sampling: of the probabilities ``softmax(logits / temperature)``, largest first, the fewest that add up to
     ``top_p`` at least (Holtzman et al., "The curious case of neural text degeneration", 2020).  The number that

@@ -67,40 +67,40 @@ class Ways(ABC, Generic[Asked]):
 
     @abstractmethod
     def read(self, index: int, prompt: Tokens) -> Asked:
-        """A request that reads a prompt, which the window of this index may hit."""
+        """Build a request that reads a prompt, which the window of this index may hit."""
 
     @abstractmethod
     def written(self, index: int, prompt: Tokens, continuation: Tokens) -> Asked:
-        """Request that reads a prompt and writes a continuation token by token, its last token included.
+        """Build a request that reads a prompt and writes a continuation token by token, its last token included.
 
         A token is written when it is fed to decode the next one, so one more token is decoded than requested.
         """
 
     @abstractmethod
     def run(self, asked: Sequence[Asked]) -> Any:
-        """Have the engine answer some requests at once."""
+        """Answer some requests at once in the engine."""
 
     @abstractmethod
     def rows(self, indices: Sequence[int], crowd: Sequence[Tokens] = (), lost: int = 0) -> None:
-        """The rows of some windows, which are computed together, in the middle of a crowd."""
+        """Return the rows of some windows, which are computed together with other requests around them."""
 
     @abstractmethod
     def evict(self, index: int) -> int:
         """Read a window, let others take its places in the cache, and return how many tokens lost theirs."""
 
     def chunks(self, size: int) -> AbstractContextManager[None]:
-        """Within it, prompts are read in pieces of this size."""
+        """Read prompts in pieces of this size inside the block."""
         return nullcontext()
 
 
 def other_prompt(request: Served, window: Tokens) -> Tokens:
-    """The prompt of another request that shares the prefix of a window to be hit, and not one token more."""
+    """Return another request's prompt that shares the prefix of a window to be hit, and no further token."""
     tail = dropwhile(lambda token: token == window[request.size], request.others[0])
     return (*window[: request.size], *tail)
 
 
 def proof(request: Served, windows: Sequence[Counted], block: int = 1, most: int = 0) -> dict[str, Any]:
-    """``engaged`` with the counts of the window that proves the mode least, or ``not_engaged`` and why.
+    """Return ``engaged`` with the counts of the window that proves the mode least, or ``not_engaged`` and the reason.
 
     Args:
         request: the request for windows.

@@ -85,15 +85,15 @@ class _Reported:
 
 
 def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
-    """Every setting that an arm declares with its server's report, and the settings that every server should report.
+    """Return the settings that an arm declares or every server should report, with the server's report.
 
     Args:
         arm: the declared settings.
-        client: of the server.
+        client: client of the server.
         log: the server's output, if known.
 
     Raises:
-        EngineError: the server cannot be reached, or belongs to another engine.
+        EngineError: If the server cannot be reached, or belongs to another engine.
     """
     read = _READERS.get(arm.engine)
     if read is None:
@@ -123,7 +123,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
 
 
 def preparation_seconds(log: str) -> float | None:
-    """Seconds of compilation, graph capture and warm-up that the engine reports; ``None`` if it reports none."""
+    """Return the reported seconds of compilation, graph capture and warm-up; ``None`` if there are none."""
     found = [float(match[1]) for match in _PREPARED.finditer(log)]
     parts = found[-1:] or [float(match[1]) for match in _COMPILED.finditer(log)]
     return sum(parts) if parts else None

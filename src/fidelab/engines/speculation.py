@@ -22,9 +22,9 @@ class Drafts:
     """Counts of speculative decoding.
 
     Attributes:
-        drafts: verifications of a draft: each gives the tokens that it accepts, and one more.
+        drafts: verifications of a draft; each gives the accepted tokens and one more.
         drafted: tokens proposed in them.
-        accepted: those that the model itself would have chosen.
+        accepted: tokens that the model itself would have chosen.
     """
 
     drafts: int = 0
@@ -39,15 +39,15 @@ class Drafts:
 
 
 def speculation_record(speculation: Speculation, counted: Drafts) -> dict[str, Any]:
-    """Plain data of ``speculation`` for the facts of an answer and the runtime info, without the folders of models."""
+    """Return ``speculation`` as plain data for facts and runtime info, without the folders of models."""
     return {**asdict(speculation), "draft": PurePath(speculation.draft).name, **asdict(counted)}
 
 
 def json_object(option: str, text: str) -> Mapping[str, Any]:
-    """An option's value that is a JSON object.
+    """Parse an option's value that is a JSON object.
 
     Raises:
-        UsageError: it is none.
+        UsageError: If it is not valid.
     """
     try:
         value = json.loads(text)
@@ -62,7 +62,7 @@ def check_choice(what: str, word: str, known: Collection[str]) -> None:
     """Refuse a word that an engine does not have.
 
     Raises:
-        UsageError: names the nearest ones.
+        UsageError: If the engine does not have the word. The message names the nearest ones.
     """
     if word not in known:
         nearest = nearest_first(word, known)

@@ -18,10 +18,10 @@ TimingGroup = tuple[Tokens, ...]
 
 
 def groups(request: Timed) -> tuple[TimingGroup, ...]:
-    """The prompts that are answered together.
+    """Group the prompts that are answered together.
 
     Raises:
-        EngineError: those of a group differ in length.
+        EngineError: If the prompts of a group differ in length.
     """
     prompt_groups = request.groups()
     for index, group in enumerate(prompt_groups):
@@ -34,14 +34,14 @@ def groups(request: Timed) -> tuple[TimingGroup, ...]:
 
 
 def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Iterator[object]]) -> dict[str, Any]:
-    """Answer a Timed request, group by group; returns the facts.
+    """Answer a Timed request, group by group. Returns the facts.
 
     ``decode(group)`` prepares a fresh cache, which is not timed, and returns an iterator of 1 + n steps or more.
     Work on the first step begins when it is requested; each step is yielded when that token of all prompts of the
     group is known to the host, not before.
 
     Raises:
-        EngineError: prompts of a group differ in length, or an answer ended early.
+        EngineError: If prompts of a group differ in length, or an answer ended early.
     """
     prompt_groups = groups(request)
     for item, group in enumerate(prompt_groups):

@@ -56,7 +56,7 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 
 
 def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process that may change what this engine computes, sorted by name.
+    """Return the variables of a process that may change what this engine computes, sorted by name.
 
     Empty for a server, which has its own environment.  A variable set to the empty string is kept.  Variables
     that a cluster sets for its workers are left out: they identify where an arm ran, not how.
@@ -96,7 +96,7 @@ def check_env(names: Iterable[str]) -> None:
     """Refuse variables that an arm must not set.
 
     Raises:
-        UsageError: fidelab sets this variable, or it is not a valid name.
+        UsageError: If fidelab sets this variable, or it is not a valid name.
     """
     for name in names:
         if name in _CONTROLLED:
@@ -108,6 +108,6 @@ def check_env(names: Iterable[str]) -> None:
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """Variables to set on top of a worker's environment, so that it keeps to its number of threads."""
+    """Return variables that keep a worker to its number of threads, to set on top of its environment."""
     fixed = dict.fromkeys(_THREADS, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     return fixed | waiting_variables(os.environ)

@@ -1,6 +1,6 @@
-"""All runs below a folder, a row for each.
+"""List all runs below a folder, a row for each.
 
-Captures are shared by runs, so a row lists those that its run refers to.
+Runs share captures, so a row lists those that its run refers to.
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ class LedgerRow:
     captures: Mapping[str, int] = field(default_factory=dict)
 
     def existing_captures(self) -> dict[str, int]:
-        """The captures that are still there."""
+        """Captures that still exist."""
         return {path: size for path, size in self.captures.items() if Path(path, MANIFEST).is_file()}
 
     @property
     def started(self) -> datetime | None:
-        """Start time; ``None`` where the files do not hold it."""
+        """Start time; ``None`` if the files do not hold it."""
         return datetime.fromisoformat(self.created) if self.created else None
 
     def age_days(self) -> float:
-        """Days since it was started; 0 where that is not known."""
+        """Days since the start; 0 if unknown."""
         return 0.0 if self.started is None else (datetime.now(UTC) - self.started).total_seconds() / 86_400
 
 
 def list_runs(folder: Path) -> list[LedgerRow]:
-    """All runs below a folder, the latest first.
+    """List all runs below a folder, the latest first.
 
     Raises:
-        InputError: the folder does not exist.
+        InputError: If the folder does not exist.
     """
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder of runs; name one with --output-dir")
@@ -88,10 +88,10 @@ def list_runs(folder: Path) -> list[LedgerRow]:
 
 
 def read_row(path: Path) -> LedgerRow:
-    """The row of one run's folder, from its files.
+    """Read the row of one run from the files in its folder.
 
     Raises:
-        InputError: the folder is not a run.
+        InputError: If the folder is not a run.
     """
     if not (path / CONFIG).is_file():
         raise InputError(f"{path} is not a run folder: it has no {CONFIG}")
@@ -102,7 +102,7 @@ def read_row(path: Path) -> LedgerRow:
 def collect_captures(
     folder: Path, older_than_days: float, *, dry_run: bool = True
 ) -> tuple[list[tuple[Path, int]], list[str]]:
-    """Remove captures that finished runs older than this refer to and no other run does; runs themselves stay.
+    """Remove captures that only finished runs older than a limit refer to. The runs themselves stay.
 
     Captures of stopped or damaged runs are kept, since these may be resumed. Leftovers of killed writers, and unused
     heads and vocabularies, are removed as in :func:`collect_garbage`.  Only captures below ``folder`` are removed.
@@ -110,7 +110,8 @@ def collect_captures(
     cannot be scored again.
 
     Raises:
-        InputError: the folder does not exist, or a run in it is being written, which may read any capture there.
+        InputError: If the folder does not exist, or a run in it is being written. Such a run may read any capture
+            there.
     """
     rows = list_runs(folder)
     if not dry_run and (busy := [row.path for row in rows if row.status == "writing"]):
@@ -238,12 +239,12 @@ def _size(folder: Path) -> int:
 
 
 def provenance(path: Path) -> dict[str, Any]:
-    """Provenance of a run's report: version, commit, machine, devices, and per arm weights, versions, variables.
+    """Return the provenance of a run's report: version, commit, machine, and per arm weights and variables.
 
-    Empty where there is no report.
+    Empty if there is no report.
 
     Raises:
-        InputError: the report is damaged.
+        InputError: If the report is damaged.
     """
     if not (path / REPORT).is_file():
         return {}

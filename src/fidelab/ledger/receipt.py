@@ -1,10 +1,10 @@
 """Receipts: a run's report and the hashes of its captures, for another machine to verify.
 
-See docs/sharing.md#verifiable-results.  A receipt is canonical JSON (keys sorted, no blanks).  Its ``sha256`` is that
-of the same text without this field, so that an altered digit is found.  A recomputed hash is detected by computing the
-figures again from the captures.
+See docs/sharing.md#verifiable-results.  A receipt is canonical JSON (keys sorted, no blanks).  Its ``sha256`` is the
+hash of the same text without this field, so an altered digit is found. A forged hash is found by computing the figures
+again from the captures.
 
-Plots, which show words of texts and models, are left out, and of absolute paths all but the last part.
+Plots, which show words of texts and models, are left out. Absolute paths are reduced to their last part.
 ``python -m fidelab.ledger.receipt`` prints the JSON Schema.
 """
 
@@ -64,8 +64,8 @@ class Receipt(Record):
 class Verified:
     """Result of checking a receipt.
 
-    ``faults``: what is wrong with it.  ``recomputed``: how many numbers were computed again from the captures;
-    ``None``, with the reason in ``remark``, where that could not be done.
+    ``faults``: faults of the receipt. ``recomputed``: number of figures computed again from the captures; ``None``,
+    with the reason in ``remark``, if that was not possible.
     """
 
     path: Path
@@ -87,10 +87,10 @@ def publish(run: RunFolder, path: Path) -> Path:
     """Write the receipt of a finished run.
 
     Raises:
-        UsageError: the file exists: receipts are never replaced.
-        InputError: the run has no report.
-        CaptureError: a capture is gone, damaged, or edited.
-        OutputError: the file cannot be written.
+        UsageError: If the file exists. Receipts are never replaced.
+        InputError: If the run has no report.
+        CaptureError: If a capture is missing, damaged, or edited.
+        OutputError: If the file cannot be written.
     """
     if path.exists():
         raise UsageError(f"{path} exists, and receipts are not replaced: name another file")
@@ -126,7 +126,7 @@ def _captures(run: RunFolder) -> dict[str, dict[str, str]]:
 
 
 def public(value: Any) -> Any:
-    """Plain data in which absolute paths are their last parts: receipts are published, and folders are private."""
+    """Replace absolute paths in plain data by their last parts: receipts are published, and folders are private."""
     match value:
         case dict():
             return {key: public(item) for key, item in value.items()}
@@ -151,10 +151,10 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
     Args:
         run: the run's folder, from whose captures everything is computed again; ``None``: that of its name in
             ``runs``, where there is one.
-        recompute: how that is done.
+        recompute: function that computes them.
 
     Raises:
-        InputError: the file cannot be read or is not a receipt; the folder is not a run.
+        InputError: If the file cannot be read or is not a receipt, or the folder is not a run.
     """
     receipt, faults = _read(path)
     name = receipt.report.run_id
@@ -174,7 +174,7 @@ def verify(path: Path, recompute: Recompute, run: Path | None = None) -> Verifie
 
 
 def is_receipt(path: Path) -> bool:
-    """Whether a file calls itself a receipt; it may be damaged."""
+    """Whether a file declares itself a receipt. It may be damaged."""
     try:
         plain = strict_json(read_file(path, _MAX_RECEIPT_BYTES))
     except (OSError, ValueError):
@@ -183,10 +183,10 @@ def is_receipt(path: Path) -> bool:
 
 
 def report_of(path: Path) -> Report:
-    """The report that a receipt was written from, without plots.
+    """Return the report that a receipt was written from, without plots.
 
     Raises:
-        InputError: it is damaged, or its figures contradict each other.
+        InputError: If it is damaged, or its figures contradict each other.
     """
     receipt, faults = _read(path)
     if faults:
@@ -307,7 +307,7 @@ def _shorten(value: Any) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of a receipt."""
+    """Return the JSON Schema of a receipt."""
     schema = Receipt.model_json_schema(by_alias=True, mode="serialization")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA, **schema, "title": SCHEMA}
 

@@ -107,7 +107,7 @@ class ReferenceManifest(Document):
 
 @dataclass(frozen=True)
 class Pack:
-    """A pack whose manifest was read.  ``place``: what messages and reports call it."""
+    """A pack whose manifest was read.  ``place``: its name in messages and reports."""
 
     folder: Path
     place: str
@@ -116,7 +116,7 @@ class Pack:
 
     @cached_property
     def captures(self) -> dict[str, Capture]:
-        """Part → capture, checked."""
+        """Return the checked captures by part."""
         return {part: Capture(self.folder / "captures" / name) for part, name in self.manifest.captures.items()}
 
     @property
@@ -128,7 +128,7 @@ class Pack:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the arm's captures once installed: no run of this machine reuses them."""
+        """Versions of the arm's captures once installed. No run of this machine reuses them."""
         return {**self.manifest.versions, "borrowed": self.sha256}
 
     def requests(self, axis: str) -> dict[str, Request]:
@@ -137,7 +137,7 @@ class Pack:
         return {part.partition(".")[2]: request for part, request in parts.items()}
 
     def borrowed(self) -> Borrowed:
-        """Description for reports."""
+        """Return the description for reports."""
         own = self.manifest
         return Borrowed(
             place=self.place if self.place.startswith("hf://") else Path(self.place).name,
@@ -151,7 +151,7 @@ class Pack:
         """Compare all files with the manifest, and the captures with each other.
 
         Raises:
-            CaptureError: a file is missing, truncated or edited, or the captures are not of one reference.
+            CaptureError: If a file is missing, truncated or edited, or the captures are not of one reference.
         """
         for file in self.manifest.files:
             path = self.folder / file.name
@@ -194,10 +194,11 @@ class Pack:
     def check_tokenizer(self, vocabulary: Vocabulary, pieces: list[str], sample: str) -> None:
         """Refuse a model that reads the windows' token ids as other text.
 
-        ``sample``: what :func:`sample_digest` gives of the model's tokenizer.
+        ``sample``: result of :func:`sample_digest` for the model's tokenizer.
 
         Raises:
-            MismatchError: names the first token that differs, or says that texts are split in another way.
+            MismatchError: If a token differs. The message names the first one, or says that texts are split in another
+                way.
         """
         own = self.manifest.tokenizer
         if vocabulary != Vocabulary(own.size, own.sha256):
@@ -210,7 +211,7 @@ class Pack:
             raise MismatchError(f"{self.place}: the model's tokenizer splits text differently; name another pack")
 
     def install(self, store: Path) -> None:
-        """Put the captures in a store, under keys that name this pack; those that are there stay."""
+        """Put the captures in a store, under keys that name this pack. Existing captures stay."""
         arm, asked = self.arm, to_json(self.arm)
         for capture in self.captures.values():
             key = {**capture.manifest["key"], "versions": dict(sorted(self.versions.items()))}
@@ -220,32 +221,32 @@ class Pack:
 
 
 def sample_digest(encode: Any) -> str:
-    """SHA-256 of the ids that a tokenizer's ``encode`` makes of a fixed text."""
+    """Return the SHA-256 of the ids that a tokenizer's ``encode`` makes of a fixed text."""
     return digest(json.dumps([int(token) for token in encode(_SAMPLE)]))
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content."""
+    """Return the SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_listed(place: str, sizes: Mapping[str, int]) -> None:
-    """Refuse a listing of files, with their bytes, that is of no pack.
+    """Refuse a listing of files, with their bytes, that is not of a pack.
 
     Raises:
-        InputError: no manifest, or one that is too large.
+        InputError: If there is no manifest, or it is too large.
     """
     if not 0 < sizes.get(MANIFEST, 0) <= _MAX_MANIFEST:
         raise InputError(f"{place} is not a packed reference: it has no {MANIFEST} of up to {_MAX_MANIFEST >> 20} MiB")
 
 
 def read_pack(folder: Path, place: str = "") -> Pack:
-    """The pack in a folder; its manifest is checked, its files are not yet (:meth:`Pack.check`).
+    """Read the pack in a folder. Its manifest is checked; its files are checked by :meth:`Pack.check`.
 
     Raises:
-        InputError: the folder has no pack, or one of another version.
-        CaptureError: its manifest is damaged, or names files that a pack cannot have.
+        InputError: If the folder holds no pack, or a pack of another version.
+        CaptureError: If its manifest is damaged, or names files that a pack cannot have.
     """
     place, path = place or str(folder), folder / MANIFEST
     if not path.is_file():
@@ -280,7 +281,7 @@ def write_pack(
         tokenizer: the strings of the model's tokens, and :func:`sample_digest` of its tokenizer.
 
     Raises:
-        CaptureError: a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
+        CaptureError: If a capture no longer has rows, is damaged, or has another vocabulary than the tokenizer.
     """
     pieces, sample = tokenizer
     for part, capture in captures.items():
@@ -315,7 +316,7 @@ def write_pack(
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema of a manifest."""
+    """Return the JSON Schema of a manifest."""
     schema = ReferenceManifest.model_json_schema(by_alias=True, mode="serialization")
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
     return {**head, **schema, "title": SCHEMA}

@@ -2,9 +2,8 @@
 
 See docs/metrics.md#trajectory.
 
-Sequences hold token ids as the engine emitted them; the end-of-sequence token counts as a token.  A pair in
-which both sides are empty is *failed*: it is out of every figure here, and the axis reports how many there
-are.
+Sequences hold token ids as the engine emitted them; the end-of-sequence token counts as a token.  A pair in which both
+sides are empty is *failed*: it is left out of every figure here, and the axis reports the number of failed pairs.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ class PairAgreement:
 
     @property
     def longest(self) -> int:
-        """``max(|r|, |c|)``: what the prefix is measured against."""
+        """Length that the prefix is measured against: ``max(|r|, |c|)``."""
         return max(self.ref_length, self.test_length)
 
     @property
     def failed(self) -> bool:
-        """Neither side has a token."""
+        """Whether neither side has a token."""
         return self.longest == 0
 
 
@@ -58,7 +57,7 @@ def first_divergence(ref: Sequence[int], test: Sequence[int]) -> PairAgreement:
 
 
 def trajectory_score(pairs: Sequence[PairAgreement], compat: str | None = None) -> float | None:
-    """Axis A's score, ``100·Σ p_i / Σ max(|r_i|, |c_i|)``; None when nothing is usable.
+    """Return axis A's score, ``100·Σ p_i / Σ max(|r_i|, |c_i|)``; None when nothing is usable.
 
     ``compat="refract"`` divides by ``Σ |c_i|`` as REFRACT does, which gives 100 to a candidate that stops
     early.  See docs/metrics.md#trajectory.
@@ -71,7 +70,7 @@ def trajectory_score(pairs: Sequence[PairAgreement], compat: str | None = None) 
 
 
 def exact_match_rate(pairs: Sequence[PairAgreement]) -> float | None:
-    """Share of usable items (0…1) whose sequences are equal; None when there is none.
+    """Return the share of usable items (0…1) whose sequences are equal; None when no item is usable.
 
     See docs/metrics.md#trajectory.
     """
@@ -79,7 +78,7 @@ def exact_match_rate(pairs: Sequence[PairAgreement]) -> float | None:
 
 
 def positional_agreement(pairs: Sequence[PairAgreement]) -> float | None:
-    """Share of positions (0…1) with the same token, over ``Σ max(|r_i|, |c_i|)``.
+    """Return the share of positions (0…1) with the same token, over ``Σ max(|r_i|, |c_i|)``.
 
     Unlike the score it also counts what agrees after the first divergence.  None when nothing is usable.
     See docs/metrics.md#trajectory.
@@ -89,7 +88,7 @@ def positional_agreement(pairs: Sequence[PairAgreement]) -> float | None:
 
 
 def survival_curve(pairs: Sequence[PairAgreement], length: int | None = None) -> NDArray[np.float64]:
-    """Share of usable items still identical after ``n`` tokens, for n = 0 … ``length``.
+    """Return the share of usable items that are still identical after ``n`` tokens, for n = 0 … ``length``.
 
     ``length`` is the longest sequence's by default.
     An item has survived n tokens if it diverges at index n or later, or never; so the curve starts at 1 and
@@ -105,7 +104,7 @@ def survival_curve(pairs: Sequence[PairAgreement], length: int | None = None) ->
 
 
 def median_first_divergence(pairs: Sequence[PairAgreement]) -> float | None:
-    """Median index of the first mismatch over the diverging items; None when none diverges.
+    """Return the median index of the first mismatch over the diverging items; None when none diverges.
 
     See docs/metrics.md#trajectory.
     """
@@ -114,7 +113,7 @@ def median_first_divergence(pairs: Sequence[PairAgreement]) -> float | None:
 
 
 def near_tie_share(margins: ArrayLike, threshold: float = NEAR_TIE) -> float | None:
-    """Share of divergences (0…1) at which the reference itself hardly preferred its token.
+    """Return the share of divergences (0…1) at which the reference itself hardly preferred its token.
 
     ``margins [n]``: per divergence, the reference's top-1 minus the candidate's token, nats; NaN (unknown)
     does not count.  Near tie: margin < ``threshold``.  None without a known margin.  See docs/metrics.md#trajectory.

@@ -1,4 +1,4 @@
-"""Which format for which group of weights: the least total cost within a budget of bytes."""
+"""Choose a format for each group of weights, with the least total cost within a budget of bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 
 
 def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
-    """One choice per group, of the least sum of costs whose sum of sizes does not exceed the budget.
+    """Choose a column for each group so that the sum of costs is least and the sum of sizes stays within the budget.
 
     The multiple-choice knapsack problem as a mixed-integer linear program (HiGHS), solved to one part in a million, or
     to what 60 seconds reach.  See docs/metrics.md#weight-sensitivity.
@@ -22,7 +22,7 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
         The chosen column of each group, [groups].
 
     Raises:
-        ValueError: even the smallest choices exceed the budget.
+        ValueError: If even the smallest choices exceed the budget.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, identity, kron
@@ -50,15 +50,15 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
 def exchanges(
     columns: NDArray[np.intp], costs: Floats, sizes: Floats, budget: float, most: int
 ) -> list[NDArray[np.intp]]:
-    """Return other choices within the budget, those of the least sum of costs first.
+    """Return other choices within the budget, sorted by their sum of costs.
 
     Each moves one group to another column, or exchanges the columns of two groups.  See
     docs/metrics.md#sensitivity-of-keys-and-values.
 
     Args:
-        columns: the choice that they start from, [groups].
-        costs, sizes, budget: as those of :func:`allocate`.
-        most: length of the list.
+        columns: choice to start from, [groups].
+        costs, sizes, budget: as in :func:`allocate`.
+        most: maximum length of the list.
     """
     groups, choices = costs.shape
     moves = [{group: column} for group in range(groups) for column in range(choices) if column != columns[group]]

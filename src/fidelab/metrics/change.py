@@ -1,4 +1,4 @@
-"""Whether a quantity got worse: a change, its 95% interval, and what is allowed.
+"""Decide whether a quantity got worse, from the change, its 95% interval and the allowed change.
 
 A *cost* is better when it is smaller.  An :class:`Allowance` says how far a cost may rise; with A(x) the largest cost
 that x may become, a change is judged the same way in both directions:
@@ -8,8 +8,8 @@ that x may become, a change is judged the same way in both directions:
 - ``unchanged``: both intervals lie below or at 0.
 - ``cannot tell``: anything else.
 
-So certainty is asked of a change *beyond* the allowance, which also stands for what intervals cannot know: that the
-machine differs a little from one run to the next.
+A change has to be certain *beyond* the allowance. The allowance also covers the small differences of a machine from one
+run to the next, which intervals cannot show.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ Judgement = Literal["regressed", "improved", "unchanged", "cannot tell"]
 class Allowance:
     """Allowed rise of a cost: a share of it, and an amount in its own unit (both ≥ 0).
 
-    Of what can be negative (differences) a share is allowed only where it is positive.
-    See docs/metrics.md#changes-between-runs.
+    For costs that can be negative (differences), the share applies only where the cost is positive. See
+    docs/metrics.md#changes-between-runs.
     """
 
     relative: float = 0.0
     absolute: float = 0.0
 
     def of(self, cost: float) -> float:
-        """The largest cost that ``cost`` may become; rises with it."""
+        """Return the largest cost that ``cost`` may become. It rises with ``cost``."""
         return cost + self.relative * max(cost, 0.0) + self.absolute
 
 
@@ -74,11 +74,11 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
     """Mean log of ``now`` minus mean log of ``baseline`` (repeats, all > 0): the log ratio of the geometric means.
 
     Welch's interval on the logs: with v_i = s_i²/n_i the variance of mean i, ``d ± t·√(v_1 + v_2)`` and
-    ``(v_1 + v_2)² / (v_1²/(n_1 − 1) + v_2²/(n_2 − 1))`` degrees of freedom (B. L. Welch, Biometrika 34, 1947).
-    Timings spread by factors, and a rate has the same interval as the time that it stands for.
+    ``(v_1 + v_2)² / (v_1²/(n_1 − 1) + v_2²/(n_2 − 1))`` degrees of freedom (B. L. Welch, Biometrika 34, 1947). Timings
+    vary by factors, and on the log scale a rate has the same interval as its time.
 
-    ``None`` for fewer than two repeats on a side, or one that is not positive.
-    See docs/metrics.md#changes-between-runs.
+    ``None`` if a side has fewer than two repeats, or a repeat that is not positive. See
+    docs/metrics.md#changes-between-runs.
     """
     if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
         return None
@@ -88,10 +88,10 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
 
 
 def welch_reach(samples: Sequence[NDArray[np.float64]], level: float = 0.95) -> float:
-    """Half-width of the interval of a sum or difference of the means of independent samples, two values or more each.
+    """Return the half-width of the interval of a sum or difference of the means of independent samples.
 
-    Student's t with the degrees of freedom of Welch and Satterthwaite; 0 where no sample has a spread.
-    See docs/metrics.md#changes-between-runs.
+    Student's t with the degrees of freedom of Welch and Satterthwaite; 0 if no sample varies. See
+    docs/metrics.md#changes-between-runs.
     """
     counts = np.array([len(sample) for sample in samples])
     variances = np.array([sample.var(ddof=1) for sample in samples]) / counts
@@ -101,12 +101,13 @@ def welch_reach(samples: Sequence[NDArray[np.float64]], level: float = 0.95) -> 
 
 
 def difference_interval(a: Estimate, b: Estimate) -> Interval:
-    """95% interval of ``a − b`` from the two intervals, as of independent estimates.
+    """Return the 95% interval of ``a − b`` from the intervals of two independent estimates.
 
     Each side of an interval stands for the variance on that side: ``d − √((a − l_a)² + (u_b − b)²)`` to
     ``d + √((u_a − a)² + (b − l_b)²)`` (Zou & Donner, Statistics in Medicine 27, 2008).  With symmetric intervals this
-    is the normal approximation.  Where both answered the same questions the true interval is narrower: positive
-    correlation, which intervals alone do not show.  See docs/metrics.md#changes-between-runs.
+    is the normal approximation.  If both answered the same questions, the true interval is narrower, because the
+    estimates are positively correlated. The intervals do not show that correlation.  See
+    docs/metrics.md#changes-between-runs.
     """
     down = math.hypot(max(0.0, a.value - a.interval[0]), max(0.0, b.interval[1] - b.value))
     up = math.hypot(max(0.0, a.interval[1] - a.value), max(0.0, b.value - b.interval[0]))

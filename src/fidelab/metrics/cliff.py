@@ -26,8 +26,9 @@ class Cliff:
     See docs/metrics.md#sensitivity-of-keys-and-values.
 
     Attributes:
-        bits: its width; ``None`` where no measured width is one.
-        interval: 95% of the resampled cliffs; an end is 0 where resamples have none, ``None`` of too few clusters.
+        bits: width of that format; ``None`` if no measured width is a cliff.
+        interval: 95% interval of the resampled cliffs. An end is 0 if its resamples have no cliff. ``None`` for too few
+            clusters.
     """
 
     bits: int | None
@@ -35,7 +36,7 @@ class Cliff:
 
 
 def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, native: int, seed: int = 0) -> Cliff:
-    """The cliff of one side. See docs/metrics.md#sensitivity-of-keys-and-values.
+    """Find the cliff of one side. See docs/metrics.md#sensitivity-of-keys-and-values.
 
     Args:
         bits: widths, [b].
@@ -44,7 +45,7 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
         native: bits of the unrounded cache, at which nothing is lost.
 
     Raises:
-        ValueError: a width twice, or none.
+        ValueError: If a width occurs twice, or there is none.
     """
     order = np.argsort(bits)[::-1]
     widths = np.asarray(bits)[order]
@@ -54,7 +55,7 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
     removed = -np.diff(np.concatenate(([native], widths)))
 
     def at(weights: Floats) -> NDArray[np.int64]:
-        """The cliff of each resample [r], 0 for none."""
+        """Return the cliff of each resample [r], 0 for none."""
         means = weights @ sums.T / (weights @ counts)[:, None]
         slopes = np.diff(means, axis=1, prepend=0.0) / removed
         steep = slopes >= PER_BIT
@@ -71,7 +72,7 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
 def asymmetry(
     native: NDArray[Any], k: NDArray[Any], v: NDArray[Any], clusters: NDArray[Any], seed: int = 0
 ) -> tuple[float, tuple[float, float] | None] | None:
-    """ΔPPL with rounded keys over ΔPPL with rounded values of the same width, and its 95% interval.
+    """Return ΔPPL with rounded keys over ΔPPL with rounded values of the same width, and its 95% interval.
 
     The interval is the percentile bootstrap over clusters.  ``None``: the values' ΔPPL is within noise, that is, not
     above 0 in 97.5% of the resamples, or there are too few clusters to tell.
@@ -98,7 +99,7 @@ def asymmetry(
 
 
 def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, tuple[float, float] | None] | None:
-    """Spearman's rank correlation and its 95% interval; ``None`` of fewer than four, or where one does not vary.
+    """Return Spearman's rank correlation and its 95% interval; ``None`` for fewer than four values or a constant side.
 
     The interval is Fisher's with the variance of Bonett & Wright, Psychometrika 65, 2000: ``(1 + r²/2) / (n - 3)``.
     See docs/metrics.md#sensitivity-of-keys-and-values.
@@ -116,7 +117,7 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, tup
 
 
 def _by_cluster(rows: Floats, clusters: NDArray[Any]) -> tuple[Floats, Floats]:
-    """Sums [k, c] of rows [k, n] over the clusters, and their counts [c]; non-finite rows leave all of them."""
+    """Return the sums of rows [k, n] over clusters, [k, c], and the counts [c], without items that are not finite."""
     known = np.isfinite(rows).all(axis=0)
     names, index = np.unique(np.asarray(clusters)[known], return_inverse=True)
     sums = np.asarray([np.bincount(index, weights=row[known], minlength=len(names)) for row in rows], dtype=np.float64)

@@ -44,7 +44,7 @@ class Bands:
     degraded: float
 
     def band(self, score: float) -> Band:
-        """The band of a score; NaN is FAIL."""
+        """Return the band of a score. NaN is FAIL."""
         edges = (self.excellent, self.passed, self.degraded)
         return next((band for band, edge in zip(_ORDER, edges, strict=False) if score >= edge), Band.FAIL)
 
@@ -61,7 +61,7 @@ _EQUAL_COST_SHARE = 0.1  # of the larger mean: costs that differ by less are tak
 
 
 def harmonic_mean(scores: Sequence[float]) -> float | None:
-    """``k / Σ 1/s``; 0 where any score is ≤ 0, NaN where any is NaN, None without scores.
+    """Return ``k / Σ 1/s``: 0 if any score is ≤ 0, NaN if any is NaN, None without scores.
 
     See docs/metrics.md#composite-and-bands.
     """
@@ -102,15 +102,15 @@ def composite(
     *,
     bands: str = "fidelab",
 ) -> CompositeScore:
-    """Harmonic mean of the axis scores (0…100), with interval and band.
+    """Return the harmonic mean of the axis scores (0…100), with its interval and band.
 
-    ``scores``: of every axis that belongs to it, None where it was not measured.  ``intervals``: of each score, 95%.
-    The composite's follows from them as of independent estimates: with x = 1/score and its ends, the sum S of the x
-    reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²`` (Zou & Donner, Statistics in Medicine 27, 2008),
-    and the mean is k/S.  See docs/metrics.md#composite-and-bands.
+    ``scores``: score of each axis in the composite, None if it was not measured.  ``intervals``: of each score, 95%.
+    The interval of the composite treats these as independent estimates: with x = 1/score and its ends, the sum S of the
+    x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²`` (Zou & Donner, Statistics in Medicine 27,
+    2008), and the mean is k/S.  See docs/metrics.md#composite-and-bands.
 
     Raises:
-        UnknownNameError: a band table that does not exist.
+        UnknownNameError: If the band table does not exist.
     """
     if bands not in BANDS:
         raise UnknownNameError("band table", bands, BANDS)
@@ -146,7 +146,7 @@ def _composite_interval(
 
 
 def kl_band(upper_mean_kl: float) -> Band:
-    """Band of the upper 95% bound of a mean KL in nats; NaN is FAIL. See docs/metrics.md#verdicts."""
+    """Return the band of the upper 95% bound of a mean KL in nats. NaN is FAIL. See docs/metrics.md#verdicts."""
     return next((b for b, edge in zip(_ORDER, KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
 
 
@@ -157,12 +157,11 @@ def lower(band: Band) -> Band:
 
 @dataclass(frozen=True)
 class Ruling:
-    """Verdict on a candidate: ``band`` is None where there is no verdict; ``because`` says why.
+    """Verdict on a candidate: ``band``, or None if there is no verdict, and ``because``, the reasons.
 
-    ``at_best``: the best band still possible, where there is no verdict (None: none is ruled out) and where the
-    interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters.
-    ``by_kld``: nothing but the mean KL gave the band: no position failed, and nothing lowered it.
-    See docs/metrics.md#verdicts.
+    ``at_best``: the best band still possible, if there is no verdict (None: none is ruled out) or the interval crosses
+    the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters. ``by_kld``: nothing but
+    the mean KL gave the band: no position failed, and nothing lowered it. See docs/metrics.md#verdicts.
     """
 
     band: Band | None
@@ -188,7 +187,7 @@ def verdict(
     kld_lower: float | None = None,
     n_clusters: int | None = None,
 ) -> Ruling:
-    """The verdict on one candidate. See docs/metrics.md#verdicts.
+    """Judge one candidate. See docs/metrics.md#verdicts.
 
     Args:
         kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
@@ -203,8 +202,8 @@ def verdict(
         n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
             :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_CLUSTERS` is preliminary, unless every KL was exactly 0.
 
-    Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
-    is FAIL, also where no KLD could be computed: what is known to be broken does not go without a verdict.
+    Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``, is FAIL.
+    That also holds if no KLD could be computed, so that broken output always gets a verdict.
     """
     if not 0 <= n_failed <= n_positions:
         raise ValueError(f"{n_failed} failed of {n_positions} positions")
@@ -213,7 +212,7 @@ def verdict(
         return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because), by_kld=False)
 
     def graded(*costs: float | None) -> Band:
-        """The band of the largest of these costs, after downgrade and cap."""
+        """Return the band of the largest of these costs, after downgrade and cap."""
         band = max((kl_band(cost) for cost in costs if cost is not None), key=_ORDER.index, default=Band.EXCELLENT)
         band = lower(band) if lowered_because else band
         return max(band, Band.DEGRADED, key=_ORDER.index) if n_failed else band
@@ -238,7 +237,7 @@ def verdict(
 
 
 def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:
-    """Shown to cost the same: the 95% interval of a paired difference lies within ± 10% of the larger mean.
+    """Whether the 95% interval of the paired difference of two costs is within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
     span orders of magnitude.  See docs/metrics.md#paired-differences.

@@ -79,7 +79,7 @@ def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, f
 
 
 def is_earlier(this: Onset | None, other: Onset | None) -> bool:
-    """``this`` degenerates, and ``other`` does not or does so more than 32 tokens later.
+    """Whether ``this`` degenerates and ``other`` does not, or only more than 32 tokens later.
 
     See docs/metrics.md#degeneration.
     """
@@ -87,7 +87,7 @@ def is_earlier(this: Onset | None, other: Onset | None) -> bool:
 
 
 def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Floats:
-    """Share (0…1), for each number of tokens, of generations whose onset does not lie before it.
+    """Return, for each number of tokens, the share (0…1) of generations whose onset is not before it.
 
     See docs/metrics.md#degeneration.
     """
@@ -99,9 +99,9 @@ def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Float
 
 
 def loop_onset(ids: Sequence[int]) -> int | None:
-    """First index from which all repeats with one period, three times and 64 tokens at least; None without one.
+    """Return the first index from which one period repeats to the end, at least 3 times and over 64 tokens; else None.
 
-    Of several periods the one whose loop begins first counts.  See docs/metrics.md#degeneration.
+    If several periods qualify, the loop that begins first counts.  See docs/metrics.md#degeneration.
     """
     x = np.asarray(ids, dtype=np.int64)
     n = len(x)
@@ -115,7 +115,7 @@ def loop_onset(ids: Sequence[int]) -> int | None:
 
 
 def distinct_ratios(ids: Sequence[int]) -> Floats:
-    """Distinct tokens / 64 of each window of 64 tokens: ``[n − 63]``, empty for a shorter text.
+    """Return distinct tokens / 64 of each window of 64 tokens: ``[n − 63]``, empty for a shorter text.
 
     See docs/metrics.md#degeneration.
     """
@@ -136,17 +136,17 @@ def distinct_ratios(ids: Sequence[int]) -> Floats:
 
 
 def distinct_floor(texts: Iterable[Sequence[int]]) -> float:
-    """Half the median distinct-token ratio of the most repetitive of the reference's texts; 0 without any.
+    """Return half the median distinct-token ratio of the reference's most repetitive text; 0 without texts.
 
-    Texts of fewer than 128 tokens, which could not be called repetitive either, say nothing.
-    See docs/metrics.md#degeneration.
+    Texts of fewer than 128 tokens are ignored, since they cannot count as repetitive either. See
+    docs/metrics.md#degeneration.
     """
     medians = [float(np.median(distinct_ratios(text))) for text in texts if len(text) >= 2 * WINDOW]
     return _FLOOR_SHARE * min(medians, default=0.0)
 
 
 def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
-    """First index from which every window of 64 tokens, over at least 128 tokens, is below ``floor``; else None.
+    """Return the first index from which every 64-token window, over at least 128 tokens, is below ``floor``; else None.
 
     See docs/metrics.md#degeneration.
     """
@@ -198,12 +198,12 @@ def _noise_scores(ids: Sequence[int], context: Sequence[int], vocab: int) -> Flo
 
 
 def change_point(kl: ArrayLike) -> int | None:
-    """First position from which forced-decode KL (nats, ``[n]``) is for good of another size; None without one.
+    """Return the first position from which forced-decode KL (nats, ``[n]``) is permanently larger; else None.
 
-    Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t
-    where U is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  Asked for are p < 0.001, and a median of at least
-    0.1 nats (where a verdict is FAIL) and ten times the one before.  Positions with NaN are left out.
-    See docs/metrics.md#forced-decode-kld.
+    Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t where U
+    is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  The test requires p < 0.001, and a later median of at least
+    0.1 nats (the limit of FAIL) and ten times the earlier one.  Positions with NaN are left out. See
+    docs/metrics.md#forced-decode-kld.
     """
     from scipy.stats import rankdata  # imports all of scipy.stats: a second
 

@@ -67,7 +67,7 @@ def head_logits(
     vocab: int | None = None,
     product: Callable[[Singles, Singles], Singles] = operator.matmul,
 ) -> Singles:
-    """Replay the head over states ``hidden [n, d]``: logits ``[n, vocab]``, all in float32.
+    """Compute the head's logits ``[n, vocab]`` from states ``hidden [n, d]``, all in float32.
 
     ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``), of
     numpy's or another's.  See docs/metrics.md#estimators.
@@ -86,7 +86,7 @@ def head_logits(
 
 
 def log_softmax(logits: NDArray[Any]) -> Floats:
-    """log softmax of each row ``[n, V]``, in float64; NaN in a row with NaN, +inf or only −inf.
+    """Return the log softmax of each row ``[n, V]``, in float64; NaN for a row with NaN, +inf or only −inf.
 
     See docs/metrics.md#mean-kl-divergence.
     """
@@ -150,7 +150,7 @@ class RowComparison:
 
     @classmethod
     def concat(cls, parts: Sequence[RowComparison]) -> RowComparison:
-        """The rows of several chunks, in order; at least one chunk."""
+        """Concatenate the rows of several chunks, in order. At least one chunk is needed."""
         columns: dict[str, Any] = {
             f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)
         }
@@ -165,12 +165,12 @@ def compare_rows(
     *,
     kl_only: bool = False,
 ) -> RowComparison:
-    """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
+    """Return KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities) of any float type, ``[n, V_ref]`` and
     ``[n, V_test]``; both are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an
-    id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` changes no
-    figure.  ``kl_only``: without the other divergences, whose columns are NaN then; takes half of the time.
+    id outside the common vocabulary (−1 for "none") gives NaN in the columns that need it.  ``threads`` does not affect
+    the results.  ``kl_only``: skip the other divergences, whose columns are then NaN. This takes half of the time.
 
     Everything is in float64: with a = scores minus their peak, ``KL = Σ_x P·(a_P − a_Q) + log Σ_x exp a_Q − log Σ_x
     exp a_P``.  (``torch.log_softmax`` of float32 normalises by a float32 sum, which costs 1e-6, and 4e-5 in a flat row
@@ -213,7 +213,7 @@ def compare_rows(
 
 
 def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) -> RowComparison:
-    """Rows from what was computed of them.
+    """Build rows from the columns that were computed for them.
 
     ``columns [11, n]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely
     token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.  ``has_goal``: the
@@ -259,7 +259,7 @@ class _Work:
     def compare(
         self, ref: NDArray[Any], test: NDArray[Any], pick: NDArray[Any], columns: Floats
     ) -> tuple[Bools, Floats | float]:
-        """Whether both rows have the same top token, and the probability that is cut off.
+        """Return whether both rows have the same top token, and the probability that is cut off.
 
         Fills ``columns [11, rows]``, those of :func:`comparison_of`.
         """
@@ -342,7 +342,7 @@ def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
 
 
 def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
-    """The ids ``[n, count]`` of the largest scores of each row ``[n, V]``; of equals, any."""
+    """Return the ids ``[n, count]`` of the largest scores of each row ``[n, V]``. Ties are broken arbitrarily."""
     n, vocab = scores.shape
     width = vocab // _TOP_K_FOLD
     if width <= count:
@@ -356,7 +356,7 @@ def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
 
 
 def _largest(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
-    """The places of the ``count`` largest of the last axis."""
+    """Return the indices of the ``count`` largest values along the last axis."""
     most = scores.shape[-1] - count
     return np.argpartition(scores, most, axis=-1)[..., most:]
 
@@ -367,7 +367,7 @@ def _largest(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
 def topk_lower_bound(
     ref_ids: ArrayLike, ref_logprobs: ArrayLike, test_ids: ArrayLike, test_logprobs: ArrayLike
 ) -> float:
-    """A lower bound, in nats, of one position's KL from the log-probabilities that two engines report.
+    """Return a lower bound, in nats, of one position's KL from the log-probabilities that two engines report.
 
     Ids ``[k_ref]`` and ``[k_test]`` are distinct per side.  With C the ids on both sides and the rest masses
     p = 1 − Σ_C P and q = 1 − Σ_C Q (clamped at 0), ``Σ_C P·(log P − log Q) + p·log(p/q) ≤ KL(P‖Q)`` by the
@@ -390,7 +390,7 @@ def topk_lower_bound(
 
 
 def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, floor: float = -30.0) -> Floats:
-    """KL of a row by REFRACT's definition, from logits ``[n, V]`` of both sides: for comparison alone, nats ``[n]``.
+    """Return the KL by REFRACT's definition from logits ``[n, V]`` of both sides, nats ``[n]``. For comparison only.
 
     ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
     list has the log-probability ``floor`` on that side.  See docs/metrics.md#imported-results.
@@ -422,11 +422,12 @@ def _reported(ids: ArrayLike, logprobs: ArrayLike) -> Mapping[int, float]:
 def compare_topk(
     ref: tuple[NDArray[Any], NDArray[Any]], test: tuple[NDArray[Any], NDArray[Any]], targets: NDArray[Any]
 ) -> RowComparison:
-    """Compare ``n`` rows of which each side reports some tokens: (ids ``[n, k]``, log-probabilities ``[n, k]``).
+    """Compare ``n`` rows of which each side reports only some tokens: (ids ``[n, k]``, log-probabilities ``[n, k]``).
 
-    Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row of which a side reports nothing has failed.
-    What depends on the actual token, ``targets [n]``, is NaN where a side does not report it; ``dp`` then in all rows,
-    since the mean over those that report it would be one over likely tokens.  See docs/metrics.md#mean-kl-divergence.
+    Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row has failed if a side reports nothing for it.
+    Columns that depend on the actual token, ``targets [n]``, are NaN where a side does not report it. ``dp`` is then
+    NaN in all rows, since a mean over the reported ones would cover only likely tokens.  See
+    docs/metrics.md#mean-kl-divergence.
     """
     columns = np.full((6, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides, margin
     top1 = np.zeros(len(targets), dtype=bool)
@@ -465,7 +466,7 @@ def _row_of(
 
 
 def _likeliest(reported: Mapping[int, float]) -> int:
-    """The token of the largest log-probability; of equals the one with the lowest id."""
+    """Return the token of the largest log-probability. Among equals it is the one with the lowest id."""
     return min(reported, key=lambda token: (-reported[token], token))
 
 
@@ -474,7 +475,7 @@ def _likeliest(reported: Mapping[int, float]) -> int:
 
 @dataclass(frozen=True)
 class KLSummary:
-    """KL over positions, nats; every statistic is over the usable positions and None when there is none.
+    """KL over positions, nats. Every statistic covers the usable positions and is None without any.
 
     ``n_positions`` counts all scored positions, the ``n_failed`` ones among them.  ``top1`` is the rate of
     agreeing most likely tokens (0…1), ``rms_dp`` the root mean square of Q(actual) − P(actual).
@@ -495,10 +496,10 @@ class KLSummary:
 
 
 def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummary:
-    """Mean, percentiles (linear interpolation), top-1 agreement and RMS Δp over ``n`` positions.
+    """Summarise ``n`` positions: mean, percentiles (linear interpolation), top-1 agreement and RMS Δp.
 
-    A position that is marked failed or whose KL is not finite is out of every statistic and counted.
-    See docs/metrics.md#mean-kl-divergence.
+    A position that is marked failed, or whose KL is not finite, is counted but left out of every statistic. See
+    docs/metrics.md#mean-kl-divergence.
     """
     usable = ~failed & np.isfinite(kl)
     n_failed = len(kl) - int(usable.sum())
@@ -542,7 +543,7 @@ class Flips:
 
 
 def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Flips:
-    """Flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens."""
+    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens."""
     usable = ~rows.failed & np.isfinite(rows.kl)
     if not usable.any():
         return Flips()
@@ -557,7 +558,7 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) 
 
 @dataclass(frozen=True)
 class Divergences:
-    """Means over the usable positions, each with its 95% interval by clusters; None where it is not known or infinite.
+    """Means over the usable positions, each with its 95% interval by clusters; None if unknown or infinite.
 
     See docs/metrics.md#other-divergences.
 
@@ -579,7 +580,7 @@ class Divergences:
 
 
 def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Divergences:
-    """Means of rows that belong to ``clusters [n]``. See docs/metrics.md#other-divergences."""
+    """Average rows that belong to ``clusters [n]``. See docs/metrics.md#other-divergences."""
     usable = ~rows.failed & np.isfinite(rows.kl)
 
     def mean(values: Floats, known: Bools = usable, most: float = math.inf) -> Estimate:
@@ -611,7 +612,7 @@ def _half_life(rate: float | None) -> float | None:
 
 
 def kld_score(mean: float) -> float:
-    """Axis B's score: ``100·exp(−mean KL)``; 0 nats → 100. See docs/metrics.md#mean-kl-divergence."""
+    """Return axis B's score ``100·exp(−mean KL)``, which is 100 at 0 nats. See docs/metrics.md#mean-kl-divergence."""
     return 100.0 * math.exp(-mean)
 
 
@@ -629,7 +630,7 @@ class BinnedMeans:
 
 
 def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> BinnedMeans:
-    """Mean KL in ``n_bins`` equal spans of the scored window positions ``[n]``.
+    """Return the mean KL in ``n_bins`` equal spans of the scored window positions ``[n]``.
 
     The edges come from all positions, failed ones (KL NaN) included, so that candidates share them.  Without
     any position there are no bins.  See docs/metrics.md#mean-kl-divergence.
@@ -640,12 +641,12 @@ def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> Bin
 
 
 def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
-    """The first row from which on KL (nats, ``[windows, rows]``, NaN where it failed) is above ``allowed``; or None.
+    """Find the first row from which KL (nats, ``[windows, rows]``, NaN if failed) stays above ``allowed``.
 
     It is above in at least half of the windows there, and so are at least half of the rows of all windows in the
-    ``span`` rows that begin with it (in all rows where there are fewer).  So no single row makes it, nor does noise of
-    which less than half lies above.  Where fewer are left before the end, so are as many rows as elsewhere,
-    or three quarters of those that are left and at least eight.  See docs/metrics.md#paths.
+    ``span`` rows that begin with it (in all rows where there are fewer).  Neither a single row nor noise that is mostly
+    below ``allowed`` meets this. With fewer rows left before the end, as many rows as elsewhere must be above, or three
+    quarters of the rows left and at least eight.  See docs/metrics.md#paths.
     """
     windows, rows = kl.shape
     if np.isinf(allowed) or not rows:
@@ -660,7 +661,7 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
 
 
 def kl_by_confidence(confidence: Floats, kl: Floats, n_bins: int = 10) -> BinnedMeans:
-    """Mean KL in ``n_bins`` equal spans of the reference's top-1 probability ``[n]``, 0…1.
+    """Return the mean KL in ``n_bins`` equal spans of the reference's top-1 probability ``[n]``, 0…1.
 
     See docs/metrics.md#mean-kl-divergence.
     """

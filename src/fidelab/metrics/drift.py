@@ -25,10 +25,10 @@ LOWEST_CELL = float(100.0 * np.exp(-_STEEPNESS))  # the score of a cell whose ex
 
 
 def drift(a: Sequence[int], b: Sequence[int]) -> float:
-    """``min(1, Levenshtein(a, b) / |a|)`` on token ids, 0…1; both empty 0, only ``a`` empty 1.
+    """Return ``min(1, Levenshtein(a, b) / |a|)`` on token ids, 0…1: 0 if both are empty, 1 if only ``a`` is empty.
 
-    ``a``: the answer to the prompt as it is; ``b``: to the perturbed one.  Not symmetric.
-    See docs/metrics.md#drift-under-perturbation.
+    ``a``: answer to the original prompt; ``b``: answer to the perturbed prompt.  Not symmetric. See
+    docs/metrics.md#drift-under-perturbation.
     """
     if not a:
         return 1.0 if b else 0.0
@@ -36,10 +36,10 @@ def drift(a: Sequence[int], b: Sequence[int]) -> float:
 
 
 def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
-    """REFRACT's score per cell, ``100·exp(−5·max(0, d_test − d_ref))``, from the drifts of both arms ``[n]``.
+    """Return REFRACT's score per cell, ``100·exp(−5·max(0, d_test − d_ref))``, from the drifts of both arms ``[n]``.
 
-    The clip at 0 makes noise a penalty: differences without any mean, of standard deviation 0.1, score 85.
-    See docs/metrics.md#drift-under-perturbation.
+    The clip at 0 penalises noise: differences with mean 0 and standard deviation 0.1 score 85. See
+    docs/metrics.md#drift-under-perturbation.
     """
     excess = np.maximum(0.0, np.asarray(test, dtype=np.float64) - np.asarray(ref, dtype=np.float64))
     scores: Floats = 100.0 * np.exp(-_STEEPNESS * excess)
@@ -47,7 +47,7 @@ def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def commonest(answers: Sequence[Sequence[int]]) -> int:
-    """Count the answers (token ids) that equal the most frequent one; 0 without any.
+    """Count the answers (token ids) that equal the most frequent one; 0 without answers.
 
     See docs/metrics.md#drift-under-perturbation.
     """
@@ -55,7 +55,7 @@ def commonest(answers: Sequence[Sequence[int]]) -> int:
 
 
 def ignores_prompts(ref: Sequence[Sequence[int]], test: Sequence[Sequence[int]]) -> bool:
-    """The candidate answers different prompts with one and the same text where the reference does not.
+    """Whether the candidate gives different prompts one and the same answer where the reference does not.
 
     Such an arm never drifts.  ``ref``, ``test``: both arms' answers to the same prompts, three or more, no two alike.
     At least 90% of the candidate's are one text, and at most half of the reference's.
@@ -66,9 +66,9 @@ def ignores_prompts(ref: Sequence[Sequence[int]], test: Sequence[Sequence[int]])
 
 
 def sign_test(differences: ArrayLike) -> float:
-    """Two-sided p-value of the exact sign test: are differences ``[n]`` as often above as below 0?
+    """Return the two-sided p-value of the exact sign test for differences ``[n]``.
 
-    Those at 0 do not count; without any other p = 1.  The differences must be independent of one another.
+    Differences of 0 are ignored. If there are no others, p = 1.  The differences must be independent of one another.
     See docs/metrics.md#drift-under-perturbation.
     """
     values = np.asarray(differences, dtype=np.float64)

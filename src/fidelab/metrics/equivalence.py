@@ -5,8 +5,8 @@ question round: the null hypothesis is a loss of the margin or more, and the cla
 α = 5% rejects it (non-inferiority, one half of the two one-sided tests of Schuirmann, J. Pharmacokinet. Biopharm. 15,
 1987), that is where the upper end of the 1 − 2α interval lies below the margin.
 
-Of one arm all claims have to hold (intersection-union test: R. L. Berger, Technometrics 24, 1982): each is tested at
-α, and the certificate as a whole is wrong with probability α at most, without a correction.  A run recommends one of
+All claims of one arm have to hold (intersection-union test: R. L. Berger, Technometrics 24, 1982). Each is tested at α,
+and the certificate as a whole is wrong with probability at most α, without a correction.  A run recommends one of
 several arms.  Its arms are tested in an order that is known before the data (:func:`fixed_sequence`), each at α.
 """
 
@@ -72,7 +72,7 @@ CLAIM_NAMES: dict[str, str] = {
 
 @dataclass(frozen=True)
 class FlipCounts:
-    """Items that one side alone gets right: ``harmful`` the reference, ``beneficial`` the arm; of ``n`` items.
+    """Items, of ``n``, that one side alone gets right: ``harmful`` the reference, ``beneficial`` the arm.
 
     ``p``: McNemar's exact test, which takes items as independent.  ``mid_p``: its mid-p, which is less cautious.
     ``p_clusters``: the exact sign test over the clusters that lose more than they win or the reverse.
@@ -88,7 +88,7 @@ class FlipCounts:
 
 
 def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCounts:
-    """Harmful and beneficial flips of ``n`` items: ``ref``, ``test`` [n] are 1 where that side is right, else 0.
+    """Count the harmful and beneficial flips of items; ``ref``, ``test`` [n] are 1 where that side is right, else 0.
 
     See docs/metrics.md#non-inferiority-test.
     """
@@ -128,51 +128,51 @@ class Loss:
 
     @classmethod
     def of_kl(cls, items: RatioItems, margin: float = KL_MARGIN) -> Loss:
-        """The mean KL, nats."""
+        """Build the mean KL, nats."""
         return cls("mean_kl", "nats", margin, items)
 
     @classmethod
     def of_probability(cls, lost: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
-        """The loss of accuracy when sampling at temperature 1; ``lost`` [n]: P(x) − Q(x) of the text's next token."""
+        """Build the loss of accuracy at temperature 1. ``lost`` [n]: P(x) − Q(x) of the text's next token."""
         items = RatioItems.of(lost, 1.0, clusters)
         return cls("probability_loss", "share", margin, items, bounds=(-1.0, 1.0))
 
     @classmethod
     def of_changes(cls, same: RatioItems, margin: float) -> Loss:
-        """The share of changed top tokens, from items that are 1 where the top token stays."""
+        """Build the share of changed top tokens, from items that are 1 where the top token stays."""
         changed = RatioItems(same.den - same.num, same.den, same.clusters)
         return cls("changed_tokens", "share", margin, changed, bounds=(0.0, 1.0), proportion=True)
 
     @classmethod
     def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
-        """The reference's accuracy minus the arm's; ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
+        """Build the loss of accuracy. ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
         a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
         return cls("accuracy_loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
 
     @property
     def estimate(self) -> float | None:
-        """The loss that was measured."""
+        """The measured loss."""
         of, less = ratio_estimate(self.items), 0.0 if self.less is None else ratio_estimate(self.less)
         return None if of is None or less is None else of - less
 
     @property
     def spread(self) -> ClusterSpread | None:
-        """Spread between clusters; ``None`` for a single one."""
+        """Spread between clusters; ``None`` for a single cluster."""
         return ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
 
     @property
     def cautious(self) -> bool:
-        """Whether its interval expects skew, and is wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
+        """Whether the interval allows for skew and is wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
         return not self.proportion or len(self.items.num) > self.n_clusters
 
     @property
     def level(self) -> float:
-        """Level of its one-sided test: ``alpha``; of a mean half of it, since skewed losses miss more often."""
+        """Level of the one-sided test: ``alpha``, or half of it for a mean, since skewed losses miss more often."""
         return self.alpha if self.proportion else self.alpha / 2
 
     @property
     def n_clusters(self) -> int:
-        """Resampling clusters."""
+        """Number of resampling clusters."""
         return len(np.unique(self.items.clusters))
 
     def interval(self, level: float, seed: int = 0) -> tuple[float, float] | None:
@@ -235,7 +235,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One arm's certificate on one axis: it holds where all its claims do.
+    """Certificate of one arm on one axis. It holds if all its claims do.
 
     See docs/metrics.md#non-inferiority-test.
     """
@@ -245,7 +245,7 @@ class Judgement:
 
 
 def alpha_of(looks: int, of: int) -> float:
-    """Level of the tests of an arm that was decided at look number ``looks`` of at most ``of``.
+    """Return the test level for an arm that was decided at look number ``looks`` of at most ``of``.
 
     See docs/metrics.md#looks.
     """
@@ -253,10 +253,10 @@ def alpha_of(looks: int, of: int) -> float:
 
 
 def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
-    """The certificate of one arm: each of its claims, of which there is one at least, is tested at :data:`ALPHA`.
+    """Certify one arm: test each of its claims, of which there is at least one, at :data:`ALPHA`.
 
-    Below :data:`MIN_CLUSTERS` nothing holds but an output without any difference.
-    See docs/metrics.md#non-inferiority-test.
+    Below :data:`MIN_CLUSTERS` a claim holds only for output without any difference. See
+    docs/metrics.md#non-inferiority-test.
     """
     claims = tuple(_claim(loss, seed) for loss in losses)
     states = {claim.state for claim in claims}
@@ -265,7 +265,7 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
 
 
 def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
-    """The arms that are confirmed, of arms in an order known before the data; each with whether it holds, has failed.
+    """Return the confirmed arms of a fixed sequence. Each item is an arm, whether it holds, and whether it has failed.
 
     An arm that holds at :data:`ALPHA` is confirmed.  One that has failed, or is shown to lose the margin, is passed
     over: it can only be left out.  Any other arm ends the sequence.  So no arm changes the level of another one.

@@ -79,9 +79,9 @@ def _sums(index: NDArray[np.intp], values: Floats, n: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class RatioItems:
-    """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``clusters [n]`` (ids that sort).
+    """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``clusters [n]`` (sortable ids).
 
-    Failed items have no place here: what is not finite is refused, not dropped.  See
+    Failed items must be removed before: values that are not finite are refused, not dropped.  See
     docs/metrics.md#items-and-clusters.
     """
 
@@ -97,18 +97,18 @@ class RatioItems:
 
     @classmethod
     def of(cls, num: ArrayLike, den: ArrayLike, clusters: ArrayLike) -> RatioItems:
-        """Build them from anything array-like; a single ``den`` (1.0 for a plain mean) holds for all items."""
+        """Build the items from anything array-like. A single ``den`` (1.0 for a plain mean) applies to all items."""
         top = np.asarray(num, dtype=np.float64)
         return cls(top, np.broadcast_to(np.asarray(den, dtype=np.float64), top.shape), np.asarray(clusters))
 
     def by_cluster(self) -> RatioItems:
-        """Sums per cluster, in the order of the cluster ids: one item per cluster."""
+        """Sum the items of each cluster, in the order of the cluster ids. The result has one item per cluster."""
         clusters, index = np.unique(self.clusters, return_inverse=True)
         return RatioItems(_sums(index, self.num, len(clusters)), _sums(index, self.den, len(clusters)), clusters)
 
 
 def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float | None:
-    """``transform(Σ num / Σ den)``; None where Σ den is 0. See docs/metrics.md#items-and-clusters."""
+    """Return ``transform(Σ num / Σ den)``; None if Σ den is 0. See docs/metrics.md#items-and-clusters."""
     total = float(items.den.sum())
     return transform(float(items.num.sum()) / total) if total > 0 else None
 
@@ -117,7 +117,7 @@ def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float
 
 
 def resample_weights(n_clusters: int, n_resamples: int = _RESAMPLES, seed: int = 0) -> Floats:
-    """Number of draws of each cluster in each resample: ``[n_resamples, n_clusters]`` whole numbers.
+    """Return how often each resample draws each cluster: integers ``[n_resamples, n_clusters]``.
 
     Each row sums to ``n_clusters``.  The same arguments give the same resamples: candidates with the same clusters
     are compared under one set of them.  See docs/metrics.md#intervals.
@@ -138,11 +138,11 @@ def _weights(resamples: Floats | int, n_clusters: int) -> Floats:
 
 
 def standard_error(items: RatioItems) -> float | None:
-    """Linearised standard error of ``Σ num / Σ den`` over clusters; None for a single cluster or no denominator.
+    """Return the linearised standard error of ``Σ num / Σ den`` over clusters.
 
-    With r the ratio, N_u and D_u the sums of cluster u and n clusters:
-    ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D`` (the sandwich form; for den = 1 the usual one of a mean).
-    See docs/metrics.md#intervals.
+    With r the ratio, N_u and D_u the sums of cluster u and n clusters: ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D``
+    (the sandwich form; for den = 1 the usual one of a mean). None for a single cluster or without a denominator. See
+    docs/metrics.md#intervals.
     """
     residuals = _residuals(items.by_cluster())
     if residuals is None:
@@ -161,16 +161,16 @@ def ratio_interval(
     proportion: bool = False,
     cost: bool = False,
 ) -> Interval | None:
-    """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None (module docstring).
+    """Return the two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None.
 
     See docs/metrics.md#intervals.
 
     Args:
         resamples: the matrix of :func:`resample_weights` or its seed; used from 6 clusters on.
         transform: monotone, rising or falling; the two ends are put in order.
-        bounds: what the *ratio* (before the transform) can be: (0, inf) for a mean KL, (0, 1) for a share.
+        bounds: range of the *ratio* before the transform: (0, inf) for a mean KL, (0, 1) for a share.
         proportion: the ratio of every item lies in ``bounds`` (finite).
-        cost: its upper end expects skew, as that of a ratio with bounds (0, inf) does.
+        cost: the upper end allows for skew, as for a ratio with bounds (0, inf).
 
     Returns None for fewer than two clusters and where Σ den is 0.
     """
@@ -191,7 +191,7 @@ def ratio_interval(
 
 
 def contained_interval(events: RatioItems, containing: RatioItems, resamples: Floats | int = 0) -> Interval | None:
-    """95% interval of a share of rare events, each of which is one of more frequent ones (``containing``).
+    """Return the 95% interval of a share of rare events that are a subset of more frequent ones (``containing``).
 
     Its upper end is at most that of what contains it.  Of several items per cluster it is the higher one of the
     share's own interval and of the exact bound at the effective number of items: each of the two misses too often
@@ -211,7 +211,7 @@ def contained_interval(events: RatioItems, containing: RatioItems, resamples: Fl
 def settled_interval(
     find: Callable[[int], Interval | None], seed: int, edge: float
 ) -> tuple[Interval | None, tuple[float, float]]:
-    """The interval that ``find(seed)`` gives, with the Monte Carlo error of both ends where one lies near ``edge``.
+    """Return the interval that ``find(seed)`` gives, and the Monte Carlo error of both ends if one is near ``edge``.
 
     An end within a tenth of the interval's width of the edge takes ten times as many resamples: both ends are means
     over ten seeds, and the errors twice their standard errors.  Elsewhere, and of exact intervals, they are 0.
@@ -245,7 +245,7 @@ class PairedDifference:
 
     @property
     def excludes_zero(self) -> bool:
-        """The two differ: the interval exists and 0 lies outside it.
+        """Whether the two differ: the interval exists and does not contain 0.
 
         Of 0/1 items the interval itself is McNemar's exact test (:func:`paired_difference`).
         """
@@ -262,7 +262,7 @@ def paired_difference(
     bounds: Interval | None = None,
     proportion: bool = False,
 ) -> PairedDifference:
-    """``scale·(Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` and its interval, under the same resamples.
+    """Return ``scale·(Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` and its interval, under the same resamples.
 
     ``a`` and ``b`` hold the same items in the same order (candidate and control: the excess is a − b).  The
     interval is of the kind that items and clusters call for (module docstring), on the difference.
@@ -273,7 +273,7 @@ def paired_difference(
     interval excludes 0 exactly where McNemar's exact test has p < 0.05.  See docs/metrics.md#paired-differences.
 
     Raises:
-        ValueError: the items are not the same, or one side has no denominator.
+        ValueError: If the items are not the same, or one side has no denominator.
     """
     _check_bounds(bounds, proportion)
     if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():
@@ -411,11 +411,11 @@ def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, ske
 
 
 def critical_value(n: int, level: float = 0.95, *, cost: bool = False, upper: bool = False) -> float:
-    """Half-width of a mean's interval in standard errors, from n ≥ 2 clusters, where resamples are not known yet.
+    """Return the half-width of a mean's interval in standard errors, for n ≥ 2 clusters, before resamples exist.
 
-    Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
-    ``upper``: of its upper end alone, which reaches farther, instead of the mean of both.
-    See docs/metrics.md#sample-size.
+    This is Student's t. For a cost it follows the interval (module docstring), without the skew of the resamples.
+    ``upper``: return the half-width of the upper end only, which is larger, instead of the mean of both. See
+    docs/metrics.md#sample-size.
     """
     q = 0.5 + level / 2
     t = float(special.stdtrit(n - 1, q))
@@ -488,7 +488,7 @@ def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple
 
 
 def discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
-    """Gaffke's bound of (gained − lost)/n. See docs/metrics.md#paired-differences.
+    """Return Gaffke's bound of (gained − lost)/n. See docs/metrics.md#paired-differences.
 
     With weights that follow Dirichlet(lost, gained + 1, n − lost − gained) for the upper end, the gained share B of the
     discordant weight S is beta(gained + 1, lost), and ``S·(2B − 1)`` lies below 0 with McNemar's one-sided p.
@@ -519,7 +519,7 @@ def _discordant_end(lost: int, gained: int, n: int, level: float) -> float:
 
 
 def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
-    """Exact (Clopper-Pearson) interval of a share, ``k`` of ``n``, with (1 − level)/2 on each side.
+    """Return the exact (Clopper-Pearson) interval of a share, ``k`` of ``n``, with (1 − level)/2 on each side.
 
     See docs/metrics.md#intervals.
     """
@@ -531,7 +531,7 @@ def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
 
 
 def effective_upper_end(events: RatioItems, companions: Sequence[RatioItems] = (), level: float = 0.95) -> float:
-    """Clopper and Pearson's upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
+    """Return the Clopper-Pearson upper end at the effective sample size (Korn & Graubard, Survey Methodology 24, 1998).
 
     The design effect is the largest of those of the events and of their ``companions``, and 1 at least: without a
     single event the data do not show how events cluster, and shares of more frequent ones do.
@@ -552,7 +552,7 @@ def _design_effect(items: RatioItems) -> float:
 
 
 def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a share, ``k`` of ``n`` (E. B. Wilson, 1927), without continuity correction.
+    """Return Wilson's score interval of a share, ``k`` of ``n`` (E. B. Wilson, 1927), without continuity correction.
 
     With z the normal quantile: ``(k + z²/2 ± z·sqrt(k(n−k)/n + z²/4)) / (n + z²)``.  See docs/metrics.md#intervals.
     """
@@ -564,7 +564,7 @@ def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
 
 
 def mcnemar_exact(b: int, c: int) -> float:
-    """Two-sided p-value of McNemar's exact test for the two discordant counts.
+    """Return the two-sided p-value of McNemar's exact test for the two discordant counts.
 
     Under "no difference" b is binomial(b + c, 1/2): ``p = min(1, 2·P(X ≤ min(b, c)))``; without
     discordant pairs p = 1.  See docs/metrics.md#paired-differences.
@@ -575,7 +575,7 @@ def mcnemar_exact(b: int, c: int) -> float:
 
 
 def mcnemar_mid_p(b: int, c: int) -> float:
-    """McNemar's mid-p: half of the probability of the counts themselves is left out of either tail.
+    """Return McNemar's mid-p, which leaves out half of the probability of the counts themselves in each tail.
 
     M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013.  See docs/metrics.md#paired-differences.
     """

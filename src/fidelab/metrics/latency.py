@@ -28,7 +28,7 @@ class Rate:
 
     @property
     def median(self) -> float:
-        """Half of the repeats were slower."""
+        """The median rate."""
         return float(np.median(self.repeats))
 
     @property
@@ -38,43 +38,43 @@ class Rate:
 
     @property
     def steady(self) -> bool | None:
-        """:func:`is_steady` of the repeats."""
+        """Whether the repeats are steady, by :func:`is_steady`."""
         return is_steady(self.repeats)
 
 
 def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
-    """Prompt tokens per second: ``n_tokens`` / time to the first token.
+    """Return prompt tokens per second: ``n_tokens`` / time to the first token.
 
-    ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; what comes after the first token is not looked at.
-    See docs/metrics.md#prefill-speed.
+    ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; times after the first token are ignored. See
+    docs/metrics.md#prefill-speed.
 
     Raises:
-        ValueError: no repeat, or times that no clock gives.
+        ValueError: If there is no repeat, or a time is impossible.
     """
     return _rate(n_tokens, _times(seconds)[:, 0])
 
 
 def decode_rate_isolated(seconds: ArrayLike) -> Rate:
-    """Tokens per second after the first one: n / (last − first).
+    """Return tokens per second after the first one: n / (last − first).
 
     ``seconds [k, 1 + n]``.  See docs/metrics.md#decode-speed.
 
     Raises:
-        ValueError: no repeat, no further token (n = 0), or times that no clock gives.
+        ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
     """
     times = _times(seconds)
     return _rate(times.shape[1] - 1, times[:, -1] - times[:, 0])
 
 
 def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> Rate | None:
-    """Tokens per second as n / (total − prefill): another method in use, to be labelled as such.
+    """Return tokens per second as n / (total − prefill), a common method that must be labelled where it is shown.
 
     ``total [k]``: seconds of whole answers of 1 + n tokens; ``prefill [j]``: seconds of separate runs over the same
-    prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than
-    the prefill alone: the noise is larger than what is sought.  See docs/metrics.md#decode-speed.
+    prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than the
+    prefill alone: the noise exceeds the measured time.  See docs/metrics.md#decode-speed.
 
     Raises:
-        ValueError: no repeat, no further token (n = 0), or times that no clock gives.
+        ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
     """
     whole, first = (_times(np.reshape(times, (-1, 1)))[:, 0] for times in (total, prefill))
     rest = whole - np.median(first)
@@ -82,10 +82,10 @@ def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> 
 
 
 def is_steady(values: ArrayLike) -> bool | None:
-    """The last three values lie within 5% of their median: (max − min) / median < 0.05.
+    """Whether the last three values are within 5% of their median: (max − min) / median < 0.05.
 
-    Not from one to the next: a drift of 4% a repeat is a drift.  ``None`` for fewer than three values, which cannot
-    tell.  See docs/metrics.md#speed-and-memory.
+    Neighbours are not compared, since that would miss a drift of 4% per repeat. ``None`` for fewer than three values.
+    See docs/metrics.md#speed-and-memory.
     """
     last = np.asarray(values, dtype=np.float64)[-_LAST:]
     if len(last) < _LAST:

@@ -75,7 +75,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
     of zeros became another.  Rows of ``ref`` that are not finite are left out.  See docs/metrics.md#layer-differences.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: If the shapes differ.
     """
     reference, other = np.asarray(ref, dtype=np.float64), np.asarray(test, dtype=np.float64)
     if reference.shape != other.shape or reference.ndim != 2:
@@ -90,7 +90,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def added_errors(curve: ArrayLike) -> Floats:
-    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  After infinity nothing is added.
+    """Return each layer's added error ``[layers]`` from a curve ``[1 + layers]``. It is 0 after an infinite error.
 
     See docs/metrics.md#layer-differences.
     """
@@ -103,9 +103,10 @@ def added_errors(curve: ArrayLike) -> Floats:
 
 
 def outlier_ratios(added: ArrayLike) -> Floats:
-    """Each layer's added error over the root mean square of all others'; 0 where it adds nothing, 0 for a single layer.
+    """Return each layer's added error over the root mean square of all others.
 
-    Infinite where no other adds anything.  See docs/metrics.md#layer-differences.
+    The ratio is 0 for a layer that adds nothing and for a single layer, and infinite if no other layer adds anything.
+    See docs/metrics.md#layer-differences.
     """
     values = np.asarray(added, dtype=np.float64)
     ratios = np.zeros(len(values))
@@ -118,7 +119,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 
 
 def part(curve: LayerCurve, floor: LayerCurve | None = None) -> Parting:
-    """Judge a curve; without run-to-run noise (``None``), the reference counts as repeatable to the bit.
+    """Judge a curve. Without run-to-run noise (``None``), the reference counts as bit-identical in every run.
 
     See docs/metrics.md#layer-differences."""
     layers = len(curve.median) - 1

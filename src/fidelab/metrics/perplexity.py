@@ -1,6 +1,6 @@
 """Perplexity of two arms on the same tokens. See docs/metrics.md#perplexity.
 
-Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  What a cache costs is the paired
+Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  The cost of a cache is the paired
 
     ``ln(PPL_test / PPL_ref) = Σ (NLL_test − NLL_ref) / n``
 
@@ -28,7 +28,7 @@ _MAX_EXPONENT = 700.0  # nats: beyond it the exponential overflows a double
 
 
 def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
-    """−log softmax(logits)[target] of each row, nats, in float64.
+    """Return −log softmax(logits)[target] of each row, nats, in float64.
 
     ``logits [n, V]``: unnormalised log scores of any float type; ``targets [n]``: ids in 0 … V − 1, any other id has
     no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
@@ -67,7 +67,7 @@ class PerplexityPair:
 
 
 def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed: int = 0) -> PerplexityPair:
-    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``clusters [n]``.
+    """Return perplexities and the paired log-ratio from the NLL of rows ``[n]``, NaN where a row failed.
 
     See docs/metrics.md#perplexity.
     """
@@ -89,7 +89,7 @@ def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed:
 
 
 def exponential(nats: float | None) -> float | None:
-    """``exp(nats)``; ``None`` if that is not finite. See docs/metrics.md#perplexity."""
+    """Return ``exp(nats)``, or ``None`` if that is not finite. See docs/metrics.md#perplexity."""
     return None if nats is None or nats > _MAX_EXPONENT else math.exp(nats)
 
 

@@ -47,7 +47,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
 def hits(answer: str, code: str, compat: str | None = None) -> bool:
-    """The answer holds the code and does not deny it.
+    """Whether the answer holds the code and does not deny it.
 
     Case does not matter, nor which dash joins the parts of a code (U+2010 … U+2015, minus sign, soft hyphen).  A
     mention is denied by a negation in its clause, either before it with nothing but words such as "the", "mention of",
@@ -71,7 +71,7 @@ def _denied(text: str, start: int, end: int) -> bool:
 
 
 def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:
-    """Share of ``codes`` (0…1) that the answer :func:`hits`; 0 where it hits one of the ``wrong`` ones.
+    """Return the share of ``codes`` (0…1) that the answer :func:`hits`; 0 if it hits one of the ``wrong`` ones.
 
     See docs/metrics.md#retrieval.
     """
@@ -81,7 +81,7 @@ def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compa
 
 
 def judged(answer: str) -> str:
-    """The first sentence, or line, of an answer that completes one: what fills the blank.
+    """Return the first sentence or line of an answer that completes a sentence: the part that fills the blank.
 
     See docs/metrics.md#retrieval.
     """
@@ -92,7 +92,7 @@ def judged(answer: str) -> str:
 class Cells:
     """Trials of reference and candidate: ``base``, ``cand`` (0…1) and ``cell`` (its number), each [n].
 
-    Failed trials have no place here.  See docs/metrics.md#retrieval.
+    Failed trials must be removed before.  See docs/metrics.md#retrieval.
     """
 
     base: Floats
@@ -100,24 +100,24 @@ class Cells:
     cell: NDArray[np.int64]
 
     def numbers(self) -> NDArray[np.int64]:
-        """The cells that have a trial, rising [k]."""
+        """The cells that have a trial, in rising order [k]."""
         return np.unique(self.cell)
 
     def accuracies(self) -> tuple[Floats, Floats]:
-        """Mean of base and of cand per cell, [k] each, in the order of :meth:`numbers`."""
+        """Return the mean of base and of cand per cell, [k] each, in the order of :meth:`numbers`."""
         _, index = np.unique(self.cell, return_inverse=True)
         counts = np.bincount(index)
         return np.bincount(index, self.base) / counts, np.bincount(index, self.cand) / counts
 
     def informative(self) -> Cells:
-        """The trials of cells in which the reference returned something."""
+        """Return the trials of cells in which the reference returned something."""
         base, _ = self.accuracies()
         keep = np.isin(self.cell, self.numbers()[base > 0])
         return Cells(self.base[keep], self.cand[keep], self.cell[keep])
 
 
 def retrieval_score(cells: Cells, compat: str | None = None) -> float | None:
-    """``100·(1 − mean over informative cells of max(0, base − cand))``; None without an informative cell.
+    """Return ``100·(1 − mean over informative cells of max(0, base − cand))``; None without an informative cell.
 
     ``compat="refract"``: over all cells, so that uninformative ones count as perfect, as in REFRACT; None without
     cells.  See docs/metrics.md#retrieval.
@@ -129,11 +129,11 @@ def retrieval_score(cells: Cells, compat: str | None = None) -> float | None:
 
 
 def chance_score(cells: Cells, seed: int = 0, *, compat: str | None = None) -> float | None:
-    """Mean of :func:`retrieval_score` if the arms did not differ, 0…100; None where there is no score.
+    """Return the mean of :func:`retrieval_score` if the arms did not differ, 0…100; None if there is no score.
 
-    Then either answer of a trial could as well be the other arm's: the mean is over 2,000 draws that swap the two at
-    random, trial by trial.  Trials in which both returned the same leave nothing to chance.
-    See docs/metrics.md#retrieval.
+    In that case either answer of a trial could be the other arm's: the mean is over 2,000 draws that swap the two at
+    random, trial by trial.  Trials in which both returned the same leave nothing to chance. See
+    docs/metrics.md#retrieval.
     """
     if retrieval_score(cells, compat) is None:
         return None
@@ -154,7 +154,7 @@ def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats,
 
 
 def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float = 0.95) -> Interval | None:
-    """95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
+    """Return the 95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
 
     Which cells are informative is taken as given: they are fixed by design.  See docs/metrics.md#retrieval.
     """
@@ -170,14 +170,14 @@ def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float 
 
 
 def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> PairedDifference:
-    """Accuracy of the candidate minus the reference's, over the trials of all cells (points, −100…100).
+    """Return the candidate's accuracy minus the reference's, over the trials of all cells (points, −100…100).
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
     A trial is a cluster, whatever its cell, which adds the spread between cells and so is on the safe side.
     See docs/metrics.md#retrieval.
 
     Raises:
-        ValueError: there is no trial.
+        ValueError: If there is no trial.
     """
     clusters, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
     cand, base = RatioItems(cells.cand, ones, clusters), RatioItems(cells.base, ones, clusters)

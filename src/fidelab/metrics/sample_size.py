@@ -1,4 +1,4 @@
-"""Sample size: resampling clusters with which an interval would decide, from the spread of those that were read.
+"""Estimate how many resampling clusters an interval needs to decide, from the spread of the clusters read so far.
 
 See docs/metrics.md#sample-size.
 
@@ -47,7 +47,7 @@ class ClusterSpread:
 
 
 def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
-    """Spread of ``scale · Σ num / Σ den`` over clusters; None for a single cluster or no denominator.
+    """Return the spread of ``scale · Σ num / Σ den`` over clusters; None for a single cluster or without a denominator.
 
     See docs/metrics.md#sample-size.
     """
@@ -59,13 +59,13 @@ def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
 
 
 def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
-    """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over clusters that both sides share.
+    """Return the spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over clusters that both sides share.
 
     The error of the difference is, per cluster, the difference of the two linearised errors.
     See docs/metrics.md#sample-size.
 
     Raises:
-        ValueError: the items are not the same.
+        ValueError: If the items are not the same.
     """
     if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():
         raise ValueError("paired items differ in number or clusters: keep the items that both sides have")
@@ -82,7 +82,7 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSp
 
 
 def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool = False) -> float:
-    """The smallest true loss that a one-sided test at ``level`` over n ≥ 2 clusters finds with probability ``power``.
+    """Return the smallest loss that a one-sided test at ``level`` over n ≥ 2 clusters finds with probability ``power``.
 
     ``(t(1 − level; n − 1) + t(power; n − 1)) · sd / √n``; of a ``cost`` the first t is wider, as its interval is.
     See docs/metrics.md#non-inferiority-test.
@@ -92,16 +92,17 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
 
 
 def clusters_to_certify(sd: float, room: float, level: float, power: float, *, cost: bool = False) -> int:
-    """The least number of clusters, 2 at least, with which a loss that lies ``room`` > 0 below its margin is shown to.
+    """Return the least number of clusters, at least 2, that confirms a loss that is ``room`` > 0 below its margin.
 
-    By a one-sided test at ``level``, with probability ``power``.  See docs/metrics.md#non-inferiority-test.
+    The test is one-sided at ``level`` and succeeds with probability ``power``.  See
+    docs/metrics.md#non-inferiority-test.
     """
     least = _smallest_n(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
     return math.ceil(_RESAMPLED * least) if cost else least
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:
-    """Reach of the exact interval of a share when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
+    """Return the reach of the exact interval of a share when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
 
     See docs/metrics.md#sample-size.
     """
@@ -109,7 +110,7 @@ def agreement_reach(n: int, level: float = 0.95) -> float:
 
 
 def clusters_to_agree(precision: float, level: float = 0.95) -> int:
-    """The least number of agreeing clusters, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most.
+    """Return the least number of agreeing clusters, at least 2, with a reach of at most ``precision`` > 0 (a share).
 
     See docs/metrics.md#sample-size.
     """

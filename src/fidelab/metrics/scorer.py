@@ -1,4 +1,4 @@
-"""Divergences of hidden states by torch: the head and all figures, tile by tile, on the fastest device there is.
+"""Compute divergences of hidden states with torch: the head and all figures, tile by tile, on the fastest device.
 
 :func:`~fidelab.metrics.divergence.compare_rows` defines the figures, and computes them of rows that are broken or
 masked.  The CPU uses instructions for bfloat16 (AMX, AVX512-BF16) where states and head are bfloat16: their products
@@ -40,7 +40,7 @@ _NOTHING = -1e30  # logit of ids that are not tokens
 
 
 def fastest_device() -> torch.device:
-    """The device to score on: an accelerator that torch sees, else the CPU.  See docs/metrics.md#estimators."""
+    """Return the device to score on: an accelerator that torch sees, else the CPU.  See docs/metrics.md#estimators."""
     if torch.cuda.is_available():  # ROCm, too
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -68,8 +68,8 @@ class TileScorer:
         The reference's logits of a tile are computed once for all tests.
 
         Raises:
-            ValueError: numbers of rows differ, or a head is not as wide as its states.
-            MemoryError: not even one row fits into the memory of the CPU.
+            ValueError: If numbers of rows differ, or a head is not as wide as its states.
+            MemoryError: If not even one row fits into the memory of the CPU.
         """
         n, sides = len(targets), (ref, *tests)
         for states, head in sides:
@@ -101,7 +101,7 @@ class TileScorer:
         return max(1, min(self._tile_rows // sides, min(_TILE_BYTES, free // _FREE_SHARE) // each))
 
     def _shrink(self, rows: int, sides: int, error: RuntimeError) -> None:
-        """Continue with smaller tiles, and on the CPU where one row is too much."""
+        """Continue with smaller tiles, or on the CPU if one row is already too large."""
         cpu = self.device.type == "cpu"
         if rows > 1 and self._heads:
             self._tile_rows = rows // 2 * sides
@@ -115,7 +115,7 @@ class TileScorer:
         torch.cuda.empty_cache()
 
     def _tile(self, sides: Sequence[States], targets: NDArray[np.int64], kl_only: bool) -> list[RowComparison]:
-        """Compare the sides with the first of them."""
+        """Compare the other sides with the first of them."""
         n = len(targets)
         logits: dict[int, _Logits] = {}
         for head in dict.fromkeys(head for _, head in sides):
@@ -134,7 +134,7 @@ class TileScorer:
         ]
 
     def _head(self, head: Head) -> _DeviceHead:
-        """A head on the device, where the last two stay."""
+        """Put a head on the device, where the last two heads stay."""
         if head not in self._heads:
             if len(self._heads) > 1:
                 del self._heads[next(reversed(self._heads))]

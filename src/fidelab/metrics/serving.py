@@ -54,13 +54,13 @@ class Latencies:
     e2el: Floats
 
     def of(self, name: str) -> Floats:
-        """The finite values of ``ttft``, ``tpot``, ``itl`` or ``e2el``."""
+        """Return the finite values of ``ttft``, ``tpot``, ``itl`` or ``e2el``."""
         values: Floats = getattr(self, name)
         return values[~np.isnan(values)]
 
 
 def latencies(requests: Sequence[Answered]) -> Latencies:
-    """All latencies of the requests that were answered whole (others have NaN).
+    """Compute the latencies of the requests that were answered whole. Other requests get NaN.
 
     See docs/metrics.md#serving-latencies.
     """
@@ -80,7 +80,7 @@ def latencies(requests: Sequence[Answered]) -> Latencies:
 
 
 def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
-    """``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values.
+    """Return ``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values.
 
     See docs/metrics.md#serving-latencies.
     """
@@ -90,10 +90,11 @@ def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
 
 
 def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> int:
-    """Requests that met every target (``ttft``, ``tpot``, ``e2el`` → milliseconds at most).
+    """Count the requests that met every target (``ttft``, ``tpot``, ``e2el`` → milliseconds at most).
 
-    Failed requests met none.  An answer of one token has no TPOT and meets any; where TPOT is not known otherwise (the
-    server did not count the tokens, or sent all at once), none is met.  See docs/metrics.md#goodput.
+    Failed requests meet no target. An answer of one token has no TPOT and meets any target for it. If TPOT is unknown
+    for another reason (the server did not count the tokens, or sent them all at once), the target is not met.  See
+    docs/metrics.md#goodput.
     """
     times = latencies(requests)
     good = ~np.isnan(times.ttft)
@@ -105,7 +106,7 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
 
 
 def effective_concurrency(requests: Collection[Answered], start: float, end: float) -> float:
-    """Requests in flight, averaged over [start, end]: Σ of their time in flight there / its length.
+    """Return the requests in flight, averaged over [start, end]: Σ of their time in flight there / its length.
 
     See docs/metrics.md#serving-rates.
     """
@@ -116,9 +117,9 @@ def effective_concurrency(requests: Collection[Answered], start: float, end: flo
 
 
 def fill(requests: Sequence[Answered], start: float, end: float) -> float:
-    """Requests in flight, averaged from ``start`` until the last one was sent.
+    """Return the requests in flight, averaged from ``start`` until the last request was sent.
 
-    After that, no request is waiting to replace those that end.  If all were sent at once: their number.
+    After that, no request is waiting to replace those that end. If all were sent at once, the result is their number.
     See docs/metrics.md#serving-rates.
     """
     sent = [request.sent for request in requests]
@@ -128,7 +129,7 @@ def fill(requests: Sequence[Answered], start: float, end: float) -> float:
 
 
 def sent_rate(requests: Sequence[Answered]) -> float | None:
-    """Requests sent per second: (count − 1) / (last − first); ``None`` where they were sent at once.
+    """Return the requests sent per second: (count − 1) / (last − first); ``None`` if they were sent at once.
 
     See docs/metrics.md#serving-rates.
     """
@@ -140,14 +141,14 @@ def sent_rate(requests: Sequence[Answered]) -> float | None:
 def saturation(
     concurrency: Sequence[int], rate: Sequence[float], threshold: float = 0.05
 ) -> tuple[int | None, float | None]:
-    """The smallest concurrency whose next step adds less than ``threshold`` to the output rate, and that gain.
+    """Return the smallest concurrency whose next step adds less than ``threshold`` to the output rate, and that gain.
 
     ``concurrency`` and ``rate`` (tok/s) belong together, in any order; the gain is relative (0.009: +0.9%), negative
     where the rate falls.  Without such a step: ``None`` and the gain of the last one; with fewer than two points, two
     ``None``.  See docs/metrics.md#saturation.
 
     Raises:
-        ValueError: lengths differ, a concurrency occurs twice, or a rate is not above zero.
+        ValueError: If lengths differ, a concurrency occurs twice, or a rate is not above zero.
     """
     points = sorted(zip(concurrency, rate, strict=True))
     if len({at for at, _ in points}) < len(points) or any(not value > 0 for _, value in points):

@@ -34,7 +34,7 @@ class Composed:
 
     @property
     def kind(self) -> CompositionKind:
-        """The kind that both ends of the interval agree on; ``cannot tell`` otherwise and without an interval."""
+        """Kind on which both ends of the interval agree; ``cannot tell`` if they differ or there is no interval."""
         if self.interval is None:
             return "cannot tell"
         low, high = map(_kind, self.interval)
@@ -44,14 +44,15 @@ class Composed:
 def compose(
     plain: Sequence[float], quantized: Sequence[float], speculative: Sequence[float], both: Sequence[float]
 ) -> Composed:
-    """ρ from the repeats of each arm's output rate (tok/s), which need not be equally many.
+    """Compute ρ from the repeats of each arm's output rate (tok/s). The numbers of repeats may differ.
 
-    The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees
-    of freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats
-    says less.  Repeats that agree to the last bit have an interval of width zero.  See docs/metrics.md#speculation.
+    The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees of
+    freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats would
+    be less reliable.  Repeats that agree to the last bit have an interval of width zero.  See
+    docs/metrics.md#speculation.
 
     Raises:
-        ValueError: an arm without a rate, or a rate that is not positive and finite.
+        ValueError: If an arm has no rate, or a rate is not positive and finite.
     """
     logs = []
     for arm, rates in zip(ARMS, (plain, quantized, speculative, both), strict=True):

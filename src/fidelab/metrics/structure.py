@@ -30,11 +30,11 @@ _CALL_KEYS = {"name", "arguments"}, {"name", "parameters"}
 
 
 def structures(pieces: Sequence[str]) -> list[str]:
-    """The kind of each token by the text of each, ``""`` for one without. See docs/metrics.md#structure-tokens.
+    """Return the kind of each token from the tokens' texts; ``""`` for none. See docs/metrics.md#structure-tokens.
 
-    JSON is what begins like an object or an array and goes on as one, complete or not; objects with ``name`` and
+    JSON is text that begins and continues like an object or an array, complete or not; objects with ``name`` and
     ``arguments`` (or ``parameters``), and what is between ``<tool_call>`` and ``</tool_call>``, are tool calls.  A
-    token belongs to a kind if one of its characters does and none of a kind before it in :data:`STRUCTURES`.
+    token belongs to the first kind in :data:`STRUCTURES` to which one of its characters belongs.
     """
     text = "".join(pieces)
     kinds = bytearray(len(text))  # 0: none, else the kind's number from 1
@@ -55,7 +55,7 @@ def structures(pieces: Sequence[str]) -> list[str]:
 
 
 def turns(pieces: Sequence[str]) -> list[bool]:
-    """Whether each token is part of one of :data:`TURNS`, by their texts. See docs/metrics.md#forced-decode-kld."""
+    """Return whether each token text is part of one of :data:`TURNS`. See docs/metrics.md#forced-decode-kld."""
     text = "".join(pieces)
     marks = bytearray(len(text))
     for start, end in _spans(_TURN, text):

@@ -47,9 +47,9 @@ class Unmoved:
         self._item, self._position, self._n_ctx = item[keep], position[keep], n_ctx[keep]
 
     def first(self) -> str | None:
-        """The first window or range of positions whose rows are all equal, in words; ``None``: there is none.
+        """Return the first window or range of positions whose rows are all equal, in words; ``None`` if there is none.
 
-        Also ``None`` where many rows are equal in every part, as then equality is not evidence.
+        It is also ``None`` if many rows are equal in every part, since equality is then not evidence.
         """
         parts = [(name, rows) for name, rows in self._row_groups() if rows.sum() >= _MIN_PART_ROWS]
         still = [(name, rows) for name, rows in parts if self._equal[rows].all()]

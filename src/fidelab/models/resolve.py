@@ -1,4 +1,4 @@
-"""A model's name, as the user writes it → a :class:`Model` whose files lie on this machine."""
+"""Resolve a model's name, as the user writes it, to a :class:`Model` with its files on this machine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes of the weights in the 16 bits that a GGUF file is converted to."""
+        """Bytes of the weights in the 16-bit type to which a GGUF file is converted."""
         return 2 * self.parameters
 
     @property
@@ -69,13 +69,13 @@ class Model:
 
 
 def resolve(name: str) -> Model:
-    """The model called ``name``, fetched if need be; the weights of a GGUF file are not converted.
+    """Return the model called ``name``, fetched if needed. The weights of a GGUF file are not converted.
 
     ``name``: an embedded name, ``fake`` or ``fake:…``, a model folder, a ``.gguf`` file, or a hub id
     ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
 
     Raises:
-        InputError: nothing of that name, or what is there cannot be used; the message says what to do.
+        InputError: If no model has that name, or it cannot be used. The message says what to do.
     """
     if name == "fake" or name.startswith("fake:"):
         return _fake(name)
@@ -99,7 +99,7 @@ def resolve(name: str) -> Model:
 
 
 def quantized_as(model: Model) -> str:
-    """The formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty for none."""
+    """Return the formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty if none."""
     if model.kind == "fake":
         return ""
     if model.kind == "gguf" and model.gguf is not None:
@@ -113,10 +113,11 @@ def quantized_as(model: Model) -> str:
 
 
 def with_weights(model: Model) -> Model:
-    """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
+    """Return the model in the form that Transformers, vLLM and SGLang load. Weights of a GGUF file are converted once.
 
     Raises:
-        InputError: Transformers cannot load the weights.  OutputError: the disk has no room for them.
+        InputError: If Transformers cannot load the weights.
+        OutputError: If the disk has no room for them.
     """
     if not model.text_only or model.gguf is None:
         return model
@@ -125,10 +126,10 @@ def with_weights(model: Model) -> Model:
 
 
 def check_conversion(model: Model) -> int:
-    """Bytes that :func:`with_weights` will write; 0 where the weights are here.
+    """Return the bytes that :func:`with_weights` will write; 0 if the weights exist.
 
     Raises:
-        OutputError: the disk has no room for them.
+        OutputError: If the disk has no room for them.
     """
     if not model.text_only or _converted(model).exists():
         return 0
@@ -145,17 +146,17 @@ def pull(name: str) -> Model:
     """Fetch and convert a model, so that later calls need no network and no time for it.
 
     Raises:
-        InputError, OutputError: as :func:`resolve` and :func:`with_weights`.
+        InputError, OutputError: As :func:`resolve` and :func:`with_weights`.
     """
     return with_weights(resolve(name))
 
 
 def path(name: str, form: str = "hf") -> Path:
-    """Path of a model, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
+    """Return the path of a model, made if needed: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
-        UsageError: no such form.
-        InputError: the model is not available, or has no GGUF file.
+        UsageError: If the form does not exist.
+        InputError: If the model is not available, or has no GGUF file.
     """
     if form not in ("hf", "gguf"):
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")

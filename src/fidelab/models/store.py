@@ -22,7 +22,7 @@ _PART, _LOCK = ".part", ".lock"  # of cache.build_once
 
 @dataclass(frozen=True)
 class Listed:
-    """A model in the cache: whether it is there, its bytes on disk, and the path that it has or would have.
+    """Model in the cache: whether it exists, its bytes on disk, and the path that it has or would have.
 
     ``what`` was made from the GGUF file ``origin``, where that is known; embedded models have neither.
     """
@@ -36,12 +36,12 @@ class Listed:
 
 
 def gguf_dir() -> Path:
-    """Folder of everything converted from GGUF files."""
+    """Return the folder of everything converted from GGUF files."""
     return cache_dir() / "models" / "gguf"
 
 
 def listing() -> list[Listed]:
-    """The embedded models, the default first, and what was made from GGUF files; fetches nothing."""
+    """List the embedded models, the default first, and conversions of GGUF files. Nothing is fetched."""
     found = [
         Listed(name, (home / "model.gguf").is_file(), _size(home), home)
         for name, home in ((name, embedded.home(name)) for name in embedded.NAMES)

@@ -1,4 +1,4 @@
-"""A language model of random weights, as two files of the same numbers: small, and with room for long contexts.
+"""Make a small language model of random weights, as two files of the same numbers, with room for long contexts.
 
 Its text is meaningless.  It serves where meaning does not matter: exact counts, memory, long positions, and whether
 two engines compute the same.  Needs no network.
@@ -54,7 +54,7 @@ def make_tiny(
     the 256 bytes, then pairs of printable characters.
 
     Raises:
-        UsageError: sizes that fit no such model.
+        UsageError: If the sizes fit no such model.
     """
     pairs = vocab - 2 - 256
     if not 0 <= pairs <= 95**2:

@@ -1,4 +1,4 @@
-"""Content of a checkpoint folder: its weight files, their size, and one hash for its content."""
+"""Read a checkpoint folder: its weight files, their size, and one hash of its content."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.  Infinities, which some configs hold, are read as the text ``Infinity``.
+    """Read a JSON object from a file.  Infinities, which some configs hold, become the text ``Infinity``.
 
     Raises:
-        InputError: the file cannot be read, is not JSON, or not an object.
+        InputError: If the file cannot be read, is not JSON, or does not hold an object.
     """
     try:
         value = strict_json(read_file(path, _MAX_JSON_BYTES), not_finite=_non_finite_name, most_values=_MAX_JSON_VALUES)
@@ -62,11 +62,11 @@ def _non_finite_name(number: str) -> str:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint, sorted: by its index, else ``model.safetensors``, else all.
+    """Return the safetensors files of a checkpoint, sorted: by its index, else ``model.safetensors``, else all.
 
     Raises:
-        InputError: there are none, only pickled ones, or the index names files that are missing or outside
-            the folder.
+        InputError: If there are no weight files or only pickled ones, or the index names files that are missing or
+            outside the folder.
     """
     index = folder / INDEX
     if index.is_file():
@@ -85,10 +85,10 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Tensor name → file name, as the index of a sharded checkpoint has them; the files need not be there.
+    """Return tensor name → file name from the index of a sharded checkpoint. The files need not exist.
 
     Raises:
-        InputError: it is not an index, or names a file outside its folder.
+        InputError: If it is not an index, or names a file outside its folder.
     """
     entries = read_json(index).get("weight_map")
     if not isinstance(entries, dict) or not entries:
@@ -123,10 +123,10 @@ class WeightSize:
 
 
 def measure(files: tuple[Path, ...]) -> WeightSize:
-    """Count what the files store, from their headers.  A packed 4-bit weight counts as what it is packed in.
+    """Count the values that the files store, from their headers.  A packed 4-bit weight counts as its packed type.
 
     Raises:
-        InputError: a file is not a complete safetensors file.
+        InputError: If a file is not a complete safetensors file.
     """
     tensors = [(name, entry) for path in files for name, entry in read_entries(path)[0].items()]
     return WeightSize(
@@ -138,12 +138,12 @@ def measure(files: tuple[Path, ...]) -> WeightSize:
 
 
 def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
-    """The tensors of a complete safetensors file, and the place of their first byte.
+    """Return the tensors of a complete safetensors file, and the place of their first byte.
 
     As the format demands, the tensors fill the file: none begins within another, and nothing is between them.
 
     Raises:
-        InputError: it is not a complete safetensors file.
+        InputError: If it is not a complete safetensors file.
     """
     try:
         entries, start, size = read_header(path)
@@ -161,12 +161,12 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], int]:
 
 
 def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
-    """SHA-256 over names and contents of weights, config and tokenizer, in sorted order.
+    """Return the SHA-256 over names and contents of weights, config and tokenizer, in sorted order.
 
     The place of the folder and notes about who wrote the config do not count.
 
     Raises:
-        InputError: a file from the hub's cache has not the hash it was stored under.
+        InputError: If a file from the hub's cache does not have the hash under which it was stored.
     """
     parts = [(path.relative_to(folder).as_posix(), _checked_sha256(path)) for path in files]
     parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]
@@ -176,7 +176,7 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
 
 
 def content_sha256(path: Path) -> str:
-    """SHA-256 over names and bytes of a file, or of all files of a folder; empty where nothing is there."""
+    """Return the SHA-256 over names and bytes of a file, or of all files of a folder; empty if nothing exists."""
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     parts = ((file.relative_to(path).as_posix(), file_sha256(file)) for file in files if file.is_file())
     return digest(*(text for part in parts for text in part)) if path.exists() else ""
@@ -192,7 +192,7 @@ def _checked_sha256(path: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes; of a large one remembered in the cache by path, size and time of change."""
+    """Return the SHA-256 of a file's bytes. For a large file it is cached by path, size and time of change."""
     real = path.resolve()
     stat = real.stat()
     if stat.st_size < _CACHE_FROM:
@@ -216,6 +216,6 @@ def file_sha256(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes, computed now."""
+    """Compute the SHA-256 of a file's bytes now."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,3 +1,1 @@
-"""Possible gain of a number format, computed from a model's shape and a device's rates: bytes, ceilings, rooflines,
-fits.
-"""
+"""Possible gain of a number format, from a model's shape and a device's rates: bytes, rooflines, fits."""

@@ -1,4 +1,4 @@
-"""The device table: memory, bandwidth, compute and links, as published and, where somebody did, as measured."""
+"""Device table: memory, bandwidth, compute and links, as published and, if available, as measured."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Device:
 
     Attributes:
         memory: bytes, as advertised.
-        reported: bytes that the driver tells programs of; ``None``: not known.  GiB are advertised as GB, and firmware
+        reported: bytes that the driver reports to programs; ``None``: unknown.  GiB are advertised as GB, and firmware
             keeps some.
         peak_bandwidth: bytes per second between memory and processor, as published.
-        sustained: what a copy reaches, measured; ``None``: not measured.
+        sustained: measured bandwidth of a copy; ``None``: not measured.
         compute: operations per second by type, dense.
         links: bytes per second to other devices and to the host, by name.
-        verified: how it was measured; empty for a row that nobody checked against a device.
+        verified: how the row was measured; empty if it was never checked on a device.
     """
 
     name: str
@@ -45,29 +45,29 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Bytes that programs can have: as the driver reports them, else as advertised."""
+        """Bytes that programs can use: as the driver reports them, else as advertised."""
         return self.memory if self.reported is None else self.reported
 
     @property
     def bandwidth(self) -> float:
-        """The bandwidth of bounds: as published, which no program exceeds, or the measured one where it is higher."""
+        """Bandwidth for rooflines: the published one, or the measured one if it is higher."""
         return max(self.peak_bandwidth, self.sustained or 0.0)
 
     def flops(self, dtype: str) -> float:
-        """Operations per second with this type; without a bound where the table has no figure."""
+        """Return operations per second with this type; infinite if the table has no figure."""
         return self.compute.get(dtype, math.inf)
 
 
 def user_table() -> Path:
-    """The user's rows, which go before those of the package."""
+    """Return the path of the user's table, whose rows take precedence over those of the package."""
     return state_dir() / "devices.yaml"
 
 
 def devices() -> dict[str, Device]:
-    """All rows by name.
+    """Return all rows by name.
 
     Raises:
-        InputError: the user's table cannot be read, or a row of it is wrong.
+        InputError: If the user's table cannot be read, or a row of it is wrong.
     """
     rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
     own = user_table()
@@ -75,10 +75,10 @@ def devices() -> dict[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """A row by its name, in any case.
+    """Find a row by its name, in any case.
 
     Raises:
-        UsageError: there is none; lists those that there are.
+        UsageError: If there is no such device. The message lists the devices of the table.
     """
     table = devices()
     found = next((device for key, device in table.items() if key.lower() == name.strip().lower()), None)
@@ -89,10 +89,10 @@ def find_device(name: str) -> Device:
 
 
 def device_of(told: str) -> Device | None:
-    """The row of a device by the name that its driver gives; ``None`` where the table has none.
+    """Return the row of a device by the name that its driver gives; ``None`` if the table has none.
 
     Raises:
-        InputError: as :func:`devices`.
+        InputError: As :func:`devices`.
     """
     table = devices()
     found = _rows_of(told, table)
@@ -100,10 +100,11 @@ def device_of(told: str) -> Device | None:
 
 
 def remember_device(name: str, row: Mapping[str, Any]) -> Path:
-    """Put a row into the user's table, in the units of the file; returns the file.
+    """Add a row to the user's table, in the units of the file. Returns the file.
 
     Raises:
-        InputError: the table that is there cannot be read.  UsageError: the row is wrong.
+        InputError: If the existing table cannot be read.
+        UsageError: If the row is wrong.
     """
     path = user_table()
     table = _read(path)
@@ -146,7 +147,7 @@ def _device(name: str, row: Any, where: str) -> Device:
     """A row in the units of Python: bytes, bytes per second, operations per second.
 
     Raises:
-        InputError: a field is unknown, missing, or not above 0.
+        InputError: If a field is unknown, missing, or not above 0.
     """
     if not isinstance(row, Mapping) or (unknown := set(row) - _FIELDS):
         wrong = f"unknown field {min(unknown, key=str)!r:.60}" if isinstance(row, Mapping) else "not a row of fields"

@@ -73,14 +73,14 @@ KNOWN_MODELS = (
 
 
 def explainer(formats: Sequence[str], models: Sequence[Geometry] = ()) -> dict[str, Any]:
-    """Content of the page as plain data.
+    """Return the content of the page as plain data.
 
     Args:
-        formats: of the cache; ceilings are against the first, which every model can have.
-        models: shown before the known ones.
+        formats: cache formats; speed-ups are relative to the first, which every model can use.
+        models: models shown before the known ones.
 
     Raises:
-        InputError: the user's device table is wrong.
+        InputError: If the user's device table is wrong.
     """
     return {
         "models": [_model(Model(geometry), formats) for geometry in (*models, *KNOWN_MODELS)],

@@ -28,12 +28,12 @@ _MIN_CLUSTERS = 3
 
 
 def read_points(path: Path) -> dict[str, list[Any]]:
-    """Columns of a CSV file, a JSON list of objects, or a report's bench ``decode``.
+    """Read columns from a CSV file, a JSON list of objects, or the bench ``decode`` of a report.
 
-    Of a report these are the repeats of each arm: ``arm``, ``batch``, ``context`` and ``tok_s``.
+    The columns of a report are the repeats of each arm: ``arm``, ``batch``, ``context`` and ``tok_s``.
 
     Raises:
-        InputError: the file cannot be read, is neither, or has no rows.
+        InputError: If the file cannot be read, has another format, or has no rows.
     """
     try:
         text = read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
@@ -62,14 +62,14 @@ def _decode_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def hill(x: Floats, smax: float, b_half: float, gamma: float) -> Floats:
-    """The Hill curve at ``x`` [n]."""
+    """Return the Hill curve at ``x`` [n]."""
     # (x / B½)^γ over 1 + the same: does not overflow where x^γ would
     ratio = np.exp(np.clip(gamma * (np.log(x) - math.log(b_half)), -600, 600))
     return np.asarray(smax * ratio / (1 + ratio))
 
 
 def affine(design: Floats, *terms: float) -> Floats:
-    """``design`` [n, k] times the terms."""
+    """Return ``design`` [n, k] times the terms."""
     return np.asarray(design @ np.array(terms))
 
 
@@ -82,7 +82,7 @@ def compare_fits(
     is_time: bool = False,
     cluster: str | None = None,
 ) -> dict[str, Any]:
-    """Fit both curves to a column, with 95% intervals; R² of both is that of the rate, so that they can be compared.
+    """Fit both curves to a column, with 95% intervals. R² of both refers to the rate, so that they are comparable.
 
     Args:
         points: columns, as :func:`read_points` gives them.
@@ -93,8 +93,8 @@ def compare_fits(
             from the covariance of the linearised model.
 
     Raises:
-        UsageError: the column does not exist.
-        InputError: too few points, or values that are not positive numbers.
+        UsageError: If the column does not exist.
+        InputError: If there are too few points, or a value is not a positive number.
     """
     batch, value = _numbers(points, x), _numbers(points, y)
     rate = 1000 * batch / value if is_time else value

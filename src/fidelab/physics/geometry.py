@@ -31,11 +31,12 @@ _MAX_EXPERTS = 2**16  # a larger value is not an expert count
 
 
 def model_geometry(source: Path, name: str = "") -> Geometry:
-    """The shape of a model in a folder with ``config.json``, or of such a file.
+    """Return the shape of a model in a folder with ``config.json``, or of such a file.
 
     Raises:
-        InputError: there is none, Transformers does not know the architecture, or cannot build it from these fields.
-        MissingPackageError: Transformers or torch is not installed.
+        InputError: If there is no configuration, or Transformers does not know the architecture or cannot build it from
+            these fields.
+        MissingPackageError: If Transformers or torch is not installed.
     """
     file = source if source.is_file() else source / "config.json"
     words = read_json(file)
@@ -59,12 +60,12 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
 
 
 def named_geometry(name: str) -> tuple[Geometry, str]:
-    """Return the shape of a model by name, and its 16-bit type; no weights are fetched or read.
+    """Return the shape of a model by name, and its 16-bit type. No weights are fetched or read.
 
     ``name``: an embedded name, a folder with ``config.json``, such a file, a ``.gguf`` file, or a hub id.
 
     Raises:
-        InputError: nothing of that name, or Transformers cannot build its architecture.
+        InputError: If no model has that name, or Transformers cannot build its architecture.
     """
     here = Path(name).expanduser()
     if here.suffix == ".gguf" or name in embedded.NAMES:
@@ -94,10 +95,10 @@ _MAX_LIST_LENGTH = 20_000  # of one list
 
 
 def _check_sizes(value: Any, file: Path, key: str = "") -> None:
-    """Refuse numbers with which building the model would not end; real ones are far below.
+    """Refuse sizes for which building the model would not end. Those of real models are far smaller.
 
     Raises:
-        InputError: names the field and its bound.
+        InputError: If a field exceeds its bound. The message names both.
     """
     if isinstance(value, Mapping):
         for name, inner in value.items():
@@ -184,10 +185,10 @@ def _states(layer: Any) -> Iterator[Any]:
 
 
 def _experts(text: PretrainedConfig, has_experts: bool) -> tuple[int, int]:
-    """Routed experts per layer and how many a token takes.
+    """Return the number of routed experts per layer, and how many of them a token uses.
 
     Raises:
-        InputError: the configuration does not tell.
+        InputError: If the configuration does not give these numbers.
     """
     if not has_experts:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Everything that follows from a model's shape, as one record: bytes, shares, ceilings, bounds of rates, what fits."""
+"""One record of everything that follows from a model's shape: bytes, shares, speed-up limits, rooflines, what fits."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def overview(
     devices: Sequence[Device] = (),
     memory: float | None = None,
 ) -> dict[str, Any]:
-    """The record that ``fidelab estimate MODEL --json`` prints; plain data.
+    """Return the record that ``fidelab estimate MODEL --json`` prints, as plain data.
 
     Args:
-        reference: the format that ceilings are against; ``specs``: the others.
+        reference: baseline format of the speed-ups; ``specs``: the other formats.
         contexts, batches: tokens per sequence, sequences; every combination is a cell.
         memory: bytes of each device, instead of the table's.
 
     Raises:
-        UsageError: a format is unknown, or this model's cache cannot have it.
+        UsageError: If a format is unknown, or this model's cache cannot have it.
     """
     geometry, everything = model.geometry, [reference, *(spec for spec in specs if spec != reference)]
     longest, largest = max(contexts), max(batches)

@@ -1,4 +1,4 @@
-"""This device's rates: copying and reading memory, multiplying matrices."""
+"""Measure this device's rates: copying and reading memory, multiplying matrices."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _MIN_ROWS = 128
 
 @dataclass(frozen=True)
 class Probe:
-    """A device's name (empty for a CPU), and its row in the units of the table (GB, GB/s, TFLOP/s)."""
+    """Name of a device (empty for a CPU), and its row in the units of the table (GB, GB/s, TFLOP/s)."""
 
     name: str
     row: dict[str, Any]
 
 
 def probe_device(device: str, seconds: float) -> Probe:
-    """Measure for about ``seconds`` per rate; each is the median of its repeats.
+    """Measure each rate for about ``seconds``. A rate is the median of its repeats.
 
     Raises:
-        UsageError: torch does not know the device.
+        UsageError: If torch does not know the device.
     """
     kind = device.partition(":")[0]
     if kind not in _MATRIX_ROWS or (kind == "cuda" and not torch.cuda.is_available()):

@@ -1,4 +1,4 @@
-"""A model's shape, as far as memory traffic depends on it: what each layer caches, which weights a step reads."""
+"""Shape of a model, as far as memory traffic depends on it: the cache of each layer, the weights of a step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class KVLayer:
     latent: bool = False
 
     def shard(self, tp: int) -> KVLayer:
-        """Share of each of ``tp`` devices. Latents, and heads fewer than the devices, are replicated."""
+        """Return the cache share of each of ``tp`` devices. Latents, and heads fewer than devices, are replicated."""
         return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's shape.
+    """Shape of a model.
 
     Attributes:
         name: for messages.
@@ -42,7 +42,7 @@ class Geometry:
         expert_parameters: of all routed experts together.
         experts, active_experts: routed experts per layer, and how many of them a token takes.
         query_heads: heads of the queries, for the arithmetic of attention.
-        max_positions: what the configuration allows.
+        max_positions: maximum number of positions by the configuration.
     """
 
     name: str
@@ -67,10 +67,10 @@ class Geometry:
 
     @classmethod
     def of_sizes(cls, layers: int, kv_heads: int, head_dim: int, parameters: float) -> Geometry:
-        """A dense model whose layers are alike, from four numbers.
+        """Build a dense model whose layers are alike, from four numbers.
 
         Raises:
-            UsageError: one of them is not above 0.
+            UsageError: If one of them is not above 0.
         """
         for what, value in (("kv-heads", kv_heads), ("head-dim", head_dim), ("layers", layers)):
             if value <= 0:
@@ -82,19 +82,19 @@ class Geometry:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with."""
+        """Parameters by which one token is multiplied."""
         share = self.active_experts / self.experts if self.experts else 0
         return round(self.parameters - self.idle_parameters - (1 - share) * self.expert_parameters)
 
     def touched_experts(self, batch: int) -> float:
-        """Expected experts per layer that a step of ``batch`` tokens reads, if tokens choose evenly and independently.
+        """Return the expected experts per layer that ``batch`` tokens read, if they choose evenly and independently.
 
         ``E·(1 - (1 - k/E)^B)``; real routers prefer some experts and read fewer.
         """
         return self.experts * (1 - (1 - self.active_experts / self.experts) ** batch) if self.experts else 0.0
 
     def read_parameters(self, batch: int) -> float:
-        """Expected parameters that one decode step of ``batch`` sequences reads."""
+        """Return the expected number of parameters that one decode step of ``batch`` sequences reads."""
         dense = self.parameters - self.idle_parameters - self.expert_parameters
         share = self.touched_experts(batch) / self.experts if self.experts else 0
         return dense + share * self.expert_parameters

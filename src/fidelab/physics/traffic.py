@@ -1,8 +1,8 @@
-"""Memory traffic of decoding: what a step reads, the ceilings that follow, and what fits into a device.
+"""Memory traffic of decoding: the bytes that a step reads, the resulting rooflines, and what fits into a device.
 
 ``T`` is the number of tokens in the cache of each sequence, ``B`` the number of sequences.  A decode step reads the
 weights once and every sequence's cache once, so that its time is at least ``(W + KV·T·B) / bandwidth``; it also has to
-multiply.  All rates here are bounds: what no program can beat, not what one reaches.
+multiply.  All rates here are upper bounds, not rates that a program reaches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pair(kv: KVSpec, native: str) -> KVSpec:
 
 @dataclass(frozen=True)
 class Model:
-    """A geometry as it is run: bytes per weight, number of devices, the 16-bit type, what an engine takes besides.
+    """Model as it is run: its shape, bits per weight, number of devices, 16-bit type, and an engine's overhead.
 
     ``weight_bits`` counts scales, too (4.25 for 4 bits with a 16-bit scale per 64).  ``overhead_bytes`` per device:
     activations, graphs and buffers of the engine; measured (``fidelab bench memory``), never guessed.
@@ -58,16 +58,16 @@ class Model:
         return self.geometry.parameters * self.weight_bits / 8
 
     def read_bytes(self, batch: int = 1) -> float:
-        """Bytes of the weights that a step of ``batch`` sequences reads, on all devices together."""
+        """Return the bytes of the weights that a step of ``batch`` sequences reads, on all devices together."""
         return self.geometry.read_parameters(batch) * self.weight_bits / 8
 
     def layer_bytes(self, kv: KVSpec) -> tuple[tuple[int, int | None], ...]:
-        """Per layer with a cache: bytes per token on one device, and the layer's window.
+        """Return, per layer with a cache, the bytes per token on one device and the layer's window.
 
         Codes are counted as packed; scales of one sequence, which do not grow, are left out.
 
         Raises:
-            UsageError: unknown formats, or two formats for latents, which hold keys and values in one vector.
+            UsageError: If a format is unknown, or latents, which hold keys and values in one vector, have two formats.
         """
         if kv not in self._bytes:
             pair = _pair(kv, self.native)
@@ -86,11 +86,11 @@ class Model:
         return self._bytes[kv]
 
     def token_bytes(self, kv: KVSpec) -> int:
-        """Bytes per token of all layers on one device, as long as no window is full."""
+        """Return the bytes per token of all layers on one device, as long as no window is full."""
         return sum(size for size, _ in self.layer_bytes(kv))
 
     def cache_bytes(self, kv: KVSpec, tokens: int, batch: int = 1, *, capped: bool = True) -> int:
-        """Bytes of the caches of ``batch`` sequences of ``tokens`` tokens on one device, recurrent states included.
+        """Return the cache bytes of ``batch`` sequences of ``tokens`` tokens on one device, with recurrent states.
 
         ``capped``: layers with a sliding window hold no more than it; else room is reserved for all tokens, as engines
         do that give every layer the same pages.
@@ -101,37 +101,37 @@ class Model:
         return batch * (sum(held) + math.ceil(self.geometry.state_bytes / self.tp))
 
     def device_bytes(self, kv: KVSpec, tokens: int, batch: int, *, capped: bool = True) -> float:
-        """Bytes that one device needs: its weights, the caches, the engine's overhead."""
+        """Return the bytes that one device needs: its weights, the caches, the engine's overhead."""
         return self.weight_bytes / self.tp + self.cache_bytes(kv, tokens, batch, capped=capped) + self.overhead_bytes
 
     def longest_context(self, kv: KVSpec, batch: int, memory: float, *, capped: bool = True) -> int | None:
-        """Tokens per sequence that fit into ``memory`` bytes of each device; 0 where none does, ``None``: no limit."""
+        """Return the tokens per sequence that fit into ``memory`` bytes per device; 0: none, ``None``: no limit."""
         return _largest(lambda tokens: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
 
     def largest_batch(self, kv: KVSpec, tokens: int, memory: float, *, capped: bool = True) -> int | None:
-        """Sequences of ``tokens`` tokens that fit; 0 where none does, ``None``: no limit."""
+        """Return the number of sequences of ``tokens`` tokens that fit; 0 if none fits, ``None``: no limit."""
         return _largest(lambda batch: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
 
     # ----------------------------------------------------------------------------------------- one step
 
     def kv_share(self, kv: KVSpec, tokens: int, batch: int) -> float:
-        """Share of the caches in the bytes that a decode step reads: ``KV·T·B / (W + KV·T·B)``."""
+        """Return the share of the caches in the bytes that a decode step reads: ``KV·T·B / (W + KV·T·B)``."""
         cache = self.cache_bytes(kv, tokens, batch)
         return cache / (self.read_bytes(batch) / self.tp + cache)
 
     def ceiling(self, kv: KVSpec, reference: KVSpec, tokens: int, batch: int) -> float:
-        """The largest speed-up of decoding that reading fewer bytes can give: ``(W + KV_ref) / (W + KV)``."""
+        """Return the largest speed-up of decoding from reading fewer bytes: ``(W + KV_ref) / (W + KV)``."""
         weights = self.read_bytes(batch) / self.tp
         before, after = (self.cache_bytes(spec, tokens, batch) for spec in (reference, kv))
         return (weights + before) / (weights + after)
 
     def limit(self, kv: KVSpec, reference: KVSpec) -> float:
-        """The ceiling where caches are all that is read (T·B without bound, no window full)."""
+        """Return the largest speed-up if only caches are read (T·B without bound, no window full)."""
         after = self.token_bytes(kv)
         return self.token_bytes(reference) / after if after else 1.0
 
     def step_flops(self, tokens: int, batch: int) -> float:
-        """Operations of one decode step on one device: two per weight and token, and attention over the cache."""
+        """Return the operations of a decode step on one device: two per weight and token, and attention."""
         return batch * (2 * self.geometry.active_parameters + self._attention_flops(tokens)) / self.tp
 
     def _attention_flops(self, tokens: int) -> float:
@@ -143,19 +143,19 @@ class Model:
         )
 
     def step_seconds(self, kv: KVSpec, tokens: int, batch: int, device: Device) -> tuple[float, str]:
-        """The least time of a decode step, and what bounds it: ``memory`` or ``compute``."""
+        """Return the least time of a decode step, and its bound: ``memory`` or ``compute``."""
         moved = self.read_bytes(batch) / self.tp + self.cache_bytes(kv, tokens, batch)
         times = {"memory": moved / device.bandwidth, "compute": self.step_flops(tokens, batch) / device.flops("bf16")}
         bound = max(times, key=lambda name: times[name])
         return times[bound], bound
 
     def decode_rate(self, kv: KVSpec, tokens: int, batch: int, device: Device) -> tuple[float, str]:
-        """Tokens per second of all sequences that no program can exceed, and what bounds them."""
+        """Return the upper bound on tokens per second of all sequences, and whether memory or compute sets it."""
         seconds, bound = self.step_seconds(kv, tokens, batch, device)
         return batch / seconds, bound
 
     def prefill_rate(self, tokens: int, device: Device) -> tuple[float, str]:
-        """Prompt tokens per second of one sequence of ``tokens`` tokens that no program can exceed, and what bounds it.
+        """Return the upper bound on prompt tokens per second of one sequence of ``tokens`` tokens, and what sets it.
 
         Attention is counted over half the prompt on average (causal).
         """

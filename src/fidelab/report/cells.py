@@ -1,4 +1,4 @@
-"""Single cells of the report: a metric → its text."""
+"""Single cells of the report: functions that turn a metric into its text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, as text; ``order``: a number to sort by where the text is none."""
+    """A value and its interval, as text; ``order``: a number to sort by if the text is not one."""
 
     value: str = ABSENT
     margin: str = ABSENT
@@ -49,7 +49,7 @@ class Estimate:
 
     @property
     def absent(self) -> bool:
-        """There is no value."""
+        """Whether there is no value."""
         return self.value == ABSENT
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Estimate:
 
 
 def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
-    """A metric with its 95% interval, else with the range of its repeats; ``mib``: bytes as MiB."""
+    """Return a metric with its 95% interval, or else with the range of its repeats; ``mib``: bytes as MiB."""
     if metric is None:
         return Estimate()
     if metric.value is None:
@@ -69,10 +69,10 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
 
 
 def ratio_of(own: Metric | None, base: Metric | None) -> str:
-    """own / base; ``≈`` before it where the ranges of their repeats overlap, or one of them has no repeats.
+    """Return own / base, after ``≈`` if the ranges of their repeats overlap or one of them has no repeats.
 
-    Quantities that are measured once by nature (bytes of storage, one load on a server) have no repeats on either side
-    and no sign.
+    Quantities that are always measured once (bytes of storage, one load on a server) have no repeats on either side and
+    no ``≈``.
     """
     if own is None or base is None or own.value is None or not base.value:
         return ABSENT
@@ -85,12 +85,12 @@ def ratio_of(own: Metric | None, base: Metric | None) -> str:
 
 
 def kv_of(arm: ArmRecord) -> str:
-    """The requested cache format, with its options."""
+    """Return the requested cache format, with its options."""
     return one_line(arm.kv_text)
 
 
 def kv_sides(arm: ArmRecord) -> tuple[str, str]:
-    """The requested formats of keys and of values, each with its options."""
+    """Return the requested formats of keys and of values, each with its options."""
     return (one_line(str(arm.kv.k)), one_line(str(arm.kv.v))) if arm.kv else (arm.kv_text, arm.kv_text)
 
 
@@ -98,14 +98,14 @@ def kv_sides(arm: ArmRecord) -> tuple[str, str]:
 
 
 def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
-    """Mean KL (nats) and its interval: of the worst context, or of one."""
+    """Return the mean KL (nats) and its interval, of the worst context or of a given one."""
     return estimate_of(kld.metric("mean", at or {}) if kld else None)
 
 
 def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> str:
-    """``8 windows, 2 documents``: what the figures of an arm rest on; of one context where ``size`` is its entry.
+    """Describe the data of an arm's figures: ``8 windows, 2 documents``; of one context if ``size`` is given.
 
-    ``8 of at most 32 windows``, where an arm that is decided reads no more.
+    ``8 of at most 32 windows`` is shown if a decided arm reads no further windows.
     """
     if kld is None or not kld.measured:
         return ""
@@ -123,7 +123,7 @@ def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> s
 
 
 def excess_of(kld: Measurement | None) -> Estimate:
-    """Mean KL beyond the control's, paired (nats)."""
+    """Return the mean KL beyond the control's, paired (nats)."""
     excess = kld.metric(OVER_CONTROL, {}) if kld else None
     # The difference of two lower bounds bounds nothing: not shown.
     if excess is None or excess.value is None or excess.bound:
@@ -132,7 +132,7 @@ def excess_of(kld: Measurement | None) -> Estimate:
 
 
 def top_token_estimate(kld: Measurement | None) -> Estimate:
-    """Share of positions at which the reference's top token is the top token."""
+    """Return the share of positions at which the top token is the reference's."""
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
@@ -141,7 +141,7 @@ def top_token_estimate(kld: Measurement | None) -> Estimate:
 
 
 def _nearly_all(share: float) -> str:
-    """``98.8%``, with more digits close to 100%."""
+    """Format a share such as ``98.8%``, with more digits close to 100%."""
     digits = 1 if share < 0.9985 or share == 1 else 2 if share < 0.99985 else 3
     return f"{100 * share:.{digits}f}%" if share == 1 or share < 0.999985 else "> 99.99%"
 
@@ -171,7 +171,7 @@ ENGINES = {
 
 
 def engines_of(arms: Iterable[ArmRecord]) -> str:
-    """``Transformers (CPU)``: the engines of arms in words, with their devices where these are known."""
+    """Name the engines of arms in words, with their devices if known: ``Transformers (CPU)``."""
     names = []
     for arm in arms:
         device = arm.ran.others().get("device") if arm.ran else None
@@ -182,29 +182,29 @@ def engines_of(arms: Iterable[ArmRecord]) -> str:
 
 
 def status_line(outcome: Outcome) -> str:
-    """``failed: reason``, on one line."""
+    """Return ``failed: reason``, on one line."""
     return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
 
 
 def is_duplicate_reason(arm: ArmRecord | None, reason: str | None) -> bool:
-    """The reason is that of the whole arm, or the missing reference; each has a separate line."""
+    """Whether the reason is that of the whole arm, or the missing reference; each has a separate line."""
     own, whole = one_line(reason or ""), one_line((arm.reason if arm else "") or "")
     lost = arm is not None and not arm.measured and whole != ""
     return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:
-    """A score (0-100) and its interval."""
+    """Return a score (0-100) and its interval."""
     return Estimate(format_score(value), format_range(interval)) if value is not None else Estimate()
 
 
 def plain(value: Any) -> str:
-    """Text as it is, anything else as JSON."""
+    """Return text as it is, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def fact_of(value: Any) -> str:
-    """A fact that is one word or number; absent where it is none, or holds others."""
+    """Return a fact that is one word or number; absent if it is none, or holds others."""
     if value is None or value == "" or isinstance(value, dict | list):
         return ABSENT
     if isinstance(value, bool):

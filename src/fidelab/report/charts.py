@@ -23,7 +23,7 @@ ROW, THICK = 44.0, 16.0
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A curve under the name, the id and the classes of its arm; ``area``: shaded down to the axis."""
+    """Curve with the name, the id and the classes of its arm; ``area``: shaded down to the axis."""
 
     name: str
     arm: str
@@ -34,7 +34,7 @@ class ChartLine:
 
 @dataclass(frozen=True)
 class ShadedBand:
-    """An area shaded from the bottom up to ``upper``: values in it are noise."""
+    """Area shaded from the bottom up to ``upper``. Values in it are noise."""
 
     label: str
     style: str
@@ -43,7 +43,7 @@ class ShadedBand:
 
 @dataclass(frozen=True)
 class ChartSize:
-    """Width and height of a drawing; ``labels``: lines are named where they end, not in a legend."""
+    """Width and height of a drawing; ``labels``: lines are named at their ends, not in a legend."""
 
     width: int
     height: int
@@ -52,7 +52,7 @@ class ChartSize:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing: its size, and the content of its SVG element."""
+    """Drawing: its size, and the content of its SVG element."""
 
     size: ChartSize
     body: Markup
@@ -62,12 +62,12 @@ FAIL = "fail"
 
 
 def line_style(role: str, number: int = 0) -> str:
-    """Classes of an arm's line: candidates by number (colour, then dashes), control and floor by name."""
+    """Return the classes of an arm's line: candidates by number (colour, then dashes), control and floor by name."""
     return role if role != "candidate" else f"s{number % COLOURS} d{number // COLOURS % DASHES}"
 
 
 def element(name: str, *inside: str, **attributes: str | float) -> Markup:
-    """An SVG element; ``class_`` and ``data_arm`` are written ``class`` and ``data-arm``, and all text is escaped."""
+    """Return an SVG element with all text escaped. ``class_`` and ``data_arm`` become ``class`` and ``data-arm``."""
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(f"{value:g}" if isinstance(value, float) else value)}"'
         for key, value in attributes.items()
@@ -76,7 +76,7 @@ def element(name: str, *inside: str, **attributes: str | float) -> Markup:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", style: str = "") -> Markup:
-    """An SVG text at (x, y); ``anchor``: which of its ends is there (start, middle or end)."""
+    """Return an SVG text at (x, y); ``anchor``: which of its ends is there (start, middle or end)."""
     return element("text", words, x=x, y=y, text_anchor=anchor, **({"class": style} if style else {}))
 
 
@@ -94,10 +94,10 @@ def draw_frame(
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
 ) -> Chart:
-    """A chart: axes with ticks, bands and levels, and the elements ``inside`` drawn on them.
+    """Draw a chart: axes with ticks, bands and levels, and the elements ``inside`` drawn on them.
 
-    ``rules``: upper edges of shaded bands in rising order → their names, written into them with ``name_rules``; what
-    lies above the last one is FAIL.
+    ``rules``: upper edges of shaded bands in rising order → their names, written into the bands if ``name_rules``.
+    Values above the last edge are FAIL.
     """
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
@@ -141,7 +141,7 @@ def draw_lines(
     bands: Sequence[ShadedBand] = (),
     rules: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
-    """Lines over common axes."""
+    """Draw lines over common axes."""
     longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
     top, bottom = 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
@@ -227,7 +227,7 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 
 
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
-    """Stacked bars from 0, one row each with its name above and its total at the end; ``parts`` gives the colours."""
+    """Draw stacked bars from 0, a row each with its name above and its total at the end; ``parts`` gives colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
     sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
     totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]

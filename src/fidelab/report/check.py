@@ -20,7 +20,7 @@ _COLUMNS = ("decision", "configuration", "metric", "value", "95% interval", "lim
 
 
 def render_check(found: Check, console: Console) -> None:
-    """Print it."""
+    """Print the decision."""
     print_line(console, f"{found.decision}: {one_line(found.run_id)}", _STYLES[found.decision])
     if found.results:
         table = simple_table()
@@ -44,7 +44,7 @@ def render_check(found: Check, console: Console) -> None:
 
 
 def render_check_markdown(found: Check) -> str:
-    """The same in GitHub-flavoured Markdown, a comment for a pull request; ends in a newline."""
+    """Return the decision in GitHub-flavoured Markdown, a comment for a pull request; ends in a newline."""
     parts = [f"**{found.decision}**: {code_span(found.run_id)}"]
     if found.results:
         rows = []
@@ -65,9 +65,9 @@ def render_check_markdown(found: Check) -> str:
 
 
 def render_junit(found: Check) -> str:
-    """JUnit XML: a test case per rule and configuration, and one per metric that is compared with the baseline.
+    """Return JUnit XML: a test case per rule and configuration, and one per metric that is compared with the baseline.
 
-    NO-GO is a failure and INCONCLUSIVE an error, where they count; else a skipped test.
+    NO-GO is a failure and INCONCLUSIVE an error, if they count. Otherwise the test is skipped.
     """
     suites = ElementTree.Element("testsuites", name="fidelab check")
     _suite(suites, "rules", ((f"{r.arm}: {_place(r)}", r.decision, r.tier, _line(r)) for r in found.results))

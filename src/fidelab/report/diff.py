@@ -1,6 +1,6 @@
 """A run against a baseline, for people: a table in the terminal, the worst first, or Markdown for a pull request.
 
-What stayed the same, and figures of which neither side is better, are counted.  Nothing from reports is read as markup.
+Unchanged figures, and figures without a better side, are only counted. Nothing from reports is read as markup.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LEGEND = (
 
 
 def render_diff(diff: Diff, console: Console) -> None:
-    """Print it."""
+    """Print the comparison."""
     line = partial(print_line, console)
     line(f"{one_line(diff.now.run_id)} against baseline {one_line(diff.baseline.run_id)}", "bold")
     for refusal in dict.fromkeys(map(_refusal, diff.refused)):
@@ -53,7 +53,7 @@ def render_diff(diff: Diff, console: Console) -> None:
 
 
 def render_diff_markdown(diff: Diff) -> str:
-    """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
+    """Return the comparison in GitHub-flavoured Markdown, without headings; ends in a newline."""
     rows = []
     for change in _rows(diff):
         outcome, arm, place, *figures = _cells(change)

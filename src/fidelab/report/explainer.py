@@ -13,7 +13,7 @@ from fidelab.results.record import write_atomically
 
 
 def render_explainer(found: Mapping[str, Any], version: str) -> str:
-    """The page; ``found`` is the result of :func:`fidelab.physics.explainer.explainer`."""
+    """Return the page; ``found`` is the result of :func:`fidelab.physics.explainer.explainer`."""
     return render_page(
         "explainer.html.j2",
         "What a step of decoding reads",
@@ -29,6 +29,6 @@ def write_explainer(found: Mapping[str, Any], version: str, path: Path) -> Path:
     """Write the page atomically.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, render_explainer(found, version))

@@ -23,11 +23,11 @@ _NO_FILTER = "none"
 
 
 def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
-    """The candidate of a name, else the recommended one, else the only one.
+    """Return the candidate of a name, else the recommended one, else the only one.
 
     Raises:
-        UnknownNameError: there is none of this name.
-        UsageError: none was named, none is recommended, and there are several, or none.
+        UnknownNameError: If there is no candidate of this name.
+        UsageError: If no candidate is named or recommended, and the report does not have exactly one.
     """
     arms = {arm.name: arm for arm in report.candidates}
     advised = report.recommendation.arm if report.recommendation else None
@@ -42,7 +42,7 @@ def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
 
 
 def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
-    """Content of ``results_*.json`` as lm-evaluation-harness writes it; see docs/sharing.md#exports.
+    """Return the content of ``results_*.json`` as lm-evaluation-harness writes it; see docs/sharing.md#exports.
 
     Each axis and bench is a task ``fidelab_<name>``, and each shape of work a separate task after it.
     """
@@ -115,14 +115,14 @@ _BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
 
 
 def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
-    """Files that the hub shows next to a model, by path in its repository.
+    """Return the files that the hub shows next to a model, by path in its repository.
 
     ``README.md``: a model card whose metadata hold the first figures of each axis as ``model-index``, with the section
-    for people below.  ``.eval_results/fidelab.yaml``: figures of the hub's own benchmarks; only there where all of a
-    benchmark's problems were asked and answered, since its leaderboard shows figures of nothing less.
+    for people below.  ``.eval_results/fidelab.yaml``: figures of the hub's own benchmarks. A benchmark is included only
+    if all of its problems were asked and answered, since its leaderboard requires that.
 
     Raises:
-        UsageError: no axis has a figure.
+        UsageError: If no axis has a figure.
     """
     from huggingface_hub.repocard_data import eval_results_to_model_index
 

@@ -17,7 +17,7 @@ _CROWD_SIZE = 12
 
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
-    """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""
+    """Return the arms that no other arm beats in size and in KL, smallest first. Equal arms are all returned."""
 
     def beats(point: FrontierPoint, other: FrontierPoint) -> bool:
         differ = (point.size, point.mean) != (other.size, other.mean)
@@ -37,7 +37,7 @@ def draw_frontier(
     rules: Mapping[float, str] = MappingProxyType({}),
     reference: FrontierPoint | None = None,
 ) -> Chart | None:
-    """Places for all points; ``None`` where no arm has both a KL and a size.
+    """Compute places for all points; ``None`` if no arm has both a KL and a size.
 
     A KL of 0 cannot be shown on a log axis: it is drawn hollow on the bottom line, as is an interval's end at 0.
     """

@@ -24,8 +24,8 @@ REMEDY = f"{OMITTED_NOTE}; where the run's folder is kept, fidelab report --resc
 class Part:
     """One axis or bench on the page, with its charts.
 
-    ``noise``: what control and floor say, where a chart has their bands.  ``worst``: the worst positions by arm;
-    ``missing``: why these are missing.
+    ``noise``: remark on control and floor, if a chart has their bands.  ``worst``: the worst positions by arm;
+    ``missing``: reason why these are missing.
     """
 
     anchor: str
@@ -38,14 +38,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The plots by their place on the page."""
+    """Plots by their place on the page."""
 
     frontier: Drawing | None
     parts: tuple[Part, ...]
 
 
 def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
-    """``positions`` is the run's ``positions.parquet``; without it, or with a damaged one, there is less to see."""
+    """Build the gallery. Without a readable ``positions`` (``positions.parquet`` of the run) it has fewer plots."""
     parts: dict[str, Part] = {}
     for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
         anchor = free(f"{section.kind}-{slug(section.name)}", parts)

@@ -23,7 +23,7 @@ class Shade(NamedTuple):
 
 
 def colour(value: float, low: float, high: float, signed: bool = False) -> tuple[int, int, int]:
-    """The colour of a value on a scale from ``low`` to ``high``; signed: from −(high − low) to high − low."""
+    """Return the colour of a value on a scale from ``low`` to ``high``; signed: from −(high − low) to high − low."""
     reach = high - low
     if not 0 < reach < float("inf"):
         share = 0.5
@@ -39,7 +39,7 @@ def colour(value: float, low: float, high: float, signed: bool = False) -> tuple
 
 
 def ink(fill: tuple[int, int, int]) -> str:
-    """Black or white, whichever has the larger contrast on a colour: they have the same one at a luminance of 0.179.
+    """Return black or white, whichever contrasts more with a colour. They are equal at a luminance of 0.179.
 
     Relative luminance and contrast are those of WCAG 2.
     """
@@ -48,12 +48,12 @@ def ink(fill: tuple[int, int, int]) -> str:
 
 
 def shades_of(plot: Heatmap, grid: Grid) -> list[list[Shade]]:
-    """The values of a matrix, row by row."""
+    """Return the shades of a matrix, row by row."""
     return [[_shade(value, plot, grid.signed) for value in values] for values in grid.values]
 
 
 def scale_of(plot: Heatmap, grid: Grid) -> list[Shade]:
-    """The ends and the middle of a matrix' scale."""
+    """Return the ends and the middle of a matrix' scale."""
     reach = plot.high - plot.low
     ends = (-reach, 0.0, reach) if grid.signed else (plot.low, (plot.low + plot.high) / 2, plot.high)
     return [_shade(end, plot, grid.signed) for end in ends]

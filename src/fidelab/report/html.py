@@ -31,7 +31,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 
 
 def render_html(report: Report, positions: Path | None = None) -> str:
-    """The whole page; ``positions`` is the run's ``positions.parquet``.
+    """Render the whole page; ``positions`` is the run's ``positions.parquet``.
 
     Without that file, or with one that is damaged or of another run, the page says that these figures are left out.
     """
@@ -64,15 +64,15 @@ def write_html(report: Report, path: str | Path) -> Path:
     """Write the page atomically; single positions are read from ``positions.parquet`` in the same folder.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, render_html(report, Path(path).with_name(POSITIONS)))
 
 
 def render_page(template: str, title: str, facts: Sequence[str], *scripts: str, **values: object) -> str:
-    """A page on the common base: head, style sheet, one line of facts, the button for colours, scripts.
+    """Render a page on the common base: head, style sheet, one line of facts, the button for colours, scripts.
 
-    ``facts``: what the line above the answer says; empty ones are left out.  ``scripts``: files that follow
+    ``facts``: parts of the line above the answer; empty parts are left out.  ``scripts``: files that follow
     ``page.js``, in one element whose SHA-256 the content security policy names.
     """
     folder = files("fidelab.report") / "templates"
@@ -83,7 +83,7 @@ def render_page(template: str, title: str, facts: Sequence[str], *scripts: str, 
 
 
 def data_block(text: str) -> Markup:
-    """JSON for a ``<script type="application/json">``; it cannot end that element."""
+    """Return JSON for a ``<script type="application/json">``, which cannot end that element."""
     return Markup(printable(text, escaped=True).translate(_ESCAPES))
 
 
@@ -101,7 +101,7 @@ def _finalized(value: object) -> object:
 
 @cache
 def templates() -> Environment:
-    """The templates and style sheets of the page; all text that they are given is escaped, and can be printed."""
+    """Return the templates and style sheets of the page. All text that they are given is escaped and printable."""
     environment = Environment(
         loader=PackageLoader("fidelab.report"),
         autoescape=True,

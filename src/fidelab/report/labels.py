@@ -1,4 +1,4 @@
-"""Labels: names that do not hide each other or the points that they name."""
+"""Placement of labels so that they hide neither each other nor the points that they name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LabelPlace = tuple[float, float, str]
 
 
 def spread(levels: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Levels near the given ones, in the same order, at least ``gap`` apart and within ``low``…``high`` if they fit."""
+    """Return levels near the given ones, in order, at least ``gap`` apart and within ``low``…``high`` if they fit."""
     order = sorted(range(len(levels)), key=lambda index: levels[index])
     placed, limit = dict.fromkeys(order, 0.0), high
     for index in reversed(order):
@@ -26,13 +26,13 @@ def spread(levels: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def shorten(name: str, letters: int = 18) -> str:
-    """The name, cut to ``letters`` characters."""
+    """Return the name, cut to ``letters`` characters."""
     return name if len(name) <= letters else name[: letters - 1] + "…"
 
 
 @dataclass
 class Labels:
-    """Places for labels where none covers another or a point; in a crowd the nearest free line below or above."""
+    """Places for labels that cover neither each other nor a point; in a crowd the nearest free line is used."""
 
     left: float
     right: float
@@ -44,14 +44,14 @@ class Labels:
         self.taken: list[tuple[float, float, float, float]] = [(a - 5, b - 5, a + 5, b + 5) for a, b in self.points]
 
     def place(self, x: float, y: float, name: str) -> LabelPlace:
-        """Abscissa, baseline and anchor of a label for the point at (x, y)."""
+        """Return the x coordinate, baseline and anchor of a label for the point at (x, y)."""
         shifts = (-11, 0, 14, -14, 28, -28, 42, -42, 56, -56, 70, -70, 84, -84)
         fits = x + 9 + LETTER * len(name) <= self.right
         fallback = (x + 9, y + 4, "start") if fits else (x - 9, y + 4, "end")
         return self._find(x, y, name, 9, shifts) or fallback
 
     def place_adjacent(self, x: float, y: float, name: str) -> LabelPlace | None:
-        """The same, directly next to the point; ``None`` where there is no room."""
+        """Return a place directly next to the point; ``None`` if there is no room."""
         return self._find(x, y, name, 5, (-10, 10, 0))
 
     def _find(

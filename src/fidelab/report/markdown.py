@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 
 
 def render_markdown(report: Report) -> str:
-    """The section; ends in a newline."""
+    """Render the section, which ends in a newline."""
     view = build_view(report)
     verdicts = (
         pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, _cells(view)),
@@ -119,7 +119,7 @@ def _setting(value: Any) -> str:
 
 
 def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
-    """A table whose cells are Markdown already; the first ``named`` columns hold words."""
+    """Return a table whose cells are Markdown already. The first ``named`` columns hold words."""
     ruler = [*[":--"] * named, *["--:"] * (len(columns) - named)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
 
@@ -148,7 +148,7 @@ def _figure(text: str) -> str:
 
 
 def code_cell(text: str) -> str:
-    """A code span in a cell of a table."""
+    """Return a code span in a cell of a table."""
     return code_span(text).replace("|", "\\|")
 
 
@@ -165,7 +165,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that is shown as it is."""
+    """Return text that is shown as it is."""
     return " ".join(
         code_span(word) if _ADDRESS.search(word) else _MARKUP.sub(_escape, word) for word in text.split(" ")
     )
@@ -177,7 +177,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def code_span(text: str) -> str:
-    """A code span, delimited by more backticks than the text has in a row."""
+    """Return a code span, delimited by more backticks than the text has in a row."""
     text = one_line(text).replace("\\|", "\\ |")  # renderers disagree on which sign the backslash belongs to
     if not text:
         return ABSENT

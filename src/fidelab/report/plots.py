@@ -1,4 +1,4 @@
-"""The plots of a report: what arms measured as data, drawn for wide and for narrow screens."""
+"""Plots of a report: the data that arms measured, drawn for wide and for narrow screens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOLLOW = "Hollow: not valid, see the table."
 class Drawing:
     """One figure: its wide and its narrow drawing, and a legend of (name, id, style); ``key`` names its file.
 
-    An entry without an id is not of a single arm.
+    An entry without an id does not belong to a single arm.
     """
 
     key: str
@@ -47,12 +47,12 @@ class Drawing:
 
     @property
     def labelled(self) -> bool:
-        """The wide drawing names its lines itself."""
+        """Whether the wide drawing names its lines itself."""
         return self.charts[0].size.labels
 
 
 def frontier(report: Report, view: View) -> Drawing | None:
-    """Mean KL against size; ``None`` where no arm has both."""
+    """Draw mean KL against size; ``None`` if no arm has both."""
     wide, narrow = (
         draw_frontier(view.points, size, bands=_bands(report, size), rules=RULES, reference=view.reference)
         for size in FRONTIER
@@ -66,7 +66,7 @@ def frontier(report: Report, view: View) -> Drawing | None:
 
 
 def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
-    """Share of positions whose KL exceeds x; ``positions``: arm id → its positions."""
+    """Draw the share of positions whose KL exceeds x; ``positions``: arm id → its positions."""
     tails = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
     if not tails:
         return None
@@ -100,14 +100,14 @@ def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Dr
 
 
 def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
-    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands of mean KLs."""
+    """Draw the charts of one axis or bench, curves and bars; ``report`` gives the noise bands of mean KLs."""
     drawings = [_draw_bars(group) for group in section.bars]
     drawings += [_draw_curves(group, report) for group in section.curves]
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
 def noise(report: Report) -> str:
-    """A sentence about run-to-run noise and the control where they are missing or exactly 0, and so have no band."""
+    """Return remarks on run-to-run noise and the control if they have no band, being missing or exactly 0."""
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:

@@ -27,7 +27,7 @@ N_WORST = 10
 
 @dataclass(frozen=True, order=True)
 class Worst:
-    """One position; the fields' order is the ranking's (KL first)."""
+    """One position. Its fields are in the order of the ranking (KL first)."""
 
     kl: float
     window: int
@@ -46,20 +46,20 @@ class ArmPositions:
     worst: list[Worst] = field(default_factory=list)
 
     def tail(self) -> NDArray[np.float64]:
-        """Share of the usable positions with KL > each of ``EDGES``."""
+        """Return the share of the usable positions with KL > each of ``EDGES``."""
         return self.above / max(1, self.usable)
 
 
 def read_positions(
     path: Path, expected: Mapping[str, int | None], contexts: Mapping[str, int | None] | None = None
 ) -> dict[str, ArmPositions]:
-    """Tails and worst positions of the ``expected`` arms (name → number of positions, where that is known).
+    """Read tails and worst positions of the ``expected`` arms (name → number of positions, if known).
 
-    ``contexts``: name → the context whose positions count, where the file has a column of contexts.
+    ``contexts``: name → the context whose positions count, if the file has a column of contexts.
 
     Raises:
-        InputError: missing, unreadable, or of another run; says in one line what was wrong.
-        MissingPackageError: pyarrow is not installed.
+        InputError: If the file is missing, unreadable, or of another run. The message is one line.
+        MissingPackageError: If pyarrow is not installed.
     """
     pa, pq = (require(name, "positions.parquet") for name in ("pyarrow", "pyarrow.parquet"))  # without types
     measured = {name: ArmPositions() for name in expected}

@@ -1,4 +1,4 @@
-"""Scales: values onto places, and the round values that are labelled."""
+"""Scales that map values to places, and the round values that are labelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MARGIN = 0.15
 
 @dataclass(frozen=True)
 class Tick:
-    """A grid line: its place on its axis and its label."""
+    """Grid line: its place on its axis and its label."""
 
     at: float
     label: str
@@ -25,9 +25,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """Ticks and range of an axis; ``low`` and ``high`` fix its ends instead of the data.
+    """Ticks and range of an axis; ``low`` and ``high`` fix its ends, which otherwise follow the data.
 
-    ``at``: the values that are labelled, as far as there is room, with their labels; else round ones are.
+    ``at``: values to label, with their labels, as far as there is room. By default round values are labelled.
     """
 
     label: str
@@ -40,7 +40,7 @@ class ChartAxis:
 
 @dataclass(frozen=True)
 class Scale:
-    """Values ``low``…``high`` onto places ``start``…``end``; what lies outside is drawn at the nearer end.
+    """Map from values ``low``…``high`` to places ``start``…``end``. Values outside are drawn at the nearer end.
 
     A logarithmic scale draws a value of 0 or less at its low end.
     """
@@ -53,7 +53,7 @@ class Scale:
     percent: bool = False
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """Return the place of a value."""
         if self.log:
             span = math.log10(self.high / self.low)
             share = math.log10(value / self.low) / span if value > 0 else 0.0
@@ -62,13 +62,13 @@ class Scale:
         return round(self.start + (self.end - self.start) * min(1.0, max(0.0, share)), 1)
 
     def ticks(self, most: int) -> tuple[Tick, ...]:
-        """At most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
+        """Return at most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
         values = self._round_values(most)
         plain = not self.log or min(values, default=1.0) >= _MIN_PLAIN_TICK
         return tuple(Tick(self(value), self._label(value, plain)) for value in values)
 
     def ticks_at(self, values: Sequence[tuple[float, str]]) -> tuple[Tick, ...]:
-        """Given values of a horizontal scale, the largest first; one that would touch its neighbour is left out."""
+        """Return places of given values on a horizontal scale, the largest first, without labels that would touch."""
         kept: list[Tick] = []
         limit = math.inf
         for value, label in sorted(values, reverse=True):
@@ -103,7 +103,7 @@ class Scale:
 
 
 def scale_for(values: Iterable[float], axis: ChartAxis, start: float, end: float) -> Scale:
-    """A scale that holds all values, with a margin and at least a decade where it is logarithmic."""
+    """Return a scale that holds all values, with a margin, and at least a decade if it is logarithmic."""
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
     shown += [value for value in (axis.low, axis.high) if value is not None]
     low = axis.low if axis.low is not None else min(shown, default=1e-4 if axis.log else 0.0)
@@ -121,7 +121,7 @@ def scale_for(values: Iterable[float], axis: ChartAxis, start: float, end: float
 
 
 def round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``rough``."""
+    """Return the least 1, 2 or 5 times a power of ten that is at least ``rough``."""
     if rough <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(rough))

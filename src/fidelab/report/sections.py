@@ -1,4 +1,4 @@
-"""The part of every axis and every bench in a report: one :class:`Section` each, all of the same form.
+"""Sections of a report: one :class:`Section` per axis and per bench, all of the same form.
 
 A section takes the measurements of one name from all arms and lays them side by side: tables of metrics, charts that
 arms share (:class:`Curves` and :class:`BarGroup`, grouped by their key), and what each arm shows by itself
@@ -27,11 +27,11 @@ Role = Literal["reference", "control", "candidate", "floor"]
 
 @dataclass(frozen=True)
 class ReportArm:
-    """Arm of the lines, bars and rows.
+    """Arm that lines, bars and rows belong to.
 
-    ``name`` is unique among the arms of a report.  ``id`` ties together what belongs to one arm in all charts and
-    legends: ``reference``, ``control``, ``control1`` (of other kernel paths), ``candidate0``, ``floor``; ``number``
-    counts candidates, and controls, from 0 on.
+    ``name`` is unique among the arms of a report.  ``id`` identifies the arm in all charts and legends: ``reference``,
+    ``control``, ``control1`` (of other kernel paths), ``candidate0``, ``floor``; ``number`` counts candidates, and
+    controls, from 0 on.
     """
 
     name: str
@@ -40,13 +40,13 @@ class ReportArm:
 
     @property
     def id(self) -> str:
-        """The key of the arm's lines and legend entries."""
+        """Key of the arm's lines and legend entries."""
         return arm_id(self.role, self.number)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of one key, which share a chart: a line per arm, and per series of an arm.
+    """Curves of one key, which share a chart with a line per arm, and per series of an arm.
 
     Title, labels, scales and caption are those of the first line's curve, ``lines[0][1]``.
     """
@@ -79,7 +79,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One axis or one bench, of all arms.  In reading order: notes, lines, tables with footnotes, charts, shown."""
+    """One axis or one bench, for all arms. In reading order: notes, lines, tables with footnotes, charts, shown."""
 
     kind: Literal["axis", "bench"]
     name: str
@@ -105,17 +105,17 @@ class Section:
 
     @property
     def found(self) -> bool:
-        """There is something to show."""
+        """Whether there is something to show."""
         return any((self.notes, self.lines, self.tables, self.curves, self.bars, self.shown))
 
 
 def arm_id(role: str, number: int = 0) -> str:
-    """The key of an arm's points, lines and legend entries: its role, for candidates with their number."""
+    """Return the key of an arm's points, lines and legend entries: its role, for candidates with their number."""
     return f"{role}{number}" if role == "candidate" or number else role
 
 
 def arms_of(report: Report) -> list[tuple[ReportArm, ArmRecord]]:
-    """Reference, controls and candidates; a reference that shares its name with a candidate has its role before it."""
+    """Return reference, controls and candidates. A reference named like a candidate is prefixed with its role."""
     names = [one_line(arm.name) for arm in report.candidates]
     first = one_line(report.reference.name)
     arms = [(ReportArm(f"reference {first}" if first in names else first, "reference"), report.reference)]
@@ -125,7 +125,7 @@ def arms_of(report: Report) -> list[tuple[ReportArm, ArmRecord]]:
 
 
 def sections_of(report: Report) -> list[Section]:
-    """The axes, then the benches, each in the order in which arms name them."""
+    """Return the axes, then the benches, each in the order in which arms name them."""
     arms = arms_of(report)
     axes = [*((arm, record.axes) for arm, record in arms), (ReportArm("run-to-run noise", "floor"), report.floor)]
     benches = [(arm, record.benches) for arm, record in arms]
@@ -134,7 +134,7 @@ def sections_of(report: Report) -> list[Section]:
 
 
 def table_of(plot: TablePlot) -> TextTable:
-    """A plot's cells as text; numbers with three significant digits, whole ones in full."""
+    """Return a plot's cells as text: numbers with three significant digits, whole ones in full."""
     rows = tuple(tuple(map(fact_of, row)) for row in plot.rows)
     return TextTable("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
 

@@ -22,7 +22,7 @@ TOP = 32.0  # height of the title
 
 
 def frontier_svg(report: Report, width: int) -> str | None:
-    """The wide drawing under its title, ``width`` pixels wide; ``None`` where no arm has both a KLD and a size."""
+    """Return the wide drawing under its title, ``width`` pixels wide; ``None`` if no arm has both a KLD and a size."""
     plot = frontier(report, build_view(report))
     if plot is None:
         return None

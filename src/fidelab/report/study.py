@@ -1,4 +1,4 @@
-"""A study as terminal text and as an HTML page: what was found in words, its plots, and a table with a line per row."""
+"""Render a study as terminal text and as an HTML page: findings in words, plots, and a table with a line per row."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
 
 
 def study_html(study: Study) -> str:
-    """The page: the sentences, plots, and all rows; nothing is fetched."""
+    """Render the page: the sentences, plots, and all rows. Nothing is fetched."""
     created = study.created.strftime("%Y-%m-%d %H:%M %Z").strip()
     return render_page(
         "study.html.j2",
@@ -91,13 +91,13 @@ def write_study_html(study: Study, path: Path) -> Path:
     """Write the page atomically.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     return write_atomically(path, study_html(study))
 
 
 def _doubtful(study: Study) -> bool:
-    """A row is marked, or something failed."""
+    """Whether a row is marked, or something failed."""
     return bool(study.faults) or any(row.flags for row in study.rows)
 
 

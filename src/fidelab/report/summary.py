@@ -34,7 +34,7 @@ from fidelab.results.speculation import (
 class Performance:
     """Speed and memory: the headline metrics of each bench, one row per arm, with ratios to the reference.
 
-    ``note``: how to read the figures; ``measured``: the names of the benches, as words.
+    ``note``: hint on reading the figures; ``measured``: the names of the benches, as words.
     """
 
     columns: tuple[str, ...]
@@ -45,7 +45,7 @@ class Performance:
 
 
 def contexts_of(report: Report) -> TextTable | None:
-    """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
+    """Return arm × contexts with the mean KL (nats) at each; ``None`` if no arm was measured at several."""
     arms = _compared(report)
     klds = {arm.name: arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes}
     means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
@@ -64,9 +64,9 @@ def contexts_of(report: Report) -> TextTable | None:
 
 
 def groups_of(report: Report, coordinate: str) -> TextTable | None:
-    """Kind of text (``domain``) or of token (``structure``) × arm: mean KL and its interval, and changed tokens.
+    """Return kind of text (``domain``) or token (``structure``) × arm: mean KL, its interval, and changed tokens.
 
-    ``None`` where the text has no kinds.  The last row names the kind on which an arm loses most.
+    ``None`` if the text has no kinds. The last row names the kind on which an arm loses most.
     """
     klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
@@ -103,7 +103,7 @@ def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
 
 
 def ways_of(report: Report) -> TextTable | None:
-    """Way × arm: mean KL from the arm's own cold prefill, and the position from which on it parts; ``None`` without."""
+    """Return serving mode × arm: mean KL from the arm's own cold prefill, and the position of divergence."""
     found = [(one_line(arm.name), axis) for arm in _compared(report) for axis in arm.axes.values() if _ways(axis)]
     if not found:
         return None
@@ -117,7 +117,7 @@ def ways_of(report: Report) -> TextTable | None:
 
 
 def partings_of(report: Report) -> tuple[str, ...]:
-    """A sentence per way that parts: ``decoding parts from prefill at position 97, fp8_e4m3 only``."""
+    """Return a sentence per diverging serving mode: ``decoding parts from prefill at position 97, fp8_e4m3 only``."""
     owners: dict[tuple[str, str], list[str]] = {}
     for arm in _compared(report):
         flags = [flag for axis in arm.axes.values() for cell in axis.cells for flag in cell.flags]
@@ -160,10 +160,10 @@ def _text_at(kld: Measurement, n_ctx: int) -> str:
 
 
 def other_tests_table(report: Report) -> TextTable | None:
-    """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
+    """Return the reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
-    An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such
-    axes.  The last column is the composite, where all its axes were measured or its bands were requested.
+    An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such axes.  The
+    last column is the composite, if all its axes were measured or its bands were requested.
     """
     arms = _compared(report)
     columns: dict[str, list[str]] = {}
@@ -192,7 +192,7 @@ def other_tests_table(report: Report) -> TextTable | None:
 
 
 def speculation_of(report: Report) -> TextTable | None:
-    """Arm × tokens per verification and accepted share of drafts, on greedy text; ``None`` where no arm speculated."""
+    """Return arm × tokens per verification and accepted drafts, on greedy text; ``None`` if no arm speculated."""
     rows: list[tuple[str, ...]] = []
     for arm in (*([report.control] if report.control else []), *report.candidates):
         found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
@@ -205,14 +205,14 @@ def speculation_of(report: Report) -> TextTable | None:
 
 
 def remarks_of(report: Report) -> tuple[str, ...]:
-    """Remarks of the axes on each arm, a sentence each, such as those about speculation."""
+    """Return the remarks of the axes on each arm, a sentence each, such as those about speculation."""
     arms = (*([report.control] if report.control else []), *report.candidates)
     flags = ((arm, flag) for arm in arms for axis in arm.axes.values() for flag in axis.flags)
     return tuple(shared((one_line(arm.name), one_line(flag.text)) for arm, flag in flags))
 
 
 def engine_remarks_of(report: Report) -> tuple[str, ...]:
-    """Remarks of engines on how their arms ran, a sentence each, after that of a borrowed reference."""
+    """Return remarks of engines on how their arms ran, a sentence each, after the remark on a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
     return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
@@ -231,7 +231,7 @@ def _borrowed(report: Report) -> Iterator[str]:
 
 
 def describe_other_tests(arm: ArmRecord) -> tuple[str, ...]:
-    """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
+    """Return a sentence per measured axis besides KLD: ``rniah: lost 9 of 36 (reference: finds 36 of 45)``."""
     lines = []
     for name, axis in arm.axes.items():
         if name != DECIDING and axis.measured:
@@ -302,12 +302,12 @@ def _in_mib(metric: Metric) -> bool:
 
 
 def titled(name: str, metric: Metric) -> str:
-    """A score has the name of its axis."""
+    """Return a metric's title. A score has the name of its axis."""
     return one_line(name if metric.key == "score" else f"{name}: {metric.name}")
 
 
 def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance | None:
-    """The headline metrics of the benches, arm by arm; ``None`` where no bench was run."""
+    """Return the headline metrics of the benches, arm by arm; ``None`` if no bench was run."""
     names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
     if not names:
         return None
@@ -335,7 +335,7 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
 
 
 def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, ...]:
-    """A sentence per bench: its first headline metric of every arm, with the ratio to the reference's.
+    """Return a sentence per bench: its first headline metric of every arm, with the ratio to the reference's.
 
     ``decode: rate at depth 512: bf16 40.1 tok/s; int8 41.2 tok/s (1.03×, better)``.
     """
@@ -382,7 +382,7 @@ def _with_ratio(metric: Metric | None, base: Metric | None, mib: bool) -> Estima
 
 
 def joined(words: Sequence[str]) -> str:
-    """``a, b and c``."""
+    """Join words as ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -402,7 +402,7 @@ _PARTS = (
 
 
 def attribution_of(report: Report) -> TextTable | None:
-    """Candidate × (mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
+    """Return candidate × (mean KLs, their paired differences), nats, as far as measured; ``None`` if nothing was."""
     if not report.attribution:
         return None
     rows = [_attribution_lines(split) for split in report.attribution]
@@ -418,7 +418,7 @@ def attribution_of(report: Report) -> TextTable | None:
 
 
 def truth_line(report: Report) -> str:
-    """The mean KL of the reference's cache from its 32-bit twin; empty where the run has no such twin."""
+    """Return the mean KL of the reference's cache from its 32-bit twin; empty if the run has no such twin."""
     truth = report.truth
     if truth is None:
         return ""

@@ -1,4 +1,4 @@
-"""Metrics of all arms as tables, the same way for every axis and every bench; and the runtime info."""
+"""Tables of the metrics of all arms, built the same way for every axis and every bench, and of the runtime info."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PERCENTILE = re.compile(r"(.+)_p(\d+(?:_\d+)?)")
 
 @dataclass(frozen=True)
 class TextTable:
-    """Rows of text; ``key``: a word for what they are about.
+    """Rows of text; ``key``: a word for their subject.
 
     The first ``named`` columns identify a row, the arm first.  A cell holds a value, followed by its interval or
     spread in parentheses.
@@ -51,13 +51,13 @@ class TextTable:
 
 @dataclass
 class Notes:
-    """Footnotes of one section: equal texts share a number."""
+    """Footnotes of one section. Equal texts share a number."""
 
     owners: dict[str, list[str]] = field(default_factory=dict)
     """Text → arms."""
 
     def mark(self, name: str, texts: Iterable[str]) -> str:
-        """The numbers of an arm's texts, for a cell."""
+        """Return the numbers of an arm's texts, for a cell."""
         own = list(dict.fromkeys(map(one_line, texts)))
         for text in own:
             self.owners.setdefault(text, []).append(name)
@@ -65,11 +65,11 @@ class Notes:
         return ", ".join(str(numbers.index(text) + 1) for text in own)
 
     def numbered(self) -> list[str]:
-        """The footnotes below a table."""
+        """Return the footnotes below a table."""
         return [f"{number}: {text}" for number, text in enumerate(self.owners, 1)]
 
     def named(self) -> list[str]:
-        """The same where there is no table: by arms."""
+        """Return the footnotes by arm, for sections without a table."""
         return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in self.owners.items()]
 
 
@@ -98,7 +98,7 @@ class _Row:
 
 
 def counts(measurement: Measurement, at: Coordinates) -> bool:
-    """The metrics of a cell are valid and may be compared."""
+    """Whether the metrics of a cell are valid and may be compared."""
     cell = measurement.cell(at)
     return cell is None or (cell.valid and cell.measured)
 
@@ -106,10 +106,10 @@ def counts(measurement: Measurement, at: Coordinates) -> bool:
 def tables_of(
     name: str, title: str, arms: Sequence[tuple[str, Measurement]], base: Measurement | None, notes: Notes
 ) -> Iterator[TextTable]:
-    """Arm × cell: metrics; one table for each set of coordinates.
+    """Return tables of arm × cell with metrics, one for each set of coordinates.
 
-    ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
-    Empty columns are left out; a coordinate that is the same in all rows is part of the title.
+    ``base``: the reference's measurement, to which ratios refer.  ``notes`` takes the footnotes. Empty columns are left
+    out; a coordinate that is the same in all rows is part of the title.
     """
     rows = [
         _Row(arm, measurement, None if measurement is base else base, at)
@@ -152,7 +152,7 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
 
 
 def free(name: str, taken: Container[str], sign: str = "-") -> str:
-    """The name, or the first numbered one (``name-2`` …) that is not taken."""
+    """Return the name, or the first numbered one (``name-2`` …) that is not taken."""
     numbered = (name if n == 1 else f"{name}{sign}{n}" for n in count(1))
     return next(option for option in numbered if option not in taken)
 
@@ -238,7 +238,7 @@ _OBSERVED = {"layers": "layers", "prefills": "prefills", "steps": "decode steps"
 
 
 def runtime_table(arms: Iterable[ArmRecord]) -> TextTable:
-    """Requested and actual formats, arm by arm."""
+    """Return the requested and actual formats, arm by arm."""
     rows = [(one_line(arm.name), *_runtime_cells(arm)) for arm in arms]
     alike = len({row[-1] for row in rows if row[-1] != ABSENT}) < 2  # the machine's versions say the same
     end = -1 if alike else None
@@ -247,7 +247,7 @@ def runtime_table(arms: Iterable[ArmRecord]) -> TextTable:
 
 
 def observed_of(arm: ArmRecord) -> str:
-    """Coverage of the proof of engagement: ``30 of 30 layers, 6 of 32 prefills``; empty where it counted nothing."""
+    """Return the coverage of the proof of engagement: ``30 of 30 layers, 6 of 32 prefills``; empty without counts."""
     counts = (arm.ran.observed or {}) if arm.ran else {}
     return ", ".join(
         f"{counts[name][0]:,} of {counts[name][1]:,} {word}"
@@ -257,7 +257,7 @@ def observed_of(arm: ArmRecord) -> str:
 
 
 def cache_layers_of(arms: Iterable[ArmRecord]) -> TextTable | None:
-    """A row for each distinct setting of an arm's layers; ``None`` where all have one format and no scales."""
+    """Return a row for each distinct setting of an arm's layers; ``None`` if all have one format and no scales."""
     rows = list[tuple[str, ...]]()
     for arm in arms:
         listed = arm.ran.others().get("cache_layers") if arm.ran else None
@@ -278,7 +278,7 @@ def cache_layers_of(arms: Iterable[ArmRecord]) -> TextTable | None:
 
 
 def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
-    """Seconds that each arm's captures took; ``None`` where no arm has timings."""
+    """Return the seconds that each arm's captures took; ``None`` if no arm has timings."""
     rows = tuple(
         (one_line(arm.name), format_amount(arm.timing.load_seconds), format_amount(arm.timing.seconds))
         for arm in arms

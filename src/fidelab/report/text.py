@@ -50,9 +50,10 @@ _STYLES = {
 
 
 def render_text(report: Report, console: Console, *, folder: Path | None = None, details: bool = False) -> None:
-    """Print the report; ``folder`` is where its files lie.
+    """Print the report; ``folder`` holds its files.
 
-    ``details``: everything that was measured, not only the answer.  Reports of benches alone are always whole.
+    ``details``: print everything that was measured, not only the answer. Reports that contain only benches are always
+    printed whole.
     """
     view = build_view(report)
     line = partial(print_line, console)
@@ -335,7 +336,7 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def literal(text: str, console: Console, style: str = "") -> Text:
-    """Text, never markup, that the console can show and its encoding can hold."""
+    """Return text, never markup, that the console can show and its encoding can hold."""
     text = printable(text)
     try:
         text.encode(console.encoding)
@@ -355,7 +356,7 @@ def print_path(console: Console, label: str, path: Path) -> None:
 
 
 def simple_table(padding: int = 1) -> Table:
-    """A table with a line below its heading, ``padding`` blanks to the right of each column."""
+    """Return a table with a line below its heading and ``padding`` blanks to the right of each column."""
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
 
 
@@ -389,7 +390,7 @@ def print_table(
 
 
 def wrap_name(name: str, width: int) -> str:
-    """A long name on several lines, broken after a separator where there is one in the second half."""
+    """Break a long name into several lines, after a separator if there is one in the second half."""
     lines = []
     while len(name) > width:
         cuts = [match.end() for match in re.finditer(r"[/,:=_\-\s\]]", name[:width])]

@@ -1,6 +1,6 @@
 """Report → plain rows.
 
-Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw numbers that a chart needs.
+Text and HTML lay out the same :class:`View`, which holds finished strings and the few raw numbers that a chart needs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Answer:
 
     @property
     def facts(self) -> tuple[str, ...]:
-        """Everything below the head, a line each."""
+        """Lines below the head."""
         untested = f"not tested: {self.untested}" if self.untested else ""
         return tuple(filter(None, (self.saving, " · ".join(self.figures), *self.lines, untested)))
 
@@ -151,7 +151,7 @@ class ArmRow:
 
     @property
     def verdict(self) -> str:
-        """The text of the verdict column."""
+        """Text of the verdict column."""
         if self.role != "candidate":
             return self.role
         if self.status == "identical":
@@ -162,13 +162,13 @@ class ArmRow:
 
     @property
     def mark(self) -> str:
-        """The verdict, with ``?`` where more data may change it."""
+        """Verdict, with ``?`` if more data may change it."""
         open_ = self.band != ABSENT and (self.preliminary or self.at_best)
         return f"{self.verdict}{'?' if open_ else ''}"
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The figures of the main table, as :attr:`View.columns` name them."""
+        """Figures of the main table, in the order of :attr:`View.columns`."""
         kld, interval = self.kld.value, self.kld.margin
         return (kld, interval, self.same.value, self.flips.value, self.size.value)
 
@@ -228,13 +228,13 @@ class View:
 
     @property
     def candidates(self) -> tuple[ArmRow, ...]:
-        """The rows that have a verdict: the best first."""
+        """Rows that have a verdict, the best first."""
         rows = (row for row in self.rows if row.role == "candidate")
         return tuple(sorted(rows, key=lambda row: (_ORDER.index(row.key), row.mean)))
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Numbers of the :data:`FIGURES` that any candidate has; the KLD always."""
+        """Numbers of the :data:`FIGURES` that any candidate has. The KLD is always included."""
         cells = [row.cells for row in self.candidates]
         return tuple(n for n in range(len(FIGURES)) if n == 0 or any(row[n] != ABSENT for row in cells))
 
@@ -248,12 +248,12 @@ class View:
 
     @property
     def benches(self) -> tuple[Section, ...]:
-        """The sections of benches that measured something."""
+        """Sections of benches that measured something."""
         return tuple(section for section in self.sections if section.kind == "bench" and section.tables)
 
 
 def build_view(report: Report) -> View:
-    """The rows, lines and tables of a report."""
+    """Build the rows, lines and tables of a report."""
     arms = [("reference", report.reference)]
     controls = [*([report.control] if report.control else []), *report.controls]
     arms += [("control", arm) for arm in controls]

@@ -1,4 +1,4 @@
-"""A gate on a saved report: rules on its figures, each decided by the figure's 95% interval.  See docs/check.md.
+"""Check a saved report against rules. Each rule is decided by the 95% interval of its figure.  See docs/check.md.
 
 - ``GO``: the whole interval lies within the rule's limits.
 - ``NO-GO``: the whole interval lies beyond one of them.
@@ -40,7 +40,7 @@ _MAX_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a prac
 
 
 def _limit(value: Any) -> Any:
-    """A percentage as its text, which :meth:`Rule.limits` reads by the metric's unit; anything else as a number."""
+    """Return a percentage as text, for :meth:`Rule.limits` to read by the metric's unit; anything else as a number."""
     if isinstance(value, bool):
         raise ValueError("write a number, or a percentage such as 97%")
     if isinstance(value, str):
@@ -76,10 +76,11 @@ class Rule(Record):
         return self
 
     def limits(self, unit: Unit) -> tuple[float, float]:
-        """(least, largest) value in a unit; infinite where there is no limit.
+        """Return (least, largest) value in a unit. An absent limit is infinite.
 
         Raises:
-            UsageError: a percentage of a metric that has none, a share above 1, or a least value above the largest.
+            UsageError: If a percentage is given for a metric that has none, a share is above 1, or the least value is
+                above the largest.
         """
         low, high = (self._in(unit, limit) for limit in (self.min, self.max))
         least, most = -math.inf if low is None else low, math.inf if high is None else high
@@ -165,13 +166,13 @@ def check(
     """Decide a report by a policy.
 
     Args:
-        arms: the candidates that rules without an ``arm`` are applied to.
+        arms: candidates to which rules without an ``arm`` apply.
         groups: axes and ``benches.<bench>`` that exist, besides those of the report.
         diff: the report against its baseline.
 
     Raises:
-        UsageError: nothing decides, or a limit does not fit the metric's unit.
-        UnknownNameError: a metric or an arm of this name does not exist.
+        UsageError: If nothing decides, or a limit does not fit the metric's unit.
+        UnknownNameError: If a metric or an arm of this name does not exist.
     """
     if diff is None and not any(rule.tier == "critical" for rule in policy.rules):
         raise UsageError(
@@ -239,14 +240,14 @@ def _result(rule: Rule, arm: ArmRecord, unit: Unit, **found: Any) -> RuleResult:
 
 
 def _measurements(arm: ArmRecord) -> dict[str, Measurement]:
-    """Axes and benches by the name that rules give them."""
+    """Return axes and benches by the name that rules use for them."""
     return {**arm.axes, **{f"{BENCH}{name}": bench for name, bench in arm.benches.items()}}
 
 
 def _check_metric(rule: Rule, report: Report, groups: Collection[str]) -> None:
-    """Refuse a metric that no report could have, with the nearest name.
+    """Refuse a metric that no report could have. The message names the nearest one.
 
-    A group that the report lacks may be measured by another run; of one that it has, all keys are known.
+    A group that the report lacks may be measured by another run. For a group that it has, all keys are known.
     """
     keys: dict[str, set[str]] = {COMPOSITE: {"value"}, CACHE: {"bytes_per_token"}}
     for arm in (report.reference, *report.candidates):

@@ -51,9 +51,9 @@ class Difference(Record):
 def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[str, Any]:
     """Return the settings that must agree for this metric, as path → value.
 
-    An entry ``X`` or ``X.part`` of the report's comparability key concerns group ``X``; one that names none of the
-    ``groups`` concerns all axes.  Axes also have to share the reference's KV format, an excess the control's, the floor
-    its share of the items, a composite its axes.
+    An entry ``X`` or ``X.part`` of the report's comparability key concerns group ``X``. An entry that names none of the
+    ``groups`` concerns all axes. Axes also have to share the reference's KV format, an excess the control's format, the
+    floor its share of the items, and a composite its axes.
     """
     values: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
     for group in metric.rests_on or (key.group,):
@@ -72,7 +72,7 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
 
 
 def describe_difference(field: str, baseline: Any, now: Any) -> str:
-    """Meaning of a difference in a field of :func:`fields`; hashes and lists of captures are omitted."""
+    """Describe a difference in a field of :func:`fields`. Hashes and lists of captures are omitted."""
     field = _CAPTURE.sub("", field)
     axis, _, name = field.rpartition(".")
     if name in _MEANINGS and axis:
@@ -89,7 +89,7 @@ def _shorten(value: Any) -> str:
 
 
 def _control(report: Report, key: Key) -> ArmRecord | None:
-    """The control that an arm's excess refers to."""
+    """Return the control that an arm's excess refers to."""
     named = {arm.name: arm.control for arm in report.candidates if key.role == "candidate"}.get(key.arm)
     return next((arm for arm in report.controls if arm.name == named), report.control)
 
@@ -107,7 +107,7 @@ def _concerns(name: str, group: str, groups: Set[str]) -> bool:
 
 
 def environment_differences(baseline: Report, now: Report) -> Iterator[Difference]:
-    """Differences of environment, and of settings and runtime info of the arms that both reports have."""
+    """Return differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
     )
@@ -119,7 +119,7 @@ def environment_differences(baseline: Report, now: Report) -> Iterator[Differenc
 
 
 def same_environment(baseline: Report, now: Report) -> bool:
-    """Both ran where arithmetic rounds alike, as far as the reports state it: machine, packages, kernels, variables."""
+    """Whether both ran with the same machine, packages, kernels and variables, as far as the reports state them."""
     return not any(
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
         for difference in environment_differences(baseline, now)
@@ -127,7 +127,7 @@ def same_environment(baseline: Report, now: Report) -> bool:
 
 
 def _arm_facts(arm: ArmRecord) -> dict[str, Any]:
-    """Settings and runtime info of an arm, flat."""
+    """Return the settings and runtime info of an arm as a flat mapping."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
         ran.pop(name, None)
@@ -141,7 +141,7 @@ def _differences(where: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Nested mappings as paths; an empty one keeps its place."""
+    """Flatten nested mappings to paths. An empty mapping keeps its place."""
     if isinstance(value, Mapping) and value:
         for part, inner in value.items():
             yield from _flat(f"{name}.{part}" if name else part, inner)

@@ -2,19 +2,20 @@
 
 See docs/metrics.md#changes-between-runs.
 
-Costs are compared: of rates the time that the work takes, of scores their drop.  What makes a change certain:
+Costs are compared: for rates the time that the work takes, for scores their drop. These rules decide whether a change
+is certain:
 
 - *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
 - *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
-  which two reports cannot use: the interval is too wide rather than too narrow, and ``compare --only score`` on both
-  sides' captures pairs them.
+  but two reports do not hold the pairs. The interval is therefore too wide rather than too narrow.
+  ``compare --only score`` on both sides' captures pairs them.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
 - a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
   (``ArmRecord.floor``, the larger of both sides); it is the least allowance.
 - *single* values: a change beyond twice the allowance; axes' figures without an interval, and percentiles that fewer
   than ten values lie beyond, prove no change at all.
 
-A metric that is the same on both sides to the last digit, interval and repeats included, is unchanged.
+A metric is unchanged if it is the same on both sides to the last digit, interval and repeats included.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ _BOUND = "a lower bound"
 
 
 def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None) -> Diff:
-    """Every metric of two reports.
+    """Compare every metric of two reports.
 
     Raises:
-        MismatchError: no metric can be compared; names what differs.
+        MismatchError: If no metric can be compared. The message names what differs.
     """
     limits = thresholds or Thresholds()
     sides = tabulate(baseline), tabulate(now)
@@ -163,7 +164,7 @@ def _change(
 
 
 def _growth(log: float) -> float:
-    """The relative change for a log ratio; capped where it would overflow."""
+    """Return the relative change for a log ratio, capped where it would overflow."""
     return math.expm1(min(log, _LARGEST_LOG))
 
 
@@ -177,7 +178,7 @@ def _cost(value: float, interval: Interval, sign: float) -> Estimate:
 
 
 def _single_cost(value: float, sign: float, scaled: bool) -> float:
-    """The cost of a single value: for rates the time per piece of work."""
+    """Return the cost of a single value. For rates this is the time per piece of work."""
     if scaled and sign < 0:
         return 1 / value if value > 0 else math.inf
     return sign * value
@@ -252,7 +253,7 @@ class _Refusals:
 
 
 def _axes(baseline: Report, now: Report, *sides: MetricTable) -> set[str]:
-    """Names of all axes and benches that either side knows of."""
+    """Return the names of all axes and benches of either side."""
     named = {key.group for side in sides for key in side.metrics}
     named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
     asked = (report.settings.get("axes") for report in (baseline, now))

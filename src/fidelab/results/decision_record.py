@@ -1,4 +1,4 @@
-"""Decisions of a report: equivalence certificates, the recommendation, and the sums behind it."""
+"""Decisions of a report: equivalence certificates, the recommendation, and the sums that it rests on."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class CertificateClaim(Record):
 
     @property
     def name(self) -> str:
-        """Name of the loss."""
+        """The name of the loss."""
         return CLAIM_NAMES[self.key]
 
     @classmethod
     def of(cls, claim: Claim, context: int | None = None) -> CertificateClaim:
-        """The record of a judged claim."""
+        """Build the record of a judged claim."""
         return cls(
             key=claim.key,
             unit=claim.unit,
@@ -86,7 +86,7 @@ class FlipRecord(Record):
 
     @classmethod
     def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
-        """Build it from right answers of both sides: 1 where that side is right, else 0, and clusters; [n] each."""
+        """Build the record from answers of both sides (1 if right, else 0) and clusters, [n] each."""
         interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
         return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 
@@ -103,7 +103,7 @@ class Certificate(Record):
 
     @classmethod
     def of(cls, judged: Judgement, contexts: Sequence[int | None] = (), flips: Sequence[FlipRecord] = ()) -> Self:
-        """The record of a judgement; claims that are made once per context get theirs."""
+        """Build the record of a judgement. Claims that are made once per context get their contexts."""
         seen: dict[str, int] = {}
         claims = []
         for claim in judged.claims:

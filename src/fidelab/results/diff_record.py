@@ -38,7 +38,7 @@ class Thresholds(Record):
     """Whether a run passes that lacks metrics, or some of which must not be compared."""
 
     def allowance(self, limit: Limit, unit: Unit) -> Allowance:
-        """Allowance of a metric."""
+        """Return the allowance of a metric."""
         match limit:
             case "slowdown":
                 return Allowance(relative=self.slowdown)
@@ -138,11 +138,11 @@ class Diff(Record):
     """Metrics that neither side could measure."""
 
     def counted(self) -> Counter[ChangeOutcome]:
-        """Metrics by outcome, those alone that the gate looks at."""
+        """Count the metrics by outcome, only those that the gate looks at."""
         return Counter(change.outcome for change in self.changes if change.counts)
 
     def faults(self) -> list[str]:
-        """Reasons why the gate fails, a line each: changes certainly worse than allowed."""
+        """Return the reasons why the gate fails, a line each: changes that are certainly worse than allowed."""
         regressed = self.counted()["regressed"]
         return [f"{counted(regressed, 'metric')} regressed"] if regressed else []
 

@@ -1,9 +1,9 @@
 """Result of an axis or a bench for one arm: metrics and plots, all that reports show.
 
-A :class:`Definition` says what a metric is, where it is defined: key, name, unit, which side is better, how several
-values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on
-one arm.  Tables, charts, data frames, ``check``, baselines and sample sizes read these and know no axis and no bench by
-name: those of a third party are treated like built-in ones.
+A :class:`Definition` describes a metric where it is defined: its key, name and unit, which side is better, and how
+several values become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench
+found on one arm.  Tables, charts, data frames, ``check``, baselines and sample sizes read these and know no axis and no
+bench by name: those of a third party are treated like built-in ones.
 """
 
 from __future__ import annotations
@@ -99,19 +99,19 @@ class Metric(Record):
 
     @property
     def allowance(self) -> Limit:
-        """Which allowance holds where two reports are compared."""
+        """Kind of allowance that applies when two reports are compared."""
         return self.limit if self.limit is not None else _LIMITS.get(self.unit, "none")
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95% interval, where both ends are known."""
+        """The 95% interval, if both ends are known."""
         if self.ci is None or self.ci[1] is None:
             return None
         return self.ci[0], self.ci[1]
 
     @property
     def steady(self) -> bool | None:
-        """The last three repeats lie within 5% of their median; null for fewer than three."""
+        """Whether the last three repeats are within 5% of their median; null for fewer than three."""
         return is_steady(self.repeats) if self.repeats else None
 
     @property
@@ -124,8 +124,8 @@ class Metric(Record):
 class Definition:
     """Definition of a metric, made once by its axis or bench.
 
-    Calling it makes a :class:`Metric` of a value; a non-finite value becomes null.  ``name`` is the key with blanks for
-    underscores, unless given.
+    Calling the definition makes a :class:`Metric` from a value; a non-finite value becomes null. By default ``name`` is
+    the key with spaces for underscores.
     """
 
     key: str
@@ -153,7 +153,7 @@ class Definition:
         flags: Sequence[Flag] = (),
         repeats: Sequence[float] = (),
     ) -> Metric:
-        """The metric of a value measured once, or estimated over items with its 95% interval."""
+        """Build the metric of a value that was measured once, or estimated over items with its 95% interval."""
         return Metric(
             **vars(self) | {"better": None if bound else self.better},
             value=None if value is None or not np.isfinite(value) else float(value),
@@ -174,7 +174,7 @@ class Definition:
         headline: bool = False,
         flags: Sequence[Flag] = (),
     ) -> Metric:
-        """The metric of repeated measurements: their median, with every repeat."""
+        """Build the metric of repeated measurements: their median, with every repeat."""
         return self(float(np.median(repeats)), cell=cell, headline=headline, flags=flags, repeats=repeats)
 
 
@@ -234,7 +234,7 @@ class Measurement(Outcome):
         return self
 
     def metric(self, key: str, cell: Coordinates | None = None) -> Metric | None:
-        """The metric of a key: of a cell, or the first one."""
+        """Return the metric of a key: of a cell, or the first one."""
         return next((m for m in self.metrics if m.key == key and (cell is None or m.cell == cell)), None)
 
     def value(self, key: str, cell: Coordinates | None = None) -> float | None:
@@ -243,22 +243,22 @@ class Measurement(Outcome):
         return None if metric is None else metric.value
 
     def ci(self, key: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
-        """The 95% interval of a metric, where both ends are known."""
+        """Return the 95% interval of a metric, if both ends are known."""
         metric = self.metric(key, cell)
         return None if metric is None else metric.interval
 
     @property
     def headlines(self) -> tuple[Metric, ...]:
-        """The metrics that stand for it in summaries."""
+        """Return the metrics that represent this measurement in summaries."""
         return tuple(metric for metric in self.metrics if metric.headline) or self.metrics[:1]
 
     def shapes(self) -> list[Coordinates]:
-        """The shapes of work, in the order of the metrics, then of the cells without one."""
+        """Return the shapes of work, in the order of the metrics, then those of cells without metrics."""
         cells = (*(metric.cell for metric in self.metrics), *(cell.at for cell in self.cells))
         return list({repr(at): at for at in cells}.values())
 
     def cell(self, at: Coordinates) -> Cell | None:
-        """The outcome of a shape of work, where it has one."""
+        """Return the outcome of a shape of work, if it has one."""
         return next((cell for cell in self.cells if cell.at == at), None)
 
 
@@ -268,14 +268,14 @@ def key_of(text: str) -> str:
 
 
 def label(at: Coordinates) -> str:
-    """``tokens 512, batch 1``: a shape of work in words; empty where there is one."""
+    """Describe a shape of work in words, such as ``tokens 512, batch 1``; empty if there is only one shape."""
     return ", ".join(
         f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in at.items()
     )
 
 
 def walk(measurements: Mapping[str, Measurement]) -> Iterator[tuple[str, Measurement, Metric]]:
-    """(name, measurement, metric) of all that is named there."""
+    """Yield (name, measurement, metric) of all named measurements."""
     for name, measurement in measurements.items():
         for metric in measurement.metrics:
             yield name, measurement, metric

@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def format_kld(value: float | None, *, signed: bool = False, bound: bool = False, digits: int = 3) -> str:
-    """Nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
+    """Format nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
     if value is None:
         return ABSENT
     sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
@@ -21,24 +21,24 @@ def format_kld(value: float | None, *, signed: bool = False, bound: bool = False
 
 
 def format_nats(value: float | None, *, digits: int = 3) -> str:
-    """Nats in a sentence: ``0.0312``, and ``below 0.0001`` of what has no digit there."""
+    """Format nats for a sentence: ``0.0312``, or ``below 0.0001`` for smaller values."""
     if value is not None and 0 < value < 1e-4:
         return "0.0001" if value >= 5e-5 else "below 0.0001"
     return format_kld(value, digits=digits)
 
 
 def plain_nats(value: float) -> str:
-    """Two digits without an exponent, as the ticks of an axis have them: ``0.000021``."""
+    """Format nats with two digits and no exponent, as for the ticks of an axis: ``0.000021``."""
     return (
         f"{value:.{max(0, 1 - math.floor(math.log10(value)))}f}" if 1e-6 <= value < 1 else format_kld(value, digits=2)
     )
 
 
 def format_span(interval: tuple[float, float] | None) -> str:
-    """``low–high`` of an interval in nats, which may be skewed; absent is ``–``.
+    """Format an interval in nats, which may be skewed, as ``low–high``; an absent one is ``–``.
 
-    Two significant digits, three where two would make both ends the same.  ``to`` stands between ends that may have a
-    sign.
+    The ends have two significant digits, or three if two would make both the same. ``to`` separates ends that may have
+    a sign.
     """
     if interval is None:
         return ABSENT
@@ -49,9 +49,9 @@ def format_span(interval: tuple[float, float] | None) -> str:
 
 
 def format_range(interval: tuple[float, float] | None) -> str:
-    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``.
+    """Format an interval of scores as ``65–100``; it is lopsided near its ends, and an absent one is ``–``.
 
-    A narrow one has a decimal: ``99.5–99.9`` must not read ``100–100``.
+    A narrow interval has a decimal: ``99.5–99.9`` must not read ``100–100``.
     """
     if interval is None:
         return ABSENT
@@ -60,7 +60,7 @@ def format_range(interval: tuple[float, float] | None) -> str:
 
 
 def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
-    """0-100 with one decimal; ``≤`` before an upper bound."""
+    """Format a score 0-100 with one decimal; ``≤`` before an upper bound."""
     if value is None:
         return ABSENT
     text = f"{abs(value):.1f}"
@@ -69,7 +69,7 @@ def format_score(value: float | None, *, signed: bool = False, bound: bool = Fal
 
 
 def format_share(value: float | None) -> str:
-    """A share 0-1 as a percentage; never rounded up to 100% or down to 0%."""
+    """Format a share 0-1 as a percentage, never rounded up to 100% or down to 0%."""
     if value is None:
         return ABSENT
     text = f"{100 * value:.2f}"
@@ -81,7 +81,7 @@ def format_share(value: float | None) -> str:
 
 
 def format_percent(share: float | None) -> str:
-    """A share 0-1 as a percentage of three significant digits at most: ``0.082%``, ``1.52%``, ``15.2%``."""
+    """Format a share 0-1 as a percentage of at most three significant digits: ``0.082%``, ``1.52%``, ``15.2%``."""
     if share is None:
         return ABSENT
     if 0.9995 <= share < 1:
@@ -90,7 +90,7 @@ def format_percent(share: float | None) -> str:
 
 
 def format_percent_span(interval: tuple[float, float] | None, share: float | None) -> str:
-    """Interval of :func:`format_percent` of ``share``: ``1.3–1.8%``, and ``≤ 0.40%`` of 0."""
+    """Format the interval of ``share`` like :func:`format_percent`: ``1.3–1.8%``, and ``≤ 0.40%`` if the share is 0."""
     if interval is None or share is None:
         return ABSENT
     low, high = (_significant(100 * end, 2) for end in interval)
@@ -98,39 +98,39 @@ def format_percent_span(interval: tuple[float, float] | None, share: float | Non
 
 
 def format_bytes(value: float | None) -> str:
-    """Bytes in full, with separators: ``23,040``."""
+    """Format bytes in full, with separators: ``23,040``."""
     return ABSENT if value is None else f"{value:,.0f}"
 
 
 def format_count(value: float | None) -> str:
-    """A count in full, with separators; four significant digits of a small one that is not a whole number."""
+    """Format a count in full, with separators; four significant digits for a small count that is not a whole number."""
     return ABSENT if value is None else f"{value:,.4g}" if value % 1 and abs(value) < 1000 else f"{value:,.0f}"
 
 
 def format_amount(value: float | None) -> str:
-    """A measured amount with 3 significant digits, whole from 1,000 on: ``24.4``, ``1,234``."""
+    """Format a measured amount with 3 significant digits, as a whole number from 1,000 on: ``24.4``, ``1,234``."""
     if value is None:
         return ABSENT
     return f"{value:,.0f}" if value >= 999.5 else _significant(value, 3)
 
 
 def format_mib(value: float | None) -> str:
-    """Bytes as MiB, without the unit."""
+    """Format bytes as MiB, without the unit."""
     return ABSENT if value is None else format_amount(value / MIB)
 
 
 def format_ratio(value: float | None) -> str:
-    """``1.03×``."""
+    """Format a ratio: ``1.03×``."""
     return ABSENT if value is None else f"{format_amount(value) if value >= 10 else f'{value:.2f}'}×"
 
 
 def format_tokens(value: int) -> str:
-    """A length as people ask for it: ``128``, ``4k`` of 4,096, ``1,000``."""
+    """Format a length in tokens as people write it: ``128``, ``4k`` for 4,096, ``1,000``."""
     return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"
 
 
 def format_figure(value: float | None, unit: str, *, signed: bool = False, mib: bool = False) -> str:
-    """A metric's value by its unit; ``signed``: a plus before what is above 0, ``mib``: bytes as MiB."""
+    """Format a metric's value by its unit; ``signed``: a plus sign for values above 0, ``mib``: bytes as MiB."""
     if value is None:
         return ABSENT
     size = abs(value)
@@ -154,7 +154,7 @@ def format_figure(value: float | None, unit: str, *, signed: bool = False, mib: 
 
 
 def format_interval(interval: tuple[float, float | None] | None, unit: str, *, mib: bool = False) -> str:
-    """``low–high`` by the unit, ``low to high`` where ends have signs; absent is ``–``, without limit ``∞``."""
+    """Format an interval by the unit: ``low–high``, ``low to high`` with signs, ``–`` if absent, ``∞`` if unlimited."""
     if interval is None:
         return ABSENT
     low, high = interval
@@ -167,12 +167,12 @@ def format_interval(interval: tuple[float, float | None] | None, unit: str, *, m
 
 
 def counted(n: int, word: str) -> str:
-    """``1 document``, ``6 documents``."""
+    """Format a number with its noun: ``1 document``, ``6 documents``."""
     return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def heading(name: str, unit: str, *, mib: bool = False) -> str:
-    """The name of a metric with its unit, where the values alone do not show it: ``rate, tok/s``."""
+    """Return the name of a metric, with its unit if the values do not show it: ``rate, tok/s``."""
     unit = "MiB" if mib else unit
     named = unit in ("", "share", "points", "count", "ratio", "p") or unit in name.split()
     return one_line(name if named else f"{name}, {unit}")
@@ -190,14 +190,14 @@ def _significant(value: float, digits: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text from models, logs and configs on one line, without control characters."""
+    """Put text from models, logs and configs on one line, without control characters."""
     if text.isprintable() and "  " not in text and text == text.strip():
         return text
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 
 def public_name(name: str) -> str:
-    """A name as it is, an absolute path by its last part: what is published must not show local folders."""
+    """Return a name as it is, and an absolute path by its last part: published text must not show local folders."""
     path = PurePath(name)
     return path.name if path.is_absolute() else name
 

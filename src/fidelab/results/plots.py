@@ -1,7 +1,8 @@
 """Plots of an axis or a bench: heat maps, curves, bars, tables and texts side by side, as data.
 
-A plot holds the data, and the report decides how it looks.  Plots of a third party are shown like built-in ones.
-Curves of one ``key`` are drawn into one chart, a line per arm (and per ``series``), the control and the floor as bands.
+A plot holds the data, and the report decides how it looks.  Plots of a third party are shown like built-in ones. Curves
+with the same ``key`` share one chart, with a line per arm (and per ``series``). The control and the floor are drawn as
+bands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Report → which candidate to run, how sure that is, and what turns it on.  See docs/metrics.md#recommendation.
+"""Recommend a candidate from a report, and say how sure that is. See docs/metrics.md#recommendation.
 
 Everything follows from the record, so the answer to other limits needs no captures: paired differences and resamples
 are computed from each candidate's sums by document.
@@ -51,7 +51,7 @@ Bools = NDArray[np.bool_]
 
 
 def bytes_in_16_bits(arm: ArmRecord) -> float | None:
-    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that have neither 16 nor 32."""
+    """Return an arm's bytes per token with 16 bits on both sides; ``None`` for formats with neither 16 nor 32 bits."""
     ran = arm.ran
     if ran is None or not ran.cache_bytes_per_token:
         return None
@@ -65,11 +65,11 @@ def bytes_in_16_bits(arm: ArmRecord) -> float | None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes that arms are compared by, of the arms that report them.
+    """Sizes in bytes by which arms are compared, for the arms that report them.
 
-    ``what``: ``cache`` (bytes per token), where weights are the same or unknown; ``weights`` (bytes), where caches are;
-    ``total`` (bytes of one sequence of ``n_ctx`` tokens with the weights) where both differ.  ``base``: what savings
-    refer to: a 16-bit cache for ``cache``, where any arm has one or a 32-bit one, else the reference.
+    ``what``: ``cache`` (bytes per token) if weights are the same or unknown, ``weights`` (bytes) if caches are, and
+    ``total`` (bytes of one sequence of ``n_ctx`` tokens with the weights) if both differ.  ``base``: baseline of
+    savings: for ``cache`` a 16-bit cache if any arm has a 16-bit or 32-bit one, else the reference.
     """
 
     what: str
@@ -102,12 +102,12 @@ class Sizes:
         return cls("cache", sizes, base, name)
 
     def saving(self, name: str) -> float | None:
-        """The share of the base's bytes that an arm does without; negative where it takes more."""
+        """Return the share of the base's bytes that an arm saves; negative if it takes more."""
         size = self.sizes.get(name)
         return None if size is None or not self.base else 1 - size / self.base
 
     def describe(self, name: str) -> str:
-        """``47% smaller KV cache than bf16``; empty where it is not known."""
+        """Describe the saving, such as ``47% smaller KV cache than bf16``; empty if unknown."""
         saving, size = self.saving(name), self.sizes.get(name)
         if saving is None or size is None:
             return ""
@@ -120,7 +120,7 @@ class Sizes:
 
 
 def reach(arms: Sequence[ArmRecord]) -> int | None:
-    """The longest context that the KLD of any arm was measured at, tokens."""
+    """Return the longest context, in tokens, at which the KLD of any arm was measured."""
     found: list[int] = []
     for arm in arms:
         facts = arm.axes[DECIDING].facts if DECIDING in arm.axes else {}
@@ -189,20 +189,20 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
 
 
 def _flips(arm: ArmRecord) -> float | None:
-    """Upper end of the share of changed top tokens."""
+    """Return the upper end of the share of changed top tokens."""
     same = arm.axes[DECIDING].ci("top1", {})
     return None if same is None else 1 - same[0]
 
 
 def _net_loss(arm: ArmRecord) -> float | None:
-    """Upper end of the net loss of correct top tokens, a share; of several contexts the largest."""
+    """Return the upper end of the net loss of correct top tokens, a share; of several contexts the largest."""
     certificate = arm.certificates.get(DECIDING)
     ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
     return max(ends, default=None)
 
 
 def _rates(arm: ArmRecord) -> dict[tuple[str, str, str], float]:
-    """Rates of generated tokens, tok/s, by bench, metric and shape of work."""
+    """Return the rates of generated tokens, tok/s, by bench, metric and shape of work."""
     return {
         (bench, metric.key, str(metric.cell)): metric.value
         for bench, found in arm.benches.items()
@@ -212,12 +212,12 @@ def _rates(arm: ArmRecord) -> dict[tuple[str, str, str], float]:
 
 
 def _rate(arm: ArmRecord) -> float | None:
-    """The smallest rate of generated tokens over all shapes of work, tok/s."""
+    """Return the smallest rate of generated tokens over all shapes of work, tok/s."""
     return min(_rates(arm).values(), default=None)
 
 
 def _slower(arm: ArmRecord, other: ArmRecord) -> bool:
-    """A bench shows a lower rate than the other's in some shape of work."""
+    """Whether a bench shows a lower rate than the other's in some shape of work."""
     own, theirs = _rates(arm), _rates(other)
     return any(own[at] < _EQUAL_RATE_SHARE * theirs[at] for at in own.keys() & theirs.keys())
 
@@ -271,7 +271,7 @@ class _Field:
 
     @cached_property
     def _weights(self) -> tuple[list[int], Floats]:
-        """Documents, and how often each is drawn ``[1 + R, documents]``: once in the first row, which is the data."""
+        """Return the documents, and how often each is drawn ``[1 + R, documents]``; once in the data, the first row."""
         numbers = sorted({n for arm in self.arms for sums in arm.documents for n in sums.documents})
         drawn = (
             resample_weights(len(numbers), _RESAMPLES, self.seed) if len(numbers) > 1 else np.empty((0, len(numbers)))
@@ -279,7 +279,7 @@ class _Field:
         return numbers, np.vstack([np.ones((1, len(numbers))), drawn])
 
     def _means(self, sums: DocumentSums, values: Sequence[float]) -> Floats:
-        """Mean of ``values`` per position in each resample ``[1 + R]``."""
+        """Return the mean of ``values`` per position in each resample ``[1 + R]``."""
         numbers, weights = self._weights
         own = weights[:, np.searchsorted(numbers, sums.documents)]
         totals = own @ np.asarray(sums.positions, dtype=np.float64)
@@ -445,17 +445,18 @@ class _Field:
 
 
 def document_sums(arm: ArmRecord) -> DocumentSums | None:
-    """Sums by document over all that an arm read, at the context that its figures are from."""
+    """Return sums by document over all that an arm read, at the context of its figures."""
     n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
     found = [sums for sums in arm.documents if sums.context == n_ctx]
     return max(found, key=lambda sums: sums.windows or 0, default=None)
 
 
 def settled(report: Report, **limits: float | None) -> set[str]:
-    """Names of the candidates of which more windows would change nothing.
+    """Return the names of the candidates that more windows would not change.
 
-    They hold all their claims, are shown to exceed a margin or to FAIL, or cannot be chosen whatever their KLD is.  One
-    that is beaten goes on: while it is undecided, no smaller one is confirmed.  See docs/metrics.md#looks.
+    They hold all their claims, are shown to exceed a margin or to FAIL, or cannot be chosen whatever their KLD is. A
+    beaten candidate continues, since no smaller candidate is confirmed while it is undecided.  See
+    docs/metrics.md#looks.
     """
     field = _Field.of(report, {name: value for name, value in limits.items() if value is not None})
     return {
@@ -478,19 +479,19 @@ def _fails(arm: ArmRecord) -> bool:
 
 
 def recommended(report: Report, **limits: float | None) -> Report:
-    """The report with its recommendation under these limits."""
+    """Return the report with its recommendation under these limits."""
     return report.model_copy(update={"recommendation": recommend(report, **limits)})
 
 
 def recommend(report: Report, **limits: float | None) -> Recommendation | None:
-    """The candidate to run; ``None`` where no candidate was compared by its KLD and no limit was given.
+    """Recommend a candidate; ``None`` if no candidate was compared by its KLD and no limit was given.
 
-    Of the candidates that are eligible, not dominated and of the best class it is the smallest, or one up to 10% larger
-    with less than half of its KLD.  ``limits`` (:data:`LIMITS`): those on a loss replace the class, and every candidate
-    has to meet them.  See docs/metrics.md#recommendation.
+    The smallest candidate is chosen among those that are eligible, not dominated and of the best class. A candidate up
+    to 10% larger is preferred if its KLD is less than half.  ``limits`` (:data:`LIMITS`): limits on a loss replace the
+    class, and every candidate has to meet them.  See docs/metrics.md#recommendation.
 
     Raises:
-        TypeError: a limit of another name.
+        TypeError: If a limit has another name.
     """
     if unknown := limits.keys() - LIMITS.keys():
         raise TypeError(f"no limit is called {', '.join(sorted(unknown))}")
@@ -550,9 +551,10 @@ def _struck(field: _Field) -> Iterator[Dominance]:
 
 
 def stability(best: NDArray[np.intp]) -> tuple[float | None, int | None]:
-    """Share of resamples with the choice of the data, and the second most frequent choice where that share is small.
+    """Return the share of resamples that agree with the data, and the second choice if that share is small.
 
-    ``best`` [1 + R]: numbers of the chosen candidates, -1 for none, that of the data first; ``None`` without resamples.
+    ``best`` [1 + R]: numbers of the chosen candidates, -1 for none, with the choice of the data first; ``None`` without
+    resamples.
     """
     if len(best) == 1:
         return None, None
@@ -766,7 +768,7 @@ def _factor(claim: CertificateClaim) -> float:
 
 
 def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
-    """The command line that turns an arm on or measures it where it can be, and what has to be known of it."""
+    """Return the command line that enables an arm, or measures it where that is possible, and remarks on it."""
     if arm.serve_command:
         return arm.serve_command, ""
     if arm.measure_elsewhere:

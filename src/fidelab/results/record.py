@@ -107,17 +107,17 @@ class RuntimeRecord(Record):
         return float(packed) if isinstance(packed, int | float) else self.cache_bytes_per_token
 
     def others(self) -> dict[str, Any]:
-        """The engine's own keys."""
+        """Keys of the engine itself."""
         return dict(self.__pydantic_extra__)
 
     @property
     def size(self) -> int | None:
-        """Bytes of the weights: those of the formats to which they were rounded, else those stored."""
+        """Bytes of the weights in the formats to which they were rounded, else as stored."""
         return self.simulated_weight_bytes or self.weight_bytes
 
     @property
     def modified(self) -> tuple[str, ...]:
-        """Components other than released packages, in words: by ``provenance``, and shims by ``pythonpath``."""
+        """Components other than released packages, in words: from ``provenance``, and shims from ``pythonpath``."""
         provenance, shims = self.__pydantic_extra__.get("provenance"), self.__pydantic_extra__.get("pythonpath")
         packages = provenance.items() if isinstance(provenance, dict) else ()
         folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
@@ -128,7 +128,7 @@ class RuntimeRecord(Record):
 
 
 def _without_folders(text: str) -> str:
-    """Absolute paths by their last part: reports are published, folders are private."""
+    """Replace absolute paths by their last part: reports are published, folders are private."""
     return " ".join(PurePath(word).name if PurePath(word).is_absolute() else word for word in text.split(" "))
 
 
@@ -246,7 +246,7 @@ class ArmRecord(Outcome):
 
     @property
     def kv_text(self) -> str:
-        """The asked formats in words."""
+        """The requested formats in words."""
         return self.kv.text if self.kv else "unstated"
 
     @field_validator("status")
@@ -400,16 +400,16 @@ class Report(Document):
         return self
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the columns.
+        """Return one row per arm, reference, control and floor included.  Columns: :mod:`fidelab.results.table`.
 
         Raises:
-            UsageError: pandas is not installed.
+            UsageError: If pandas is not installed.
         """
         frame: pd.DataFrame = FACES.load("pandas")(self)
         return frame
 
     def to_markdown(self) -> str:
-        """A section for a model card, in GitHub-flavoured Markdown, without headings."""
+        """Return a section for a model card, in GitHub-flavoured Markdown, without headings."""
         return str(FACES.load("markdown")(self))
 
     @classmethod
@@ -417,7 +417,8 @@ class Report(Document):
         """Read a report file, of this schema or of ``fidelab.report/0``.
 
         Raises:
-            InputError: unreadable, not JSON, of another schema, or malformed; the message names the place.
+            InputError: If the file is unreadable, not JSON, of another schema, or malformed. The message names the
+                place.
         """
         path = Path(path)
         try:
@@ -433,23 +434,23 @@ class Report(Document):
             raise InputError(f"{path}: {_first_fault(error)}") from error
 
     def write(self, path: str | Path) -> Path:
-        """Write the file in one step: readers see the old one or the whole new one.
+        """Write the file in one step: readers see either the old file or the whole new one.
 
         Raises:
-            OutputError: the file cannot be written.
+            OutputError: If the file cannot be written.
         """
         return write_atomically(path, self.to_json())
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """JSON Schema of what :meth:`write` writes."""
+        """Return the JSON Schema of the output of :meth:`write`."""
         schema = cls.model_json_schema(by_alias=True, mode="serialization")
         head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
         return {**head, **schema, "title": SCHEMA}
 
 
 def _in_this_schema(path: Path, text: str) -> str:
-    """The text, where it is the JSON of a report of this schema."""
+    """Return the text if it is the JSON of a report of this schema."""
     try:
         plain = strict_json(text)
     except json.JSONDecodeError as error:
@@ -475,7 +476,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
     """Write a text file under a temporary name in the same folder, then rename it.
 
     Raises:
-        OutputError: the folder or the file cannot be written.
+        OutputError: If the folder or the file cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

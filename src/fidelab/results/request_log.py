@@ -35,7 +35,7 @@ class RecordedRequests(Protocol):
 def request_row(
     exchange: RecordedRequests, started: float, *, cell: int, repeat: int, prompt_tokens: int | None, max_tokens: int
 ) -> dict[str, Any]:
-    """One line: the request (``prompt_tokens``, ``max_tokens``), the server's counts, and arrival times.
+    """Return one line: the request (``prompt_tokens``, ``max_tokens``), the server's counts, and arrival times.
 
     Times are seconds since ``started``, the start of the measured part; those of a warm-up are negative.
     """
@@ -61,10 +61,10 @@ def request_row(
 
 
 def append_requests(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add lines to a run's file.
+    """Append lines to the file of a run.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: If it cannot be written.
     """
     path = folder / REQUESTS
     try:

@@ -1,4 +1,4 @@
-"""Gain of speculation, as metrics of counted drafts."""
+"""Metrics of speculative decoding, from counted drafts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrival = Literal["closed", "constant", "poisson"]
 
 
 def acceptance(drafts: int, drafted: int, accepted: int, *, cell: Coordinates | None = None) -> tuple[Metric, ...]:
-    """The metrics of counted drafts; none where nothing was drafted."""
+    """Return the metrics of counted drafts; none if nothing was drafted."""
     if not drafts or not drafted:
         return ()
     return ACCEPTANCE_LENGTH(1 + accepted / drafts, cell=cell), ACCEPTANCE_RATE(accepted / drafted, cell=cell)

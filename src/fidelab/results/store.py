@@ -37,16 +37,16 @@ _KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are not a
 
 @dataclass(frozen=True)
 class RunFolder:
-    """``runs/<run_id>``."""
+    """Folder of a run: ``runs/<run_id>``."""
 
     path: Path
 
     @classmethod
     def create(cls, output_dir: Path, label: str, config: str) -> RunFolder:
-        """A new folder named by time and label, with the resolved experiment in it from its first moment.
+        """Create a folder named by time and label. It contains the resolved experiment from the first moment.
 
         Raises:
-            OutputError: it cannot be made.
+            OutputError: If it cannot be made.
         """
         stem = f"{time.strftime(_STAMP)}-{label}"
         temporary = output_dir / f".partial-{stem}-{os.getpid()}"
@@ -64,10 +64,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """An existing run.
+        """Open an existing run.
 
         Raises:
-            InputError: the folder is not a run, or is one of another kind (layers, a run across engines).
+            InputError: If the folder is not a run, or is one of another kind (layers, a run across engines).
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
@@ -90,29 +90,29 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved experiment."""
+        """Path of the resolved experiment."""
         return self.path / CONFIG
 
     @property
     def report(self) -> Path:
-        """The artifact."""
+        """Path of the report."""
         return self.path / REPORT
 
     @property
     def html(self) -> Path:
-        """The artifact, for people."""
+        """Path of the report's page."""
         return self.path / HTML
 
     @property
     def positions(self) -> Path:
-        """One row per scored position and arm."""
+        """Path of the table with one row per scored position and arm."""
         return self.path / POSITIONS
 
     def read_report(self, name: Path | None = None) -> Report:
-        """The artifact, read; ``name`` is what messages call the folder.
+        """Read the report; ``name`` is the folder's name in messages.
 
         Raises:
-            InputError: the run was stopped before its report was written, or the report is damaged.
+            InputError: If the run was stopped before its report was written, or the report is damaged.
         """
         if not self.report.is_file():
             name = name or self.path
@@ -129,7 +129,7 @@ class RunFolder:
 
     @property
     def being_written(self) -> bool:
-        """True if a running process is inside :meth:`writing`; on another host only if the file system has locks."""
+        """Whether a running process is inside :meth:`writing`; on another host only if the file system has locks."""
         try:
             with self.config.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,25 +140,25 @@ class RunFolder:
         return False
 
     def log(self, role: str) -> Path:
-        """The log of a worker; the digest distinguishes names that become equal in a file name."""
+        """Return the path of a worker's log. A digest keeps names apart that become equal in a file name."""
         kind, _, name = role.partition(":")
         return self.path / "logs" / (f"{kind}-{slug(name)}-{digest(name)[:6]}.log" if name else f"{kind}.log")
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append one line to the telemetry."""
+        """Append one line to the event log."""
         line = json.dumps({"time": round(time.time(), 3), "event": name, **fields}, ensure_ascii=False)
         with (self.path / EVENTS).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def write_outcomes(self, record: Mapping[str, Any]) -> None:
-        """Write the outcome of every arm: all that scoring needs besides the captures."""
+        """Write the outcome of every arm: everything that scoring needs besides the captures."""
         write_atomically(self.path / OUTCOMES, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
     def read_outcomes(self) -> dict[str, Any]:
-        """The inverse of :meth:`write_outcomes`.
+        """Read the outcomes that :meth:`write_outcomes` wrote.
 
         Raises:
-            InputError: the run was stopped before its first arm finished, or the file is damaged.
+            InputError: If the run was stopped before its first arm finished, or the file is damaged.
         """
         path = self.path / OUTCOMES
         try:
@@ -207,13 +207,13 @@ class RunFolder:
 
 
 def find_run(name: Path) -> Path:
-    """The run that a person names: its folder, a file of it, its name in ``runs``, or ``latest``.
+    """Find the run that a person names: its folder, a file of it, its name in ``runs``, or ``latest``.
 
-    ``latest`` is the run that was started last in ``runs``, ``FOLDER/latest`` in another folder; a path that exists
-    comes first.  Any other path is returned as it is.
+    ``latest`` is the most recently started run in ``runs``, and ``FOLDER/latest`` the one in another folder. A path
+    that exists takes precedence.  Any other path is returned as it is.
 
     Raises:
-        InputError: ``latest`` of a folder that holds no run.
+        InputError: If the name is ``latest`` and the folder holds no run.
     """
     if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file():
         return name.parent
@@ -228,10 +228,10 @@ def find_run(name: Path) -> Path:
 
 
 def read_run(run: Path) -> Report:
-    """The report of a run's folder, or of a file.
+    """Read the report of a run's folder, or of a file.
 
     Raises:
-        InputError: there is none, or it is damaged.
+        InputError: If there is no report, or it is damaged.
     """
     path = run / REPORT if run.is_dir() else run
     if path.is_file():

@@ -1,7 +1,7 @@
-"""The record of a study, ``study.json``: a question with many answers, a row each.
+"""Record of a study, ``study.json``: one question with many answers, one row for each.
 
-Sensitivity of weights and of keys and values, layer by layer, engine by engine, profiles, speculation with
-quantization.
+Studies are the sensitivity of weights and of keys and values, comparisons by layer and by engine, profiles, and
+speculation with quantization.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Study(Document):
     def sample(self) -> str:
         """Basis of the figures: ``8 windows, 4,080 rows of 3 documents``, and whether intervals are preliminary.
 
-        Empty where rows rest on different windows.
+        Empty if rows rest on different windows.
         """
         if self.windows is None:
             return ""
@@ -157,9 +157,9 @@ class Study(Document):
 
     @property
     def faults(self) -> list[str]:
-        """A line for each row and each compared arm that failed.
+        """Return a line for each row and each compared arm that failed.
 
-        That a row is not supported, or not measurable, is a finding.
+        A row that is not supported or not measurable is a finding, not a fault.
         """
         arms = [(arm.name, arm) for role, arm in self.arms.items() if role in ("reference", "candidate")]
         rows = [(" ".join(str(value) for value in row.at.values()), row) for row in self.rows]
@@ -167,24 +167,24 @@ class Study(Document):
         return [f"{name} failed: {one.reason}" for name, one in (*arms, *failed) if not one.measured]
 
     def row(self, **at: int | float | str) -> StudyRow | None:
-        """The first row with these coordinates, and perhaps others."""
+        """Return the first row with these coordinates. It may have further coordinates."""
         return next((row for row in self.rows if at.items() <= row.at.items()), None)
 
     def write(self, folder: Path) -> Path:
         """Write ``study.json`` into a folder.
 
         Raises:
-            OutputError: it cannot be written.
+            OutputError: If it cannot be written.
         """
         return write_atomically(folder / STUDY, self.to_json())
 
     def to_json(self) -> str:
-        """Strict JSON, indented; fields that have their default are left out, as there are thousands of metrics."""
+        """Return strict JSON, indented. Fields at their default are left out, as there are thousands of metrics."""
         plain = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """The JSON Schema of what :meth:`to_json` writes."""
+        """Return the JSON Schema of the output of :meth:`to_json`."""
         head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
         return {**head, **cls.model_json_schema(by_alias=True), "title": SCHEMA}

@@ -1,4 +1,4 @@
-"""A report as one flat table: every metric of every arm with its place, for comparisons; and as a data frame.
+"""Convert a report to one flat table of all metrics, for comparisons, and to a data frame.
 
 No axis or bench is referred to by name: each :class:`~fidelab.results.measurement.Metric` holds its name, its better
 side and its allowance.
@@ -31,7 +31,7 @@ _FAILED = Definition("failed_items", "count", "lower", exact=True)
 
 
 class Key(NamedTuple):
-    """Place of a metric; equal keys of two reports are the same metric."""
+    """Place of a metric. Equal keys in two reports denote the same metric."""
 
     role: str
     """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
@@ -47,21 +47,21 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class MetricTable:
-    """All metrics of a report that have a value and may stand in a comparison.
+    """All metrics of a report that have a value and can be compared.
 
-    ``reasons``: why a place has none, by the leading parts of its keys.
+    ``reasons``: reason why a place has no metric, by the leading parts of its key.
     """
 
     metrics: dict[Key, Metric] = field(default_factory=dict)
     reasons: dict[tuple[str, ...], str] = field(default_factory=dict)
 
     def reason(self, key: Key) -> str:
-        """Reason why a metric is absent, as far as the report states it."""
+        """Return the reason why a metric is absent, as far as the report states it."""
         return next((self.reasons[key[:n]] for n in (4, 3, 2) if key[:n] in self.reasons), "")
 
 
 def arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
-    """(role, arm) of all arms in reading order."""
+    """Return (role, arm) of all arms in reading order."""
     yield "reference", report.reference
     yield from (("control", arm) for arm in (report.control, *report.controls) if arm is not None)
     yield from (("candidate", arm) for arm in report.candidates)
@@ -70,10 +70,10 @@ def arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
 
 
 def tabulate(report: Report) -> MetricTable:
-    """The table of a report.
+    """Build the table of a report.
 
-    Plots are not in it, nor how long the captures took.  Metrics of a shape of work that is marked invalid are left
-    out.  Metrics of an axis are estimates over items: one without an interval gets a caveat.
+    Plots and the times of captures are not included. Metrics of a shape of work that is marked invalid are left out.
+    Metrics of an axis are estimates over items, and a metric without an interval gets a caveat.
     """
     table = MetricTable()
     for role, arm in arms(report):
@@ -137,7 +137,7 @@ _KINDS: Mapping[type, str] = {str: _TEXT, float: _FLOAT, int: _COUNT, bool: _FLA
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its name, its pandas type, and what it holds with its unit."""
+    """One column: its name, its pandas type, and its content with the unit."""
 
     name: str
     dtype: str
@@ -150,7 +150,7 @@ Row = dict[str, Any]
 
 
 def columns(report: Report) -> list[Column]:
-    """The columns of :func:`build_frame`.
+    """Return the columns of :func:`build_frame`.
 
     Those of the arm itself are always there.  Every axis and bench follows with ``<name>_status``, ``…_reason``,
     ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, followed by the shape of work
@@ -162,12 +162,12 @@ def columns(report: Report) -> list[Column]:
 
 
 def build_frame(report: Report) -> pd.DataFrame:
-    """One row per arm: reference, control, candidates, and the floor where it was measured.
+    """Return one row per arm: reference, control, candidates, and the floor if it was measured.
 
     Absent is ``NaN`` in columns of numbers and ``<NA>`` in all others.
 
     Raises:
-        UsageError: pandas is not installed.
+        UsageError: If pandas is not installed.
     """
     try:
         import pandas as pd

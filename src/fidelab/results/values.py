@@ -28,7 +28,7 @@ class Document(Record):
     """A record that is written to a file of its own, or printed."""
 
     def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
+        """Return strict JSON, indented, ending in a newline."""
         plain = self.model_dump(mode="json", by_alias=True)
         return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
@@ -45,7 +45,7 @@ def _open_ordered(interval: tuple[float, float | None]) -> tuple[float, float | 
 
 
 def _strict_json(value: Any) -> Any:
-    """The value as JSON gives it back (tuples become lists); what JSON cannot hold is refused."""
+    """Return the value as JSON would give it back (tuples become lists). Values that JSON cannot hold are refused."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         text.encode()  # lone surrogates

@@ -1,7 +1,7 @@
-"""The verdict on an arm, computed from its record and the run's, and one plain sentence that says what to do.
+"""Compute the verdict on an arm from its record and the run's, and a sentence that says what to do.
 
-The band follows from the KLD and from what other axes lost; words follow from the band.  What is not ruled out says up
-to which context that was measured.  A cost is blamed on the keys only where something points to them: the values are
+The band follows from the KLD and from what other axes lost; words follow from the band.  A verdict that does not rule a
+candidate out names the longest measured context. A loss is attributed to the keys only with evidence: the values are
 native, or an arm of the same run with native keys does well.
 """
 
@@ -28,12 +28,12 @@ _NATIVE_NAME = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
 def is_native(name: str) -> bool:
-    """The format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
+    """Whether the format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
     return _NATIVE_NAME.match(name.lower()) is not None
 
 
 def judged(report: Report) -> Report:
-    """The report with the verdict on every arm that is compared with the reference."""
+    """Return the report with the verdict on every arm that is compared with the reference."""
 
     def with_verdict(arm: ArmRecord) -> ArmRecord:
         return arm.model_copy(update={"verdict": judge(arm, report)})
@@ -48,11 +48,11 @@ def judged(report: Report) -> Report:
 
 
 def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> Verdict:
-    """The verdict on an arm.
+    """Return the verdict on an arm.
 
     Args:
-        report: the run that it is an arm of; ``None``: imported figures.
-        reason: why there is no upper bound of the KLD, where the source of the figures knows more than the record.
+        report: run of the arm; ``None``: imported figures.
+        reason: reason why the KLD has no upper bound, if the source of the figures states more than the record.
     """
     case = _Case.of(arm, report, reason)
     first, *others = _clauses(case)
@@ -84,7 +84,7 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
 
 
 def widened(interval: tuple[float, float], difference: float) -> tuple[float, float]:
-    """An interval of mean KLD with what the reference's own difference between machines may add or take.
+    """Widen an interval of the mean KLD by the reference's own difference between machines.
 
     The root of a small KLD is a distance, for which the triangle inequality holds.  See docs/sharing.md#references.
     """
@@ -116,7 +116,7 @@ def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
 
 
 def harms_of(arm: ArmRecord) -> tuple[str, ...]:
-    """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
+    """Return the reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
 
     See docs/metrics.md#verdicts.
     """

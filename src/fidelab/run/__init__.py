@@ -1,1 +1,1 @@
-"""Runs: a plan is executed, captures are paired with the reference's and scored, and what follows from scores."""
+"""Runs: execute a plan, pair its captures with the reference's, score them, and report."""

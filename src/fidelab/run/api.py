@@ -22,7 +22,7 @@ def compare(
     progress: bool | Callable[[str, float], None] = False,
     **settings: Any,
 ) -> Report:
-    """Run a reference and candidates and score them; the report also lies in ``output_dir``.
+    """Run a reference and candidates, score them, and return the report, which is also written to ``output_dir``.
 
     Args:
         model: embedded name, hub id with optional ``@revision``, folder, or ``.gguf`` file.
@@ -32,12 +32,12 @@ def compare(
         engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``image`` or ``pythonpath``:
             ``{"name": "vllm", "python": PATH}``.
         axes: a name, names, or name → settings (``{"kld": {"windows": 8}}``).
-        progress: ``True`` prints a line on standard error for each arm and each tenth of the run, also in a notebook.
-            A function is called with what is being done and the share of the tokens that are processed, 0 to 1.
+        progress: ``True`` prints a line on standard error for each arm and each tenth of the run, also in a notebook. A
+            function is called with the current step and the share of the tokens processed, 0 to 1.
         settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
 
     Raises:
-        FidelabError: anything that the user can fix, in one line.
+        FidelabError: For anything that the user can fix. The message is one line.
     """
     from fidelab.run.repeat import execute_all
 

@@ -1,4 +1,4 @@
-"""One arm from what users wrote: its name, its KV format, what it inherits from the experiment."""
+"""Resolve one arm from the user's input: its name, its KV format, and the settings that it inherits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ATTENTION, AUTO = "attention", "auto"  # its option for them, and what leaving t
 
 
 def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
-    """One arm with nothing optional left; ``k16v8`` becomes what it means for this model.
+    """Return an arm with nothing optional left. ``k16v8`` is replaced by its formats for this model.
 
     ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
     """
@@ -69,7 +69,7 @@ def _canonical_options(engine: str, options: Mapping[str, str], aliases: Mapping
     """Options with dashes and under the names that fidelab has for them.
 
     Raises:
-        UsageError: one is given twice, under two names.
+        UsageError: If one is given twice, under two names.
     """
     found: dict[str, str] = {}
     for key, value in options.items():
@@ -82,7 +82,7 @@ def _canonical_options(engine: str, options: Mapping[str, str], aliases: Mapping
 
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
-    """An arm's ``model`` on a server is that server's name of it; the tokenizer is the experiment's model's."""
+    """Return an arm with the server's name of its model. The tokenizer stays that of the experiment's model."""
     if config.model is None or not engine_class(engine.name).is_server:
         return config
     return config.model_copy(
@@ -113,27 +113,27 @@ def _host(address: str) -> str:
 
 
 def native_kv(engine: EngineConfig) -> KVSpec:
-    """Format of an engine's cache if none is specified."""
+    """Return the format of an engine's cache if none is specified."""
     return KVSpec.parse(engine_class(engine.name).native_kv)
 
 
 def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> KVSpec:
-    """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
+    """Return the KV format of an arm that names none: the reference's, or the native format of another engine."""
     own, base = (config.engine or experiment.engine for config in (arm, reference))
     same = own.name == base.name and reference.kv
     return reference.kv if same and reference.kv else native_kv(own)
 
 
 def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
-    """Named as before: the format that is filled in is nothing the arm differs in."""
+    """Return the arm with a KV format filled in. It keeps its name, since it does not differ in that format."""
     return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv.label})
 
 
 def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
-    """Refuse a format whose name the engine does not know; an engine that names none is not installed.
+    """Refuse a format whose name the engine does not know. An engine without any format names is not installed.
 
     Raises:
-        UnknownNameError: lists those that it knows.
+        UnknownNameError: If the engine does not know the format. The message lists the formats that it knows.
     """
     if config.kv is None:
         return
@@ -150,10 +150,10 @@ _ALIASES = ("--served-model-name", "--alias")
 
 
 def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
-    """The command line that starts the engine's own server with what this arm says, to be copied into a shell.
+    """Return the command line that starts the engine's own server with the settings of this arm.
 
-    Where the experiment was made of such a command, what that says besides the arms stands in it again, and folders
-    are those of its image.  ``None`` if the engine has no server, or its server lacks such options.
+    If the experiment was made from such a command, its other words are kept, and folders are those of its image.
+    ``None`` if the engine has no server, or its server lacks such options.
     """
     if arm.engine not in ENGINES.names():
         return None
@@ -216,12 +216,12 @@ def _quoted(word: str) -> str:
 
 
 def family(arm: Arm) -> tuple[str, ...]:
-    """Arms of one family have one twin: same engine, weights, compute type and formats, whatever else they say."""
+    """Return the key of an arm's family: engine, weights, compute type and formats. A family shares one twin."""
     return arm.engine, arm.weights, rounding_of(arm), arm.dtype, arm.kv.k.name, arm.kv.v.name
 
 
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
-    """Return, by the name of each family's first arm, that arm with other last bits, where its engine can do so."""
+    """Return, by the name of each family's first arm, a twin with other last bits, if its engine can make one."""
     first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
     named = {arm.name: arm for arm in first.values() if engine_class(arm.engine).has_jitter}
     return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}
@@ -231,7 +231,7 @@ def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
 
 
 def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
-    """Arms that are compared with each other, with one attention for all; and why it is not k16v8's on a GPU.
+    """Give one attention to all arms that are compared, and return the reason if that is not k16v8's on a GPU.
 
     Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  A second kernel in the run moves a
     KLD by more than a good format does, so there all take them or none.  Arms that name an attention keep it.
@@ -244,9 +244,9 @@ def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
 
 
 def other_attention(reference: Arm, arm: Arm) -> str | None:
-    """The attention that an arm of engine ``hf`` asks for where the reference there asks for another one.
+    """Return the attention that an arm of engine ``hf`` requests if the reference there requests another one.
 
-    ``auto`` where the reference alone names one.
+    ``auto`` if only the reference names an attention.
     """
     if not arm.engine == reference.engine == _HF:
         return None

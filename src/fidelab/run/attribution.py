@@ -1,4 +1,4 @@
-"""Attribution: how much of a candidate's KL is its format's, and how much the path that its kernel takes.
+"""Attribute a candidate's KL to its format and to its kernel path.
 
 Three KLs on the same rows, each against its own reference: the candidate on its engine (format and kernel), the
 control on its engine (kernel alone), the candidate's format under exact attention on the same weights (format alone).
@@ -27,7 +27,7 @@ from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH
 
 
 def is_diagnostic(role: str) -> bool:
-    """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or run-to-run noise."""
+    """Whether a role is that of a diagnostic arm, which shows where a loss comes from, or run-to-run noise."""
     return role.partition(":")[0] in (EXACT, QUERIES, TRUTH, TWIN)
 
 
@@ -38,7 +38,7 @@ def attribute(
     diagnostics: Sequence[ArmResult],
     floors: Mapping[str, NoiseFloor],
 ) -> tuple[Attribution, ...]:
-    """One record per candidate; none where the run has no diagnostic arms.
+    """Return one record per candidate; none if the run has no diagnostic arms.
 
     ``measured``: role → scores against the run's reference, control and candidates among them.  ``floors``: the
     candidates' run-to-run noise, by name.
@@ -62,7 +62,7 @@ def attribute(
 
 
 def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, NoiseFloor]:
-    """Run-to-run noise of each candidate: the KL of its family's twin against the arm whose twin it is."""
+    """Return the run-to-run noise of each candidate: the KL between its family's twin and the arm of that twin."""
     if not experiment.twins or DECIDING not in experiment.axes:
         return {}
     by_role = {result.role: result for result in results}
@@ -94,7 +94,7 @@ def _no_twin(arm: Arm) -> str:
 
 
 def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
-    """The control on an arm's kernel path, else the run's control; ``None`` for a control itself."""
+    """Return the control on an arm's kernel path, else the run's control; ``None`` for a control itself."""
 
     def path(arm: Arm) -> tuple[str, str | None]:
         return arm.engine, dict(arm.options).get(ATTENTION)
@@ -146,7 +146,7 @@ def _attribution(
 
 
 def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
-    """An arm's KLD, at one part (context) of it where that is named."""
+    """Return an arm's KLD, at one part (context) if that is named."""
     score = arm.scores.get(DECIDING) if arm is not None else None
     if score is None or score.bound:
         return None  # lower bounds have no differences

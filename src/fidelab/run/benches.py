@@ -1,7 +1,7 @@
 """Benches: the arms of a run measured against one another, each in its own process.
 
 Loaded models answer in turn (round robin), question by question, so that drift of the machine affects all arms equally;
-where they do not fit into memory together, or do not idle quietly, the repeats are spread over several model loads.
+if they do not fit into memory together, or use the machine while idle, the repeats are spread over several model loads.
 Start-up is measured in fresh processes.  A failure affects neither the arm's other questions nor other arms.
 """
 
@@ -57,14 +57,14 @@ Floats = NDArray[np.float64]
 
 
 def benched_roles(results: Sequence[ArmResult]) -> list[ArmResult]:
-    """The arms that benches measure: reference, control, candidates, as far as they ran."""
+    """Return the arms that benches measure: reference, control and candidates, as far as they ran."""
     arms = [result for result in results if result.role.partition(":")[0] not in _UNBENCHED]
     arms = [result for result in arms if not result.role.startswith(f"{CONTROL}:")]
     return [result for result in arms if engaged(result)[0] in (Status.OK, Status.IDENTICAL)]
 
 
 class BenchPlan:
-    """Questions that the benches of a run put to its arms."""
+    """Questions that the benches of a run ask its arms."""
 
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self._settings = settings
@@ -129,7 +129,7 @@ class BenchPlan:
 
 
 class Benching(BenchPlan):
-    """The benches of a run.  ``folder`` keeps the timestamps; ``event`` is called for each event."""
+    """Benches of a run.  ``folder`` keeps the timestamps; ``event`` is called for each event."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Benching(BenchPlan):
         self._done = self._total = 0
 
     def run(self, results: Sequence[ArmResult]) -> list[ArmResult]:
-        """The results with the records of all benches, and what ran where only benches asked."""
+        """Run all benches. Returns the results with their records, and the arms that only benches asked."""
         self._asking.pace.begin(BENCHES, 0.0)
         arms = benched_roles(results)
         questions = {name: bench.questions(self._inputs) for name, bench in self._settings.benches.items()}

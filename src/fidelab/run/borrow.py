@@ -17,10 +17,10 @@ HUB = "hf://"
 
 
 def split_place(place: str) -> tuple[str, str | None]:
-    """Repository and revision of ``hf://owner/name[@revision]``.
+    """Split ``hf://owner/name[@revision]`` into repository and revision.
 
     Raises:
-        UsageError: it is not of this form.
+        UsageError: If it does not have this form.
     """
     match = HUB_ID.fullmatch(place.removeprefix(HUB))
     if not place.startswith(HUB) or match is None:
@@ -29,13 +29,13 @@ def split_place(place: str) -> tuple[str, str | None]:
 
 
 def find_pack(place: str, *, whole: bool = True) -> Pack:
-    """The pack in a folder or on the hub; not ``whole``: of one on the hub its manifest alone is fetched.
+    """Find the pack in a folder or on the hub. Without ``whole``, only the manifest is fetched from the hub.
 
-    Where the hub cannot be reached, a pack that was fetched before is taken.
+    If the hub cannot be reached, a pack that was fetched before is used.
 
     Raises:
-        InputError, UnavailableError: there is none, or the hub cannot be reached.
-        CaptureError: it is damaged.
+        InputError, UnavailableError: If there is no pack, or the hub cannot be reached.
+        CaptureError: If it is damaged.
     """
     if not place.startswith(HUB):
         return read_pack(expand(place), place)
@@ -63,9 +63,9 @@ def find_pack(place: str, *, whole: bool = True) -> Pack:
 
 
 def find_for(model: Model, places: Sequence[str], note: Callable[[str], None]) -> str | None:
-    """The first of some places that has a pack of this checkpoint; ``None``: none has.
+    """Return the first place that has a pack of this checkpoint; ``None`` if none has.
 
-    A place is a pack, on the hub or in a folder, or a folder of packs.  What cannot be read or reached is noted.
+    A place is a pack, on the hub or in a folder, or a folder of packs. Places that cannot be read or reached are noted.
     """
     for place in places:
         for one in _inside(place):
@@ -86,11 +86,11 @@ def _inside(place: str) -> Iterator[str]:
 
 
 def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
-    """The experiment with a pack's settings, and the pack, checked; without ``reference_from`` as it was.
+    """Return the experiment with the settings of a checked pack, and the pack; unchanged without ``reference_from``.
 
     Raises:
-        UsageError: it asks for what takes the reference's engine, or for an axis that the pack lacks.
-        FidelabError: as :func:`find_pack` and :meth:`Pack.check`.
+        UsageError: If it needs the reference's engine, or an axis that the pack lacks.
+        FidelabError: As :func:`find_pack` and :meth:`Pack.check`.
     """
     if experiment.reference_from is None:
         return experiment, None
@@ -125,7 +125,8 @@ def check_model(pack: Pack, model: Model, tokenizer: Tokenizer) -> None:
     """Refuse a model that cannot answer a pack's windows.
 
     Raises:
-        MismatchError: another tokenizer or vocabulary.  InputError: its context is shorter than a window.
+        MismatchError: If the tokenizer or the vocabulary differs.
+        InputError: If its context is shorter than a window.
     """
     pack.check_tokenizer(tokenizer.vocabulary(), tokenizer.pieces(), sample_digest(tokenizer.encode))
     longest = max(len(item) for capture in pack.captures.values() for item in capture.request.items())

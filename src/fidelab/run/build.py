@@ -1,4 +1,4 @@
-"""Settings → jobs: captures that are needed and do not exist, one model load per arm, twins and run-to-run noise."""
+"""Turn settings into jobs: missing captures, one model load per arm, twins and run-to-run noise."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class PlannedCapture:
     readers: tuple[PlannedCapture, ...] = ()
 
     def is_complete(self) -> bool:
-        """The store has an undamaged copy that can be scored.
+        """Whether the store has an undamaged copy that can be scored.
 
-        One without rows can if all captures that are compared with it were compared before.
+        A capture without rows can be scored if all captures that are compared with it were compared before.
         """
         own = key_digest(self.key)
         if not is_complete(self.folder, self.key, self.against or (own if self.readers else "")):
@@ -56,7 +56,7 @@ class PlannedCapture:
         )
 
     def lost_rows(self) -> bool:
-        """The store has an undamaged copy, which cannot be scored because its rows are gone."""
+        """Whether the store has an undamaged copy that cannot be scored because its rows were removed."""
         return not self.is_complete() and is_complete(self.folder, self.key)
 
     def _compared_with(self) -> str:
@@ -64,7 +64,7 @@ class PlannedCapture:
         return str(load_manifest(self.folder).get("against", ""))
 
     def task(self) -> ProbeTask:
-        """The form in which a worker gets it."""
+        """Return the task for a worker."""
         return ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key))
 
     @property
@@ -80,7 +80,7 @@ class PlannedCapture:
 class PlannedJob:
     """One fresh process: a resolved arm, under the role it plays (``reference``, ``floor``, a candidate's name).
 
-    ``refused``: captures that it is not asked for as its engine cannot take them, and why.
+    ``refused``: captures that its engine cannot take, with the reason.
     """
 
     role: str
@@ -91,7 +91,7 @@ class PlannedJob:
 
     @property
     def arm(self) -> Arm:
-        """Arm that is run."""
+        """The arm that is run."""
         return self.resolved.arm
 
     def missing(self) -> list[PlannedCapture]:
@@ -104,9 +104,9 @@ class Plan:
     """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, run-to-run noise.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
-    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
-    their data are not available, and why.  ``remarks``: further lines to show before the run.  ``requests``: those
-    of all looks, by axis and part; jobs have those of the first one.
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose data are not available, with
+    the reason.  ``remarks``: further lines to show before the run.  ``requests``: requests of all looks, by axis and
+    part; jobs have those of the first look.
     """
 
     settings: Settings
@@ -116,26 +116,26 @@ class Plan:
     requests: Mapping[str, Mapping[str, Request]] = field(default_factory=dict)
 
     def at_look(self, roles: Collection[str], look: int) -> tuple[PlannedJob, ...]:
-        """The jobs of some roles with what they are asked up to a look, from 0."""
+        """Return the jobs of some roles with their requests up to a look, counted from 0."""
         jobs = [job for job in self.jobs if job.role in roles]
         for further in range(1, look + 1):
             jobs = [with_probes(self.settings, job, self.requests, further) for job in jobs]
         return linked(jobs)
 
     def whole(self) -> Plan:
-        """The plan of a run in which no candidate is decided before the last look."""
+        """Return the plan of a run in which no candidate is decided before the last look."""
         last = max((axis.n_looks for axis in self.settings.axes.values()), default=1) - 1
         roles = {job.role for job in self.jobs if job.role.startswith(("reference", "candidate:"))}
         asked = {job.role: job for job in self.at_look(roles, last)} if last else {}
         return replace(self, jobs=linked([asked.get(job.role, job) for job in self.jobs]) if last else self.jobs)
 
     def readers(self) -> Readers:
-        """The processes whose runs read the captures of this plan's arms, this one among them."""
+        """Return the processes whose runs read the captures of this plan's arms, including this process."""
         arms = (capture.folder.parent for job in self.jobs for capture in job.captures)
         return Readers(self.settings.captures_dir, arms)
 
     def job(self, role: str) -> PlannedJob | None:
-        """The job of a role, if the plan has it."""
+        """Return the job of a role, if the plan has it."""
         return next((job for job in self.jobs if job.role == role), None)
 
 
@@ -193,7 +193,7 @@ def _offset(settings: Settings, job: PlannedJob) -> int:
 def follow_ups(
     settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
 ) -> tuple[dict[str, Mapping[str, Request]], dict[str, str]]:
-    """The requests that follow from the reference's answers, by axis; and why some axes have none."""
+    """Return the requests that follow from the reference's answers, by axis, and the reason for axes that have none."""
     requests: dict[str, Mapping[str, Request]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
@@ -218,7 +218,7 @@ def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, R
 
 
 def base_of(role: str) -> str:
-    """The role of the arm that one is compared with; empty for an arm that is compared with none."""
+    """Return the role of the arm that this one is compared with; empty if there is none."""
     kind, _, name = role.partition(":")
     return {"reference": "", EXACT: EXACT if name else "", TWIN: f"candidate:{name}"}.get(kind, "reference")
 
@@ -235,7 +235,7 @@ def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
 
 
 def linked(jobs: Sequence[PlannedJob]) -> tuple[PlannedJob, ...]:
-    """The jobs, each capture with those that are compared with it."""
+    """Return the jobs with each capture linked to those that are compared with it."""
     for _ in range(2):  # twins are compared with candidates, and candidates with the reference
         readers: dict[str, list[PlannedCapture]] = {}
         for capture in (capture for job in jobs for capture in job.captures):
@@ -252,7 +252,7 @@ def linked(jobs: Sequence[PlannedJob]) -> tuple[PlannedJob, ...]:
 def with_probes(
     settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]], look: int = 0
 ) -> PlannedJob:
-    """The job with further requests, by axis and part; of axes that look several times those of one ``look``."""
+    """Return the job with further requests, by axis and part. Axes with several looks get those of one ``look``."""
     captures, refused = list(job.captures), dict(job.refused)
     for axis, parts in requests.items():
         for part, asked in parts.items():

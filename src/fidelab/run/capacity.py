@@ -1,4 +1,4 @@
-"""Capacity of the servers of several arms: each is started in turn, measured, and stopped."""
+"""Measure the capacity of the servers of several arms. Each server is started in turn, measured, and stopped."""
 
 from __future__ import annotations
 
@@ -40,17 +40,18 @@ def capacity_of_arms(
     watch: ServingWatch,
     say: Callable[[str], None],
 ) -> tuple[Report, RunFolder]:
-    """Measure the capacity of each arm's own server; an arm whose server cannot run or fails leaves the others alone.
+    """Measure the capacity of each arm's own server. An arm whose server cannot run does not affect the others.
 
     Args:
-        presets: the arms; the first is what the others are compared with.
+        presets: the arms; the others are compared with the first.
         load: settings of :class:`ServingSettings` but for the server.
-        contexts, most: as :func:`measure_capacity` has them.
-        patience: seconds until a server must answer.
+        contexts, most: as in :func:`measure_capacity`.
+        patience: seconds within which a server must answer.
 
     Raises:
-        FidelabError: an invalid arm, before any server is started.
-        KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
+        FidelabError: If an arm is invalid. Raised before any server is started.
+        KeyboardInterrupt, SystemExit: If stopped. The server is ended, and the report in the folder has the arms so
+            far.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
     for preset, arm in zip(presets, arms, strict=True):
@@ -103,7 +104,7 @@ def _measure(
     watch: ServingWatch,
     say: Callable[[str], None],
 ) -> ArmRecord:
-    """One arm's server, from its start to its end."""
+    """Measure one arm's server, from its start to its end."""
     ran: RuntimeRecord | None = None
     try:
         if isinstance(environment, NotSupportedError):
@@ -138,7 +139,7 @@ def _measure(
 
 
 class _Kept(Requests):
-    """Keeps the requests, and shows what goes on."""
+    """Keep the requests, and show progress."""
 
     def __init__(self, folder: Path, arm: str, shown: ServingWatch) -> None:
         super().__init__(folder, arm)

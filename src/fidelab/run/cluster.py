@@ -1,12 +1,13 @@
-"""Jobs on other machines: on a Ray cluster.
+"""Run jobs on other machines, on a Ray cluster.
 
-A node runs a job as this machine would: the same worker process, which writes captures to the same folder.  So all
-machines see the folder of runs, fidelab and the engines' environments under the same paths.  What goes over is the
-text of a job, and the text of its outcome comes back; the worker's messages are lines of a file next to its log.  A job
-whose node is lost is given to another one, without the captures that are complete.
+A node runs a job as this machine would: the same worker process writes captures to the same folder. All machines
+therefore need the folder of runs, fidelab and the engines' environments under the same paths. Only the text of a job is
+sent, and the text of its outcome comes back. The worker's messages are lines of a file next to its log. A job whose
+node is lost is given to another node, without the captures that are complete.
 
-A worker outlives the process of the cluster that started it for some seconds, with its memory on a GPU.  So each
-carries the name of that process, and a node ends the workers of those that are gone before it starts another.
+A worker outlives the process of the cluster that started it for some seconds, and keeps its memory on a GPU. Each
+worker therefore carries the name of that process, and a node ends the workers of dead processes before it starts
+another.
 """
 
 from __future__ import annotations
@@ -46,36 +47,36 @@ Task = Callable[[str], str]
 
 
 class Lost(Exception):
-    """The process or the machine that had a job is gone, and not by the job's own fault."""
+    """The process or the machine that had a job is gone, through no fault of the job."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Resources that a job needs on a node; GPUs are whole, or a share of one that other jobs have, too."""
+    """Resources that a job needs on a node. GPUs are whole, or a share of one GPU that other jobs also use."""
 
     cpus: int
     gpus: float
 
 
 class Handle(Protocol):
-    """A job that was given away."""
+    """Handle of a submitted job."""
 
     def done(self) -> bool:
-        """Whether :meth:`result` has something to say."""
+        """Whether :meth:`result` would return at once."""
 
     def result(self) -> str:
         """Wait for the task and return its result.
 
         Raises:
-            Lost: the task was lost before its end.
+            Lost: If the task was lost before its end.
         """
 
     def cancel(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel the job; its result is not needed any more."""
 
 
 class Cluster(Protocol):
-    """Cluster that takes jobs; ``closed``: nobody waits for them any more."""
+    """Cluster that takes jobs; ``closed``: the results are not needed any more."""
 
     closed: bool
 
@@ -83,14 +84,14 @@ class Cluster(Protocol):
         """Submit a job; ``text`` is for ``task``, a function of this package (:func:`answer`).
 
         Raises:
-            UsageError: no node has what it needs.
+            UsageError: If no node has what it needs.
         """
 
     def has_gpu(self) -> bool:
         """Whether any node has a GPU."""
 
     def close(self) -> None:
-        """Nothing more will be given away."""
+        """Stop submitting jobs."""
 
 
 def run_job(
@@ -107,12 +108,12 @@ def run_job(
     asker: Sequence[str] | None = None,
     follow_up: Callable[[], list[ProbeTask]] | None = None,
 ) -> JobOutcome:
-    """Run one job on some node; arguments and result as of :func:`~fidelab.workers.parent.Worker`.
+    """Run one job on some node, with arguments and result as in :class:`~fidelab.workers.parent.Worker`.
 
     Tasks of ``follow_up`` are a job of their own: the model is loaded once more.
 
     Args:
-        lost: called each time that the job was lost, with the reason.
+        lost: called with the reason each time the job was lost.
         asker: the command that asks the engine about itself (:mod:`fidelab.workers.ask`): the node asks whether the
             engine can run the arm there, before it does.  ``None``: that is known.
     """
@@ -411,7 +412,7 @@ def _reach(address: str) -> None:
     """Ask for a connection first: Ray's own client waits for minutes, and then ends the process.
 
     Raises:
-        UsageError: no cluster listens there.
+        UsageError: If no cluster listens there.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdecimal():

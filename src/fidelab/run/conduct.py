@@ -1,9 +1,9 @@
 """The conductor: plan, run, score, store, report.  Read this first.
 
-A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
-runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
-first and the last step is on disk, so :func:`resume` continues a run that was stopped anywhere, and
-:func:`rescore` needs no engine at all.
+Steps of a run: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
+runs in a fresh process that writes captures; captures are scored into a report.  Everything between the first and the
+last step is on disk, so :func:`resume` continues a run that was stopped anywhere, and :func:`rescore` needs no engine
+at all.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from fidelab.workers.fork_server import ForkServers
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` continues it.
+    """Raised when Ctrl-C or SIGTERM stopped a run. No process is left; :func:`resume` continues ``folder``.
 
-    ``command``: the words before ``--resume FOLDER`` that do so.
+    ``command``: words of the command that continues it, before ``--resume FOLDER``.
     """
 
     def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
@@ -64,11 +64,11 @@ class Interrupted(KeyboardInterrupt):
 def execute(
     experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
 ) -> tuple[Report, RunFolder]:
-    """Run an experiment in a new run folder, which remembers ``replicate`` (see :func:`prepare`).
+    """Run an experiment in a new run folder, which records ``replicate`` (see :func:`prepare`).
 
     Raises:
-        FidelabError: before anything ran.  What fails later is in the report.
-        Interrupted: stopped; the children are ended and the folder can be resumed.
+        FidelabError: If the run cannot start. Later failures are in the report.
+        Interrupted: If the run is stopped. The child processes are ended, and the folder can be resumed.
     """
     require("scipy", "scoring")  # before hours of captures, not after them
     created = now()
@@ -91,8 +91,9 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
-        FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
-        Interrupted: stopped again.
+        FidelabError: If the folder is not a run, its settings are no longer valid, or they need permissions that are
+            not granted.
+        Interrupted: If the run is stopped again.
     """
     folder = RunFolder.open(run_dir.absolute())
     written = read_yaml(folder.config)
@@ -108,10 +109,10 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
 
 
 def first_replicate(folder: RunFolder) -> int:
-    """First number of this run's captures; 0 except in a repeat.
+    """Return the first number of this run's captures, which is 0 except in a repeat.
 
     Raises:
-        InputError: the settings file has something other than a number.
+        InputError: If the settings file does not hold a number.
     """
     text = _head(folder).get("replicate", "0")
     if not (text.isdecimal() and len(text) < 10):
@@ -125,8 +126,8 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
     ``limits``: fields of :class:`~fidelab.config.schema.Limits` that replace the run's own.
 
     Raises:
-        InputError: the folder is not a run, or is an unfinished one.
-        CaptureError: a capture is gone, damaged, or not its arm's; names it.
+        InputError: If the folder is not a run, or is an unfinished one.
+        CaptureError: If a capture is missing, damaged, or not its arm's. The message names it.
     """
     folder = RunFolder.open(run_dir.absolute())
     with folder.writing():
@@ -134,10 +135,10 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
 
 
 def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
-    """The scores of a run, computed again from its captures as :func:`rescore` does; nothing is written.
+    """Compute the scores of a run again from its captures, as :func:`rescore` does, without writing them.
 
     Raises:
-        FidelabError: as :func:`rescore`.
+        FidelabError: As :func:`rescore`.
     """
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
@@ -161,7 +162,7 @@ def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sco
 
 
 def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
-    """Say where a run's saved outputs are looked for, and what to type where the run was moved without them."""
+    """Report where a run's saved outputs are looked for, and what to type if the run was moved without them."""
     store = capture.parents[1]
     made = Path(experiment.captures_dir or Path(experiment.output_dir) / "captures")
     moved = made.is_dir() and not store.exists()
@@ -176,7 +177,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
     """The results that a run folder holds, the facts about the run, and the planned roles.
 
     Raises:
-        InputError: no outcomes yet, or a damaged file.
+        InputError: If the folder has no outcomes yet, or the file is damaged.
     """
     record = folder.read_outcomes()
     try:
@@ -196,11 +197,11 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
 def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
     """Make only the reference arm's captures, in ``captures_dir``; nothing is scored.
 
-    ``follow``: a folder with another arm's captures.  That arm is then the reference, and requests that depend on the
-    reference's answers are made from its answers.
+    ``follow``: a folder with another arm's captures. That arm is then the reference: requests that depend on the
+    reference's answers use its answers.
 
     Raises:
-        CaptureError: no capture lies in ``follow``.
+        CaptureError: If ``follow`` holds no capture.
     """
     experiment = experiment.model_copy(update={"keep_rows": True})  # what they are compared with is not known here
     prepared = prepare(experiment, only="reference" if follow is None else "candidate")
@@ -328,7 +329,7 @@ def _cluster(experiment: Experiment) -> Iterator[Cluster | None]:
     """Return the cluster of the jobs; ``None``: they run here.
 
     Raises:
-        UsageError: the cluster cannot be reached.
+        UsageError: If the cluster cannot be reached.
     """
     if experiment.executor.name == "local":
         yield None
@@ -344,7 +345,7 @@ def _placed(experiment: Experiment, cluster: Cluster | None) -> Experiment:
     """The experiment with the device that a cluster has.
 
     Raises:
-        UsageError: arms shall have GPUs, and it has none.
+        UsageError: If arms need GPUs, and the cluster has none.
     """
     if cluster is None or experiment.device != "auto":
         return experiment
@@ -358,7 +359,7 @@ def _check_placed(settings: Settings) -> None:
     """Refuse arms that no cluster can run.
 
     Raises:
-        UsageError: names the arm.
+        UsageError: If no cluster can run an arm. The message names it.
     """
     executor = settings.experiment.executor
     if executor.name == "local":

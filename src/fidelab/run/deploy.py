@@ -24,24 +24,24 @@ _STOCK = "stock"
 
 
 def engine_class(name: str) -> type[Engine]:
-    """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
+    """Return the adapter. Its class variables hold in every environment."""
     cls: type[Engine] = ENGINES.load(name)
     return cls
 
 
 def loads_safetensors(engine: type[Engine]) -> bool:
-    """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
+    """Whether the engine loads a safetensors folder. For a server only the tokenizer is loaded here."""
     return engine.checkpoint_format == "hf" and not engine.is_server
 
 
 @dataclass(frozen=True)
 class ResolvedArm:
-    """An arm with its engine's adapter, its model, the environment of its engine, and the versions that stand there.
+    """An arm with its engine's adapter, its model, the environment of its engine, and the versions installed there.
 
-    ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
-    the worker's environment may change what it computes: captures of another build, or made under other variables, are
-    others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
-    ``unasked``: whether the engine can run the arm is to be asked where it runs, on a device that is not here.
+    ``versions`` also records modified engines, folders that precede the packages, and variables of the worker's
+    environment that may change results. Captures of another build, or made under other variables, are therefore not
+    shared.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
+    ``unasked``: the engine still has to be asked, on the device where the arm runs, whether it can run the arm.
     ``borrowed``: another user ran it; ``model`` is not its own, and nothing of it runs here.
     """
 
@@ -62,7 +62,7 @@ class ResolvedArm:
 
     @property
     def lacks_weights(self) -> bool:
-        """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
+        """Whether the engine loads safetensors while the model, or its draft model, has its weights in a GGUF file."""
         if self.borrowed:
             return False
         models = [model for model in (self.model, self.draft) if model is not None]
@@ -70,10 +70,10 @@ class ResolvedArm:
 
 
 class Engines:
-    """The engines of an experiment; each environment is asked by one process, for as long as this is open.
+    """The engines of an experiment. Each environment is queried by one process, as long as this object is open.
 
-    ``files``: names models and other files that they may be asked about, for those that run in containers.
-    ``assume``: an engine that is not installed is assumed to run what is asked of it, for a plan that runs nothing.
+    ``files``: models and other files that engines in containers need access to. ``assume``: an engine that is not
+    installed is assumed to run what is asked of it, for a plan that runs nothing.
     """
 
     def __init__(self, files: Callable[[], Sequence[str]] = tuple, assume: bool = False) -> None:
@@ -91,10 +91,10 @@ class Engines:
         self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
-        """Return the process that answers for this engine, in its environment.
+        """Return the process that answers questions about this engine, in its environment.
 
         Raises:
-            EngineError: it is not installed, or its environment does not work; says what to do.
+            EngineError: If it is not installed, or its environment does not work. The message says what to do.
         """
         if config not in self._found:
             try:
@@ -112,7 +112,7 @@ class Engines:
 
 
 def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
-    """Versions of an engine and what it computes with, and variables of the arm's worker that numbers may depend on."""
+    """Return versions of an engine and its libraries, and variables of the arm's worker that may change numbers."""
     builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
     image = asked.environment.image
     environment = {**asked.about.variables, **thread_variables(arm.threads), **dict(arm.env)}
@@ -126,7 +126,7 @@ def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
 
 
 def installation_record(asked: EngineAnswers) -> dict[str, Any]:
-    """An engine's installation, for the record of what ran."""
+    """Return an engine's installation, for the record of what ran."""
     shims, image = _shim_names(asked), asked.environment.image
     if isinstance(asked, Assumed):
         return {"not_installed": asked.problem}

@@ -1,4 +1,4 @@
-"""Cost of a run: seconds, by earlier runs of the arms on this machine, and bytes on disk.
+"""Estimate the cost of a run: seconds, from earlier runs on this machine, and bytes on disk.
 
 Seconds follow from two rates of an arm: seconds per token that passes through the model many at once (a prompt, a
 window), and seconds that each decoding forward takes besides, whatever the number of its sequences.  Every run leaves
@@ -51,8 +51,8 @@ class Work:
     """Work of an engine to answer a request.
 
     ``read``: tokens that pass through the model many at once.  ``written``: tokens that are decoded or fed one by one,
-    at most.  ``forwards``: in how many forwards that happens.  ``stretch``: how much longer a token takes than one
-    with an empty cache, for the attention to what is before it.
+    at most.  ``forwards``: number of forwards for them. ``stretch``: factor by which a token takes longer than with an
+    empty cache, because of attention to earlier tokens.
     """
 
     read: int = 0
@@ -62,7 +62,7 @@ class Work:
 
 
 def work_of(request: Request, model: Model) -> Work:
-    """The work in a request to a model, if no sequence stops early and sequences of a batch are decoded together."""
+    """Return the work of a request, if no sequence stops early and sequences of a batch are decoded together."""
     lengths = list(map(len, request.items()))
     read, written, forwards = sum(lengths), 0, 0
     match request:
@@ -99,11 +99,11 @@ def _batches(lengths: Sequence[int], most: int) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed of an arm, as far as it is known.
+    """Speed of an arm, as far as known.
 
-    ``load``: seconds from a worker's start to its end that answer nothing.  ``read``: seconds per token;
-    ``forward``: seconds of a decoding forward besides those of its tokens.  ``factors``: capture → what it took over
-    what the rates say, such as where answers end early.  ``source``: where that is from.
+    ``load``: seconds from a worker's start to its end that answer nothing.  ``read``: seconds per token; ``forward``:
+    seconds of a decoding forward besides those of its tokens.  ``factors``: capture → ratio of the measured to the
+    predicted time, which is below 1 if answers end early. ``source``: origin of the rates.
     """
 
     load: float
@@ -113,7 +113,7 @@ class Rates:
     factors: Mapping[str, float] = field(default_factory=dict)
 
     def parts(self, work: Work, name: str = "") -> tuple[float, float]:
-        """Seconds of reading and of decoding, in the capture of this name."""
+        """Return the seconds of reading and of decoding in the capture of this name."""
         factor = self.factors.get(name, 1.0)
         token = factor * self.read * work.stretch
         return token * work.read, token * work.written + factor * self.forward * work.forwards
@@ -135,7 +135,7 @@ class _Stored:
 
 
 class Timings:
-    """Times of arms on this machine, newest last, kept in ``path``.  An unreadable file counts as empty."""
+    """Times of arms on this machine, newest last, stored in ``path``.  An unreadable file counts as empty."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or cache_dir() / "timings.json"
@@ -149,7 +149,7 @@ class Timings:
         return self._stored.scoring
 
     def rates(self, resolved: ResolvedArm) -> Rates:
-        """Rates of this arm's last run, else of the most similar arm of its engine, else defaults.
+        """Return the rates of this arm's last run, else of the most similar arm of its engine, else defaults.
 
         Another model's rates are scaled by the number of parameters.
         """
@@ -172,7 +172,7 @@ class Timings:
         return Rates(start, read, forward, f"another model on engine {arm.engine}", run.rates.factors)
 
     def add(self, resolved: ResolvedArm, load: float | None, captures: Mapping[str, tuple[Work, float]]) -> None:
-        """Keep what an arm took.  Nothing is kept of captures too short to measure, nor of an arm without others."""
+        """Store the times of an arm. Captures too short to measure, and arms with only such captures, are ignored."""
         long = {name: took for name, took in captures.items() if took[1] >= _MIN_TIMED_SECONDS}
         reading = [(work.read * work.stretch, seconds) for work, seconds in long.values() if not work.forwards]
         decoding = [(work, seconds) for work, seconds in long.values() if work.forwards]
@@ -199,7 +199,7 @@ class Timings:
             self._write()
 
     def add_scoring(self, ratio: float) -> None:
-        """Keep what scoring took over what was expected."""
+        """Store the ratio of the measured to the expected scoring time."""
         self._stored.scoring = min(4.0, max(0.5, self.scoring * ratio))  # a small run says little of a large one
         self._write()
 
@@ -269,21 +269,20 @@ class JobEstimate:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return sum(self.took.values())
 
     @property
     def captures(self) -> set[str]:
-        """Those that are missing."""
+        """Missing captures."""
         return {name for _, name in self.took if name}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of a run by what takes them.
+    """Seconds of a run by step.
 
-    ``benches``: bench → seconds, and the arms' loads under ``""``.  ``sources``: where rates are from → the arms that
-    have them.
+    ``benches``: bench → seconds, and the arms' loads under ``""``.  ``sources``: source of rates → arms that use them.
     """
 
     jobs: tuple[JobEstimate, ...] = ()
@@ -293,11 +292,11 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total seconds."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Seconds of loads, prefill, decoding, questions that follow, benches and scoring."""
+        """Seconds of loads, prefill, decoding, follow-up requests, benches and scoring."""
         took = _sums((part, seconds) for job in self.jobs for (part, _), seconds in job.took.items())
         others = {"benches": sum(self.benches.values()), "scoring": self.scoring}
         return {**dict.fromkeys(("loads", "prefill", "decoding", "follow-up questions"), 0.0), **took, **others}
@@ -310,7 +309,7 @@ class Estimate:
 def estimate(
     plan: Plan, inputs: AxisInputs, benched: Iterable[Benched] = (), timings: Timings | None = None
 ) -> Estimate:
-    """Estimate the cost of a plan; quick, and nothing runs.  ``benched``: work of its benches."""
+    """Estimate the cost of a plan without running anything.  ``benched``: work of its benches."""
     timings = timings or Timings()
     settings, reference = plan.settings, plan.job("reference")
     later = foreseen(settings, inputs)
@@ -331,7 +330,7 @@ def estimate(
 
 
 def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None = None) -> JobEstimate:
-    """One job; ``planned``: the same without the questions that follow."""
+    """Estimate one job. ``planned``: the same without follow-up requests."""
     missing, rates = job.missing(), timings.rates(job.resolved)
     first = {capture.axis for capture in (planned or job).captures}
     took = {("loads", ""): rates.load} if missing else {}
@@ -372,7 +371,7 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     """Check that the captures of a plan, or of several runs of it, will fit.
 
     Raises:
-        OutputError: they will not; says what is needed and what is free.
+        OutputError: If they will not. The message says what is needed and what is free.
     """
     folder, need = plan.settings.captures_dir, runs * needed_bytes(plan)
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
@@ -385,19 +384,20 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
 
 
 def conversion_bytes(plan: Plan) -> int:
-    """Bytes that the weights of GGUF files will take as safetensors, for engines that need them so.
+    """Return the bytes that weights converted from GGUF to safetensors will take, for engines that need them.
 
     Raises:
-        OutputError: they will not fit.
+        OutputError: If they will not fit.
     """
     models = {job.resolved.model.weights: job.resolved.model for job in plan.jobs if job.resolved.lacks_weights}
     return sum(map(check_conversion, models.values()))
 
 
 def needed_bytes(plan: Plan) -> int:
-    """Bytes that the captures still to be made will take at most, output heads included.
+    """Return the bytes, at most, of the captures that are still to be made, output heads included.
 
-    An arm's rows are there until it and its twin are compared, the reference's until all are, and all with keep_rows.
+    An arm's rows are kept until it and its twin are compared, and the reference's until all are. With keep_rows all are
+    kept.
     """
     need, passing, heads = 0, 0, {}
     for job in plan.jobs:

@@ -1,4 +1,4 @@
-"""An arm's own server: started in its engine's environment, waited for, and compared with what was declared."""
+"""Start an arm's own server in its engine's environment, wait for it, and compare it with the declared settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _VLLM = "vllm"
 
 @dataclass(frozen=True)
 class Plan:
-    """A server that can be started: the arm with the server's own options, and what its process is called with.
+    """A server that can be started: the arm with the server's own options, and the command of its process.
 
     ``shown``: the engine's own command, for people.
     """
@@ -55,11 +55,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Launched:
-    """A running server, and its reported settings.
+    """A running server and its reported settings.
 
-    ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``prepared``: seconds of
-    compilation, graphs and warm-up that its log names; ``checked``: seconds from then, and one completion, to the last
-    finding.
+    ``seconds``: time until it answered; ``earlier``: times of earlier starts of the same command; ``prepared``: seconds
+    of compilation, graphs and warm-up that its log names; ``checked``: seconds after that until the last finding, one
+    completion included.
     """
 
     server: Served
@@ -72,11 +72,11 @@ class Launched:
 
 
 def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) -> Arm:
-    """The arm of a preset with its server's own options; nothing of a model on a hub is fetched.
+    """Return the arm of a preset with its server's own options. Models on a hub are not fetched.
 
     Raises:
-        InputError: the engine needs a GGUF file and the model has none here.
-        FidelabError: the model or the format is not what it should be.
+        InputError: If the engine needs a GGUF file and the model has none here.
+        FidelabError: If the model or the format is invalid.
     """
     cls = engine_class(preset.engine_name)
     check_env(preset.env)
@@ -98,12 +98,12 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
 
 
 def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Environment | None = None) -> Plan:
-    """Plan a server; nothing is started.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
+    """Plan a server without starting it.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
 
     Raises:
-        UsageError: the port is taken, or the address does not belong to this machine.
-        NotSupportedError: as :func:`check_servable`.
-        EngineError: the engine is not installed.
+        UsageError: If the port is taken, or the address does not belong to this machine.
+        NotSupportedError: As :func:`check_servable`.
+        EngineError: If the engine is not installed.
     """
     cls, engine = engine_class(preset.engine_name), preset.engine
     port = _port(host, port)
@@ -122,17 +122,17 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
 
 
 def server_command(arm: Arm, host: str, port: int) -> str:
-    """The command of the engine's own server with its variables, to copy; raises as :meth:`Engine.serve_command`."""
+    """Return the command of the engine's own server, with its variables. Raises as :meth:`Engine.serve_command`."""
     cls = engine_class(arm.engine)
     variables = [f"{name}={shlex.quote(value)}" for name, value in cls.serve_variables(arm).items()]
     return " ".join([*variables, shlex.join(cls.serve_command(arm, host, port))])
 
 
 def check_servable(preset: Preset, arm: Arm) -> None:
-    """Refuse an arm of which no server can be started here; the engine is not asked.
+    """Refuse an arm whose server cannot be started here. The engine is not queried.
 
     Raises:
-        NotSupportedError: its engine has no server, or none with these options; or it names an image.
+        NotSupportedError: If its engine has no server, or none with these options, or the arm names an image.
     """
     cls = engine_class(preset.engine_name)
     if cls.is_server:
@@ -146,11 +146,11 @@ def check_servable(preset: Preset, arm: Arm) -> None:
 
 
 def check(preset: Preset, arm: Arm) -> Environment:
-    """The engine's environment, after asking it whether it can run this arm there, as a comparison does.
+    """Return the engine's environment, after asking the engine there whether it can run this arm.
 
     Raises:
-        NotSupportedError: it cannot; says why.
-        FidelabError: the engine is not installed, or does not know an option or a format.
+        NotSupportedError: If it cannot. The message says why.
+        FidelabError: If the engine is not installed, or does not know an option or a format.
     """
     with Engines() as engines:
         asked = engines.ask(preset.engine)
@@ -166,19 +166,19 @@ def check(preset: Preset, arm: Arm) -> Environment:
 
 @contextmanager
 def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[Launched]:
-    """Start the server, wait until it answers and read its settings; what differs does not end it.
+    """Start the server, wait until it answers and read its settings. Differences do not end it.
 
-    On any exception inside, Ctrl-C included, and on signals that end this process it is ended.  Without one it is left
-    running.
+    The server is ended on any exception inside, Ctrl-C included, and on signals that end this process. Otherwise it is
+    left running.
 
     Args:
-        planned: what is started.
-        limit: seconds until it must answer.
+        planned: server to start.
+        limit: seconds within which it must answer.
         say: gets a line for each step.
 
     Raises:
-        EngineError: it cannot be started, ends while it starts, or does not answer.
-        OutputError: its log or its record cannot be written.
+        EngineError: If it cannot be started, ends while it starts, or does not answer.
+        OutputError: If its log or its record cannot be written.
     """
     arm = planned.arm
     command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
@@ -224,10 +224,10 @@ def _signals_as_exceptions() -> Iterator[None]:
 
 
 def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> list[Finding]:
-    """Compare a running server's settings with an arm's; ``log``: what it printed, where that is known.
+    """Compare a running server's settings with an arm's; ``log``: its output, if known.
 
     Raises:
-        EngineError: it cannot be reached, or does not belong to this engine.
+        EngineError: If it cannot be reached, or does not belong to this engine.
     """
     return findings(arm, Client(url, key, _SETTINGS_TIMEOUT), log)
 
@@ -271,7 +271,7 @@ def _port(host: str, port: int | None) -> int:
     """The port that was asked for, or a free one.
 
     Raises:
-        UsageError: it is taken, or the address does not belong to this machine.
+        UsageError: If the port is taken, or the address does not belong to this machine.
     """
     try:
         family = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][0]

@@ -1,4 +1,4 @@
-"""Runs that ask until all is decided: which candidates are asked more after a look.  See docs/metrics.md#looks."""
+"""Runs with several looks: decide after each look which candidates need more data.  See docs/metrics.md#looks."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from fidelab.run.scoring import RunFacts, score_run
 
 
 def n_looks(settings: Settings) -> int:
-    """Largest number of looks of a run; 1: everything is asked at once."""
+    """Return the largest number of looks of a run; 1 if everything is asked at once."""
     return max((axis.n_looks for axis in settings.axes.values()), default=1)
 
 
 def planned(experiment: Experiment, **how: Any) -> Prepared:
-    """:func:`prepare`, with no look that the text is too short for.
+    """Prepare a run as :func:`prepare` does, without looks for which the text is too short.
 
-    A single one is left where an engine's start takes longer than all later looks, and the budget has room for them.
+    A single look remains if an engine's start takes longer than all later looks, and the budget has room for them.
 
     Raises:
-        FidelabError: as :func:`prepare`.
+        FidelabError: As :func:`prepare`.
     """
     prepared = prepare(experiment, **how)
     if n_looks(prepared.settings) == 1:
@@ -52,7 +52,7 @@ def _of_size(experiment: Experiment, **size: Any) -> Experiment:
 
 
 def windows_of(plan: Plan) -> tuple[int, int]:
-    """Windows of the shortest context that a candidate reads at least, in the first look, and at most."""
+    """Return the number of windows of the shortest context in the first look, and in all looks."""
     sizes: dict[int, list[int]] = {}
     for name, parts in plan.requests.items():
         axis = plan.settings.axes[name]
@@ -65,7 +65,7 @@ def windows_of(plan: Plan) -> tuple[int, int]:
 
 
 def looks_save_time(plan: Plan) -> bool:
-    """Whether what the later looks read takes longer than an engine's start: else all is asked at once."""
+    """Whether the later looks take longer than an engine's start. If not, everything is asked at once."""
     timings, settings = Timings(), plan.settings
     later = [
         request
@@ -85,7 +85,7 @@ def check_budget(prepared: Prepared) -> None:
     """Check that a run can finish within its budget.
 
     Raises:
-        UsageError: the first look alone takes longer, by the estimate.
+        UsageError: If the first look itself takes longer, by the estimate.
     """
     budget, seconds = prepared.settings.experiment.budget, prepared.estimate().seconds
     if budget is not None and seconds > budget:
@@ -97,15 +97,15 @@ def check_budget(prepared: Prepared) -> None:
 
 
 def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
-    """Expected seconds of jobs, by role."""
+    """Return the expected seconds of jobs, by role."""
     timings = Timings()
     return {job.role: estimate_job(job, timings).seconds for job in jobs}
 
 
 def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list[str]:
-    """Roles of the candidates that more of the text can decide, judged by the axes that look several times.
+    """Return the roles of the candidates that more of the text can decide, by the axes that look several times.
 
-    None where the reference failed: there is nothing to compare them with.
+    The result is empty if the reference failed, since there is nothing to compare with.
     """
     experiment = plan.settings.experiment
     looking = {name: experiment.axes[name] for name, axis in plan.settings.axes.items() if axis.n_looks > 1}

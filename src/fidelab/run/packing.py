@@ -30,19 +30,19 @@ from fidelab.run.scoring import RunFacts
 
 
 def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> str:
-    """Pack a run's reference and publish it; returns where it lies.
+    """Pack a run's reference and publish it. Returns the place of the pack.
 
     A folder gets its name when the pack is complete, and a repository gets it in one commit.
 
     Args:
-        to: a folder that is not there yet, or ``hf://owner/name``.
-        other: a run on another machine with the same reference; how far the two are apart is part of the pack.
+        to: a folder that does not exist yet, or ``hf://owner/name``.
+        other: a run on another machine with the same reference; the difference of the two is part of the pack.
 
     Raises:
-        UsageError: the folder exists, or ``to`` is not a valid place.
-        InputError: the run is unfinished, or its reference cannot be packed.
-        CaptureError: the reference's rows are gone or damaged.
-        OutputError: the folder cannot be written.
+        UsageError: If the folder exists, or ``to`` is not a valid place.
+        InputError: If the run is unfinished, or its reference cannot be packed.
+        CaptureError: If the reference's rows are gone or damaged.
+        OutputError: If the folder cannot be written.
     """
     facts, captures, tokenizer = _contents(run, other)
     folder, repo = expand(to), None
@@ -123,7 +123,7 @@ def _difference(run: RunFolder, other: RunFolder) -> MachineDifference:
     """The KLD of the other run's reference from this one's.
 
     Raises:
-        UsageError: the two are of one machine, or of other weights, formats or windows.
+        UsageError: If the two are of one machine, or of different weights, formats or windows.
     """
     (here, facts), (there, its) = _reference(run), _reference(other)
     if facts.environment == its.environment:

@@ -1,4 +1,4 @@
-"""Captures → axis scores of each arm: pairing, proof of engagement, failures."""
+"""Turn captures into the axis scores of each arm: pairing, proof of engagement, failures."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _CAPTURE_SUFFIX = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that capture
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one arm: its captures by axis, or why there are none.
+    """Result of one arm: its captures by axis, or the reason why there are none.
 
     ``role``: as in :class:`~fidelab.run.build.Plan`.  ``benches``: the result of each bench, a
-    :class:`~fidelab.results.measurement.Measurement` as plain data.  ``refused``: captures that it was not asked for
-    as its engine cannot take them, and why.
+    :class:`~fidelab.results.measurement.Measurement` as plain data.  ``refused``: captures that its engine cannot take,
+    with the reason.
     """
 
     role: str
@@ -69,17 +69,17 @@ class ArmResult:
     refused: Mapping[str, str] = field(default_factory=dict, metadata=OMIT)
 
     def record(self, base: Path) -> dict[str, Any]:
-        """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
+        """Return plain data. Capture paths are relative to ``base``, so that runs and captures can move together."""
         captures = {axis: Path(os.path.relpath(path, base)) for axis, path in self.captures.items()}
         plain: dict[str, Any] = to_json(replace(self, captures=captures))
         return plain
 
     @classmethod
     def from_record(cls, record: Any, base: Path) -> ArmResult:
-        """The inverse of :meth:`record`.
+        """Build a result from the data of :meth:`record`.
 
         Raises:
-            ValueError: it is not such a record.
+            ValueError: If it is not such a record.
         """
         found = from_json(cls, record)
         if found.ran is not None:
@@ -92,11 +92,11 @@ class ArmResult:
         return replace(found, captures={axis: (base / path).resolve() for axis, path in found.captures.items()})
 
     def check_captures(self) -> None:
-        """Open every capture, and refuse one that is not this arm's.
+        """Open every capture, and refuse those that are not this arm's.
 
         Raises:
-            CaptureError: one is gone or damaged.  MismatchError: one is another arm's, another axis', or was moved
-                here from another place; names the capture.
+            CaptureError: If a capture is missing or damaged.
+            MismatchError: If a capture belongs to another arm or axis, or was moved here. The message names it.
         """
         for axis, folder in self.captures.items():
             capture = Capture(folder)
@@ -113,7 +113,7 @@ class ArmResult:
 def drop_compared_rows(
     axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
 ) -> None:
-    """Replace rows of log-probabilities with figures once no arm of ``roles`` is still to be compared with them.
+    """Replace rows of log-probabilities by figures once no arm of ``roles`` still has to be compared with them.
 
     ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
     then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
@@ -127,7 +127,7 @@ def drop_compared_rows(
 def drop_reference_rows(
     axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
 ) -> None:
-    """The same for arms that others are compared with, the reference above all, once all of ``roles`` were compared.
+    """Drop the rows of arms that others are compared with, such as the reference, once all ``roles`` were compared.
 
     Rows stay where an arm of them failed: it may be asked again.
     """
@@ -166,9 +166,10 @@ def drop_rows_on_cluster(
     folder: Path,
     readers: Readers,
 ) -> None:
-    """The same on a cluster, where all arms have answered, hidden states included: rows are compared by its nodes.
+    """Drop rows on a cluster where all arms have answered, hidden states included. Its nodes compare the rows.
 
-    ``axes``: their settings by name.  ``folder``: that all nodes see.  What a node did not do is left to scoring.
+    ``axes``: their settings by name.  ``folder``: folder that all nodes see. Rows that a node did not compare are left
+    to scoring.
     """
     twins = [result for result in results if result.role.partition(":")[0] == TWIN]
     for wave in (twins, [result for result in results if result not in twins]):
@@ -224,7 +225,7 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm's axis scores, or why an axis has none.  ``broken``: axis → that this arm alone gave no usable item."""
+    """Axis scores of one arm, or reasons for missing ones.  ``broken``: axis → only this arm gave no usable item."""
 
     result: ArmResult
     status: Status
@@ -504,7 +505,7 @@ def engaged(result: ArmResult) -> tuple[Status, str | None]:
 
 
 def select_runtime_info(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The runtime info to judge an arm by, out of those of its captures.
+    """Select the runtime info of the captures by which the arm is judged.
 
     Captures of a run that was stopped and resumed are from several processes, each of which has its own evidence.  So a
     record that contradicts the format takes precedence over the last one, and so does one that shows changed numbers in

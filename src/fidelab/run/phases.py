@@ -1,4 +1,4 @@
-"""Scoring captures that were made apart: no run, no engine, no model."""
+"""Score captures that were made separately: no run, no engine and no model are needed."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def score_captures(
     command: str = "",
     note: Callable[[str], None] = lambda _text: None,
 ) -> tuple[Report, Path]:
-    """Score candidates' captures against a reference's, and leave a run folder.
+    """Score candidates' captures against a reference's, and write a run folder.
 
     Args:
         reference: a capture folder, or a folder that holds one arm's captures.
-        candidates: the same of each, with a name; ``None``: the captures' own name.
+        candidates: the same for each candidate, with a name; ``None``: the captures' own name.
         settings: ``seed``, ``bands`` and ``limits`` of an experiment.
         output_dir: where the run folder is made.
-        note: called with each axis that is left out, because not every arm has a capture of it.
+        note: called with each axis that is left out because an arm has no capture of it.
 
     Raises:
-        CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.
-        UsageError: two candidates of one name, or the reference's own capture as a candidate.
+        CaptureError: If a folder holds no capture or a damaged one; MismatchError if two captures must not be compared.
+        UsageError: If two candidates have one name, or a candidate is the reference's own capture.
     """
     arms = [_find("reference", reference, None), *(_find("candidate", path, name) for name, path in candidates)]
     results = _choose(arms, note)

@@ -1,4 +1,4 @@
-"""Experiment → a plan with its inputs; nothing runs."""
+"""Turn an experiment into a plan with its inputs. Nothing runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with what it was made from."""
+    """A plan with its inputs."""
 
     plan: Plan
     inputs: AxisInputs
@@ -47,7 +47,7 @@ class Prepared:
         return self.plan.settings
 
     def estimate(self, *, whole: bool = False) -> Estimate:
-        """Estimate the cost of the plan; quick, and nothing runs.  ``whole``: with all looks, not only the first."""
+        """Estimate the cost of the plan without running it.  ``whole``: with all looks, not only the first."""
         if whole:
             return replace(self, plan=self.plan.whole()).estimate()
         if not self.settings.benches:
@@ -58,7 +58,7 @@ class Prepared:
     def asking(
         self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
     ) -> Asking:
-        """Return the runner of the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
+        """Return the runner of the plan's jobs; ``fresh``: each in a new interpreter, imports included."""
         servers = None if fresh else self.servers
         return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
 
@@ -72,15 +72,15 @@ def prepare(
     convert: bool = True,
     servers: ForkServers | None = None,
 ) -> Prepared:
-    """Resolve and plan; nothing runs and nothing is written (but models may be fetched, converted, packs unpacked).
+    """Resolve and plan. Nothing runs or is written, but models may be fetched and converted, and packs unpacked.
 
-    ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
-    this run's captures begin.  ``created``: when the run was first started, by default now.  ``convert``: convert the
-    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing, and the engine
-    of a pasted command need not be installed.  ``servers``: one of them imports the reference's engine meanwhile.
+    ``only``: keep only the job of this role (the first of several candidates). ``replicate``: first number of this
+    run's captures.  ``created``: when the run was first started, by default now.  ``convert``: convert the weights of
+    GGUF files where an arm needs that; without it, captures of such an arm count as missing, and the engine of a pasted
+    command need not be installed.  ``servers``: fork servers, one of which imports the reference's engine meanwhile.
 
     Raises:
-        FidelabError: anything a user can fix, in one line.
+        FidelabError: For anything that the user can fix. The message is one line.
     """
     experiment, pack = borrow(_absolute(experiment))
     if pack is not None and replicate:
@@ -141,5 +141,5 @@ def _absolute(experiment: Experiment) -> Experiment:
 
 
 def now() -> str:
-    """The time in UTC, as records have it."""
+    """Return the time in UTC, in the form of the records."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -1,7 +1,7 @@
 """``fidelab checkpoint quantize``: a recipe's plan, quantization in its tool's environment, audit and comparison.
 
-Everything is made in ``OUT.work`` next to the output.  A resumed run does not repeat what is finished there, and the
-output appears under its name when all of it is.
+Everything is made in ``OUT.work`` next to the output. A resumed run does not repeat finished steps, and the output gets
+its name when it is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _GRACE_SECONDS = 10.0  # seconds between asking the worker to end and killing it
 
 @dataclass(frozen=True)
 class Quantized:
-    """The outcome: where it lies, what was quantized, what the audit says, and the comparison with the original."""
+    """Outcome of a quantization: its place, what was quantized, the audit, and the comparison with the original."""
 
     output: Path
     plan: Plan
@@ -69,16 +69,16 @@ def quantize(
     Args:
         model: a folder, a hub id or an embedded model.
         recipe_file: see :func:`fidelab.checkpoints.recipe.read_recipe`.
-        output: folder to be made.
+        output: folder to create.
         resume: continue an earlier call; its recipe and model must be the same.
-        python: the interpreter of an environment with llm-compressor; found by itself.
-        say: gets a line for what is being done.
-        listener: of the comparison.
+        python: interpreter of an environment with llm-compressor; found automatically by default.
+        say: called with a line for each step.
+        listener: listener of the comparison.
 
     Raises:
-        ConfigError, InputError: before anything is loaded: the recipe is wrong, or does not fit the model.
-        UsageError: the output is there, or there is nothing, or something else, to resume.
-        EngineError: the tool is not installed, or failed.
+        ConfigError, InputError: If the recipe is wrong or does not fit the model. Raised before anything is loaded.
+        UsageError: If the output exists, or there is nothing to resume, or only something else.
+        EngineError: If the tool is not installed, or failed.
     """
     recipe = read_recipe(recipe_file)
     output = output.expanduser().absolute()
@@ -235,7 +235,7 @@ def _check_plan(planned: Plan, made: Path) -> None:
     """Whether the tool quantized what the plan says.  It may call what wraps the language model otherwise.
 
     Raises:
-        EngineError: it did not; names the first module.
+        EngineError: If it did not. The message names the first module.
     """
     with open_checkpoint(made) as checkpoint:
         found = {tail(name) for name in quantized_modules(checkpoint.tensors, checkpoint.quantization)}
@@ -258,7 +258,7 @@ def _bits(planned: Plan, made: Path) -> float:
 
 
 def describe_recipe(recipe: Recipe, planned: Plan, bits: float) -> str:
-    """The recipe in a sentence: method, scheme, bits per quantized weight, and what keeps its 16 bits."""
+    """Describe the recipe in a sentence: method, scheme, bits per quantized weight, and modules kept in 16 bits."""
     scheme, kept = recipe.scheme, Counter(planned.kept.values())
     groups = "" if scheme.group is None else f" in groups of {scheme.group}"
     left = ", ".join(f"{why} ({count})" for why, count in kept.items()) or "no module"

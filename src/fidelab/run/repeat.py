@@ -1,7 +1,7 @@
-"""Whole runs of one experiment, several times (``runs: N``): every metric of the report has the values of all of them.
+"""Repeat whole runs of one experiment (``runs: N``). Every metric of the report has the values of all runs.
 
-The run folder holds a run folder per run, and the captures of all (or ``captures_dir`` does).  Run k counts its
-replicates from 100 k, so no two runs share a capture, and a run that was stopped finds its own again.
+The run folder holds a folder per run. It also holds the captures of all runs, unless ``captures_dir`` does.  Run k
+counts its replicates from 100 k, so no two runs share a capture, and a run that was stopped finds its own again.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ Watch = Callable[[int, int], Listener | None]
 
 
 def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[Report, RunFolder]:
-    """Run an experiment as often as it says.
+    """Run an experiment as often as it requests.
 
     Raises:
-        FidelabError: before anything ran.  What fails later is in the report.
-        Interrupted: stopped; finished runs are kept and the folder can be resumed.
+        FidelabError: If the run cannot start. Later failures are in the report.
+        Interrupted: If the run is stopped. Finished runs are kept, and the folder can be resumed.
     """
     if experiment.runs == 1:
         return execute(experiment, command=command, listener=watch(1, 1))
@@ -56,13 +56,14 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
 
 
 def resume_all(run_dir: Path, *, watch: Watch, trust: Trust | None = None) -> tuple[Report, RunFolder]:
-    """Resume a stopped run, or stopped runs: finished ones are kept as they are, failed arms included.
+    """Resume one or several stopped runs. Finished runs are kept as they are, failed arms included.
 
     ``trust``: permissions of the user for another user's folder (:mod:`fidelab.config.trust`).
 
     Raises:
-        FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
-        Interrupted: stopped again.
+        FidelabError: If the folder is not a run, its settings are no longer valid, or they need permissions that are
+            not granted.
+        Interrupted: If the run is stopped again.
     """
     folder = RunFolder.open(run_dir.absolute())
     experiment = load(folder.config)
@@ -101,8 +102,8 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
     """Compute all scores again from the captures of a run, or of all runs in it, as :func:`rescore`.
 
     Raises:
-        InputError: the folder is not a run, or is an unfinished one.
-        CaptureError: a capture is gone, damaged, or not its arm's; names it.
+        InputError: If the folder is not a run, or is an unfinished one.
+        CaptureError: If a capture is missing, damaged, or not its arm's. The message names it.
     """
     folder = RunFolder.open(run_dir.absolute())
     experiment = load(folder.config)
@@ -129,12 +130,12 @@ def _begun(folder: Path, replicate: int) -> RunFolder | None:
 
 
 def merge(reports: Sequence[Report]) -> Report:
-    """The first report, whose metrics of axes have the values of all runs as repeats, and flags that say the spread.
+    """Merge reports into the first. Its axis metrics get the values of all runs as repeats, and flags state the spread.
 
     Values, intervals and verdicts are those of the first run.  See docs/metrics.md#repeatability.
 
     Raises:
-        InputError: the reports are not of one experiment.
+        InputError: If the reports are of different experiments.
     """
     first = reports[0]
     names, axes = [arm.name for arm in first.candidates], list(first.settings["axes"])

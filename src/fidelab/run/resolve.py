@@ -1,4 +1,4 @@
-"""Schema → settings with nothing optional left; what an engine cannot do is found here, before anything runs."""
+"""Resolve an experiment to settings with nothing optional left, and find missing features of engines early."""
 
 from __future__ import annotations
 
@@ -88,19 +88,19 @@ class Settings:
 
     @property
     def candidates(self) -> list[Arm]:
-        """The arms in question, cells of a grid among them."""
+        """The candidates, cells of a grid included."""
         return [arm for role, arm in self.roles.items() if role.startswith("candidate:")]
 
 
 def resolve_experiment(
     experiment: Experiment, created: str = "", pack: Pack | None = None, *, assume: bool = False
 ) -> Settings:
-    """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
+    """Resolve names, formats, models and environments. ``created`` marks captures that only this run may use.
 
-    ``pack``: what the reference is borrowed from.  ``assume``: see :class:`fidelab.run.deploy.Engines`.
+    ``pack``: pack that the reference is borrowed from.  ``assume``: see :class:`fidelab.run.deploy.Engines`.
 
     Raises:
-        FidelabError: one line naming what was wrong and what to do.
+        FidelabError: For anything that the user can fix. The message names the fault and the remedy.
     """
     configs = (*experiment.candidates, *cells_of(experiment))
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
@@ -402,13 +402,14 @@ class _Resolver:
 
 
 def convert_weights(settings: Settings, make: bool = True) -> Settings:
-    """The settings with the weights of GGUF files converted for the arms whose engines cannot load these files.
+    """Return the settings with the weights of GGUF files converted for arms whose engines cannot load these files.
 
     An arm whose weights cannot be converted is not supported; the others are not affected.  ``make``: whether to
     convert what is not in the cache yet.
 
     Raises:
-        InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
+        InputError: If that arm is the reference.
+        OutputError: If the disk has no room for the weights.
     """
     resolved, unsupported = dict(settings.resolved), dict(settings.unsupported)
     for arm in settings.roles.values():
@@ -439,10 +440,10 @@ def _with_resolved(settings: Settings, resolved: Mapping[str, ResolvedArm]) -> S
 
 
 def refuse_same_server(settings: Settings) -> None:
-    """Refuse a candidate that is the reference's server: the two would measure repeatability.
+    """Refuse a candidate that is the reference's own server, since the two would only measure repeatability.
 
     Raises:
-        UsageError: a candidate asks the reference's server and model with the same settings.
+        UsageError: If a candidate asks the reference's server and model with the same settings.
     """
     reference = settings.reference
     if not settings.resolved[reference.name].engine_class.is_server:
@@ -566,20 +567,22 @@ def _refuse_namesakes(arms: Sequence[Arm]) -> None:
 
 
 def load_axis(name: str, values: Mapping[str, object]) -> Axis:
-    """An axis with its settings.
+    """Load an axis with its settings.
 
     Raises:
-        UnknownNameError: there is no such axis.  ConfigError: it has no such setting, or not of this value.
+        UnknownNameError: If there is no such axis.
+        ConfigError: If it has no such setting, or the value is invalid.
     """
     cls: type[Axis] = AXES.load(name)
     return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
 
 
 def load_bench(name: str, values: Mapping[str, object]) -> Bench:
-    """A bench with its settings.
+    """Load a bench with its settings.
 
     Raises:
-        UnknownNameError: there is no such bench.  ConfigError: it has no such setting, or not of this value.
+        UnknownNameError: If there is no such bench.
+        ConfigError: If it has no such setting, or the value is invalid.
     """
     cls: type[Bench] = BENCHES.load(name)
     return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))

@@ -1,4 +1,4 @@
-"""Runs the jobs of a plan, each in its own process, and collects their results."""
+"""Run the jobs of a plan, each in its own process, and collect their results."""
 
 from __future__ import annotations
 
@@ -49,41 +49,41 @@ class Listener(Protocol):
     """Callbacks that follow a run, such as a progress bar's."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        """The plan is made."""
+        """Called when the plan is made."""
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        """A job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
+        """Called when a job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
 
     def job_lost(self, job: PlannedJob, reason: str) -> None:
-        """The node that had a job on a cluster is gone; another one gets it, if that was not the last attempt."""
+        """Called when the node of a job on a cluster is gone. Another node gets the job if attempts remain."""
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
-        """The model is loaded, after ``seconds``."""
+        """Called when the model is loaded, after ``seconds``."""
 
     def extended(self, job: PlannedJob, tokens: int) -> None:
-        """The reference's answers led to further requests, which add ``tokens`` to this job."""
+        """Called when the reference's answers led to further requests, which add ``tokens`` to this job."""
 
     def progress(self, job: PlannedJob, tokens: int) -> None:
-        """``tokens`` were processed since the last call."""
+        """Called when ``tokens`` were processed since the last call."""
 
     def advanced(self, done: float, total: float) -> None:
-        """Work of ``done`` seconds is finished, of ``total`` seconds expected for the whole run."""
+        """Called when work of ``done`` seconds is finished, of ``total`` seconds expected for the whole run."""
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        """A job is over, whatever its outcome."""
+        """Called when a job is over, whatever its outcome."""
 
     def bench(self, text: str, done: int, total: int) -> None:
-        """A bench works on the step that ``text`` names; ``done`` of ``total`` steps are finished."""
+        """Called when a bench works on the step that ``text`` names; ``done`` of ``total`` steps are finished."""
 
     def scoring(self) -> None:
-        """All captures exist and scores are computed next."""
+        """Called when all captures exist, before scores are computed."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Called when the run is over."""
 
 
 class Silent:
-    """Ignores everything."""
+    """Listener that ignores everything."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
@@ -99,7 +99,7 @@ class Silent:
 
 
 class ProgressReporter(Silent):
-    """Tells a function what is being done, and how much of the run's expected time is over."""
+    """Call a function with the current step and the share of the run's expected time that is over."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
         self._tell = tell
@@ -214,10 +214,11 @@ class _Clocked:
 
 
 class Asking:
-    """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
+    """Run jobs one after another. The reference comes first, because its answers lead to requests for all arms.
 
     ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
-    starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: runs the jobs.
+    starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: cluster that runs the
+    jobs, if any.
     """
 
     def __init__(
@@ -246,13 +247,13 @@ class Asking:
         self._jobs: Sequence[PlannedJob] = ()  # of the run, with the questions that do not follow from answers
 
     def follow(self, reference: Mapping[str, Path]) -> None:
-        """Take the questions that follow from a reference which answered before: its captures by part."""
+        """Take the follow-up requests from a reference that answered before, given its captures by part."""
         self._later, self._without = follow_ups(self._settings, self._inputs, reference)
 
     def run_all(self, jobs: Sequence[PlannedJob], log: Callable[[str], Path]) -> Iterator[ArmResult]:
-        """All jobs from start to end: one after another, or on a cluster all at once after the reference.
+        """Run all jobs: one after another, or on a cluster all at once after the reference.
 
-        ``log``: the log file of a role.
+        ``log``: function that gives the log file of a role.
         """
         self._jobs = jobs
         alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
@@ -271,7 +272,7 @@ class Asking:
                 raise
 
     def run(self, job: PlannedJob, log: Path) -> ArmResult:
-        """One job from start to end."""
+        """Run one job from start to end."""
         leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
         if leads and not job.missing():
             job = self._follow_up(job)
@@ -353,7 +354,7 @@ class Asking:
         return result
 
     def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
-        """Keep for later estimates what captures took, and the seconds that its worker took besides."""
+        """Keep the times of captures, and the other seconds of their worker, for later estimates."""
         Timings().add(resolved, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
@@ -421,10 +422,10 @@ class Asking:
 
 
 def needs_of(arm: Arm, gpus: float | None) -> Needs:
-    """Resources of an arm on a cluster's node; ``gpus``: of each arm on a GPU, its tensor parallel size if ``None``.
+    """Return the resources of an arm on a cluster's node. ``gpus``: per arm; ``None``: its tensor parallel size.
 
     Raises:
-        UsageError: the arm's tensor parallel size needs more than ``gpus``.
+        UsageError: If the arm's tensor parallel size needs more than ``gpus``.
     """
     if not arm.device.startswith("cuda") or engine_class(arm.engine).is_server:
         return Needs(cpus=arm.threads or 1, gpus=0)
@@ -435,9 +436,9 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
 
 
 def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
-    """Return the starter of an arm's workers; ``None`` for a fresh interpreter each.
+    """Return the function that starts an arm's workers by forking; ``None`` for a fresh interpreter each.
 
-    It is what forks them, started now where it is the first of its kind.
+    The fork server is started now if it is the first of its kind.
     """
     environment = resolved.environment
     if servers is None or environment.image:  # where descriptors do not lead, perhaps
@@ -483,7 +484,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
 
 
 def absent(folder: Path) -> str:
-    """Message about an answer that a worker reported, but that is missing or invalid."""
+    """Return the message about an answer that a worker reported, but that is missing or invalid."""
     if folder.exists():
         try:
             check_answers(Capture(folder))
@@ -498,7 +499,7 @@ def _answer(planned: PlannedCapture) -> Capture:
     """The capture of a planned one.
 
     Raises:
-        CaptureError: it is not there, is another one, or does not answer the request.
+        CaptureError: If it is missing, is another capture, or does not answer the request.
     """
     found = Capture(planned.folder)
     if found.manifest["key"] != dict(planned.key):
@@ -510,7 +511,7 @@ def _answer(planned: PlannedCapture) -> Capture:
 
 
 def unreadable(ran: Mapping[str, Any]) -> str:
-    """Reason why a runtime record cannot go into a report; empty if it can."""
+    """Return the reason why a runtime record cannot go into a report; empty if it can."""
     try:
         check_runtime_info(ran)
         RuntimeRecord.model_validate(dict(ran))

@@ -1,4 +1,4 @@
-"""Captures → report without an engine: the common part of ``run``, ``rescore`` and ``score``."""
+"""Turn captures into a report without an engine: the common part of ``run``, ``rescore`` and ``score``."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Scored:
-    """The report, and per arm the columns of ``positions.parquet``."""
+    """The report, and the columns of ``positions.parquet`` per arm."""
 
     report: Report
     positions: Sequence[tuple[str, Mapping[str, Any]]]
@@ -72,11 +72,11 @@ class Scored:
 def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, strict: bool = False) -> Scored:
     """Score every arm against the reference, control and floor included.
 
-    A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
+    If the reference failed, no candidate has scores. A failed candidate does not affect the others.
 
     Raises:
-        MismatchError: ``strict``, and two captures must not be compared.
-        MissingPackageError: SciPy is not installed.
+        MismatchError: If ``strict`` and two captures must not be compared.
+        MissingPackageError: If SciPy is not installed.
     """
     require("scipy", "scoring")
     scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
@@ -285,7 +285,7 @@ def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
 
 
 def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
-    """Claims of what an arm must not lose on an axis, at each context; empty where none can be made.
+    """Return the claims on the losses of an arm on an axis, at each context; empty if none can be made.
 
     Accuracy is that of all contexts together where their clusters are the text's documents.
     """

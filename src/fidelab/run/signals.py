@@ -1,4 +1,4 @@
-"""SIGTERM as Ctrl-C."""
+"""Treat SIGTERM like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt: children end, and what is there can be resumed."""
+    """Make SIGTERM raise KeyboardInterrupt, so that children end and the run can be resumed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

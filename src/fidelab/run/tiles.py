@@ -41,7 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Asked:
-    """One capture of the reference, and those that are compared with it, of which some hold only part of the items."""
+    """A capture of the reference, and the captures compared with it, some of which hold only part of the items."""
 
     axis: str
     settings: Mapping[str, Any]
@@ -55,7 +55,7 @@ def is_comparable(ref: Capture, test: Capture) -> bool:
 
 
 def operations(capture: Capture) -> float:
-    """Floating-point operations of a capture's product with the head."""
+    """Return the floating-point operations of a capture's product with the head."""
     shapes = [capture.array_shape(i, "hidden") for i in range(len(capture.items)) if item_rows(capture, i)]
     return sum(2.0 * rows * width for rows, width in shapes) * capture.vocabulary.size
 
@@ -89,7 +89,7 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
 
 
 def main(ticket: str, found: str) -> None:
-    """Compare what a ticket asks, and write the columns under the names ``group.test.item.column``."""
+    """Compare the captures that a ticket names, and write the columns under the names ``group.test.item.column``."""
     from fidelab.metrics.scorer import TileScorer
 
     asked = json.loads(Path(ticket).read_text("utf-8"))

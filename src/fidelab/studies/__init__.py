@@ -1,1 +1,1 @@
-"""Studies: one question about one model, asked many times, with one record, one table and one way to run."""
+"""Studies: one question about one model, asked many times, with one kind of record, table and run."""

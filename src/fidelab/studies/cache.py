@@ -1,4 +1,4 @@
-"""Cost of keys and values at each width: apart and together, in all layers, in one layer, in one head.
+"""Measure the loss of keys and values at each width: separately and together, in all layers, one layer or one head.
 
 See docs/metrics.md#sensitivity-of-keys-and-values.
 """
@@ -78,11 +78,11 @@ class _Statistics:
         return [int(layer) for layer in self.windows[0]["layers"]]
 
     def heads(self, place: int) -> int:
-        """KV heads of the layer at this place of :attr:`layers`."""
+        """Return the number of KV heads of the layer at this index of :attr:`layers`."""
         return len(self.windows[0]["k_amax"][place])
 
     def amax(self, side: Side, place: int, windows: int) -> float:
-        """The largest magnitude over the first windows."""
+        """Return the largest magnitude over the first windows."""
         return float(max(max(window[f"{side[0]}_amax"][place]) for window in self.windows[:windows]))
 
 
@@ -102,7 +102,7 @@ class _Cache(Question):
 
     @property
     def names(self) -> list[str]:
-        """Formats of the grid: those of the widths, then those that were named."""
+        """Formats of the grid: those of the widths, then the named ones."""
         return [*(_int(width, self.group) for width in self.widths), *self.formats]
 
     @property
@@ -160,7 +160,7 @@ class _Cache(Question):
         return [self._cell(place, side, name) for name in self.names for side in self.sides for place in places]
 
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
-        """As asked; single layers and heads are left to the files."""
+        """Return the rows as asked. Rows of single layers and heads are only in the files."""
         return rows, sum(row.at["place"] == "all" for row in rows)
 
     def facts(self, found: Found) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class _Cache(Question):
         return {"native_nll": float(known.mean()) if len(known) else None}
 
     def findings(self, found: Found) -> tuple[Metric, ...]:
-        """Cliffs, asymmetries, and how well known numbers order the losses of single layers or heads."""
+        """Return cliffs, asymmetries, and how well known statistics rank the losses of single layers or heads."""
         return (
             *(self._cliff(side, found) for side in _SIDES if self.widths),
             *(metric for width in self.widths if (metric := self._asymmetry(width, found)) is not None),
@@ -250,7 +250,7 @@ class _Cache(Question):
                 )
 
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
-        """Layer or head × width, a grid for keys and one for values; without these side × width of the whole cache."""
+        """Draw layer or head × width, a grid for keys and one for values; or side × width of the whole cache."""
         label = "format" if self.formats else "bits"
         wide = [row for row in rows if row.at["format"] in self.names]
         single = [row for row in wide if row.at["place"] != "all"]
@@ -261,12 +261,12 @@ class _Cache(Question):
         return heatmap(title, label, "layer" if single else "layers", values)
 
     def choices(self, budget: float) -> Choices:
-        """Formats for keys and values of each layer within a budget of bits per value.
+        """Return formats for keys and values of each layer within a budget of bits per value.
 
-        On vLLM a layer has one of two: the format of all quantized layers, or the compute type.
+        On vLLM a layer has either the format of all quantized layers, or the compute type.
 
         Raises:
-            InputError: nothing fits the budget.
+            InputError: If nothing fits the budget.
         """
         known, names = self.statistics, [NATIVE, *self.names]
         dims = known.windows[0]["head_dim"]
@@ -377,22 +377,23 @@ def kv_sensitivity(
     listener: Listener | None = None,
     say: Say = lambda text: None,
 ) -> tuple[Study, RunFolder]:
-    """Measure the grid, and with a budget the plan; the new run folder gets ``study.json``.
+    """Measure the grid, and with a budget also the plan. The new run folder gets ``study.json``.
 
     Args:
-        experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
+        experiment: experiment on engine hf with the axis ``kld``, whose windows and scored rows are used.
         bits: widths of symmetric integers, 2 to 8.
         formats: further formats: ``q8_0``, ``fp8_e4m3``; with engine vllm also pairs, ``bf16/int8``.
         engine: the engine that the plan is for.  ``hf``: any format in any layer.  ``vllm``: one format, and layers
             that keep the compute type.
-        by: besides the whole cache, single layers, or single heads.
+        by: single layers or single heads, in addition to the whole cache.
         group: values that share a scale.
         budget: bits per stored value, scales included: a plan layer by layer is made and measured on every second
             window, which the rows do not use.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single layers; leave out --engine")
@@ -425,8 +426,9 @@ def calibrate(
         A row per layer: ``layer``, ``k_amax``, ``v_amax``, ``k_scale``, ``v_scale``.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        InputError: the prompts are too short, a layer's keys or values are all 0 or not finite.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        InputError: If the prompts are too short, a layer's keys or values are all 0 or not finite.
     """
     prepared = prepare(experiment, only="reference")
     path = str(prepared.settings.reference.path)
@@ -463,7 +465,7 @@ def _checked(bits: Sequence[int]) -> list[int]:
     """The widths, widest first.
 
     Raises:
-        UsageError: none, one twice, or one that there is no format for.
+        UsageError: If there is no width, one occurs twice, or one has no format.
     """
     for width in bits:
         if width not in _WIDTHS:
@@ -485,8 +487,8 @@ def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
     """The formats, checked.
 
     Raises:
-        UsageError: no such format, one twice, or one that the plan cannot have.
-        NotSupportedError: an engine that has one format for all layers.
+        UsageError: If a format does not exist, occurs twice, or cannot be in the plan.
+        NotSupportedError: If the engine has one format for all layers.
     """
     if engine not in ("hf", "vllm"):
         raise NotSupportedError(
@@ -517,7 +519,7 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     """Magnitudes of keys and values over windows of the prompts, which are another text than the one that is scored.
 
     Raises:
-        EngineError: the model came to no answer, or keeps no keys and values.
+        EngineError: If the model gave no answer, or keeps no keys and values.
     """
     inputs, ids = study.prepared.inputs, list[int]()
     for prompt in inputs.prompts:

@@ -1,4 +1,4 @@
-"""True if quantization and speculation multiply, from four measured arms and their reports.
+"""Test whether the speed-ups of quantization and speculation multiply, from four measured arms and their reports.
 
 See docs/metrics.md#speculation.
 
@@ -67,16 +67,17 @@ class _Arm:
 
 
 def compose_runs(where: Mapping[str, str], command: str = "") -> Study:
-    """Rows of the four arms, and their ratio, for each load that they share, in the order of the plain arm.
+    """Return rows of the four arms, and their ratio, for each load that they share, in the order of the plain arm.
 
     Args:
         where: ``plain``, ``quantized``, ``speculative`` and ``both`` → a run's folder or its ``report.json``; followed
             by ``:NAME`` where a report has several arms.
 
     Raises:
-        InputError: no report there, no such arm, or an arm without the benches ``serving`` or ``decode``.
-        UsageError: two of the four are the same arm, or an arm has to be named.
-        MismatchError: the arms were not measured alike; the message names the first cell that one of them lacks, or
+        InputError: If a report or an arm does not exist, or an arm has neither of the benches ``serving`` and
+            ``decode``.
+        UsageError: If two of the four are the same arm, or an arm has to be named.
+        MismatchError: If the arms were not measured alike. The message names the first cell that one of them lacks, or
             what else differs.
     """
     arms = {name: _read(name, where[name]) for name in ARMS}

@@ -65,13 +65,13 @@ _COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the f
 
 
 def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[Study, RunFolder]:
-    """Run the experiment in a new folder; its ``study.json`` grows with every engine.
+    """Run the experiment in a new folder. Its ``study.json`` grows with every engine.
 
-    ``watch``: called with the name of what begins; returns its observer.
+    ``watch``: called with the name of each step; returns its listener.
 
     Raises:
-        FidelabError: before anything ran.  What an engine fails at is in its rows.
-        KeyboardInterrupt: stopped; finished captures are kept.
+        FidelabError: If the run cannot start. Failures of an engine are in its rows.
+        KeyboardInterrupt: If stopped. Finished captures are kept.
     """
     cross = _filled(cross)
     load_text(cross.text)
@@ -113,7 +113,7 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
 
 @dataclass(frozen=True)
 class PlannedLine:
-    """One engine of a planned experiment.  ``planning``: seconds that preparing its runs takes.
+    """One engine of a planned experiment.  ``planning``: seconds to prepare its runs.
 
     ``prepared``: its run of the axes; ``None``, with a ``reason``, where it cannot run.
     """
@@ -126,7 +126,7 @@ class PlannedLine:
 
 
 def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
-    """Plan of :func:`run_cross`; nothing is run.
+    """Plan :func:`run_cross` without running anything.
 
     Raises as :func:`run_cross`.
     """
@@ -137,9 +137,9 @@ def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
 
 
 def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[StudyRow, ...]:
-    """Mean KL of every arm from every other, over the captures of axis ``kld``; arms without one are left out.
+    """Return the mean KL of every arm from every other, over captures of axis ``kld``. Arms without one are left out.
 
-    ``experiment``: whose KLD settings and seed hold.  ``arms``: name → result.
+    ``experiment``: its KLD settings and seed are used.  ``arms``: name → result.
     """
     alone = experiment.model_copy(update={"axes": {DECIDING: experiment.axes[DECIDING]}})
     results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of(DECIDING, arm.captures)}
@@ -328,7 +328,7 @@ def _filled(cross: CrossEngine) -> CrossEngine:
     """Every default spelled out, and paths that hold from any folder.
 
     Raises:
-        FidelabError: an engine or axis that does not exist, or a setting that an axis does not have.
+        FidelabError: If an engine or axis does not exist, or an axis does not have a setting.
     """
     for line in cross.engines:
         engine_class(line.engine.name)

@@ -1,4 +1,4 @@
-"""Layer by layer: two arms read the same windows, and every layer's states are compared; q, k and v of chosen layers.
+"""Compare two arms layer by layer on the same windows, and capture q, k and v of chosen layers.
 
 See docs/metrics.md#layer-differences.
 """
@@ -46,14 +46,13 @@ RATIO = Definition("times_others", "", "lower", "added error over the root mean 
 def compare_layers(
     experiment: Experiment, *, command: str, listener: Listener | None = None
 ) -> tuple[Study, RunFolder]:
-    """Find the layer at which the candidate differs from the reference; the new run folder gets ``study.json``.
+    """Find the layer at which the candidate differs from the reference. The new run folder gets ``study.json``.
 
-    ``experiment``: one candidate, no control, and of the axes ``kld``, whose windows and scored rows are taken.
+    ``experiment``: one candidate, no control, and the axis ``kld``, whose windows and scored rows are used.
 
     Raises:
-        FidelabError: before anything ran, or the captures must not be compared.  Where an arm fails, the record says
-            so.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If nothing can be run, or the captures must not be compared. A failure of an arm is in the record.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     _check(experiment)
     prepared = prepare(experiment)
@@ -95,12 +94,13 @@ def compare_layers(
 
 
 def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: Listener | None = None) -> dict[str, Array]:
-    """Inputs of the reference's attention in some layers while it reads the first window of axis ``kld``.
+    """Capture the inputs of the reference's attention in some layers while it reads the first window of axis ``kld``.
 
     Arrays ``<layer>.q`` [heads, tokens, D], ``<layer>.k`` and ``<layer>.v`` [KV heads, tokens, D], in the compute type.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the engine came to no answer.
+        FidelabError: If the run cannot start.
+        EngineError: If the engine gave no answer.
     """
     _check(experiment)
     prepared = prepare(experiment, only="reference")
@@ -119,7 +119,7 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
 
 
 def _check(experiment: Experiment) -> None:
-    """There are two arms, on engines that tell their layers."""
+    """Check that there are two arms, on engines that report layer states."""
     if len(experiment.candidates) != 1:
         raise UsageError(
             f"a layer comparison takes two configurations: name one candidate, not {len(experiment.candidates)}"
@@ -145,7 +145,7 @@ def _over_states(job: PlannedJob) -> Layerwise:
 def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | None = None) -> dict[str, Any]:
     """Conclusions from the curves, as fields of the record. A layer has to add more than rounding noise (``twin``).
 
-    The first row is of what enters the first layer.
+    The first row describes the input of the first layer.
     """
     parting = part(curve, _noise(floor, twin))
     added, tail = added_errors(curve.median), added_errors(curve.tail)
@@ -258,8 +258,8 @@ def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
     """The curve over all rows of all windows, a layer at a time.
 
     Raises:
-        MismatchError: other windows, another number of layers, or another width.  InputError: the reference's states
-            are not finite.
+        MismatchError: If the windows, the number of layers or the width differ.
+        InputError: If the reference's states are not finite.
     """
     captures = Capture(reference.captures[_STATES]), Capture(other.captures[_STATES])
     pair = Pair.match(*captures, subset=other.role.partition(":")[0] in (FLOOR, TWIN))

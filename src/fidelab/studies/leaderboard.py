@@ -1,7 +1,7 @@
 """Many reports → one ranking for each set of conditions, in which indistinguishable arms share a rank.
 
-A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` asks for; other figures
-are omitted where their conditions differ from most of their column.  See docs/metrics.md#leaderboards.
+A row ranks only with rows that agree in all that :func:`~fidelab.results.comparability.fields` requires. Other figures
+are omitted if their conditions differ from most of their column.  See docs/metrics.md#leaderboards.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ def rank(
     by: str = DECIDING,
     command: str = "",
 ) -> Study:
-    """Rank the candidates of all reports by the first headline of an axis or bench; of a bench the references, too.
+    """Rank the candidates of all reports by the first headline of an axis or bench; for a bench also references.
 
     Ranks follow from intervals: an arm is better than another if its interval lies wholly on the better side of the
     other's, so its best rank is one more than the number of arms that are better, its worst the number of those that
-    are not worse.  The interval of repeats is from the smallest to the largest; exact figures are intervals of no
-    width.  Each row has ``best`` and ``worst`` among its facts, where it has a rank.
+    are not worse.  The interval of repeats is from the smallest to the largest, and an exact figure is an interval of
+    width 0. The facts of each ranked row include ``best`` and ``worst``.
 
     Raises:
-        InputError: no report has such a figure, or neither side of it is better; names what there is.
+        InputError: If no report has such a figure, or neither side of it is better. The message names the figures that
+            exist.
     """
     names = {group for report in reports for group in _groups(report)}
     found: dict[str, tuple[_Column, list[_Entry]]] = {}

@@ -1,9 +1,10 @@
 """Run a profile: its stages one after another, each as a command of fidelab in a separate process.
 
-A profile's run lies in ``<output_dir>/profiles/<id>``: ``config.resolved.yaml`` from its first moment, a folder per
-stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages, ``skips.json``, and
-``study.json``, which compares the source's figures with the measured ones.  A stage that this machine cannot run is
-skipped; the record says what it needs and what was found. A failed stage fails the profile, and the others still run.
+The folder of a profile's run is ``<output_dir>/profiles/<id>``. It contains ``config.resolved.yaml`` from the first
+moment, a folder per stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages,
+``skips.json``, and ``study.json``, which compares the source's figures with the measured ones.  A stage that this
+machine cannot run is skipped; the record says what it needs and what was found. A failed stage fails the profile, and
+the others still run.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class Skip(Record):
 
 @dataclass(frozen=True)
 class Machine:
-    """This machine, as far as stages need to know; asked only when a need is judged."""
+    """This machine, as far as stages need to know it. Each property is determined only when a need is judged."""
 
     folder: Path
 
     @cached_property
     def gpus(self) -> tuple[str, tuple[tuple[str, int], ...]]:
-        """``cuda``, ``rocm`` or ``none``; name and bytes of each GPU that torch can use."""
+        """``cuda``, ``rocm`` or ``none``, and the name and bytes of each GPU that torch can use."""
         from fidelab.engines.installed import gpu_files
 
         if not gpu_files():
@@ -113,7 +114,7 @@ class Machine:
         return shutil.disk_usage(place).free
 
     def record(self) -> dict[str, Any]:
-        """All of it, for the record."""
+        """Return all of it, for the record."""
         kind, cards = self.gpus
         return {
             "device": "cpu" if not cards else kind,
@@ -125,9 +126,9 @@ class Machine:
 
 
 def judge(stage: Stage, machine: Machine, ended: Mapping[str, Status]) -> list[Skip]:
-    """Requirements of a stage that this machine lacks; empty where it can run.
+    """Return the requirements of a stage that this machine lacks; empty if it can run.
 
-    ``ended``: what became of the stages before it.
+    ``ended``: status of the stages before it.
     """
     needs, skips = stage.needs, list[tuple[str, str]]()
     if needs.never is not None:
@@ -159,7 +160,7 @@ def judge(stage: Stage, machine: Machine, ended: Mapping[str, Status]) -> list[S
 
 
 def word_of(status: Status) -> str:
-    """``ok``, ``failed``, or ``skipped`` of a stage that this machine cannot run."""
+    """Return ``ok``, ``failed``, or ``skipped`` for a stage that this machine cannot run."""
     return "skipped" if status is Status.NOT_SUPPORTED else status.value
 
 
@@ -202,9 +203,9 @@ def run_profile(
     """Run the stages that this machine can run, and write the record; ``only``: run just these stages.
 
     Raises:
-        UnknownNameError: ``only`` names a stage that the profile does not have.
-        OutputError: the folder cannot be written.
-        Interrupted: stopped by Ctrl-C or SIGTERM; :func:`resume_profile` goes on.
+        UnknownNameError: If ``only`` names a stage that the profile does not have.
+        OutputError: If the folder cannot be written.
+        Interrupted: If stopped by Ctrl-C or SIGTERM. :func:`resume_profile` continues.
     """
     _chosen(resolved, only)
     label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
@@ -221,12 +222,12 @@ def resume_profile(
 ) -> Study:
     """Resume a profile: successful stages are kept, all others run again and find their own captures.
 
-    ``trusted``: files, or their folders, that the user trusts although somebody else began the profile.
+    ``trusted``: files or folders that the user trusts although another user began the profile.
 
     Raises:
-        InputError: the folder is not a run of a profile.
-        ConfigError: another user began it, and it is not trusted.
-        Interrupted: as :func:`run_profile`.
+        InputError: If the folder is not a run of a profile.
+        ConfigError: If another user began it, and it is not trusted.
+        Interrupted: As :func:`run_profile`.
     """
     folder = folder.absolute()
     file = folder / CONFIG
@@ -244,10 +245,10 @@ def resume_profile(
 
 
 def stage_command(stage: Stage, folder: Path) -> list[str]:
-    """The command of a stage, ``fidelab`` or ``k16v8`` first; an experiment's file is written in the profile's folder.
+    """Return the command of a stage, ``fidelab`` or ``k16v8`` first. Experiments are files in the profile's folder.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     own = folder / "stages" / stage.name
 
@@ -290,7 +291,7 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
     The cost of an experiment is that of its dry run. For other commands, the profile specifies it.
 
     Raises:
-        UnknownNameError: ``only`` names a stage that the profile does not have.
+        UnknownNameError: If ``only`` names a stage that the profile does not have.
     """
     machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
     for stage in _chosen(resolved, only):
@@ -461,7 +462,7 @@ def _reason(log: Path, code: int) -> str:
 
 
 def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
-    """The value at a path in a stage's JSON, its interval, and why there is none.
+    """Return the value at a path in a stage's JSON, its interval, and the reason if there is none.
 
     Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only matching item of a list. A metric,
     which is an object with ``value`` and perhaps ``ci``, counts as its value; the interval of ``name`` may also be its

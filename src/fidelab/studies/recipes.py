@@ -1,4 +1,4 @@
-"""Recipes: a plan of formats by layer, written as engines read it.
+"""Recipes: plans of formats by layer, written in the forms that engines read.
 
 See docs/diagnosis.md#which-keys-and-values.
 """
@@ -60,16 +60,16 @@ class Recipe:
 
     @property
     def quantized(self) -> list[tuple[str, str]]:
-        """The pairs in use, in order of appearance, without layers that are native."""
+        """Return the pairs in use, in order of appearance, without layers that are native."""
         return [pair for pair in dict.fromkeys(self.layers.values()) if pair != (NATIVE, NATIVE)]
 
     @property
     def skipped(self) -> list[int]:
-        """Layers that keep the compute type."""
+        """Return the layers that keep the compute type."""
         return [layer for layer, pair in self.layers.items() if pair == (NATIVE, NATIVE)]
 
     def kv(self, wide: str = "bf16") -> str | None:
-        """The recipe as ``--kv``: one format and skipped layers; ``None`` where layers have different ones.
+        """Return the recipe as ``--kv``: one format and skipped layers; ``None`` if layers have different formats.
 
         ``wide``: name of the compute type as one of two sides.
         """
@@ -85,7 +85,7 @@ class Recipe:
 
 
 def pair_name(k: str, v: str, wide: str) -> str:
-    """``q8_0`` for both, or ``bf16/q8_0``."""
+    """Return ``q8_0`` for both sides, or ``bf16/q8_0``."""
     return k if k == v else "/".join(wide if side == NATIVE else side for side in (k, v))
 
 
@@ -208,7 +208,7 @@ def form_of(path: Path, given: str | None) -> str:
     """Return the name of the form, by ``--export-format`` or by the file's name.
 
     Raises:
-        UsageError: no such form, or a name that tells none.
+        UsageError: If the form does not exist, or the file's name does not give one.
     """
     name = given or _BY_NAME.get(path.name) or _BY_SUFFIX.get(path.suffix)
     if name is None:
@@ -222,8 +222,8 @@ def export_plan(plan: StudyPlan, path: Path, form: str) -> None:
     """Write the plan for an engine; ``form`` is a name of :data:`EXPORTS`.
 
     Raises:
-        NotSupportedError: the engine cannot store the plan.
-        OutputError: the file cannot be written.
+        NotSupportedError: If the engine cannot store the plan.
+        OutputError: If the file cannot be written.
     """
     text = plan.kv + "\n" if form == "fidelab" and plan.kv else EXPORTS[form](Recipe.of(plan.formats), plan.uniform)
     write_atomically(path, text)

@@ -1,7 +1,7 @@
-"""Studies of roundings: one loaded model answers the same windows under many roundings, and a plan within a budget.
+"""Studies of roundings: one model answers the same windows under many roundings. A budget gives a plan.
 
-Only one group is rounded at a time, all others are native.  With a budget every second window is kept for the plan: it
-is chosen on the others, and measured there, next to the best single format of that size.
+Only one group is rounded at a time; all others are native. With a budget, the plan is chosen on every second window and
+measured on the others, next to the best single format of that size.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _EXCHANGES = 16  # measured in the second round
 
 @dataclass(frozen=True)
 class Cell:
-    """A row that is asked for: the text of its rounding, its coordinates, and what is known of it beforehand."""
+    """A requested row: the text of its rounding, its coordinates, and facts that are known beforehand."""
 
     text: str
     at: Coordinates
@@ -55,7 +55,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rows:
-    """KL and agreement of all rows of an answer, with the clusters that they belong to."""
+    """KL and agreement of all rows of an answer, with the clusters of the rows."""
 
     rows: RowComparison
     clusters: np.ndarray[Any, np.dtype[np.int64]]
@@ -69,7 +69,7 @@ class Rows:
         return float(self.rows.kl.mean())
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Mean KL, agreement, and what happens to the likelihood of the text."""
+        """Return mean KL, agreement, and the change of the likelihood of the text."""
         change = self.rows.nll_test - self.rows.nll_ref
         known = np.isfinite(change)
         interval = ratio_interval(self.items, bounds=(0.0, float("inf")))
@@ -84,7 +84,7 @@ class Rows:
         )
 
     def measurement(self) -> Measurement:
-        """The same as the record has it."""
+        """Return the metrics in the form of the record."""
         return Measurement(status=Status.OK, metrics=self.metrics())
 
 
@@ -102,14 +102,14 @@ def _mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float | None:
 
 @dataclass(frozen=True)
 class Answers:
-    """The captures of one set of windows, by the text of their roundings."""
+    """Captures of one set of windows, by the text of their roundings."""
 
     request: Prefill
     result: ArmResult
     axis: str
 
     def rows(self, texts: Sequence[str], say: Say = lambda text: None) -> dict[str, Rows | str]:
-        """All rows of each answer against the native one, or why there are none."""
+        """Return all rows of each answer against the native one, or the reason why there are none."""
         names = {text: _name(self.axis, text) for text in texts}
         paths = self.result.captures
         found = [text for text, name in names.items() if name in paths]
@@ -156,7 +156,7 @@ def ask(
     """Ask one process for the native answer and all roundings, of weights or of keys and values.
 
     Raises:
-        EngineError: not even the native answer came.
+        EngineError: If the native answer itself failed.
     """
     [job] = study.prepared.plan.jobs
     places = request.windows, request.first, request.last, request.units
@@ -169,10 +169,10 @@ def ask(
 
 
 def windows_of(prepared: Prepared, *, halves: bool) -> tuple[Prefill, Prefill | None]:
-    """The windows of the rows, and with ``halves`` those on which a plan is measured.
+    """Return the windows of the rows, and with ``halves`` those on which a plan is measured.
 
     Raises:
-        UsageError: there are too few for two halves.
+        UsageError: If there are too few for two halves.
     """
     [job] = prepared.plan.jobs
     [asked] = [capture.request for capture in job.captures]
@@ -193,10 +193,10 @@ class Choices:
     """Choices of a plan: a format for every group.
 
     ``texts``: (group, format) → the cell that measured it; a native group costs nothing.  ``sizes``: [groups, formats];
-    ``per``: what they are divided by to be shown in ``unit``.  ``option``: formats by group → the plan as one text.
-    ``rivals``: single formats that fit → their text and their size.  ``together``: sets of formats, of which a plan
-    has one; empty: all go together.  ``refined``: exchanges around the plan are measured.  ``kv``: formats by group →
-    the plan as a KV format.  ``commands``: the plan and the best single format as KV formats → commands that follow.
+    ``per``: divisor for showing them in ``unit``.  ``option``: formats by group → the plan as one text. ``rivals``:
+    single formats that fit → their text and their size.  ``together``: sets of formats, of which a plan has one; empty:
+    all go together.  ``refined``: exchanges around the plan are measured.  ``kv``: formats by group → the plan as a KV
+    format.  ``commands``: the plan and the best single format as KV formats → commands that follow.
     """
 
     unit: Literal["bytes", "bits per value"]
@@ -215,10 +215,10 @@ class Choices:
     commands: Callable[[str, str], Mapping[str, str]] = lambda kv, uniform: {}
 
     def columns(self, costs: Floats) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Floats]:
-        """Return the cheapest choice within the budget, and the costs with what does not go with it at infinity.
+        """Return the cheapest choice within the budget, and the costs with incompatible formats at infinity.
 
         Raises:
-            ValueError: even the smallest choices exceed the budget.
+            ValueError: If even the smallest choices exceed the budget.
         """
         found = list[tuple[float, int, Columns, Floats]]()
         for names in self.together or [self.formats]:
@@ -236,7 +236,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Question(ABC):
-    """Particulars of one study of roundings; ``by``: what is rounded at a time."""
+    """Particulars of one study of roundings; ``by``: the unit that is rounded at a time."""
 
     kind: ClassVar[StudyKind]
     request: ClassVar[type[Reweighted] | type[Recached]]
@@ -247,27 +247,27 @@ class Question(ABC):
     @property
     @abstractmethod
     def cells(self) -> Sequence[Cell]:
-        """All that is asked for."""
+        """Return all cells of the study."""
 
     @abstractmethod
     def facts(self, found: Found) -> dict[str, Any]:
-        """Facts that the study needs of the model."""
+        """Return facts about the model that the study needs."""
 
     @abstractmethod
     def findings(self, found: Found) -> tuple[Metric, ...]:
-        """Figures over several rows."""
+        """Return figures over several rows."""
 
     @abstractmethod
     def sentences(self, rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
-        """Findings in words."""
+        """Return the findings in words."""
 
     @abstractmethod
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
-        """Heat map of the losses."""
+        """Return a heat map of the losses."""
 
     @abstractmethod
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
-        """The rows in the order of the table, and how many of them a terminal shows."""
+        """Return the rows in the order of the table, and how many of them a terminal shows."""
 
 
 def measure(
@@ -278,10 +278,11 @@ def measure(
     choices: Choices | None,
     say: Say,
 ) -> Study:
-    """Ask for all cells and write the record; with ``choices`` also choose a plan, measure it and write it.
+    """Ask for all cells and write the record. With ``choices``, also choose a plan, measure it and write it.
 
     Raises:
-        EngineError: the model came to no answer.  InputError: cells that failed leave no plan within the budget.
+        EngineError: If the model gave no answer.
+        InputError: If the cells that failed leave no plan within the budget.
     """
     texts = [cell.text for cell in question.cells]
     found = ask(study, chosen, question.kind, texts, "cells", question.request).rows(texts, say)
@@ -319,7 +320,7 @@ def _row(cell: Cell, rows: Rows | str) -> StudyRow:
 
 
 def heatmap(title: str, x_label: str, y_label: str, values: Mapping[tuple[str, str, str], float | None]) -> Heatmap:
-    """A heat map of (grid, y, x) → value; labels come in the order of their first appearance."""
+    """Return a heat map of (grid, y, x) → value, with labels in the order of their first appearance."""
     names, ys, xs = (list(dict.fromkeys(place[n] for place in values)) for n in range(3))
     return Heatmap(
         title=title,
@@ -407,15 +408,15 @@ def refine(
     sizes: Floats,
     budget: float,
 ) -> tuple[Columns, Rows]:
-    """Return the best of a plan, of those around it, and of those that help put together, with its rows.
+    """Return the best plan and its rows, among a plan, its neighbours, and combinations of helpful neighbours.
 
-    Losses of single groups do not add up, so that the plan of the least sum need not be the best one.  Those that
-    help are put together one after another, from the best on, as long as they change different groups.
+    Losses of single groups do not add up, so the plan with the least sum need not be the best one. Exchanges that help
+    are combined one after another, from the best on, as long as they change different groups.
 
     Args:
-        plans, answers: the plan, [groups], before those that differ from it in few groups, and what each came to.
-        measured: asks for the rows of further plans.
-        sizes, budget: what a plan takes, and may take.
+        plans, answers: the plan, [groups], followed by those that differ from it in few groups, and the answer of each.
+        measured: function that asks for the rows of further plans.
+        sizes, budget: sizes of the formats, and the largest size of a plan.
     """
     found = [(one.mean, n, one) for n, one in enumerate(answers) if isinstance(one, Rows)]
     ranked = sorted(found, key=lambda one: one[:2])

@@ -1,7 +1,7 @@
 """Lifecycle of a study: its folder, its jobs, its record and its page.
 
-A study is an ordinary plan whose questions are exchanged.  Its answers are captures among all others, so the same
-command again asks for nothing that is there.
+A study is an ordinary plan with other requests. Its answers are ordinary captures, so repeating the command reuses
+those that exist.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpenStudy:
         """Make the run folder.
 
         Raises:
-            OutputError: it cannot be made.
+            OutputError: If it cannot be made.
         """
         created, settings = datetime.now(UTC).replace(microsecond=0), prepared.settings
         config = dump(settings.experiment, {"command": command, "created": created.isoformat()})
@@ -52,7 +52,7 @@ class OpenStudy:
         return cls(kind, prepared, folder, created, command, listener or Silent())
 
     def run(self, jobs: Sequence[PlannedJob], log: str = "") -> list[ArmResult]:
-        """Run the jobs in turn, as :func:`run_jobs`; ``log`` names a log for all of them."""
+        """Run the jobs in turn, as :func:`run_jobs` does; ``log`` names a log for all of them."""
         return run_jobs(self.prepared, jobs, self.listener, lambda role: self.folder.log(log or role), self.folder)
 
     def write(self, **fields: Any) -> Study:
@@ -68,7 +68,7 @@ class OpenStudy:
 
 
 def new_study(**fields: Any) -> Study:
-    """A record of this version, made now unless ``created`` says when."""
+    """Return a record of this version, made now unless ``created`` is given."""
     now = {"schema": SCHEMA, "created": datetime.now(UTC).replace(microsecond=0), "run_id": ""}
     return Study.model_validate({**now, "fidelab_version": fidelab.__version__, **fields})
 
@@ -77,7 +77,7 @@ def write_study(study: Study, folder: RunFolder) -> Study:
     """Write a record and its page into a run folder.
 
     Raises:
-        OutputError: a file cannot be written.
+        OutputError: If a file cannot be written.
     """
     study.write(folder.path)
     write_study_html(study, folder.html)
@@ -85,7 +85,7 @@ def write_study(study: Study, folder: RunFolder) -> Study:
 
 
 def arm_of(result: ArmResult) -> StudyArm:
-    """The record of an arm."""
+    """Return the record of an arm."""
     arm, ran = result.arm, result.ran
     status, reason = engaged(result)
     return StudyArm(
@@ -101,7 +101,7 @@ def arm_of(result: ArmResult) -> StudyArm:
 
 
 def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
-    """Return the job with only these questions."""
+    """Return the job with only these requests."""
     settings, captures = prepared.settings, []
     for request in requests:
         key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
@@ -117,7 +117,7 @@ def run_jobs(
     log: Callable[[str], Path],
     folder: RunFolder | None = None,
 ) -> list[ArmResult]:
-    """Run one job after another, until an arm comes to no answer; a twin may fail."""
+    """Run one job after another, until an arm gives no answer. A twin may fail."""
     results: list[ArmResult] = []
     listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
     try:
@@ -132,5 +132,5 @@ def run_jobs(
 
 
 def why_none(result: ArmResult) -> str:
-    """Reason why an arm left no capture."""
+    """Return the reason why an arm left no capture."""
     return result.reason or "; ".join(dict.fromkeys(result.failures.values())) or "the engine left no capture"

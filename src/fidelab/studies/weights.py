@@ -1,4 +1,4 @@
-"""Cost of each group of weights in each format, and the cheapest plan within a budget of bytes.
+"""Measure the loss of each group of weights in each format, and choose the best plan within a budget of bytes.
 
 See docs/metrics.md#weight-sensitivity.
 """
@@ -94,7 +94,7 @@ class _Weights(Question):
         return {"native_bytes": sum(group.nbytes(None) for group in self.groups), "parameters": self.parameters}
 
     def findings(self, found: Found) -> tuple[Metric, ...]:
-        """The losses of all groups added up, by format."""
+        """Return the losses of all groups added up, by format."""
         sums: dict[str, float] = {}
         for cell in self.cells:
             if not isinstance(rows := found[cell.text], str):
@@ -108,7 +108,7 @@ class _Weights(Question):
             yield f"Losses of all {self.by}s added up, in nats: {sums}."
 
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
-        """Layer × kind, a grid per format; of whole layers or kinds one column or row."""
+        """Draw layer × kind, one grid per format. Groups of whole layers or kinds have a single column or row."""
         values = {
             (str(row.at["format"]), str(row.at.get("layer", "all")), str(row.at.get("kind", "all"))): row.value("kld")
             for row in rows
@@ -116,13 +116,13 @@ class _Weights(Question):
         return heatmap("mean KL of each group by itself, nats", "kind of weight", "layer", values)
 
     def arranged(self, rows: Sequence[StudyRow]) -> tuple[Sequence[StudyRow], int]:
-        """Costliest first; those that failed before all."""
+        """Return the rows, failed ones first, then the costliest first."""
         losses = [(row.value("kld"), row) for row in rows]
         ordered = sorted(losses, key=lambda each: float("-inf") if each[0] is None else -each[0])
         return [row for _, row in ordered], _TABLE_ROWS
 
     def choices(self, limit: int, named: FormatSpec | None) -> Choices:
-        """A format for each group within a budget of bytes."""
+        """Choose a format for each group within a budget of bytes."""
         formats = [NATIVE, *map(str, self.specs)]
         return Choices(
             unit="bytes",
@@ -151,18 +151,19 @@ def sensitivity(
     listener: Listener | None = None,
     say: Say = lambda text: None,
 ) -> tuple[Study, RunFolder]:
-    """Measure every group in every format, and with a budget the plan; the new run folder gets ``study.json``.
+    """Measure every group in every format, and with a budget also the plan. The new run folder gets ``study.json``.
 
     Args:
-        experiment: the model on engine hf; of the axes ``kld``, whose windows and scored rows are taken.
-        formats: of weights: ``int4[group=64]``, ``q4_k``.
+        experiment: experiment on engine hf with the axis ``kld``, whose windows and scored rows are used.
+        formats: formats of weights, such as ``int4[group=64]``, ``q4_k``.
         by: a group is one weight matrix, all of a layer, or all of one kind.
         budget: bytes of the decoder layers' weights: ``80MB``, ``4.5bpw``, or a format, for what that takes everywhere.
-        say: gets a line now and then while answers are scored.
+        say: called with a line now and then while answers are scored.
 
     Raises:
-        FidelabError: before anything ran.  EngineError: the model came to no answer.
-        KeyboardInterrupt: stopped; finished captures are kept and found again.
+        FidelabError: If the run cannot start.
+        EngineError: If the model gave no answer.
+        KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
     if experiment.engine.name != "hf":
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
@@ -180,7 +181,8 @@ def _specs(formats: Sequence[str]) -> dict[FormatSpec, WeightFormat]:
     """The formats by their specs.
 
     Raises:
-        UsageError: none, one twice, or one that is native or has patterns; and as ``weight_format``.
+        UsageError: If there is no format, or one occurs twice, is native or has patterns. Otherwise as
+            ``weight_format``.
     """
     specs: dict[FormatSpec, WeightFormat] = {}
     for text in formats:
@@ -200,7 +202,7 @@ def _groups(path: str, by: By) -> list[_Group]:
     """The linear weights of decoder layers, grouped; their tensors have shapes and no content.
 
     Raises:
-        NotSupportedError: there are none.
+        NotSupportedError: If there are none.
     """
     from fidelab.engines.hf.structure import skeleton
 
@@ -226,7 +228,7 @@ def _budget(
     """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
-        UsageError: it is neither a size nor a format, or below the smallest possible.
+        UsageError: If it is neither a size nor a format, or below the smallest possible.
     """
     spec = None
     if match := _BITS.fullmatch(text.strip()):

@@ -34,7 +34,7 @@ _MODEL_DTYPE = "bf16"  # of the model that formats are asked about
 
 
 def main() -> int:
-    """Greet, and answer until standard input ends."""
+    """Send the greeting, and answer until standard input ends."""
     gc.disable()  # it would take a quarter of the time of importing an engine, and the process is short
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # prints of the engine are not for the asker
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def reply(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to one request, or the error that it met."""
+    """Return the answer to one request, or the error that occurred."""
     try:
         fields: dict[str, Any] = dict(request)
         engine, question = ENGINES.load(fields.pop("engine")), fields.pop("ask")
@@ -62,7 +62,7 @@ def reply(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
-    """Answer of an engine's class about itself, as JSON.
+    """Return an engine class's answer about itself, as JSON.
 
     ``question``: a class method of the engine, with its arguments as ``fields``; ``about``, for how the engine is
     installed in this interpreter; or ``formats``, for each KV format that may be written and why it cannot run here
@@ -98,13 +98,13 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
 
 
 def kv_names(engine: type[Engine]) -> list[str]:
-    """The KV formats that may be written for an engine: its own, and ``k16v8`` if it has both halves."""
+    """Return the KV formats that may be written for an engine: its own, and ``k16v8`` if it has both halves."""
     names = [str(name) for name in engine.kv_names()]
     return [*names, K16V8] if engine.separate_kv and "fp8_e4m3" in names and K16V8 not in names else names
 
 
 def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
-    """Refusals by format.  Importing an engine takes seconds, so they are cached until something changes."""
+    """Return refusals by format.  Importing an engine takes seconds, so they are cached until something changes."""
     now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
     if not store or now is None:
         return _refusals(engine)

@@ -141,7 +141,7 @@ _GENERAL: tuple[tuple[str, str], ...] = (
 
 
 def explain(lines: list[str]) -> str | None:
-    """The likely cause by the last known message in a log, or ``None``."""
+    """Return the likely cause by the last known message in a log, or ``None``."""
     for table in (_CAUSES, _GENERAL):
         for line in reversed(lines):
             for pattern, cause in table:
@@ -177,7 +177,7 @@ _WRONG_CODE = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
 
 
 def crashed_in_code(returncode: int) -> bool:
-    """Whether a fault in machine code ended the process; its log does not hold the cause then."""
+    """Whether a fault in machine code ended the process. Its log then does not hold the cause."""
     return -returncode in _WRONG_CODE
 
 

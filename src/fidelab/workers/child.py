@@ -1,4 +1,4 @@
-"""The worker process: opens one engine, streams answers into captures, exits.
+"""Worker process: opens one engine, streams answers into captures, exits.
 
 Runs as ``python -m fidelab.workers.child`` in the engine's environment; besides the engine itself only the
 standard library and numpy are imported.  Messages go out on the original standard output.  Output of
@@ -99,7 +99,7 @@ class _Sink:
 
 
 def main() -> int:
-    """Answer on standard input and output; the exit code."""
+    """Answer on standard input and output. Returns the exit code."""
     _watch_crashes()
     outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
@@ -107,7 +107,7 @@ def main() -> int:
 
 
 def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[[], None]) -> int:
-    """Send the greeting, read one job, and answer its tasks and those that follow; the exit code.
+    """Send the greeting, read one job, and answer its tasks and those that follow. Returns the exit code.
 
     ``log`` receives tracebacks. ``on_end`` is called in another thread when the inbox ends, before the work stops.
     """
@@ -264,7 +264,7 @@ def _check_tokenizer(engine: Engine, job: Job) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """One line for an exception: our own messages as they are, others with their type."""
+    """Return one line for an exception: fidelab's own messages as they are, others with their type."""
     if isinstance(error, FidelabError):
         return str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -31,7 +31,7 @@ _LOST_RETURN_CODE = -signal.SIGKILL  # return code of a worker whose server has 
 
 
 class Forked:
-    """A forked worker, with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
+    """Forked worker with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
@@ -40,14 +40,14 @@ class Forked:
         threading.Thread(target=self._read, args=(report,), daemon=True).start()
 
     def poll(self) -> int | None:
-        """The return code, ``-n`` after signal n; ``None`` while it runs."""
+        """Return the return code, ``-n`` after signal n; ``None`` while the worker runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The return code, once the process has ended.
+        """Wait for the end of the process, and return its return code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+            subprocess.TimeoutExpired: If it has not ended after ``timeout`` seconds.
         """
         if not self._ended.wait(timeout) or self.returncode is None:
             raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
@@ -61,7 +61,7 @@ class Forked:
 
 
 class ForkServer:
-    """The parent's side.  The server starts at once and imports while the parent works.
+    """Parent's side of a fork server.  The server starts at once and imports while the parent works.
 
     Args:
         command: command that starts the server in the engine's environment.
@@ -83,7 +83,7 @@ class ForkServer:
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
 
     def start(self, stderr: int) -> Forked | None:
-        """A new worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
+        """Start a worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
         pipes = [os.pipe() for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
         try:
@@ -102,13 +102,13 @@ class ForkServer:
 
 
 class ForkServers:
-    """The servers of a run: one per engine, environment and variables."""
+    """Fork servers of a run: one per engine, environment and variables."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[Any, ...], ForkServer] = {}
 
     def get(self, command: Sequence[str], engine: str, env: Mapping[str, str]) -> ForkServer | None:
-        """Server of these workers, started if needed; ``None`` if its workers start in fresh interpreters.
+        """Return the server of these workers, started if needed; ``None`` if they start in fresh interpreters.
 
         ``command``: command that starts a module of this name in the engine's environment.
         """
@@ -122,7 +122,7 @@ class ForkServers:
         return self._servers[key]
 
     def close(self) -> None:
-        """End all of them."""
+        """End all servers."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()

@@ -41,14 +41,14 @@ class LocalWorker:
         self._thread.start()
 
     def poll(self) -> int | None:
-        """Return the exit code; ``None`` while it runs."""
+        """Return the exit code; ``None`` while the thread runs."""
         return None if self._thread.is_alive() else self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code, once the thread has ended.
+        """Wait for the end of the thread, and return the exit code.
 
         Raises:
-            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+            subprocess.TimeoutExpired: If it has not ended after ``timeout`` seconds.
         """
         self._thread.join(timeout)
         if self._thread.is_alive() or self.returncode is None:
@@ -56,7 +56,7 @@ class LocalWorker:
         return self.returncode
 
     def end(self) -> None:
-        """Close its input, and wait until it has noticed."""
+        """Close the input, and wait until the thread has noticed."""
         self.stdin.close()
         self._thread.join(_END_WAIT)
 

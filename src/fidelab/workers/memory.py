@@ -17,12 +17,12 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in the unit of getr
 
 
 def resident_bytes() -> int | None:
-    """Resident bytes of this process and its living descendants now; ``None`` if unknown."""
+    """Return the resident bytes of this process and its living descendants now; ``None`` if unknown."""
     return _total(_NOW)
 
 
 def peak_bytes() -> int:
-    """Sum of the peaks of resident bytes of this process and each of its living descendants.
+    """Return the sum of the peaks of resident bytes of this process and each of its living descendants.
 
     getrusage is avoided where possible: for a process started by vfork its figure includes the peak of the parent,
     and it leaves out living descendants.

@@ -21,7 +21,7 @@ _DEEPEST = 32  # objects and lists within one another
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """One request to answer: its record, where the capture goes, and the capture's key.
+    """One request to answer: its record, the place of the capture, and the capture's key.
 
     ``seed``: seed of the engine's proof of engagement.
     """
@@ -36,8 +36,8 @@ class ProbeTask:
 class Job:
     """Parent → child: an arm to open, and its first tasks.
 
-    ``env``: variables to set before the engine is imported (a container does not inherit them).  ``about``: goes
-    into the runtime info.
+    ``env``: variables to set before the engine is imported (a container does not inherit them).  ``about``: facts for
+    the runtime info.
     """
 
     arm: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Hello:
-    """Child → parent: alive, before anything heavy is imported."""
+    """Child → parent: the child is alive. Sent before anything heavy is imported."""
 
     pid: int
     protocol: int = PROTOCOL
@@ -98,7 +98,7 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class Idle:
-    """Child → parent: the model is loaded and all tasks so far were tried.  Sent again after each More."""
+    """Child → parent: the model is loaded and all tasks so far were tried.  Sent again after each :class:`More`."""
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
-    """One line."""
+    """Encode a message as one line."""
     return json.dumps({"type": type(message).__name__, **to_json(message)}, ensure_ascii=True).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The inverse of :func:`encode`.
+    """Decode a line of :func:`encode`.
 
     Raises:
-        EngineError: the line is not a message of this protocol, or a field has another type.
+        EngineError: If the line is not a message of this protocol, or a field has another type.
     """
     try:
         fields = json.loads(line, parse_constant=_no_number)
@@ -156,7 +156,7 @@ def check_runtime_info(ran: Mapping[str, Any]) -> None:
     """Check the fields of runtime info that are read here; further fields are not checked.
 
     Raises:
-        ValueError: a field has another type; names it.
+        ValueError: If a field has another type. The message names it.
     """
     if fault := next(invalid_runtime_fields(ran), None):
         raise ValueError(f"what ran: {fault} is of another type")
@@ -170,7 +170,7 @@ def check_text(value: Any, depth: int = 0) -> None:
     """Refuse text that no file can hold, and nesting that exhausts the stack.
 
     Raises:
-        ValueError: there is some.
+        ValueError: If the value holds such text or nesting.
     """
     if depth > _DEEPEST:
         raise ValueError("nested too deeply")

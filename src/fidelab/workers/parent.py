@@ -1,4 +1,4 @@
-"""The parent's side: spawn a worker, enforce the deadline, end its process group, wait until memory is back."""
+"""Parent's side of a worker: spawn it, enforce the deadline, end its process group, wait for its memory."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class Worker:
         """Whether a message may come now.
 
         Raises:
-            EngineError: it may not come now; names it.
+            EngineError: If the message may not come now. The error names it.
         """
         known = {*self.outcome.captured, *self.outcome.failed}
         fault = ""

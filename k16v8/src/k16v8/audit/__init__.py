@@ -1,1 +1,1 @@
-"""The error of any attention implementation against float64: ours, those of libraries, a user's own function."""
+"""Measure the error of any attention implementation against float64: k16v8's, those of libraries, a user's function."""

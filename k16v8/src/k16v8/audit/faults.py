@@ -1,7 +1,7 @@
-"""Seven faults of attention kernels that were found in the field, each reproduced: the audit must name every one.
+"""Seven faults of attention kernels that were found in practice. Each is reproduced, and the audit must name it.
 
-One tiled attention with an online softmax; a fault changes a single rule of it, and without any it passes.  The faults
-are those of bfloat16 kernels, so the inputs are bfloat16.
+One tiled attention has an online softmax. A fault changes a single rule of it, and without faults it passes.  The
+faults are those of bfloat16 kernels, so the inputs are bfloat16.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tiled(
     v_scale: float = 1.0,
     rules: Rules,
 ) -> Tensor:
-    """Attention as kernels compute it; the signature of :mod:`k16v8.audit.implementations`."""
+    """Compute attention in tiles, as kernels do, with the signature of :mod:`k16v8.audit.implementations`."""
     dtype, queries, length = q.dtype, q.shape[2], k.shape[2]
     k, v = (x.float().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if not (rules.drops_k_scale and queries > 1):
@@ -99,7 +99,7 @@ def _online(logits: Tensor, v: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Fault:
-    """``case`` and ``kv_length``: where the audit must find it, at the latest."""
+    """Fault of a kernel. ``case`` and ``kv_length``: where the audit must find it, at the latest."""
 
     name: str
     rules: Rules
@@ -108,7 +108,7 @@ class Fault:
 
     @property
     def implementation(self) -> Implementation:
-        """The tiled attention with this fault."""
+        """Return the tiled attention with this fault."""
         return Implementation(self.name, partial(tiled, rules=self.rules))
 
 

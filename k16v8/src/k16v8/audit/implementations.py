@@ -1,4 +1,4 @@
-"""The attention implementations that can be audited: torch's, ours, installed libraries', a user's function.
+"""Attention implementations that can be audited: those of torch, k16v8 and installed libraries, and a user's function.
 
 All have one signature::
 
@@ -41,13 +41,13 @@ _NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says wh
 
 @dataclass(frozen=True)
 class Implementation:
-    """``attend``: see the module's signature."""
+    """Attention implementation; ``attend`` has the signature of the module."""
 
     name: str
     attend: Callable[..., Tensor]
 
     def lacks(self, options: Iterable[str]) -> list[str]:
-        """Those of ``options`` that the function cannot take."""
+        """Return those of ``options`` that the function cannot take."""
         try:
             taken = inspect.signature(self.attend).parameters
         except (TypeError, ValueError):  # compiled functions may have none that can be read
@@ -61,8 +61,8 @@ def implementation(name: str) -> Implementation:
     """Return a built-in implementation by name, or a user's function as ``module:function``, imported on use.
 
     Raises:
-        UnknownNameError: no such name or function.
-        UsageError: the module cannot be imported, or the name is not a function.
+        UnknownNameError: If the name or the function does not exist.
+        UsageError: If the module cannot be imported, or the name is not a function.
     """
     if ":" in name:
         return Implementation(name, _function(name))

@@ -57,7 +57,7 @@ class Inputs:
         return self.k.shape[2]
 
     def options(self) -> dict[str, float]:
-        """Features of this case beyond causal attention, by keyword."""
+        """Return the features of this case beyond causal attention, by keyword."""
         asked = {"window": self.attention.window, "softcap": self.attention.softcap}
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         return {key: value for key, value in asked.items() if value} | {
@@ -65,7 +65,7 @@ class Inputs:
         }
 
     def exact(self) -> Tensor:
-        """The definition in float64, ``[B, heads, Q, Dv]``."""
+        """Compute the definition in float64, ``[B, heads, Q, Dv]``."""
         keys, values = self.k.double() * (self.k_scale or 1.0), self.v.double() * (self.v_scale or 1.0)
         positions = torch.arange(self.kv_length - self.q.shape[2], self.kv_length, device=self.q.device)
         rows = zip(self.q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), strict=True)
@@ -74,7 +74,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Finding:
-    """One implementation at one case and KV length.  Errors are relative to the RMS of the output, per query."""
+    """Result of one implementation at one case and KV length.  Errors are relative to the output's RMS, per query."""
 
     implementation: str
     case: str
@@ -86,7 +86,7 @@ class Finding:
 
 
 def tolerance(dtype: torch.dtype) -> tuple[float, float]:
-    """The largest median and worst error of an output of this type."""
+    """Return the largest median and worst error of an output of this type."""
     return 0.75 * _UNIT[dtype], 2 * _UNIT[dtype]
 
 
@@ -141,14 +141,14 @@ def _to_fp8(x: Tensor) -> tuple[Tensor, float]:
 def recorded_inputs(
     tensors: Mapping[str, Tensor], kv_lengths: Sequence[int] = KV_LENGTHS, *, device: torch.device | str = "cpu"
 ) -> Iterator[Inputs]:
-    """A model's own tensors: ``q``, ``k``, ``v``, or several such triples as ``<name>.q`` and so on.
+    """Read a model's own tensors: ``q``, ``k``, ``v``, or several such triples as ``<name>.q`` and so on.
 
     ``q``: ``[heads, Q, D]``, the last tokens; ``k``, ``v``: ``[kv_heads, T, D]``; as attention gets them (after rotary
     embedding), with a batch before or without.  Asked at all tokens, and at each length whose last token is among the
     queries; ``scale`` is ``D ** -0.5``.
 
     Raises:
-        InputError: a tensor is missing, of another type or shape, or not finite.
+        InputError: If a tensor is missing, of another type or shape, or not finite.
     """
     names = sorted({name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] == "q"})
     if not names:
@@ -187,10 +187,11 @@ def _triple(tensors: Mapping[str, Tensor], name: str, device: torch.device | str
 
 
 def audit(implementations: Sequence[Implementation], inputs: Iterable[Inputs]) -> Iterator[Finding]:
-    """Every implementation at every input, one finding after another.
+    """Audit every implementation at every input, and yield one finding after another.
 
     Raises:
-        EngineError: an implementation raised something, or returned another shape or type than that of the output.
+        EngineError: If an implementation raised an exception, or returned another shape or type than that of the
+            output.
     """
     for one in inputs:
         exact = one.exact()

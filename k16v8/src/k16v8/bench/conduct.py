@@ -1,4 +1,4 @@
-"""A whole bench: bandwidth, cells, models; its record, written after every result."""
+"""Run a whole bench: bandwidth, cells, models. Its record is written after every result."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def bench_kernels(
     *,
     resume: bool = False,
 ) -> dict[str, Any]:
-    """Measure the cells that goals are about, then all others; the record lies at ``path`` throughout.
+    """Measure the cells that goals refer to, then all others. The record is at ``path`` throughout.
 
     ``resume``: continue the record at ``path``; its results are not measured again.
 
     Raises:
-        UsageError: not even the smallest cell fits into memory.
-        InputError: the record to continue is missing, or of another device, other versions or other pages.
-        EngineError: the device is unusable after a failure.
-        OutputError: the record cannot be written.
+        UsageError: If not even the smallest cell fits into memory.
+        InputError: If the record to continue is missing, or of another device, other versions or other pages.
+        EngineError: If the device is unusable after a failure.
+        OutputError: If the record cannot be written.
     """
     if path.is_dir():
         raise OutputError(f"{path}: a folder; name a file for the record")
@@ -87,10 +87,10 @@ def _new(device: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A record of before.
+    """Load an earlier record.
 
     Raises:
-        InputError: there is none at ``path``.
+        InputError: If ``path`` holds no record.
     """
     try:
         record = json.loads(path.read_text("utf-8"))
@@ -131,7 +131,7 @@ def save(path: Path, record: dict[str, Any]) -> None:
     """Write the record under a temporary name, then rename it.
 
     Raises:
-        OutputError: the file cannot be written.
+        OutputError: If the file cannot be written.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

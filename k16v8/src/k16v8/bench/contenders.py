@@ -46,18 +46,18 @@ _NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says wh
 
 
 class Draw:
-    """Random tensors on one device."""
+    """Source of random tensors on one device."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self.device = device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """N(0, 1), bfloat16."""
+        """Draw N(0, 1), bfloat16."""
         return torch.empty(shape, dtype=_DTYPE, device=self.device).normal_(generator=self.generator)
 
     def stored(self, name: str, *shape: int) -> Tensor:
-        """N(0, 1) as a cache of this format holds it, without a scale: no value is near the range of e4m3."""
+        """Draw N(0, 1) as a cache of this format holds it, without a scale. No value is near the range of e4m3."""
         if not storage(name).quantized:
             return self.normal(*shape)
         codes = torch.empty(math.prod(shape), dtype=FLOAT8[name], device=self.device)
@@ -67,20 +67,20 @@ class Draw:
         return codes.view(storage(name).dtype).view(shape)
 
     def random_words(self, *shape: int) -> Tensor:
-        """Random bits, int32."""
+        """Draw random bits, int32."""
         info = torch.iinfo(torch.int32)
         return torch.randint(
             info.min, info.max + 1, shape, dtype=torch.int32, device=self.device, generator=self.generator
         )
 
     def permutation(self, n: int) -> Tensor:
-        """0 … n - 1 in random order, int32."""
+        """Draw 0 … n - 1 in random order, int32."""
         return torch.randperm(n, generator=self.generator, device=self.device).int()
 
 
 @dataclass(frozen=True)
 class Work:
-    """One set of inputs.
+    """Set of inputs for attention.
 
     ``call`` attends; ``tokens`` makes ``[B * Q, heads, D]`` of what it returned; ``q`` has that shape.  ``head``: keys
     and values, float64 ``[T, D]``, of a sequence and KV head.  ``kernel``: what ran, for the record.
@@ -95,7 +95,7 @@ class Work:
 
 @dataclass(frozen=True)
 class WeightWork:
-    """One set of inputs.
+    """Set of inputs for a product.
 
     ``call`` multiplies and returns ``[rows, N]`` or ``[T, top, N]``; ``dense``: weights in float64 ``[K, columns]`` of
     an expert (0 for a linear layer) and some columns; ``experts`` ``[T, top]``; ``kernel``: what ran, for the record.
@@ -129,10 +129,10 @@ class WeightWork:
 
 class Prepare(Protocol):
     def __call__(self, cell: Any, pair: str, draw: Draw, /, *, kernels: str) -> Work | WeightWork:
-        """Inputs of a cell.  ``kernels``: which implementation of k16v8.
+        """Build the inputs of a cell.  ``kernels``: which implementation of k16v8.
 
         Raises:
-            NotSupportedError: this contender cannot do it here; with the reason.
+            NotSupportedError: If this contender cannot do it here. The message gives the reason.
         """
         ...
 
@@ -152,7 +152,7 @@ class Contender:
     scratch: int = 0
 
     def bytes_needed(self, cell: Cell | WeightCell) -> int:
-        """Memory for one set of inputs: cache or weights, scratch; queries, outputs and partial sums generously."""
+        """Return the memory for one set of inputs: cache or weights, scratch, and ample room for the other tensors."""
         if isinstance(cell, WeightCell):
             inputs, outputs, _ = cell.shape
             stack = cell.held_bytes(self.formats) * max(1, cell.experts) // cell.active
@@ -313,7 +313,7 @@ def flash_attention_3(device: torch.device) -> str:
     """Return the name of the module whose FlashAttention 3 is measured: that of vLLM's wheel before all others.
 
     Raises:
-        NotSupportedError: None is installed, or none runs on this device; with the reason of each.
+        NotSupportedError: If none is installed, or none runs on this device. The message gives the reason of each.
     """
     found, reasons = {}, []
     for name in _FA3:

@@ -1,9 +1,9 @@
 """Judgement of measured seconds: ratios to the best 16-bit kernel, rooflines, and whether goals are met.
 
 The best 16-bit kernel is the fastest one whose output passed, ours among them: against a slow rival alone, a format
-would be credited with what is the kernel's.  So no goal is judged by a cell in which a rival that engines run on the
-device (:data:`~k16v8.bench.contenders.REQUIRED`) was not measured, nor by one in which a kernel was not replayed from a
-graph: Python's time would count as the kernel's.
+would be credited with what is the kernel's.  A cell does not decide a goal if a rival that engines run on the device
+(:data:`~k16v8.bench.contenders.REQUIRED`) was not measured, or if a kernel was not replayed from a graph, since
+Python's time would count as the kernel's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Goal:
 
 
 def best(results: Iterable[dict[str, Any]], formats: str, *roles: str) -> dict[str, Any] | None:
-    """The fastest measured result of these formats and roles (all but naive ones by default)."""
+    """Return the fastest measured result of these formats and roles (by default all but naive ones)."""
     chosen = [
         one
         for one in results
@@ -117,7 +117,7 @@ GOALS: tuple[tuple[str, float, Figure, list[str] | None], ...] = (
 
 
 def judge_goals(record: dict[str, Any]) -> list[Goal]:
-    """Every goal: met or missed by its worst cell; unmeasured on a CPU, or where a cell has no figure."""
+    """Judge every goal: met or missed by its worst cell; unmeasured on a CPU, or if a cell has no figure."""
     return [_goal(record, *goal) for goal in GOALS]
 
 

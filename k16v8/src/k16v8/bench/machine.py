@@ -38,7 +38,7 @@ _QUERIED = (
 
 
 def describe(device: torch.device) -> dict[str, object]:
-    """Name and sizes; on a GPU also nvidia-smi's report on driver, clocks (MHz) and power (W), where it is there."""
+    """Describe a device by name and sizes, and a GPU also by nvidia-smi's driver, clocks (MHz) and power (W)."""
     if device.type != "cuda":
         return {"type": "cpu", "name": _processor(), "threads": torch.get_num_threads()}
     found = torch.cuda.get_device_properties(device)
@@ -75,7 +75,7 @@ def _processor() -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of k16v8, CUDA and the packages whose kernels may run; ``None`` for what is not installed."""
+    """Return the versions of k16v8, CUDA and the packages whose kernels may run; ``None`` for missing ones."""
     found: dict[str, str | None] = {"k16v8": k16v8.__version__, "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:
@@ -86,7 +86,7 @@ def versions() -> dict[str, str | None]:
 
 
 def slug(name: str) -> str:
-    """A device's name as a file's: ``nvidia-h200``."""
+    """Return a device's name in the form of a file name: ``nvidia-h200``."""
     return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
 
 
@@ -128,7 +128,7 @@ def capability_notes(name: str, capability: str) -> list[str]:
     """Return what an NVIDIA GPU of this compute capability ("9.0") lacks, one line each.
 
     Raises:
-        NotSupportedError: It has no bfloat16, which every kernel needs.
+        NotSupportedError: If it has no bfloat16, which every kernel needs.
     """
     found = tuple(map(int, capability.split(".")))
     if found < (8, 0):

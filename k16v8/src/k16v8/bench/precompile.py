@@ -80,8 +80,8 @@ def compile_unit(unit: Unit, target: str, device: str, page: int = PAGE) -> None
     """Compile, or call, what one unit names; results are not looked at.
 
     Raises:
-        EngineError: A kernel does not compile for the target.
-        UnknownNameError: There is no such kernel or format.
+        EngineError: If a kernel does not compile for the target.
+        UnknownNameError: If there is no such kernel or format.
     """
     torch.set_num_threads(1)
     place = torch.device(device)

@@ -1,4 +1,4 @@
-"""The cells of a bench, one contender after another: inputs, clock, check, record.
+"""Run the cells of a bench, one contender after another: inputs, clock, check, record.
 
 A contender's inputs lie in as many caches as it takes to exceed twice the device's last cache, called in turn, so that
 no call finds its keys and values there; sets that hold the same numbers are refused.  The output that the timed calls
@@ -50,13 +50,13 @@ class Settings:
 
     @property
     def last_cache(self) -> int:
-        """Bytes that inputs must exceed twice."""
+        """Bytes that the inputs must exceed twice."""
         return self.cache_bytes or last_level_cache(self.device)
 
 
 @dataclass(frozen=True)
 class Result:
-    """One contender at one cell; seconds are ``None`` unless its output passed.
+    """Result of one contender at one cell; seconds are ``None`` unless its output passed.
 
     ``error``: relative L2 of the worst query that was checked, ``None`` where it is not finite; ``moved_bytes``: what
     the call must move at least; ``caches``: sets of inputs in turn.
@@ -88,7 +88,8 @@ def run(
     ended leaves all but that one.  What was unfinished in the record is measured last.
 
     Raises:
-        EngineError: the device is unusable after a failure; the record has it, a new process can go on.
+        EngineError: If a failure left the device unusable. The record holds the failure, and a new process can
+            continue.
     """
     asked = [
         (contender, cell, _entry(record, cell))
@@ -145,7 +146,7 @@ def _entry(record: dict[str, Any], cell: Cell | WeightCell) -> dict[str, Any]:
 
 
 def run_one(contender: Contender, cell: Cell | WeightCell, settings: Settings) -> Result:
-    """Measure and check; whatever it raises is a result."""
+    """Measure and check one contender. Whatever it raises is a result."""
     fixed = (contender.name, contender.formats, contender.role)
     try:
         result = _measured(contender, cell, settings)
@@ -213,7 +214,7 @@ def _seconds(times: Times) -> dict[str, Any]:
 
 
 def caches_needed(kv_bytes: int, last_cache: int) -> int:
-    """Sets of inputs whose keys and values together exceed twice the last cache."""
+    """Return how many sets of inputs have keys and values that together exceed twice the last cache."""
     return 2 * last_cache // kv_bytes + 1
 
 
@@ -223,10 +224,10 @@ def _needed(contender: Contender, cell: Cell | WeightCell, settings: Settings) -
 
 
 def check_memory(settings: Settings) -> None:
-    """Refuse a bench of which nothing would fit.
+    """Refuse a bench of which nothing would fit into memory.
 
     Raises:
-        UsageError: not even the smallest cell does.
+        UsageError: If not even the smallest cell fits into memory.
     """
     free = free_bytes(settings.device)
     smallest = min(
@@ -288,10 +289,10 @@ def _sample_indices(n: int, most: int, draw: Draw) -> list[int]:
 
 
 def check_device(device: torch.device, after: str) -> None:
-    """See that the device still works.
+    """Check that the device still works.
 
     Raises:
-        EngineError: it does not: an illegal access spoils the process's context for good.
+        EngineError: If it does not. After an illegal access the context of the process stays unusable.
     """
     if device.type == "cuda":
         try:

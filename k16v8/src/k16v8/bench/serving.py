@@ -62,7 +62,7 @@ class Serving:
     ``lengths``: tokens of each sequence; ``page``: tokens of a page.
 
     Raises:
-        NotSupportedError: there are no kernels for this shape here.
+        NotSupportedError: If there are no kernels for this shape here.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ def measure(
     after each of them.
 
     Raises:
-        NotSupportedError: There are no kernels for this shape, or pages of this size, here.
+        NotSupportedError: If there are no kernels for this shape, or pages of this size, here.
     """
     step = Serving(model, lengths, device, kernels=kernels, page=page)
     found: dict[str, Any] = {

@@ -19,7 +19,7 @@ _GOAL_BATCHES = (32, 1)
 
 @dataclass(frozen=True)
 class Geometry:
-    """The sizes of a model."""
+    """Sizes of a model."""
 
     name: str
     heads: int
@@ -30,7 +30,7 @@ class Geometry:
 
     @property
     def shape(self) -> Shape:
-        """Shape of its attention."""
+        """Shape of the model's attention."""
         return self.heads, self.kv_heads, self.head_dim
 
 
@@ -46,10 +46,10 @@ GEOMETRIES = {
 
 
 def geometry(name: str) -> Geometry:
-    """A geometry by name.
+    """Return a geometry by name.
 
     Raises:
-        UnknownNameError: there is no such geometry.
+        UnknownNameError: If there is no such geometry.
     """
     if name not in GEOMETRIES:
         raise UnknownNameError("geometry", name, GEOMETRIES)
@@ -57,10 +57,10 @@ def geometry(name: str) -> Geometry:
 
 
 def formats(name: str) -> tuple[str, str]:
-    """K and V format of ``16/16``, ``16/8`` or ``8/8``, in the kernels' names.
+    """Return the K and V format of ``16/16``, ``16/8`` or ``8/8``, in the kernels' names.
 
     Raises:
-        UnknownNameError: there is no such pair.
+        UnknownNameError: If there is no such pair.
     """
     if name not in FORMATS:
         raise UnknownNameError("formats", name, FORMATS)
@@ -80,7 +80,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Key of its record."""
+        """Key of the cell's record."""
         heads, kv_heads, dim = self.shape
         size = f"B{self.batch} T{self.tokens}"
         return f"{self.kind} {heads}/{kv_heads}/{dim} {size}" + (f" Q{self.queries}" if self.kind == "extend" else "")
@@ -111,13 +111,13 @@ def cells(
     extend_batches: Iterable[int] = (1,),
     page: int = 16,
 ) -> list[Cell]:
-    """Decode over ``batches`` × ``lengths``, extend of ``chunk`` tokens over ``prefixes``, for every attention shape.
+    """Return decode cells (``batches`` × ``lengths``) and extend cells (``chunk`` over ``prefixes``) per shape.
 
-    Geometries of one attention shape share their cells.  Those that goals are about come first, then from small to
-    large: where time ends, the dear ones are missing.
+    Geometries of one attention shape share their cells.  Cells that goals refer to come first, the rest from small to
+    large, so that only expensive cells are missing if time ends.
 
     Raises:
-        UsageError: a length that is not a multiple of the page.
+        UsageError: If a length is not a multiple of the page.
     """
     lengths, prefixes, batches, extend_batches = map(tuple, (lengths, prefixes, batches, extend_batches))
     for what, sizes in (("length", lengths), ("prefix", prefixes), ("chunk", (chunk,) if prefixes else ())):
@@ -135,7 +135,7 @@ def cells(
 
 @dataclass(frozen=True)
 class ExpertGeometry:
-    """The expert layers of a model: gate and up in one, and down."""
+    """Expert layers of a model: gate and up in one, and down."""
 
     name: str
     experts: int
@@ -155,10 +155,10 @@ EXPERT_GEOMETRIES = {
 
 
 def expert_geometry(name: str) -> ExpertGeometry:
-    """A geometry by name.
+    """Return a geometry by name.
 
     Raises:
-        UnknownNameError: there is no such geometry.
+        UnknownNameError: If there is no such geometry.
     """
     if name not in EXPERT_GEOMETRIES:
         raise UnknownNameError("geometry of experts", name, EXPERT_GEOMETRIES)
@@ -181,7 +181,7 @@ class WeightCell:
 
     @property
     def key(self) -> str:
-        """Key of its record."""
+        """Key of the cell's record."""
         inputs, outputs, group = self.shape
         many = f" {self.top} of {self.experts}" if self.experts else ""
         return f"{self.kind}{many} {inputs}x{outputs}/{group} M{self.batch}"
@@ -220,7 +220,7 @@ def weight_cells(
     """Linear layers of ``geometries`` (q, k and v in one; gate and up in one) and of ``experts``, small ones first.
 
     Raises:
-        UsageError: a group that the kernels do not take.
+        UsageError: If the kernels do not take the group size.
     """
     if group < 32 or group % 32:
         raise UsageError(f"groups of {group}; the kernels take multiples of 32")
@@ -241,7 +241,7 @@ def weight_cells(
 
 
 def has_goal(cell: Cell | WeightCell) -> bool:
-    """Whether a goal is about this cell: decode at one length for two batches, and all of extend."""
+    """Return whether a goal refers to this cell: decode at one length for two batches, and all of extend."""
     if not isinstance(cell, Cell):
         return False
     return cell.kind == "extend" or (cell.tokens == GOAL_TOKENS and cell.batch in _GOAL_BATCHES)

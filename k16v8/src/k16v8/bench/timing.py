@@ -1,4 +1,4 @@
-"""The clocks: CUDA events around graph replays, the processor's counter elsewhere; and the device's own bandwidth."""
+"""Clocks: CUDA events around graph replays, the processor's counter elsewhere. Also measures the device's bandwidth."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Bandwidth:
 
 
 def measure(calls: Calls, device: torch.device, seconds: float = 0.2) -> tuple[Times, list[Tensor]]:
-    """Time ``calls`` in turn, again and again for about ``seconds``; and what they returned when they were timed.
+    """Time ``calls`` in turn, repeatedly for about ``seconds``. Returns the times and the outputs of the timed calls.
 
     Outputs hold NaN before the timed calls.  On CUDA all calls are captured in one graph, as often as a replay of one
     round fits into a millisecond; where a call cannot be captured, its launches are timed, and ``clock`` says so.
@@ -139,7 +139,7 @@ def _times(seconds: list[float], calls: int, clock: str, graph: bool = False) ->
 
 
 def bandwidth(device: torch.device, seconds: float = 0.2, sizes: Sequence[int] | None = None) -> Bandwidth:
-    """The best of several large sizes that fit, each the median of repeats, on random numbers."""
+    """Return the best bandwidth of several large sizes that fit, each the median of repeats, on random numbers."""
     most = free_bytes(device) // 4
     chosen = [size for size in sizes or _COPIED[device.type] if size <= most] or [most]
     copied, read = [], []
@@ -153,7 +153,7 @@ def bandwidth(device: torch.device, seconds: float = 0.2, sizes: Sequence[int] |
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had on the device."""
+    """Return the memory that can still be allocated on the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
@@ -165,7 +165,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def last_level_cache(device: torch.device) -> int:
-    """Bytes of the largest cache before memory; 32 MiB where a processor does not say."""
+    """Return the bytes of the largest cache before memory; 32 MiB if a processor does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]

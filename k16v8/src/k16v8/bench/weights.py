@@ -1,7 +1,7 @@
 """Measured products with 4-bit weights: k16v8's kernels, torch's own, Marlin, and dequantizing first.
 
-Codes, zero points and scales are random and lie as checkpoints hold them; who wants another layout converts them before
-anything is timed.  Experts are chosen evenly, so that what a call must read is known.
+Codes, zero points and scales are random, in the layout of checkpoints. Kernels with another layout convert them before
+anything is timed. Experts are chosen evenly, so that the bytes a call must read are known.
 """
 
 from __future__ import annotations

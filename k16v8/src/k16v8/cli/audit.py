@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code.
 
     Raises:
-        K16V8Error: a name, a flag or a file that cannot be; or nothing could be measured.
+        K16V8Error: If a name, a flag or a file is invalid, or nothing could be measured.
     """
     from k16v8.audit import run as audit
     from k16v8.audit.faults import self_test
@@ -155,7 +155,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Mapping[str, str]]:
     """All q, k and v of a safetensors file, and its metadata: ``model`` says where they were captured.
 
     Raises:
-        InputError: no such file, or no complete one.
+        InputError: If the file does not exist or is incomplete.
     """
     import torch
 

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code.
 
     Raises:
-        K16V8Error: a name, a flag or a record that cannot be; or the device cannot go on.
+        K16V8Error: If a name, a flag or a record is invalid, or the device cannot continue.
     """
     import torch
 

@@ -32,7 +32,7 @@ def operations(text: str) -> tuple[str, ...]:
     """``attention,weights`` → its parts.
 
     Raises:
-        UnknownNameError: there is no such operation.
+        UnknownNameError: If there is no such operation.
     """
     known = ("attention", "weights")
     for name in text.split(","):
@@ -62,7 +62,7 @@ def check_device(device: str) -> None:
     """Whether that device is here.
 
     Raises:
-        UsageError: it is not, or there is none of this name.
+        UsageError: If it is not, or no device has this name.
     """
     import torch
 
@@ -83,7 +83,7 @@ def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
     """Numbers separated by commas.
 
     Raises:
-        UsageError: they are none; names the flag.
+        UsageError: If they are not numbers. The message names the flag.
     """
     if not all(part.isdecimal() for part in text.split(",")):
         raise UsageError(f"{flag} {text!r}: write numbers, separated by commas")
@@ -94,7 +94,7 @@ def counts(flag: str, text: str) -> tuple[int, ...]:
     """``128,1k`` → (128, 1024).
 
     Raises:
-        UsageError: a part is not a number above 0; names the flag.
+        UsageError: If a part is not a number above 0. The message names the flag.
     """
     found = []
     for part in text.lower().split(","):

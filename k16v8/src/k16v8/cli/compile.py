@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code.
 
     Raises:
-        K16V8Error: no such target or format, or no Triton.
+        K16V8Error: If the target or the format does not exist, or Triton is missing.
     """
     from k16v8.gates.compile import PAIRS, compile_kernels, compile_weight_kernels
 

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     """The exit code.
 
     Raises:
-        K16V8Error: no such device or implementation here.
+        K16V8Error: If the device or the implementation does not exist here.
     """
     from k16v8.gates.run import run_gates
     from k16v8.kernels.dispatch import load_triton

@@ -1,4 +1,4 @@
-"""Kernels held against their definition: gates that must pass, kernels broken on purpose that must not, compiling.
+"""Check kernels against their definition: gates that must pass, broken kernels that must fail, and compiling.
 
 ``run`` holds attention to the definition at many shapes (``cases``), ``writer`` the cache writer, ``soak`` a long
 decode through page reuse; ``mutations`` are kernels with known faults; ``weights`` has cases and mutations of products

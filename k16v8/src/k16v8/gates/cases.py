@@ -1,4 +1,4 @@
-"""The shapes at which kernels are checked: one table for every implementation."""
+"""Shapes at which kernels are checked: one table for every implementation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from k16v8.kernels.reference import Attention
 
 @dataclass(frozen=True)
 class Problem:
-    """Random inputs for one case; the cache holds noise until ``key`` and ``value`` are written to ``slots``."""
+    """Random inputs for one case. The cache holds noise until ``key`` and ``value`` are written to ``slots``."""
 
     cache: PagedCache
     key: Tensor
@@ -59,7 +59,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
     def build(self, seed: int, device: torch.device | str = "cpu") -> Problem:
-        """Fresh inputs, N(0, 1) but for the outlier channel."""
+        """Build fresh inputs, N(0, 1) except for the outlier channel."""
         random = torch.Generator().manual_seed(seed)
         width = -(-max(self.lengths) // self.page)
         blocks = width * len(self.lengths) + 2
@@ -115,7 +115,7 @@ def _slots(row: Tensor, length: int, page: int) -> Tensor:
 
 
 def fill_with_noise(cache: PagedCache, random: torch.Generator) -> None:
-    """Random bytes everywhere, NaN and infinities among them: unwritten memory must not be read."""
+    """Fill memory with random bytes, NaN and infinities included, since unwritten memory must not be read."""
     for part in (cache.k_cache, cache.v_cache, cache.k_scale, cache.v_scale):
         if part is not None and part.dim() > 0:
             raw = part.view(torch.uint8)

@@ -1,9 +1,9 @@
-"""Compiling the Triton kernels for processors that are not here: "compiled, never run".
+"""Compile the Triton kernels for processors that this machine does not have: "compiled, never run".
 
-Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  What is checked is that
-every kernel compiles in the configuration that would be launched, and that its shared memory fits the target.  What
-the compiled code says about speed is recorded: registers and what did not fit them, the width of loads, which
-matrix instructions, how many tiles are loaded ahead.  It is evidence, no measurement.
+Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  The check is that every kernel
+compiles in the configuration that would be launched, and that its shared memory fits the target. Facts of the compiled
+code about speed are recorded: registers and what did not fit them, the width of loads, the matrix instructions, and how
+many tiles are loaded ahead. They are evidence, not measurements.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def compile_kernels(
     FP8 is the fnuz type on gfx942, the only one that it has.
 
     Raises:
-        NotSupportedError: Triton is missing, or this process runs its interpreter.
-        UnknownNameError: a target, a format or a kernel that does not exist.
+        NotSupportedError: If Triton is missing, or this process runs its interpreter.
+        UnknownNameError: If a target, a format or a kernel does not exist.
     """
     for kind, names, known in (("target", targets, TARGETS), ("kernel", kernels, KERNELS)):
         for name in names:
@@ -141,8 +141,8 @@ def compile_weight_kernels(
     to so many rows, ``gemm`` of more, ``experts`` one of up to 16 rows for each expert.
 
     Raises:
-        NotSupportedError: Triton is missing, or this process runs its interpreter.
-        UnknownNameError: a target, a layout or a kernel that does not exist.
+        NotSupportedError: If Triton is missing, or this process runs its interpreter.
+        UnknownNameError: If a target, a layout or a kernel does not exist.
     """
     for kind, names, known in (
         ("target", targets, TARGETS),

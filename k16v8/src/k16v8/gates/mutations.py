@@ -1,4 +1,4 @@
-"""Kernels broken on purpose: each must fail the gates at the shape named here, or the gates prove nothing."""
+"""Kernels broken on purpose. Each must fail the gates at the shape named here, or the gates prove nothing."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _SEEDS = 5
 
 @dataclass(frozen=True)
 class Gate:
-    """One check: what was measured, against what."""
+    """One check: the measured quantity and its limit."""
 
     group: str  # attention, writer, paper, soak, weights, mutation
     name: str
@@ -52,12 +52,12 @@ def run_gates(
     soak_steps: int = 500,
     operations: tuple[str, ...] = ("attention", "weights"),
 ) -> Iterator[Gate]:
-    """All gates of ``operations`` for one implementation, one result after another.
+    """Run all gates of ``operations`` for one implementation, one result after another.
 
     The interpreter is spared the long shapes.
 
     Raises:
-        NotSupportedError: the implementation cannot run on this device.
+        NotSupportedError: If the implementation cannot run on this device.
     """
     if "attention" in operations:
         yield from _attention_gates(implementation, device, seed, soak_steps)
@@ -88,7 +88,7 @@ _SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="
 
 
 def attention_gate(case: Case, implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Gate:
-    """Decode or extend of one case against the definition."""
+    """Compare decode or extend of one case with the definition."""
     kernels = _chosen(case, implementation, device)
     figures = _errors(case, kernels, case.build(seed, device))
     return Gate("attention", case.name, _passes(figures), figures)
@@ -97,7 +97,7 @@ def attention_gate(case: Case, implementation: str, *, device: torch.device | st
 def mutation_gate(
     mutation: Mutation, implementation: str, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Gate:
-    """Passes where the broken kernel fails, and the whole one does not."""
+    """Check that the broken kernel fails and the intact one does not."""
     case = next(case for case in CASES if case.name == mutation.case)
     kernels = _chosen(case, implementation, device)
     problem = case.build(seed, device)

@@ -19,7 +19,7 @@ from k16v8.kernels.reference import Attention, attend
 def soak(
     kernels: Kernels, case: Case, *, steps: int, device: torch.device | str = "cpu", seed: int = 0
 ) -> tuple[float, int, int]:
-    """Sequences of random lengths share few pages; each step every one of them writes and attends to one token.
+    """Decode sequences of random lengths that share few pages. Each step writes and attends to a token of each.
 
     What was written is remembered apart from the pages.  Returns the largest relative L2 error of a step, and how
     many pages were used again and pushed out of the window.

@@ -58,7 +58,7 @@ class WeightCase:
     absent: bool = False
 
     def build(self, seed: int, device: torch.device | str = "cpu") -> tuple[WeightProblem, Tensor]:
-        """Fresh inputs, and the weights ``[(E,) K, N]`` in float64 that were packed."""
+        """Build fresh inputs, and the packed weights ``[(E,) K, N]`` in float64."""
         random = torch.Generator().manual_seed(seed)
         stack = (self.experts,) if self.experts else ()
         size = self.inputs if self.group == -1 else self.group
@@ -145,7 +145,7 @@ _LONG_CASES = (
 
 
 def weight_gates(implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Iterator[Result]:
-    """Group, name, whether it passed, figures, note: every case, then every mutation."""
+    """Run every case, then every mutation. Yields group, name, whether it passed, figures, and note."""
     for case in WEIGHT_CASES if implementation == "interpreter" else (*WEIGHT_CASES, *_LONG_CASES):
         kernels = _chosen(case, implementation, device)
         problem, exact = case.build(seed, device)
@@ -185,7 +185,7 @@ def _output(case: WeightCase, kernels: WeightKernels, problem: WeightProblem) ->
 
 
 def weight_error(out: Tensor, problem: WeightProblem) -> dict[str, float]:
-    """Errors of the worst row: cosine and relative L2 error; a row whose definition is 0 must be 0."""
+    """Return the errors of the worst row: cosine and relative L2 error. A row whose definition is 0 must be 0."""
     if problem.experts is None:
         wanted = weights.matmul(problem.x, problem.weight)
     else:

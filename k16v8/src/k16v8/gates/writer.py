@@ -28,7 +28,7 @@ _CASES = (
 def writer_gates(
     chosen: Callable[[Case], Kernels], *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Iterator[Result]:
-    """Name, whether it passed, figures, note."""
+    """Run the gates. Yields name, whether it passed, figures, and note."""
     for case in _CASES:
         yield _written(case, chosen(case), device, seed)
     yield _special(chosen(_CASES[0]), device)

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def widen(raw, ODD: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, NATIVE: tl.constexpr):
-    """Elements of a cache → numbers of type ``DOT``, without their scale.
+    """Convert elements of a cache to numbers of type ``DOT``, without their scale.
 
     Codes lie in pairs: two of 8 bits in a uint16, two of 4 bits in a uint8; ``ODD`` takes the upper one.  All are
     exact in float16.  ``NATIVE``: how the target converts this FP8 type itself (:meth:`Target.native`).
@@ -63,13 +63,13 @@ def widen(raw, ODD: tl.constexpr, FORMAT: tl.constexpr, DOT: tl.constexpr, NATIV
 
 @triton.jit
 def nearest(x):
-    """Float32 ``|x| < 2^22`` to the nearest integer, half to even."""
+    """Round float32 ``|x| < 2^22`` to the nearest integer, half to even."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def narrow(x, OUT: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Float32 → ``OUT``, to nearest, half to even."""
+    """Round float32 to ``OUT``, to nearest, half to even."""
     if INTERPRETED and tl.bfloat16 == OUT:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -98,7 +98,7 @@ def token_scale(amax, TOP: tl.constexpr, INTEGER: tl.constexpr):
 
 @triton.jit
 def encode_fp8(x, FNUZ: tl.constexpr):
-    """Float32 → e4m3 codes (uint8): to nearest, half to even; beyond the range the largest number; NaN stays NaN."""
+    """Encode float32 as e4m3 codes (uint8): to nearest, half to even, saturating. NaN stays NaN."""
     TOP: tl.constexpr = 240.0 if FNUZ else 448.0
     TINY: tl.constexpr = 0.0078125 if FNUZ else 0.015625  # the smallest normal number
     MAGIC: tl.constexpr = 8192.0 if FNUZ else 16384.0  # whose neighbours in float32 are one subnormal step apart
@@ -120,6 +120,6 @@ def encode_fp8(x, FNUZ: tl.constexpr):
 
 @triton.jit
 def encode_int(x, TOP: tl.constexpr):
-    """Float32 → integer codes (int32) in ``[-TOP, TOP]``: to nearest, half to even; 0 for NaN."""
+    """Encode float32 as integer codes (int32) in ``[-TOP, TOP]``: to nearest, half to even; 0 for NaN."""
     inside = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -TOP), TOP)
     return nearest(inside).to(tl.int32)

@@ -1,8 +1,8 @@
-"""The paged cache as the kernels see it: K and V in separate storage, each in a format of its own.
+"""The paged cache as the kernels see it: K and V in separate storage, each with its own format.
 
 A page holds ``page`` tokens; sequence ``b`` has its token ``t`` in slot ``t % page`` of block
-``block_table[b, t // page]``.  What lies beyond a sequence's length is never read as a number: it may be
-anything, NaN included.
+``block_table[b, t // page]``.  Memory beyond a sequence's length is never read as a number. It may hold anything, NaN
+included.
 
 Formats: ``f32``, ``f16``, ``bf16`` as they are; ``fp8_e4m3`` and ``fp8_e4m3fnuz`` as codes in uint8; ``int8``
 (``[-127, 127]``) in int8; ``int4`` (``[-7, 7]``, two's complement) two to a byte of uint8, the first in the
@@ -35,11 +35,11 @@ class Storage:
 
     @property
     def quantized(self) -> bool:
-        """Whether values become codes."""
+        """Whether values are stored as codes."""
         return self.top > 0
 
     def width(self, dim: int) -> int:
-        """Elements that ``dim`` values take."""
+        """Return the number of elements that ``dim`` values take."""
         return -(-dim // self.per_byte)
 
 
@@ -59,10 +59,10 @@ FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e4m3fnuz": torch.float8_e4m3fnuz
 
 
 def storage(name: str) -> Storage:
-    """The storage of a format.
+    """Return the storage of a format.
 
     Raises:
-        UnknownNameError: the kernels have no such format.
+        UnknownNameError: If the kernels have no such format.
     """
     if name not in STORAGES:
         raise UnknownNameError("kernel format", name, STORAGES)
@@ -71,7 +71,7 @@ def storage(name: str) -> Storage:
 
 @dataclass(frozen=True)
 class PagedCache:
-    """One layer's cache and where its sequences lie.
+    """One layer's cache and the places of its sequences.
 
     ``k_cache``: ``[blocks, page, kv_heads, width(D)]``, ``v_cache``: ``[blocks, page, kv_heads, width(Dv)]``, the
     last dimension contiguous, the others strided as they like; ``block_table``: int32 ``[B, max_blocks]``;
@@ -104,7 +104,7 @@ class PagedCache:
         v_scaling: Scaling = "none",
         device: torch.device | str = "cpu",
     ) -> PagedCache:
-        """An empty cache; per-tensor scales start at 1.  Integer formats get a scale per token and head."""
+        """Allocate an empty cache. Per-tensor scales start at 1.  Integer formats get a scale per token and head."""
         (k_cache, k_scale), (v_cache, v_scale) = (
             _side(storage(name), (blocks, page, kv_heads), dim, scaling, device)
             for name, dim, scaling in ((k_format, head_dim, k_scaling), (v_format, v_dim or head_dim, v_scaling))
@@ -164,14 +164,14 @@ def _side(
 
 
 def scaling_of(scale: Tensor | None) -> Scaling:
-    """Which of the three scalings a scale tensor is."""
+    """Return which of the three scalings a scale tensor has."""
     if scale is None:
         return "none"
     return "per-tensor" if scale.numel() == 1 and scale.dim() < 3 else "per-token-head"
 
 
 def dequantize(cache: PagedCache, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """``code * scale`` of the whole store: keys ``[blocks, page, kv_heads, D]`` and values ``[…, Dv]`` in ``dtype``."""
+    """Return ``code * scale`` of the store in ``dtype``: keys ``[blocks, page, kv_heads, D]``, values ``[…, Dv]``."""
     return (
         _values(cache.k_cache, cache.k_format, cache.k_scale, dtype),
         _values(cache.v_cache, cache.v_format, cache.v_scale, dtype),
@@ -186,7 +186,7 @@ def _values(codes: Tensor, name: str, scale: Tensor | None, dtype: torch.dtype) 
 
 
 def codes_to_values(codes: Tensor, name: str) -> Tensor:
-    """Codes as float32, without their scale: exact in every format."""
+    """Convert codes to float32, without their scale. The result is exact in every format."""
     if name in FLOAT8:
         return codes.view(FLOAT8[name]).float()
     if name == "int4":

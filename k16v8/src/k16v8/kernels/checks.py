@@ -24,10 +24,10 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_cache(cache: PagedCache, *, validate: bool = False) -> None:
-    """The cache in itself.
+    """Check the cache itself.
 
     Raises:
-        UsageError: a tensor of the cache is not what its format or the others' shapes say.
+        UsageError: If a tensor of the cache does not match its format or the shapes of the others.
     """
     for side, codes, name, scale in (
         ("k", cache.k_cache, cache.k_format, cache.k_scale),
@@ -103,7 +103,7 @@ def check_write(
     """Check the arguments of ``write``.
 
     Raises:
-        UsageError: see :func:`check_cache`; or a key, value, slot or counter is not what the cache takes.
+        UsageError: As :func:`check_cache`, or if a key, value, slot or counter does not fit the cache.
     """
     check_cache(cache)
     for what, x, name, dim in (
@@ -154,7 +154,7 @@ def check_decode(
     """Check the arguments of ``decode``.
 
     Raises:
-        UsageError: see :func:`check_cache`; or queries, their starts, options or outputs do not fit.
+        UsageError: As :func:`check_cache`, or if queries, their starts, options or outputs do not fit.
     """
     if query_starts is not None:
         check_extend(q, query_starts, cache, attention, buffers, validate=validate)
@@ -183,7 +183,7 @@ def check_extend(
     """Check the arguments of ``extend``, or of ``decode`` with starts.
 
     Raises:
-        UsageError: see :func:`check_cache`; or queries, their starts, options or outputs do not fit.
+        UsageError: As :func:`check_cache`, or if queries, their starts, options or outputs do not fit.
     """
     _check_attend(q, cache, attention, buffers, validate=validate)
     batch = len(cache.lengths)
@@ -252,7 +252,7 @@ def check_matmul(x: Tensor, weight: QuantizedWeight, out: Tensor | None) -> None
     """Check the arguments of a product; the weight was checked when it was made.
 
     Raises:
-        UsageError: activations or output do not fit the weight.
+        UsageError: If activations or output do not fit the weight.
     """
     if weight.experts:
         raise UsageError(f"the weight is a stack of {weight.experts} experts; expert_matmul takes it")
@@ -274,7 +274,7 @@ def check_expert_matmul(
     """Check the arguments of a product with experts.
 
     Raises:
-        UsageError: activations, experts, routing weights or output do not fit the weight or each other.
+        UsageError: If activations, experts, routing weights or output do not fit the weight or each other.
     """
     if not weight.experts:
         raise UsageError("the weight is one linear layer; matmul takes it")

@@ -261,7 +261,7 @@ _PROGRAMS: dict[tuple[object, ...], int] = {}
 def decode_programs(
     q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention | None = None, queries: int = 1
 ) -> int:
-    """Programs of the split kernel that one multiprocessor holds at once, by what the compiler made of it.
+    """Return how many programs of the split kernel one multiprocessor holds at once, from the compiled kernel.
 
     The kernel is compiled and loaded where it is not yet; the answer is kept for each compiled variant.  Under the
     interpreter, and for tensors that lie on the CPU, nothing is compiled: it is ``FALLBACK_PROGRAMS`` there.
@@ -309,7 +309,7 @@ def plan_decode(
     multiprocessors: int | None = None,
     buffer: Tensor | None = None,
 ) -> DecodePlan:
-    """Buffers for ``batch`` sequences with up to ``queries`` each.
+    """Allocate buffers for ``batch`` sequences with up to ``queries`` each.
 
     The grid has a multiple of ``multiprocessors``: as many programs as the device holds in two rounds, and one for each
     sequence and KV head, as far as 64 MiB hold their results.  How many programs a multiprocessor holds is asked of the
@@ -318,7 +318,7 @@ def plan_decode(
     ``buffer``: float32 ``[BUFFER]`` of zeros, in which plans of several batch sizes may lie that do not run at once.
 
     Raises:
-        UsageError: More rows of queries and heads than a tile has.
+        UsageError: If queries and heads have more rows than a tile.
     """
     device, kv_heads = cache.k_cache.device, cache.kv_heads
     rows = heads // kv_heads * queries
@@ -368,13 +368,13 @@ def decode(
     plan: DecodePlan | None = None,
     work: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`k16v8.kernels.torch_path.decode`.
+    """Decode as :func:`k16v8.kernels.torch_path.decode` does.
 
     With ``out``, ``lse`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
     ``work``: the step's list of :meth:`DecodePlan.schedule`; not given, it is written first.
 
     Raises:
-        UsageError: the plan is for another shape, or missing where ``query_starts`` are given.
+        UsageError: If the plan is for another shape, or missing where ``query_starts`` are given.
     """
     attention = attention or Attention()
     many, heads = q.shape[:2]
@@ -418,7 +418,7 @@ def decode(
 def decode_constants(
     q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target, queries: int = 1
 ) -> dict[str, object]:
-    """The constexprs of the kernel; ``queries``: of each sequence, at most."""
+    """Return the constexprs of the kernel; ``queries``: maximum per sequence."""
     ratio = heads // cache.kv_heads
     tile = tiles("decode", target, cache)
     return {

@@ -82,7 +82,7 @@ def plan_decode(
     ``split_tokens`` and ``buffer`` are not used: FlashInfer chooses, and its scratch has contents of its own.
 
     Raises:
-        NotSupportedError: FlashInfer is not installed, or the kernel is not for this cache or device.
+        NotSupportedError: If FlashInfer is not installed, or the kernel is not for this cache or device.
     """
     attention, q_dtype, device = attention or Attention(), dtype or cache.k_cache.dtype, cache.k_cache.device
     reason = refusal(torch.cuda.get_device_capability(device), q_dtype, cache, attention)
@@ -123,8 +123,8 @@ def decode(
     """As :func:`k16v8.kernels.torch_path.decode`, but for the log-sum-exp, which is NaN; ``lse`` is filled with it.
 
     Raises:
-        NotSupportedError: as :func:`plan_decode`.
-        UsageError: the plan is for another shape.
+        NotSupportedError: As :func:`plan_decode`.
+        UsageError: If the plan is for another shape.
     """
     attention = attention or Attention()
     batch, heads = q.shape[:2]

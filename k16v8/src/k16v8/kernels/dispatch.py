@@ -1,4 +1,4 @@
-"""Which kernels answer for a cache: chosen by name, refused with a reason, never replaced by others silently."""
+"""Choose the kernels for a cache by name. They are refused with a reason, never replaced silently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CAPABILITY = (8, 0)  # of NVIDIA GPUs: products of bfloat16; below 8.9 FP8 is c
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operations of one implementation; every call is checked before its launch (:mod:`k16v8.kernels.checks`).
+    """Operations of one implementation. Every call is checked before its launch (:mod:`k16v8.kernels.checks`).
 
     ``name`` is for the record of a run, for example ``triton[k=bf16,v=fp8_e4m3/per-token-head]``.
     """
@@ -54,7 +54,7 @@ class Kernels:
         saturated: Tensor | None = None,
         validate: bool = False,
     ) -> None:
-        """:func:`k16v8.kernels.torch_path.write`.  ``validate`` looks at the slots, which waits for the device."""
+        """As :func:`k16v8.kernels.torch_path.write`.  ``validate`` checks the slots, which waits for the device."""
         checks.check_write(key, value, cache, slots, saturated=saturated, validate=validate)
         self._operation("write")(key, value, cache, slots, saturated=saturated)
 
@@ -70,7 +70,7 @@ class Kernels:
         split_tokens: int = 0,
         buffer: Tensor | None = None,
     ) -> Any:
-        """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
+        """Allocate buffers for :meth:`decode`, once per shape; ``None`` if the implementation needs none.
 
         ``queries``: of each sequence, at most.  The others: see :func:`k16v8.kernels.decode.plan_decode`.
         """
@@ -152,14 +152,14 @@ def choose(
     k_scaling: Scaling = "none",
     v_scaling: Scaling = "none",
 ) -> Kernels:
-    """The kernels of ``implementation`` for one shape; ``dtype``: of queries.
+    """Return the kernels of ``implementation`` for one shape; ``dtype``: of queries.
 
     ``torch``; ``triton``, compiled, or ``interpreter``; ``flashinfer``: Triton with FlashInfer's decode kernel, which
     never ran on a device here and is taken only where it is named.
 
     Raises:
-        NotSupportedError: this implementation cannot do it here; with the reason.
-        UnknownNameError: no such implementation or format.
+        NotSupportedError: If this implementation cannot do it here. The message gives the reason.
+        UnknownNameError: If the implementation or the format does not exist.
     """
     if implementation not in IMPLEMENTATIONS:
         raise UnknownNameError("kernel implementation", implementation, IMPLEMENTATIONS)
@@ -233,7 +233,7 @@ def _device_refusal(implementation: str, device: torch.device | str) -> str | No
 
 @dataclass(frozen=True)
 class WeightKernels:
-    """Products with 4-bit weights of one implementation; every call is checked before its launch.
+    """Products with 4-bit weights of one implementation. Every call is checked before its launch.
 
     ``name`` is for the record of a run, for example ``triton[awq]``.
     """
@@ -242,7 +242,7 @@ class WeightKernels:
     implementation: Implementation
 
     def plan(self, rows: int, weight: QuantizedWeight, *, splits: int | None = None) -> Any:
-        """Buffers for :meth:`matmul` of at most ``rows`` rows; ``None`` where the implementation needs none."""
+        """Allocate buffers for :meth:`matmul` of at most ``rows`` rows; ``None`` if the implementation needs none."""
         if self.implementation == "torch":
             return None
         from k16v8.kernels.matmul import plan_matmul
@@ -289,11 +289,11 @@ class WeightKernels:
 def choose_weights(
     implementation: str, *, layout: str, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu"
 ) -> WeightKernels:
-    """The products of ``implementation``; ``dtype``: of activations.  ``flashinfer`` has Triton's.
+    """Return the products of ``implementation``; ``dtype``: of activations.  ``flashinfer`` uses Triton's.
 
     Raises:
-        NotSupportedError: this implementation cannot do it here; with the reason.
-        UnknownNameError: no such implementation or layout.
+        NotSupportedError: If this implementation cannot do it here. The message gives the reason.
+        UnknownNameError: If the implementation or the layout does not exist.
     """
     for kind, given, known in (
         ("kernel implementation", implementation, IMPLEMENTATIONS),
@@ -314,10 +314,10 @@ def choose_weights(
 
 
 def load_triton(*, interpret: bool) -> None:
-    """Import the Triton kernels, compiled or interpreted: a process has either, for as long as it lives.
+    """Import the Triton kernels, compiled or interpreted. A process has one of the two for its whole life.
 
     Raises:
-        NotSupportedError: Triton is missing, or the process has it in the other way.
+        NotSupportedError: If Triton is missing, or the process has it in the other way.
     """
     if interpret:  # read when Triton is imported, by functions of its own, too
         os.environ["TRITON_INTERPRET"] = "1"

@@ -158,7 +158,7 @@ def extend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`k16v8.kernels.torch_path.extend`.
+    """Extend as :func:`k16v8.kernels.torch_path.extend` does.
 
     With ``out`` and ``lse`` given, nothing is allocated and the host does not wait.
     """
@@ -186,14 +186,14 @@ def extend(
 
 
 def program_count(queries: int, ratio: int, rows: int, batch: int) -> int:
-    """Programs for each KV head: enough for all blocks of ``rows``, however the queries are shared out."""
+    """Return the programs for each KV head: enough for all blocks of ``rows``, however the queries are distributed."""
     return queries * ratio // rows + batch
 
 
 def extend_constants(
     q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target
 ) -> dict[str, object]:
-    """The constexprs of the kernel."""
+    """Return the constexprs of the kernel."""
     ratio = heads // cache.kv_heads
     tile = tiles("extend", target, cache)
     return {

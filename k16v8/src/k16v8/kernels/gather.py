@@ -74,10 +74,10 @@ def gather_kernel(
 
 
 def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """As :func:`k16v8.kernels.prefill.gather`; no host sync, no allocation.
+    """Gather as :func:`k16v8.kernels.prefill.gather` does, without host sync or allocation.
 
     Raises:
-        UsageError: 8-bit codes do not lie at even addresses.
+        UsageError: If 8-bit codes are not at even addresses.
     """
     if not slots.numel():
         return

@@ -30,7 +30,7 @@ class Target:
     multiprocessors: int = 1
 
     def native(self, name: str) -> str:
-        """The processor's own conversion of this FP8 format: ``ptx``, ``cast``; empty where kernels do it on bits."""
+        """Return the processor's conversion of this FP8 format, ``ptx`` or ``cast``; empty if kernels convert bits."""
         if self.backend == "cuda":
             return "ptx" if name == "fp8_e4m3" and int(self.arch) >= 89 else ""
         return "cast" if self.backend == "hip" and name == _HIP_FP8.get(str(self.arch)) else ""
@@ -59,7 +59,7 @@ class Tiles:
 
 
 def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
-    """The configuration of ``decode``, ``extend`` or ``write`` for a target.
+    """Return the tile sizes of ``decode``, ``extend`` or ``write`` for a target.
 
     Its numbers rest on what the compiler says (``k16v8 compile``: spills, shared memory, buffers) and on the
     length of the loop; none was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is extend alone:
@@ -97,7 +97,7 @@ def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
 
 
 def compile_options(tile: Tiles) -> dict[str, object]:
-    """Options of Triton's compiler.  Fusion of multiplications and additions is asked for: its default changes."""
+    """Return the options of Triton's compiler.  Fused multiply-add is set explicitly, since its default changes."""
     return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
 
 
@@ -123,13 +123,13 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def interpreted() -> bool:
-    """Whether this process runs Triton kernels in the interpreter."""
+    """Return whether this process runs Triton kernels in the interpreter."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """Target of a torch device."""
+    """Return the target of a torch device."""
     if interpreted():
         return Target("interpreter")
     found = torch.cuda.get_device_properties(device)
@@ -139,7 +139,7 @@ def target_of(device: torch.device) -> Target:
 
 
 def dot_types(target: Target, q: torch.dtype, k_format: str, v_format: str) -> tuple[tl.dtype, tl.dtype]:
-    """Types of the factors of Q·K and of P·V.
+    """Return the types of the factors of Q·K and of P·V.
 
     Float16 holds all codes, and hardware makes it of FP8 in one step.  Probabilities go with float16 where V fits it:
     it has three bits more.  Where V is bfloat16 they are split into two bfloat16 terms.
@@ -151,7 +151,7 @@ def dot_types(target: Target, q: torch.dtype, k_format: str, v_format: str) -> t
 
 
 def power_of_two(n: int) -> int:
-    """The next power of two, at least ``n``."""
+    """Return the next power of two, at least ``n``."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -171,7 +171,7 @@ def cache_arguments(cache: PagedCache) -> tuple[object, ...]:
     """The arguments of a kernel that reads a cache, in their order.  An absent scale is any pointer, never read.
 
     Raises:
-        UsageError: 8-bit codes, which are read in pairs, do not lie at even addresses.
+        UsageError: If 8-bit codes, which are read in pairs, are not at even addresses.
     """
     for side, codes, name in (("k", cache.k_cache, cache.k_format), ("v", cache.v_cache, cache.v_format)):
         pairs = storage(name).quantized and storage(name).per_byte == 1

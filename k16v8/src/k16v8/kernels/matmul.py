@@ -223,7 +223,7 @@ def split_count(rows: int, outputs: int, inputs: int, tile: Tiles, multiprocesso
 def plan_matmul(
     rows: int, weight: QuantizedWeight, *, splits: int | None = None, multiprocessors: int | None = None
 ) -> MatmulPlan:
-    """Buffers for products of ``rows`` rows with ``weight`` or another of its shape."""
+    """Allocate buffers for products of ``rows`` rows with ``weight`` or another of its shape."""
     device = weight.qweight.device
     if splits is None:
         target = target_of(device)
@@ -234,12 +234,12 @@ def plan_matmul(
 
 
 def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None, plan: MatmulPlan | None = None) -> Tensor:
-    """As :func:`k16v8.kernels.torch_weights.matmul`.
+    """Multiply as :func:`k16v8.kernels.torch_weights.matmul` does.
 
     With ``out`` and ``plan`` given, nothing is allocated and the host does not wait: CUDA graphs may hold it.
 
     Raises:
-        UsageError: the plan is for fewer rows or another shape.
+        UsageError: If the plan is for fewer rows or another shape.
     """
     rows = len(x)
     plan = plan or plan_matmul(rows, weight)
@@ -324,7 +324,7 @@ def expert_matmul(
     No host sync; with ``out`` and ``plan`` (of the same ``experts``) no allocation either.
 
     Raises:
-        UsageError: the plan is for other experts or tiles.
+        UsageError: If the plan is for other experts or tiles.
     """
     tokens, top = experts.shape
     out = x.new_empty(tokens, top, weight.outputs) if out is None else out

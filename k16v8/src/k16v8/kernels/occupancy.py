@@ -44,7 +44,7 @@ def resident_programs(target: Target, registers: int, shared: int, warps: int) -
         The number of programs; 0 where not even one fits.
 
     Raises:
-        UsageError: The target has no occupancy rules here (the interpreter).
+        UsageError: If the target has no occupancy rules here (the interpreter).
     """
     limits = _limits(target)
     each = -(-max(1, registers) * target.warp // limits.granule) * limits.granule  # registers of a warp

@@ -7,7 +7,7 @@ query's output are joined by their log-sum-exps:
 
     lse = log(exp(lse_a) + exp(lse_b))      out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 
-Which way a batch takes is one function without side effects, :func:`prefill_route`.
+The route of a batch is chosen by a function without side effects, :func:`prefill_route`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Piece:
 
 
 def capacity(cache: PagedCache, size: int = WORKSPACE) -> int:
-    """Tokens that a workspace of ``size`` bytes holds."""
+    """Return the number of tokens that a workspace of ``size`` bytes holds."""
     return size // (2 * cache.kv_heads * (cache.head_dim + cache.v_dim))
 
 
@@ -291,13 +291,13 @@ def prefill(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`k16v8.kernels.torch_path.extend`, by way of a workspace.
+    """Extend as :func:`k16v8.kernels.torch_path.extend` does, through a workspace.
 
     ``workspace``: uint8, whose size says how many tokens a chunk has.  Keys and values lie in it in the type of
     queries: keys as they are, values with their scales.
 
     Raises:
-        NotSupportedError: a window of which not even twice fits the workspace.
+        NotSupportedError: If the workspace holds less than two windows.
     """
     attention = attention or Attention()
     tokens = capacity(cache, workspace.numel())
@@ -361,7 +361,7 @@ def _joined(out: Tensor, lse: Tensor, more: Tensor, log: Tensor) -> tuple[Tensor
 
 
 def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Tokens of a cache as numbers, in torch; as :func:`k16v8.kernels.gather.gather`."""
+    """Gather tokens of a cache as numbers, in torch; as :func:`k16v8.kernels.gather.gather`."""
     block, place = slots // cache.page, slots % cache.page
     for codes, name, scale, found in (
         (cache.k_cache, cache.k_format, cache.k_scale, keys),
@@ -402,7 +402,7 @@ def library_attention(route: Route, libraries: Libraries) -> Attend:
     before the query's own.
 
     Raises:
-        NotSupportedError: the module is not there, or its function lacks an argument or a result that is needed.
+        NotSupportedError: If the module is not there, or its function lacks an argument or a result that is needed.
     """
     module = getattr(libraries, route, "")
     if not module:
@@ -444,7 +444,7 @@ def varlen_options(function: Callable[..., Any], module: str, route: Route) -> d
     """Arguments that ask one library for its log-sum-exp, and for the version if it has several.
 
     Raises:
-        NotSupportedError: it has neither of the known names for that, or not those of ``varlen_arguments``.
+        NotSupportedError: If it lacks both known names for that, or those of ``varlen_arguments``.
     """
     names = inspect.signature(function).parameters
     common = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "window_size", "softcap")

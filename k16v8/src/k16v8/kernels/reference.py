@@ -1,4 +1,4 @@
-"""Paged attention as it is defined: one sequence after another, no tricks; every kernel is checked against this.
+"""Definition of paged attention: one sequence after another, without optimizations. Every kernel is checked against it.
 
 For a query at position ``i`` of its sequence and the keys ``t <= i`` within the sliding window,
 
@@ -36,12 +36,12 @@ class Attention:
     sinks: Tensor | None = None
 
     def scale_for(self, head_dim: int) -> float:
-        """The scale of the logits."""
+        """Return the scale of the logits."""
         return head_dim**-0.5 if self.scale is None else self.scale
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, attention: Attention) -> tuple[Tensor, Tensor]:
-    """One sequence.
+    """Compute attention for one sequence.
 
     ``q``: ``[Q, heads, D]``, ``keys``: ``[T, kv_heads, D]``, ``values``: ``[T, kv_heads, Dv]``, ``positions``: ``[Q]``.
     Returns the output ``[Q, heads, Dv]`` and the log-sum-exp ``[Q, heads]`` in the type of ``keys``.
@@ -74,7 +74,7 @@ def extend(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """The last tokens of each sequence over the whole of it, causal.
+    """Compute causal attention of the last tokens of each sequence over the whole sequence.
 
     ``q``: ``[N, heads, D]``; the queries of sequence ``b`` are ``query_starts[b]`` to ``query_starts[b + 1]`` (int32
     ``[B + 1]``), its last tokens.  Returns ``[N, heads, Dv]`` and ``[N, heads]`` in ``dtype``, the type in which all

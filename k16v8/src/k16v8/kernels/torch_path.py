@@ -1,6 +1,6 @@
 """The kernels' operations in vectorised torch, on any device: loops over sequences and blocks, none over tokens.
 
-Lengths are read on the host: not for CUDA graphs.
+Lengths are read on the host, so CUDA graphs cannot capture these operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HALF_MIN, _HALF_MAX = 2.0**-24, 65504.0
 
 
 def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, saturated: Tensor | None = None) -> None:
-    """Put tokens into the cache: ``key`` ``[N, kv_heads, D]``, ``value`` ``[N, kv_heads, Dv]``.
+    """Write tokens into the cache: ``key`` ``[N, kv_heads, D]``, ``value`` ``[N, kv_heads, Dv]``.
 
     ``slots``: ``[N]``, ``block * page + place``, -1 for a token that is not stored.  16-bit formats are copied bit by
     bit; ``saturated``: int32 ``[2]``, to which the numbers of keys' and values' entries beyond the format's range
@@ -85,7 +85,7 @@ def decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The last tokens of each sequence: one, or those of drafts that are verified.
+    """Compute attention of the last tokens of each sequence: one token, or those of verified drafts.
 
     ``q``: ``[N, heads, D]``, a sequence's queries together, as many of each sequence or those between ``query_starts``
     (int32 ``[B + 1]``).  Returns ``[N, heads, Dv]`` in the type of ``q`` and the log-sum-exp, float32 ``[N, heads]``;
@@ -106,7 +106,7 @@ def extend(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The last tokens of each sequence over the whole of it, causal; prefill and decode may be mixed.
+    """Compute causal attention of the last tokens of each sequence over the whole. Prefill and decode may be mixed.
 
     ``q``: ``[N, heads, D]``, sequence ``b`` owns ``query_starts[b]`` to ``query_starts[b + 1]`` (int32 ``[B + 1]``).
     Returns as :func:`decode`, ``[N, heads, …]``.

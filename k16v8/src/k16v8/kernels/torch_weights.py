@@ -15,7 +15,7 @@ _CODES_PER_CHUNK = 1 << 20  # codes that are float32 at a time: 4 MB, which proc
 
 
 def matmul(x: Tensor, weight: QuantizedWeight, *, out: Tensor | None = None) -> Tensor:
-    """``[M, K]`` → ``[M, N]`` in the type of ``x``, or into ``out``; sums are float32."""
+    """Multiply ``[M, K]`` → ``[M, N]`` in the type of ``x``, or into ``out``. Sums are float32."""
     out = x.new_empty(len(x), weight.outputs) if out is None else out
     out.copy_(_product(x, weight))
     return out
@@ -47,7 +47,7 @@ def expert_matmul(
 
 
 def one_expert(weight: QuantizedWeight, expert: int) -> QuantizedWeight:
-    """The linear layer of one expert."""
+    """Return the linear layer of one expert."""
     order = None if weight.order is None else weight.order[expert]
     return QuantizedWeight(
         weight.layout, weight.qweight[expert], weight.qzeros[expert], weight.scales[expert], weight.group, order

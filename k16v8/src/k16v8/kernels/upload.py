@@ -1,4 +1,4 @@
-"""Numbers that the host knows, on their way to the device, in one asynchronous copy."""
+"""Copy numbers that the host knows to the device, in one asynchronous copy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ALIGNED = 4  # numbers: 16 bytes, at which libraries may read several at once
 
 
 def upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """Each list as an int32 tensor on ``device``.
+    """Return each list as an int32 tensor on ``device``.
 
     To a GPU they go through pinned memory, all in one asynchronous copy; torch keeps that memory until the copy is
     done.  The tensors share memory and begin at multiples of 16 bytes.

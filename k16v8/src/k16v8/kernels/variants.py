@@ -124,7 +124,7 @@ def warm_up(
     Several processes may have a name each: what they compile goes into one cache.  Args as of :func:`variants`.
 
     Raises:
-        UnknownNameError: a name is not in :data:`VARIANTS`.
+        UnknownNameError: If a name is not in :data:`VARIANTS`.
     """
     for name in names:
         if name not in VARIANTS:

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights as AWQ and GPTQ checkpoints hold them, and what multiplying with them means.
+"""Linear layers with 4-bit weights as AWQ and GPTQ checkpoints hold them, and the definition of their products.
 
 A weight of ``K`` inputs and ``N`` outputs is ``w[k, n] = (code[k, n] - zero[g, n]) * scale[g, n]`` with
 ``g = k // group``, and ``y = x @ w``.  Eight codes share a 32-bit word:
@@ -69,10 +69,10 @@ class QuantizedWeight:
 
 
 def awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group: int) -> QuantizedWeight:
-    """The tensors of an AWQ module (``version: gemm``); ``group``: -1 for one group over all inputs.
+    """Build a weight from an AWQ module's tensors (``version: gemm``); ``group``: -1 for one group over all inputs.
 
     Raises:
-        UsageError: types, shapes or strides are not those of an AWQ module.
+        UsageError: If types, shapes or strides are not those of an AWQ module.
     """
     rows = qweight.shape[-2] if qweight.dim() > 1 else 0
     return _checked(QuantizedWeight("awq", qweight, qzeros, scales, rows if group == -1 else group))
@@ -86,7 +86,7 @@ def gptq(
     A ``g_idx`` that is not ``k // group`` reorders the rows of ``qweight``, once, into a copy; the host waits for it.
 
     Raises:
-        UsageError: types, shapes or strides are not those of a GPTQ module, or groups of ``g_idx`` differ in size.
+        UsageError: If types, shapes or strides are not those of a GPTQ module, or groups of ``g_idx`` differ in size.
     """
     if version not in (1, 2):
         raise UsageError(f"version {version} of GPTQ; there are 1 and 2")
@@ -149,10 +149,10 @@ def _kind(tensor: Tensor) -> str:
 def pack(
     layout: Layout, values: Tensor, zeros: Tensor, scales: Tensor, group: int, g_idx: Tensor | None = None
 ) -> QuantizedWeight:
-    """A weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
+    """Pack a weight of codes ``[(E,) K, N]`` and zero points ``[(E,) groups, N]``, integers from 0 to 15.
 
     Raises:
-        UsageError: see :func:`awq` and :func:`gptq`.
+        UsageError: See :func:`awq` and :func:`gptq`.
     """
     if layout == "awq":
         return awq(_pack_words(values, layout), _pack_words(zeros, layout), scales, group)

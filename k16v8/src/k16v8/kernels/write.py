@@ -141,7 +141,7 @@ def write_kernel(
 
 
 def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, saturated: Tensor | None = None) -> None:
-    """As :func:`k16v8.kernels.torch_path.write`; no host sync, no allocation."""
+    """Write as :func:`k16v8.kernels.torch_path.write` does, without host sync or allocation."""
     if not slots.numel():
         return
     launch(
@@ -157,7 +157,7 @@ def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, satur
 def write_arguments(
     key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, saturated: Tensor | None
 ) -> tuple[object, ...]:
-    """The arguments of the kernel; an absent tensor is any pointer, never used."""
+    """Return the arguments of the kernel. An absent tensor is any pointer, never used."""
     return (
         key,
         value,
@@ -177,7 +177,7 @@ def write_arguments(
 
 
 def write_constants(cache: PagedCache, *, count: bool) -> dict[str, object]:
-    """The constexprs of the kernel."""
+    """Return the constexprs of the kernel."""
     return {
         "HEADS": cache.kv_heads,
         "D": cache.head_dim,

@@ -94,10 +94,10 @@ class Formats:
 
     @classmethod
     def parse(cls, text: str) -> Formats:
-        """Read what the switch says, except for ``0``.
+        """Parse the value of the switch, except for ``0``.
 
         Raises:
-            UsageError: it means nothing.
+            UsageError: If the value is invalid.
         """
         if text in _WORDS:
             return _WORDS[text]
@@ -111,11 +111,11 @@ class Formats:
         return cls(k, v, tuple(sorted({*k_skip, *v_skip})))
 
     def in_layer(self, layer: int) -> Formats:
-        """The formats of one layer."""
+        """Return the formats of one layer."""
         return _UNCHANGED if layer in self.skip_layers else replace(self, skip_layers=())
 
     def content_bytes(self, head_dim: int, v_dim: int) -> int:
-        """Bytes of one head of one token, in a layer that is not skipped."""
+        """Return the bytes of one head of one token, in a layer that is not skipped."""
         scales = self.k.scale_bytes + self.v.scale_bytes
         return self.k.code_bytes(head_dim) + self.v.code_bytes(v_dim) + scales
 
@@ -168,10 +168,10 @@ def _side(text: str) -> tuple[Side, list[int]] | None:
 
 
 def switched() -> Formats | None:
-    """Settings that the environment asks for; ``None``: nothing.
+    """Return the settings that the environment requests; ``None`` if there are none.
 
     Raises:
-        UsageError: the variable has a value that means nothing.
+        UsageError: If the value of the variable is invalid.
     """
     text = os.environ.get(SWITCH, "").strip()
     if text in ("", "0"):
@@ -188,7 +188,7 @@ def counters(layers: int, device: torch.device | str) -> Tensor | None:
     A server makes them before it captures a graph.
 
     Raises:
-        UsageError: the variable has a value that means nothing.
+        UsageError: If the value of the variable is invalid.
     """
     if not _counting():
         return None
@@ -430,7 +430,7 @@ def _architecture(device: torch.device) -> int | str:
 
 @dataclass(frozen=True)
 class Pages:
-    """Typed views of a layer's cache: ``[blocks, tokens, heads, …]``, the last dimension without gaps."""
+    """Typed views of a layer's cache: ``[blocks, tokens, heads, …]``, with a contiguous last dimension."""
 
     keys: Tensor  # [blocks, tokens, heads, width(D)], in the type in which the kernels hold their format
     values: Tensor  # [blocks, tokens, heads, width(Dv)]
@@ -441,7 +441,7 @@ class Pages:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Keys, values, and the scales that there are."""
+        """Return keys, values, and the scales if there are any."""
         held = (self.keys, self.values, self.k_scales, self.v_scales)
         return [x for x in held if x is not None and x.dim()]
 
@@ -473,8 +473,8 @@ class Pages:
         """The kernels for these pages: the torch path on CPUs, Triton on GPUs.  ``heads``, ``dtype``: of queries.
 
         Raises:
-            NotSupportedError: there are none for this shape.
-            UsageError: ``K16V8_KERNELS`` has a value that means nothing.
+            NotSupportedError: If there are none for this shape.
+            UsageError: If the value of ``K16V8_KERNELS`` is invalid.
         """
         import torch
 

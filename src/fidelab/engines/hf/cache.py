@@ -30,7 +30,7 @@ from fidelab.formats.base import Format, Parts
 
 
 class EncodedStore:
-    """Encoded content of one side (K or V) of one layer; grows along the token dimension.
+    """Encoded content of one side (K or V) of one layer, which grows along the token dimension.
 
     Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
     ``padding_mask``: ``[batch, tokens]`` bool of the first write, False at positions that the scale ignores.
@@ -120,17 +120,17 @@ class EncodedStore:
 
     @property
     def tokens(self) -> int:
-        """Stored positions."""
+        """Number of stored positions."""
         return self._encoded + sum(x.shape[2] for x in (self.first, self.last) if x is not None)
 
     @property
     def positions(self) -> int:
-        """Encoded positions of all sequences of the batch."""
+        """Number of encoded positions of all sequences of the batch."""
         return 0 if self.parts is None else self.parts[0].shape[0] * self._encoded
 
     @property
     def exact_bytes(self) -> int:
-        """Bytes of the tokens that are kept as they are; they do not grow with a sequence."""
+        """Bytes of the tokens that are stored unencoded. They do not grow with a sequence."""
         return sum(x.nbytes for x in (self.first, self.last) if x is not None)
 
     @property
@@ -141,14 +141,14 @@ class EncodedStore:
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes that the format should take for this content."""
+        """Return the bytes that the format should take for this content."""
         if self.parts is None:
             return 0
         return self._content_bytes(self.format.token_bytes(self.dim))
 
     @property
     def packed_bytes(self) -> int:
-        """The same if codes were packed without gaps."""
+        """Return the bytes that the format would take if codes were packed without gaps."""
         return 0 if self.parts is None else self._content_bytes(self.format.packed_token_bytes(self.dim))
 
     def _content_bytes(self, token_bytes: int) -> int:
@@ -217,7 +217,7 @@ _ENCODED: dict[type[Any], type[Any]] = {
 
 
 def state_tensors(cache: Any) -> list[Tensor]:
-    """States of the recurrent and convolution layers of a Transformers cache; the first dimension is the sequence."""
+    """Return states of recurrent and convolution layers of a Transformers cache, with sequences as first dimension."""
     layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
     states = (
         state for layer in layers for held in (layer.conv_states, layer.recurrent_states) for state in held.values()
@@ -236,8 +236,8 @@ class EncodedCache(DynamicCache):
             scales do not see it.
 
     Raises:
-        NotSupportedError: a layer keeps its content in a way that this cache does not know, or a skipped layer
-            does not exist.
+        NotSupportedError: If a layer keeps its content in a way that this cache does not know, or a skipped layer does
+            not exist.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class EncodedCache(DynamicCache):
         return sum(layer.k.parts is not None for layer in self.encoded) + len(self._skipped_with_content())
 
     def repeated(self, sequences: int) -> EncodedCache:
-        """A copy that holds the one sequence of this cache ``sequences`` times."""
+        """Return a copy that holds the one sequence of this cache ``sequences`` times."""
         copy = deepcopy(self)
         copy.batch_select_indices(torch.zeros(sequences, dtype=torch.long))
         return copy
@@ -292,7 +292,7 @@ class EncodedCache(DynamicCache):
         """Cut the cache back to its first ``tokens`` positions, after which other tokens may follow.
 
         Raises:
-            NotSupportedError: an earlier state is not kept: see :attr:`keeps_prefixes`.
+            NotSupportedError: If an earlier state is not kept. See :attr:`keeps_prefixes`.
         """
         if not self.keeps_prefixes:
             raise NotSupportedError("a recurrent state, a sliding window or a tail cannot be cut back to a prefix")
@@ -305,7 +305,7 @@ class EncodedCache(DynamicCache):
         """Check after a forward that attention knew which tokens are exact, and clear the record.
 
         Raises:
-            NotSupportedError: attention received other tensors than this cache returned.
+            NotSupportedError: If attention received other tensors than this cache returned.
         """
         for store in self._stores() if self.has_exceptions else ():
             if store.band is not None and not store.band.read:
@@ -317,7 +317,7 @@ class EncodedCache(DynamicCache):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """The cache of a sequence holds that of its first tokens: nothing is forgotten, or encoded later."""
+        """Whether the cache of a sequence holds that of its first tokens: nothing is forgotten, or encoded later."""
         return not (self.has_recurrent_layers or self.has_sliding_layers or self.has_exceptions)
 
     @property
@@ -339,11 +339,11 @@ class EncodedCache(DynamicCache):
         return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._skipped_tensors())
 
     def bytes_per_token(self) -> float | None:
-        """Bytes per encoded token of one sequence over all layers: ``None`` before there is one."""
+        """Bytes per encoded token of one sequence over all layers; ``None`` before the first token."""
         return self._per_token([store.bytes for store in self._stores()])
 
     def expected_bytes_per_token(self) -> float | None:
-        """The same, computed from the formats."""
+        """Expected bytes per token, computed from the formats."""
         return self._per_token([store.expected_bytes for store in self._stores()])
 
     def packed_bytes_per_token(self) -> float | None:

@@ -1,8 +1,8 @@
-"""Attention over a cache in which the first and the last tokens are kept as they are (options ``sinks`` and ``tail``).
+"""Attention over a cache whose first and last tokens are stored unencoded (options ``sinks`` and ``tail``).
 
-Which tokens are the last depends on the query.  A prompt is still read in one forward.  A query that may see a token
-unencoded uses the exact key and value, else the encoded ones.  The result is the same whether tokens come together or
-one by one.
+The last tokens depend on the query, but a prompt is still read in one forward. A query uses the exact key and value of
+a token that it may see unencoded, else the encoded ones. The result is the same whether tokens come together or one by
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Band:
     read: bool = False  # by attention
 
     def encoded(self, queries: Tensor) -> Tensor:
-        """Mask of the tokens that the queries at these positions see encoded: bool ``[Q, T]``."""
+        """Return the mask of the tokens that queries at these positions see encoded: bool ``[Q, T]``."""
         ends = [self.format.sinks + self.format.encoded_tokens(at + 1) for at in queries.tolist()]
         at = torch.arange(self.exact.shape[2], device=queries.device)
         return (at >= self.format.sinks) & (at < torch.tensor(ends, device=queries.device)[:, None])
@@ -44,7 +44,7 @@ def register_attention() -> None:
     from transformers.masking_utils import eager_mask
 
     def mask(*args: Any, **options: Any) -> Tensor:
-        """Float32, as the softmax is; in float64 Transformers' own overflows."""
+        """Return the mask in float32, the type of the softmax. In float64 Transformers' own mask overflows."""
         found: Tensor = eager_mask(*args, **{**options, "dtype": torch.float32})
         return found
 
@@ -63,7 +63,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of ``query`` ``[B, heads, Q, D]`` as Transformers calls it, with the bands of ``key`` and ``value``."""
+    """Compute attention of ``query`` ``[B, heads, Q, D]`` for Transformers, with the bands of ``key`` and ``value``."""
     if s_aux is not None:
         raise EngineError("attention with learned sinks is not computed with options sinks and tail")
     bands: list[Band | None] = [getattr(x, "band", None) for x in (key, value)]

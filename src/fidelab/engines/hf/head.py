@@ -1,5 +1,4 @@
-"""The LM head of a Transformers model: stored with the states, and replayed to check that scoring will compute the
-model's own logits."""
+"""Store the LM head of a Transformers model, and replay it to check the logits of scoring."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class ReplayedHead:
         self._arrays: dict[str, Array] | None = None
 
     def fields(self) -> dict[str, Any]:
-        """Fields of an answer that describe the head; the same arrays every time."""
+        """Return the fields of an answer that describe the head. The arrays are the same every time."""
         if self._arrays is None:
             self._arrays = {"weight": _lossless(self._weight[: self._vocabulary])}
             if self._bias is not None:
@@ -55,7 +54,7 @@ class ReplayedHead:
         """Replay some rows and compare with the live logits. See docs/metrics.md#estimators.
 
         Raises:
-            EngineError: scoring would compute other distributions than the model did.
+            EngineError: If scoring would compute other distributions than the model did.
         """
         usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():
@@ -85,7 +84,7 @@ class ReplayedHead:
 
 
 def to_array(x: Tensor) -> Array:
-    """A tensor as captures store it, off the device."""
+    """Convert a tensor to the form in which captures store it, off the device."""
     x = x.detach().contiguous().cpu()
     return BFloat16(x.view(torch.uint16).numpy()) if x.dtype == torch.bfloat16 else x.numpy()
 

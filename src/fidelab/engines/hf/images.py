@@ -1,4 +1,4 @@
-"""Images through a model's own processor: its pixels, and the tokens that it puts in an image's place."""
+"""Read images through a model's own processor: its pixels, and the tokens that it puts in an image's place."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def answer_images(model: HFModel, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:
-    """Answer a request, an item at a time; the facts name the processor and the tokens that its images took.
+    """Answer a request item by item. The facts name the processor and the number of image tokens.
 
     Raises:
-        NotSupportedError: the model takes no images, or Pillow is not installed.
-        EngineError: its processor cannot be loaded.
+        NotSupportedError: If the model takes no images, or Pillow is not installed.
+        EngineError: If its processor cannot be loaded.
     """
     images = _Images(model, request)
     read = produced = 0
@@ -60,7 +60,7 @@ class _Images:
         """Token ids of an item with the tokens of its images, and further model inputs (empty without images).
 
         Raises:
-            EngineError: the processor refuses the item, or its prompt tokens differ from the request's.
+            EngineError: If the processor refuses the item, or its prompt tokens differ from the request's.
         """
         request, tokenizer = self._request, self._model.tokenizer
         prompt = request.prompts[index]

@@ -1,4 +1,4 @@
-"""Pairs of formats that k16v8's attention kernels store bit by bit as fidelab defines them."""
+"""Format pairs that k16v8's attention kernels store exactly as fidelab defines them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _GROUP = 32  # of integers, by default
 
 
 def options_of(kv: KVSpec) -> dict[str, Any]:
-    """Formats and scalings as :class:`k16v8.plugins.transformers.cache.PagedKVCache` takes them.
+    """Return formats and scalings in the form of :class:`k16v8.plugins.transformers.cache.PagedKVCache`.
 
     Raises:
-        NotSupportedError: the kernels do not hold this format as it is defined.
+        NotSupportedError: If the kernels do not hold this format as it is defined.
     """
     k, v = _scaling(kv.k), _scaling(kv.v)
     return {"k_format": kv.k.name, "v_format": kv.v.name, "k_scaling": k, "v_scaling": v}
 
 
 def refusal(arm: Arm) -> str | None:
-    """Reason why the kernels cannot run an arm, as far as known without loading its model."""
+    """Return the reason why the kernels cannot run an arm, as far as known without loading its model."""
     if reason := k16v8.missing():
         return f"attention={NAME} {reason}"
     try:
@@ -49,7 +49,7 @@ def refusal(arm: Arm) -> str | None:
 
 
 def dequant_refusal(arm: Arm) -> str | None:
-    """Reason why an arm's option ``dequant`` cannot be used; ``None`` if it can."""
+    """Return the reason why an arm's option ``dequant`` cannot be used; ``None`` if it can."""
     options = dict(arm.options)
     if options.get("dequant") != "fused" or options.get("attention") == NAME:
         return None
@@ -77,14 +77,14 @@ def _scaling(spec: FormatSpec) -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a checkpoint by its config; ``None`` if that names it otherwise.  The loaded model decides."""
+    """Return the shape of a checkpoint from its config; ``None`` if the config names it otherwise."""
 
     layers: int | None = None
     head_dim: int | None = None
 
 
 def shape_of(path: str) -> Shape:
-    """The shape of the text part of the model in a folder, without Transformers: enough to refuse an arm early."""
+    """Return the shape of the text part of a model in a folder, without Transformers: enough to refuse an arm early."""
     try:
         config = json.loads((Path(path) / "config.json").read_text("utf-8"))
         config = config.get("text_config") or config

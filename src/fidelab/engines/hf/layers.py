@@ -28,12 +28,12 @@ _Parts = dict[str, Tensor]  # "<layer>.q" and so on
 
 
 def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str, Any]:
-    """Answer the request window by window, in the compute type; returns the facts ``tokens`` and ``layers``.
+    """Answer the request window by window, in the compute type. Returns the facts ``tokens`` and ``layers``.
 
     Raises:
-        NotSupportedError: the layers are not found, or a layer does not pass its own queries, keys and values to
+        NotSupportedError: If the layers are not found, or a layer does not pass its own queries, keys and values to
             attention.
-        EngineError: the layers did not run once each, in their order.
+        EngineError: If the layers did not run once each, in their order.
     """
     layers = decoder_layers(model.module, model.config)
     beyond = [layer for layer in request.layers if not 0 <= layer < len(layers)]
@@ -56,12 +56,12 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
 
 
 def jitter(layer: Any, seed: int) -> int:
-    """Flip the last bit of about one in a thousand weights of a layer, chosen by the seed; returns how many.
+    """Flip the last bit of about one in a thousand weights of a layer, chosen by the seed. Returns their number.
 
     Weights of every floating-point type of 16 bits and more count.
 
     Raises:
-        NotSupportedError: the layer has no such weights.
+        NotSupportedError: If the layer has no such weights.
     """
     generator, flipped = torch.Generator().manual_seed(seed), 0
     for weight in layer.parameters():
@@ -106,7 +106,7 @@ def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
     """The recorded states as one tensor [1 + layers, rows, d].
 
     Raises:
-        EngineError: the layers did not run once each, in order.
+        EngineError: If the layers did not run once each, in order.
     """
     if [number for number, _ in seen] != list(range(1 + layers)):
         order = ", ".join(str(number - 1) for number, _ in seen[:8] if number)
@@ -158,7 +158,7 @@ def _checked(parts: _Parts, layers: Sequence[int], tokens: int) -> dict[str, Arr
     """The recorded arrays of one window.
 
     Raises:
-        NotSupportedError: queries, keys or values of a layer are missing or do not fit together.
+        NotSupportedError: If queries, keys or values of a layer are missing or do not fit together.
     """
     for layer in layers:
         tensors = [parts.get(f"{layer}.{part}") for part in "qkv"]

@@ -91,8 +91,8 @@ class HFModel:
         rounded: weights rounded by the option ``weights``, for the record.
 
     Raises:
-        EngineError: it cannot be loaded, or its structure is not as expected.
-        NotSupportedError: it has no keys and values that can be encoded.
+        EngineError: If it cannot be loaded, or its structure is not as expected.
+        NotSupportedError: If it has no keys and values that can be encoded.
     """
 
     def __init__(
@@ -189,18 +189,18 @@ class HFModel:
 
     @property
     def paged(self) -> bool:
-        """The kernels of package k16v8 attend, over pages."""
+        """Whether the kernels of package k16v8 compute attention, over pages."""
         return bool(self.config._attn_implementation == hf_kernels.NAME)
 
     @property
     def attention(self) -> str:
-        """The attention implementation for the record, with the names of k16v8's kernels where those run."""
+        """Attention implementation for the record, with the names of k16v8's kernels if those run."""
         kernels = getattr(self.cache, "kernels", ())  # of pages alone
         return " ".join((self.config._attn_implementation, *kernels))
 
     @property
     def dequant(self) -> str:
-        """Place of the conversion: ``fused`` in k16v8's kernels, ``unpack`` before attention."""
+        """Where codes are converted: ``fused`` in k16v8's kernels, ``unpack`` before attention."""
         return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
@@ -293,7 +293,7 @@ class HFModel:
         sequences: int | None = None,
         more: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
+        """Return live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
         ``more``: model inputs besides the tokens, such as pixels.  If it is not ``None``, a model with its own
         positions for images counts them itself, here and in every later forward of the sequence.
@@ -325,7 +325,7 @@ class HFModel:
 
     @property
     def _places_images(self) -> bool:
-        """The model gives the tokens of images positions in rows and columns."""
+        """Whether the model gives the tokens of images positions in rows and columns."""
         return any(hasattr(module, "get_rope_index") for module in (self.module, getattr(self.module, "model", None)))
 
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -347,7 +347,8 @@ class HFModel:
         """Processor that turns text and images into model inputs.
 
         Raises:
-            NotSupportedError: the model takes no images.  EngineError: its processor cannot be loaded.
+            NotSupportedError: If the model takes no images.
+            EngineError: If its processor cannot be loaded.
         """
         if "pixel_values" not in self._takes:
             raise NotSupportedError(f"{self.module.config.model_type} takes no images")
@@ -359,7 +360,7 @@ class HFModel:
             raise EngineError(f"the processor of {self._arm.model} cannot be loaded: {one_line(error)}") from error
 
     def inputs(self, found: Mapping[str, Any], before: int, after: int) -> dict[str, Tensor]:
-        """Processor outputs besides the ids of ``before`` tokens, on the device, in the model's compute type.
+        """Return processor outputs besides the ids of ``before`` tokens, on the device, in the model's compute type.
 
         Values per token are 0 for the ``after`` tokens of text that follow.
         """
@@ -380,33 +381,33 @@ class HFModel:
 
     @property
     def hidden(self) -> bool:
-        """States are kept, not log-probabilities."""
+        """Whether states are kept instead of log-probabilities."""
         return self._options.get("estimator", "hidden") == "hidden"
 
     @property
     def sentinels(self) -> list[tuple[float, float]]:
-        """Checks of the replay since the request began."""
+        """Return the checks of the replay since the request began."""
         return self.head.sentinels if self.head else []
 
     def check_replay(self, states: Tensor, live: Tensor) -> None:
         """Check that the head, if any, replays live logits [n, V] from states [n, d].
 
         Raises:
-            EngineError: it does not.
+            EngineError: If the replayed logits differ from the live ones.
         """
         if self.head is not None:
             self.head.check(states, live)
 
     def rows(self, states: Tensor, logits: Tensor) -> Tensor:
-        """Stored form of some rows, on the CPU: states in the compute type, or float16 log-probabilities."""
+        """Return the stored form of rows, on the CPU: states in the compute type, or float16 log-probabilities."""
         if self.hidden:
             return states.clone()  # not a view, which would keep the states of a whole prompt
         return torch.log_softmax(logits.float(), dim=-1).to(torch.float16).cpu()
 
     def stored(self, rows: Tensor) -> Mapping[str, Array]:
-        """Rows [n, …] as a sink takes them."""
+        """Return rows [n, …] in the form that a sink takes."""
         return {"hidden" if self.hidden else "logprobs": to_array(rows)}
 
     def stacked(self, rows: Sequence[Tensor]) -> Mapping[str, Array]:
-        """Stored form of single rows; empty without rows."""
+        """Return the stored form of single rows; empty without rows."""
         return self.stored(torch.stack(tuple(rows))) if rows else {}

@@ -23,7 +23,7 @@ class ArmCache(PagedKVCache):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """The cache of a sequence holds that of its first tokens."""
+        """Whether the cache of a sequence holds that of its first tokens."""
         return not (self.has_recurrent_layers or self.has_sliding_layers)
 
     def expected_bytes_per_token(self) -> float | None:

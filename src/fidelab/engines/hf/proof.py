@@ -3,7 +3,7 @@
 The first prefill and the first decode step of a process are observed in every layer that has the format.  Later ones
 are observed in sentinel layers: three, drawn again for each.  Of the forwards of a request, prefills and decode steps
 apart, the first is observed, then one of the next two, one of the next four, and so on.  The draws come from the seed
-of the request, which the parent process derives from the key of the capture.  Three questions:
+of the request, which the parent process derives from the key of the capture.  The check answers three questions:
 
 - ``stored``: does the cache hold the format's encoding of the keys and values that were written?
 - ``received``: did attention get what the cache decodes to, bit by bit?  The arguments of the attention function are
@@ -68,7 +68,7 @@ class _Called:
     about: _About
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
-        """Causal attention as it is defined, of a sequence's first tokens over themselves, in float32.
+        """Compute causal attention by its definition, of a sequence's first tokens over themselves, in float32.
 
         ``query``: ``[T, heads, D]``, ``keys``: ``[T, kv_heads, D]``, ``values``: ``[T, kv_heads, Dv]`` → ``[T, heads,
         Dv]``.  ``window``: a query sees so many tokens, itself included; 0 for all.  The scale of the logits, the
@@ -149,7 +149,7 @@ class Proof:
     # ------------------------------------------------------------------------------------------- answers
 
     def observed_format(self, side: int) -> str | None:
-        """The format of keys (0) or values (1) that was observed; ``None`` if none is proven."""
+        """Return the observed format of keys (0) or values (1); ``None`` if none is proven."""
         names = self._names[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
             return None
@@ -157,7 +157,7 @@ class Proof:
         return other[0] if other else str(self._asked[side])
 
     def record(self) -> dict[str, Any]:
-        """``proof`` and its evidence; ``k_changed``: share of the keys that differ between write and read."""
+        """Return ``proof`` and its evidence. ``k_changed``: share of the keys that differ between write and read."""
         shares = [n / of if of else None for n, of in zip(self._changed, self._numbers, strict=True)]
         counts = {kind: (forwards.seen, forwards.total) for kind, forwards in self._forwards.items()}
         return {
@@ -176,19 +176,19 @@ class Proof:
         return f"open: {why}" if why else "shown"
 
     def unseen(self) -> list[tuple[int, int]]:
-        """(layer, side) of the sentinels whose attention got no tensors that can be compared with the cache's."""
+        """Return (layer, side) of the sentinels whose attention got no tensors comparable with the cache's."""
         if self._seen.opened.get("received") != _RECOMPUTED_KEYS:
             return []
         return [(layer, side) for layer in self._drawn(self._seen.layers) for side in (0, 1)]
 
     def refute(self, question: str, why: str) -> None:
-        """Record a contradiction; the first for a question is kept."""
+        """Record a contradiction. The first one for a question is kept."""
         self._refuted.setdefault(question, why)
 
     # ---------------------------------------------------------------------------------------- observation
 
     def begin(self, seed: int, *, observing: bool = True) -> None:
-        """A request begins.  ``observing``: its forwards are counted, and drawn ones are observed."""
+        """Begin a request.  ``observing``: its forwards are counted, and drawn ones are observed."""
         self._draw, self._observing = random.Random(seed), observing
         for forwards in self._forwards.values():
             forwards.begin()

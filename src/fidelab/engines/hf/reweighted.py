@@ -45,13 +45,13 @@ class Reweighing:
         self._reusable: bool | None = None
 
     def answer(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
-        """Store the rows of each window; returns the facts ``tokens`` and ``from_layer``, below which none computed.
+        """Store the rows of each window. Returns the facts ``tokens`` and ``from_layer``, the lowest computed layer.
 
-        Of native keys and values also ``statistics``: see :meth:`_Rounded.statistics`.
+        With native keys and values the facts include ``statistics``, see :meth:`_Rounded.statistics`.
 
         Raises:
-            UsageError: a pattern names no weight; a rule no layer or head.
-            NotSupportedError: a requested weight is outside the decoder layers, or kept on disk.
+            UsageError: If a pattern names no weight, or a rule names no layer or head.
+            NotSupportedError: If a requested weight is outside the decoder layers, or kept on disk.
         """
         chosen: list[tuple[ModelWeight, Any]] = []
         rounds: _Rounds | None = None

@@ -13,7 +13,7 @@ from fidelab.engines.base import one_line
 
 
 def auto_class(config: Any) -> tuple[Any, Any]:
-    """The class of Transformers that loads a decoder-only model of this config, and its table of models."""
+    """Return the Transformers class that loads a decoder-only model of this config, and its table of models."""
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     return transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -23,7 +23,7 @@ def skeleton(path: str, *, trusted: bool = False) -> Any:
     """Build Transformers' model of a checkpoint without its weights, for the names and shapes of its parameters.
 
     Raises:
-        EngineError: Transformers has no such model.
+        EngineError: If Transformers has no such model.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
@@ -34,10 +34,10 @@ def skeleton(path: str, *, trusted: bool = False) -> Any:
 
 
 def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
-    """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
+    """Return the decoder layers: the outermost list in the model's decoder that is as long as ``config`` says.
 
     Raises:
-        NotSupportedError: there is none.
+        NotSupportedError: If there is none.
     """
     count = config.num_hidden_layers
     for candidate in module.get_decoder().modules():

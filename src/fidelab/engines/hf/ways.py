@@ -32,7 +32,7 @@ def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]
     """Answer a request for windows, and prove by counts that the serving mode was used.
 
     Raises:
-        NotSupportedError: this model's caches have no such way.
+        NotSupportedError: If the model's caches do not have this serving mode.
     """
     served = _Serving(model, request, sink)
     for index, rows in enumerate(served.answers()):

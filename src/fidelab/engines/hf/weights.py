@@ -39,7 +39,7 @@ _MAX_LISTED = 12
 
 @dataclass(frozen=True)
 class WeightRule:
-    """One format, and the patterns of the weights it is for; ``only`` empty: all."""
+    """Rule: one format, and the patterns of its weights. An empty ``only`` means all."""
 
     format: FormatSpec
     only: tuple[str, ...] = ()
@@ -63,20 +63,20 @@ class ModelWeight:
 
     @property
     def kind(self) -> str:
-        """The last part of its name: ``down_proj``."""
+        """Last part of the name: ``down_proj``."""
         return self.name.rpartition(".")[2]
 
 
 def rounding_of(arm: Arm) -> str:
-    """The option ``weights`` of an arm of engine hf; empty if nothing is rounded."""
+    """Return the option ``weights`` of an arm of engine hf; empty if nothing is rounded."""
     return dict(arm.options).get(WEIGHTS, "") if arm.engine == "hf" else ""
 
 
 def parse_rules(text: str) -> tuple[WeightRule, ...]:
-    """The rules of an option ``weights``; their formats are not looked up.
+    """Parse the rules of an option ``weights``. Their formats are not looked up.
 
     Raises:
-        UsageError: the text does not have the form that this module describes.
+        UsageError: If the text does not have the form that this module describes.
     """
     rules = []
     for part in re.split(r"\+(?![^\[]*\])", text):
@@ -101,7 +101,7 @@ def check_weights(text: str, path: str, *, trusted: bool = False) -> None:
     ``path``: the checkpoint; skipped if it does not exist yet.
 
     Raises:
-        UsageError, NotSupportedError: the option is wrong; the message names the fault.
+        UsageError, NotSupportedError: If the option is wrong. The message names the fault.
     """
     rules = parse_rules(text)
     _formats(text, rules)
@@ -128,10 +128,10 @@ def _about(text: str, error: FidelabError) -> FidelabError:
 
 
 def weights_of(module: Any, config: Any) -> list[ModelWeight]:
-    """The weights of a loaded model that a format can round, in the order of its modules; tied ones under each name.
+    """Return the weights of a loaded model that a format can round, in module order; tied ones under each name.
 
     Raises:
-        NotSupportedError: its decoder layers are not found.
+        NotSupportedError: If its decoder layers are not found.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
@@ -161,10 +161,10 @@ def weights_of(module: Any, config: Any) -> list[ModelWeight]:
 def assigned(
     weights: Sequence[ModelWeight], rules: Sequence[WeightRule], text: str = ""
 ) -> list[tuple[ModelWeight, FormatSpec]]:
-    """The weights that rules name, each once, with its format: that of the last rule that names it.
+    """Return the weights that rules name, each once, with the format of the last rule that names it.
 
     Raises:
-        UsageError: a pattern names no weight.
+        UsageError: If a pattern names no weight.
     """
     chosen: dict[int, tuple[ModelWeight, FormatSpec]] = {}
     for rule in rules:
@@ -208,8 +208,8 @@ def round_weights(module: Any, config: Any, text: str) -> dict[str, Any]:
     option itself.
 
     Raises:
-        UsageError: a pattern names no weight.
-        NotSupportedError: the checkpoint has no weights that could be rounded, or keeps them on disk.
+        UsageError: If a pattern names no weight.
+        NotSupportedError: If the checkpoint has no weights that could be rounded, or keeps them on disk.
     """
     rules = parse_rules(text)
     formats = dict(zip((rule.format for rule in rules), _formats(text, rules), strict=True))

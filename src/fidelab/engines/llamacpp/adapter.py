@@ -168,7 +168,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """llama.cpp computes keys and values in float32, and converts them to float16 for flash attention."""
+        """Return whether the formats are lossless: llama.cpp computes in float32, or float16 with flash attention."""
         formats = {arm.kv.k.name, arm.kv.v.name}
         return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
 
@@ -307,7 +307,7 @@ class LlamaCppEngine(Engine):
         """Decode a few tokens: refuse arms that cannot run, measure the bytes per token, and read the cache back.
 
         Raises:
-            NotSupportedError: the model keeps no keys and values.
+            NotSupportedError: If the model keeps no keys and values.
         """
         self._bytes: float | None = None
         self._expected: float | None = None
@@ -479,7 +479,7 @@ class LlamaCppEngine(Engine):
         """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
 
         Raises:
-            NotSupportedError: drafts are verified against only the most likely tokens.
+            NotSupportedError: If drafts are verified against only the most likely tokens.
         """
         sampling = request.sampling
         if sampling is not None and drafter is not None:
@@ -663,7 +663,7 @@ def _content(folder: Path) -> str:
     """A short hash of the libraries in a folder.
 
     Raises:
-        EngineError: there are none.
+        EngineError: If there are none.
     """
     files = sorted(
         path for path in folder.glob("*") if path.is_file() and path.name.startswith(("lib", "llama", "ggml"))

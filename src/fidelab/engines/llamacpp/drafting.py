@@ -1,4 +1,4 @@
-"""Speculative decoding over libllama's batches: who proposes tokens, and one verification of them.
+"""Speculative decoding over libllama's batches: drafters that propose tokens, and the verification of a draft.
 
 A draft goes through the model in one batch after the last token.  Tokens that the model itself would not have chosen
 are removed from the cache.  See docs/engines.md.
@@ -22,10 +22,10 @@ _DRAFT, _MAX, _TYPE, _SIZE = "model-draft", "draft-max", "spec-type", "spec-ngra
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """Speculation requested by ``model-draft`` or ``spec-type``, with llama-server's option names.
+    """Return the speculation requested by ``model-draft`` or ``spec-type``, with llama-server's option names.
 
     Raises:
-        UsageError: both are given, or the type is unknown, or a size is not a number or has no drafter.
+        UsageError: If both are given, the type is unknown, or a size is not a number or has no drafter.
     """
     draft, kind = options.get(_DRAFT, ""), options.get(_TYPE)
     names = tuple(name for name in (_DRAFT, _MAX, _TYPE, _SIZE) if name in options)
@@ -53,7 +53,7 @@ class Drafter(Protocol):
     counted: Drafts
 
     def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
-        """Sequence → tokens that may follow its text, of the sequences that have a draft."""
+        """Return sequence → tokens that may follow its text, for the sequences that have a draft."""
 
 
 class Lookup:
@@ -97,7 +97,7 @@ class DraftModel:
 
 
 def verified(context: LlamaContext, drafter: Drafter, texts: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
-    """Verify drafts: return the logits [n, V] of the next tokens of each text, of which all but one were drafted.
+    """Verify drafts. Returns the logits [n, V] of the next tokens of each text, of which all but one were drafted.
 
     ``texts``: sequence → its tokens, of which all but the last are in the cache.  Afterwards all but the token that
     the last row gives are there, as if each had been decoded alone.

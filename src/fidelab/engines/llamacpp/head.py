@@ -76,7 +76,7 @@ class LlamaHead:
         states, live: some states before the head [n, d] and their live logits [n, V].
 
     Raises:
-        EngineError: the file or this build has no such head, or the states and the head do not give the logits.
+        EngineError: If the file or this build has no such head, or the states and the head do not give the logits.
     """
 
     def __init__(self, model: LlamaModel, path: Path, weight: str, tensor: str, states: Floats, live: Floats) -> None:
@@ -96,11 +96,11 @@ class LlamaHead:
         self.check(inputs, live)
 
     def fields(self) -> dict[str, Any]:
-        """Fields of an answer that describe the head; the same arrays every time."""
+        """Return the fields of an answer that describe the head. The arrays are the same every time."""
         return {"head": self._arrays, "softcap": self._softcap, "scale": self._scale}
 
     def rounded(self, states: Floats) -> Floats:
-        """Rounded states [n, d] that the head is multiplied with; a row with a non-finite number becomes NaN."""
+        """Return rounded states [n, d] to multiply with the head. A row with a non-finite number becomes NaN."""
         inputs = self._round(np.ascontiguousarray(states))
         inputs[~np.isfinite(states).all(axis=-1)] = np.nan
         return inputs
@@ -109,7 +109,7 @@ class LlamaHead:
         """Replay some rows of rounded states and compare with the live logits. See docs/metrics.md#estimators.
 
         Raises:
-            EngineError: scoring would compute other distributions than the model did.
+            EngineError: If scoring would compute other distributions than the model did.
         """
         usable = ~np.isnan(inputs).any(axis=-1)  # a row of NaN comes from the format and is marked failed by the scorer
         if not usable.any():
@@ -135,7 +135,7 @@ def _read(path: Path, name: str, shape: tuple[int, int]) -> tuple[Floats, Callab
     """Matrix [V, d] of this name in a GGUF file, and the type that ggml rounds its inputs to.
 
     Raises:
-        AttributeError: this build lacks a function.
+        AttributeError: If this build lacks a function.
     """
     kind, raw = _tensor(path, name)
     size = shape[0] * shape[1]

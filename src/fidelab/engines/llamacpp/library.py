@@ -107,7 +107,7 @@ def _native() -> tuple[Any, _Log]:
 
 
 def build() -> dict[str, str]:
-    """llama.cpp's version and the instructions that it was built for and found: they choose its kernels."""
+    """Return llama.cpp's version and the CPU instructions of the build and the machine, which choose its kernels."""
     native, _ = _native()
     version = getattr(native, "llama_version", None)  # absent from older bindings
     about = {"system": native.llama_print_system_info().decode().strip(" |")}
@@ -115,7 +115,7 @@ def build() -> dict[str, str]:
 
 
 def can_offload() -> bool:
-    """Whether this build has a GPU to compute on."""
+    """Return whether this build can compute on a GPU."""
     return bool(_native()[0].llama_supports_gpu_offload())
 
 
@@ -161,10 +161,10 @@ def _only(values: set[_T]) -> _T | None:
 
 
 def function(name: str, result: Any, *arguments: Any) -> Any:
-    """A function of ggml's C interface, which the bindings leave out.
+    """Return a function of ggml's C interface that the bindings leave out.
 
     Raises:
-        AttributeError: this build has none of that name.
+        AttributeError: If this build has no function of that name.
     """
     found = getattr(_native()[0]._lib, name)
     found.restype, found.argtypes = result, [*arguments]
@@ -231,10 +231,10 @@ class States:
         self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
 
     def take(self, n: int) -> Floats:
-        """The rows [n, d] since the last call, in the order of the tokens whose logits were requested.
+        """Return the rows [n, d] since the last call, in the order of the tokens whose logits were requested.
 
         Raises:
-            EngineError: there are more, or fewer.
+            EngineError: If the number of rows differs from the number requested.
         """
         rows, self._rows = self._rows, []
         if (found := sum(map(len, rows))) != n:
@@ -258,7 +258,7 @@ class LlamaModel:
         """Load; ``params`` are fields of ``llama_model_params``.
 
         Raises:
-            EngineError: llama.cpp cannot load it, or the bindings lack a field.
+            EngineError: If llama.cpp cannot load it, or the bindings lack a field.
         """
         self._native, log = _native()
         log.section()
@@ -277,13 +277,13 @@ class LlamaModel:
 
     @property
     def recurrent_layers(self) -> int:
-        """Layers as a saved recurrent state counts them, those with attention included; 0 where none is recurrent."""
+        """Number of layers in a saved recurrent state, those with attention included; 0 without recurrent layers."""
         native, model = self._native, self._model
         recurrent = native.llama_model_is_hybrid(model) or native.llama_model_is_recurrent(model)
         return int(native.llama_model_n_layer(model)) if recurrent else 0
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids [n] of the text; names of special tokens in it become these tokens, and none is added."""
+        """Return the ids [n] of the text. Names of special tokens in it become these tokens, and none is added."""
         raw = text.encode()
         room = len(raw) + 16  # a token is at least a byte, but for a space put in front
         ids = (self._native.llama_token * room)()
@@ -293,7 +293,7 @@ class LlamaModel:
         return list(ids[:n])
 
     def setting(self, name: str) -> float | None:
-        """Number in the file's metadata, by its name after the architecture's prefix; ``None`` if absent."""
+        """Return a number in the file's metadata, by its name after the architecture's prefix; ``None`` if absent."""
         architecture = self._text("general.architecture")
         return _number(self._text(f"{architecture}.{name}"))
 
@@ -306,7 +306,7 @@ class LlamaModel:
         """A context of ``sequences`` sequences of up to ``cells`` tokens each; ``params`` as ``llama_context_params``.
 
         Raises:
-            EngineError: llama.cpp cannot make it, or the bindings lack a field.
+            EngineError: If llama.cpp cannot make it, or the bindings lack a field.
         """
         return LlamaContext(self._native, self._model, self.vocabulary, cells, sequences, states, params)
 
@@ -365,7 +365,7 @@ class LlamaContext:
         Returns the number of remaining tokens that llama.cpp reports.
 
         Raises:
-            NotSupportedError: the model keeps a state that cannot be rolled back.
+            NotSupportedError: If the model keeps a state that cannot be rolled back.
         """
         memory = self._native.llama_get_memory(self._context)
         if not self._native.llama_memory_seq_rm(memory, sequence, tokens, -1):
@@ -374,7 +374,7 @@ class LlamaContext:
         return self._ends[sequence]
 
     def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0, piece: int | None = None) -> Iterator[Floats]:
-        """Append tokens to a sequence; yields the logits [≤ 64, V] of the tokens ``rows``, in order.
+        """Append tokens to a sequence. Yields the logits [≤ 64, V] of the tokens ``rows``, in order.
 
         Where the context's ``states`` stop the computation, these and all other logits are states [n, d] instead.
         ``piece``: so many tokens in a call, where that is less than a call takes.
@@ -386,7 +386,7 @@ class LlamaContext:
             yield from self._decode(part, [sequence] * len(part), wanted)
 
     def read(self, prompts: Sequence[Sequence[int]]) -> Floats:
-        """Append a prompt to each of the first sequences, in as few calls as possible; logits [n, V] after each."""
+        """Append a prompt to each of the first sequences, in few calls. Returns the logits [n, V] after each."""
         places = [(sequence, i) for sequence, prompt in enumerate(prompts) for i in range(len(prompt))]
         blocks: list[Floats] = []
         for start in range(0, len(places), self._chunk):
@@ -409,15 +409,15 @@ class LlamaContext:
             yield from self._decode([prompts[s][i] for i, s in part], [s for _, s in part], wanted)
 
     def step(self, tokens: Mapping[int, int]) -> Floats:
-        """Append one token to each sequence of ``tokens`` (sequence → id); their logits [n, V] in that order."""
+        """Append one token to each sequence of ``tokens`` (sequence → id). Returns logits [n, V] in that order."""
         blocks = list(self._decode(list(tokens.values()), list(tokens), [True] * len(tokens)))
         return np.concatenate(blocks)
 
     def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
-        """Append tokens to each sequence (sequence → ids); the logits [n, V] of all tokens of each.
+        """Append tokens to each sequence (sequence → ids). Returns the logits [n, V] of all tokens of each.
 
         Raises:
-            EngineError: they are more than llama.cpp takes in one call.
+            EngineError: If they are more than llama.cpp takes in one call.
         """
         flat = [(sequence, token) for sequence, ids in tokens.items() for token in ids]
         if len(flat) > self._chunk:
@@ -432,17 +432,17 @@ class LlamaContext:
         """Remove the last ``n`` tokens of a sequence.
 
         Raises:
-            NotSupportedError: the model keeps a state that cannot be rolled back.
+            NotSupportedError: If the model keeps a state that cannot be rolled back.
         """
         if n:
             self.keep_first(self._ends[sequence] - n, sequence)
 
     def stored_bytes(self, sequence: int = 0) -> int:
-        """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
+        """Return the bytes that the saved state of a sequence takes: keys, values and some bookkeeping."""
         return int(self._native.llama_state_seq_get_size(self._context, sequence))
 
     def state(self, sequence: int = 0, *, recurrent: bool = False) -> bytes:
-        """The state of a sequence, as it is saved; of a hybrid model the recurrent layers' alone where asked."""
+        """Return the saved state of a sequence. For a hybrid model it can be limited to the recurrent layers."""
         flags = _WITHOUT_ATTENTION if recurrent else 0
         room = (ctypes.c_uint8 * int(self._native.llama_state_seq_get_size_ext(self._context, sequence, flags)))()
         written = int(self._native.llama_state_seq_get_data_ext(self._context, room, len(room), sequence, flags))
@@ -477,10 +477,11 @@ class LlamaContext:
 def parameters(
     options: Iterable[tuple[str, str]], known: Mapping[str, Value], controlled: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
-    """The options that are fields of llama.cpp's parameters, by ``context`` and ``model``.
+    """Return the options that are fields of llama.cpp's parameters, by ``context`` and ``model``.
 
     Raises:
-        UsageError: there is no such field, or it takes another kind of value; also of ``known`` and ``controlled``.
+        UsageError: If there is no such field, or it takes another kind of value. ``known`` and ``controlled`` are
+            checked as well.
     """
     found: dict[str, dict[str, Any]] = {"context": {}, "model": {}}
     others = other_options("llamacpp", options, known, controlled)
@@ -509,7 +510,7 @@ def _field(key: str, text: str, kind: Any) -> Any:
     """The value of a field of llama.cpp's parameters.
 
     Raises:
-        UsageError: the text is of another kind, or out of the type's range.
+        UsageError: If the text is of another kind, or out of the type's range.
     """
     value: float | None
     if key in ENUMERATIONS:
@@ -542,7 +543,7 @@ def _with(params: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structu
     """Set fields of a structure; ctypes itself accepts any attribute silently.
 
     Raises:
-        EngineError: the bindings lack a field.
+        EngineError: If the bindings lack a field.
     """
     known = {field[0] for field in params._fields_}
     for name, value in values.items():

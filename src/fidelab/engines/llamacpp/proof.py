@@ -44,7 +44,7 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 @dataclass(frozen=True)
 class CacheSide:
-    """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes].
+    """Keys or values of the first layer. ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes].
 
     ``kinds``: the types of all layers.
     """
@@ -55,7 +55,7 @@ class CacheSide:
 
 
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
-    """Keys and values of the first layer; ``None`` if the state is laid out in another way, or not one cache."""
+    """Read keys and values of the first layer; ``None`` if the state is laid out in another way, or not one cache."""
     for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
         transposed, count = struct.unpack_from("<II", state, start)
         if transposed in (0, 1) and count == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
@@ -64,7 +64,7 @@ def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, Cache
 
 
 def read_recurrent(state: bytes, layers: int) -> tuple[list[tuple[str, int]], int] | None:
-    """The type and bytes of each state of the recurrent layers, and the bytes of this part of a saved state.
+    """Return the type and bytes of each state of the recurrent layers, and the bytes of this part of a saved state.
 
     ``None`` if it is laid out in another way.
     """
@@ -127,7 +127,7 @@ def proof(
     rotated: tuple[bool, bool],
     read: Mapping[str, Collection[str]],
 ) -> dict[str, str]:
-    """``proof`` of a cache whose first layer is ``state``, and with f32 for both sides ``exact``.
+    """Return ``proof`` of a cache whose first layer is ``state``, given the state ``exact`` with f32 for both sides.
 
     ``read``: the types in which the graph's operations read keys (``k``) and values (``v``) of the cache.
     """
@@ -193,7 +193,7 @@ def _bytes(name: str, width: int) -> int:
 
 
 def decoded(rows: Bytes, name: str) -> Floats:
-    """Rows of a ggml type [tokens, bytes] → [tokens, values]: ``dequantize_row_*`` of ggml."""
+    """Decode rows of a ggml type [tokens, bytes] → [tokens, values], like ``dequantize_row_*`` of ggml."""
     rows = np.ascontiguousarray(rows)
     if name == "f32":
         return rows.view(np.float32)

@@ -1,4 +1,4 @@
-"""An arm as the command line of a server of llama.cpp: its own, or that of llama-cpp-python.  Standard library only."""
+"""Command line of a llama.cpp server, its own or llama-cpp-python's, for an arm.  Standard library only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SETTINGS = (
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """Serve command of ``llama-server``; see :meth:`Engine.serve_command`."""
+    """Return the command of ``llama-server``; see :meth:`Engine.serve_command`."""
     words = [PROGRAM, "--model", arm.path, "--host", host, "--port", str(port), "--threads", str(arm.threads)]
     if arm.path != arm.model:
         words += ["--alias", arm.model]
@@ -70,11 +70,11 @@ def _named_options(arm: Arm) -> Iterator[tuple[str, str]]:
 
 
 def python_server(arm: Arm, host: str, port: int) -> list[str]:
-    """Serve command of the server in llama-cpp-python, for machines without ``llama-server``.
+    """Return the command of the server in llama-cpp-python, for machines without ``llama-server``.
 
     Raises:
-        NotSupportedError: an option that it does not have.
-        UnknownNameError: llama.cpp has no such KV format.
+        NotSupportedError: If the server does not have an option.
+        UnknownNameError: If llama.cpp has no such KV format.
     """
     for side in (arm.kv.k, arm.kv.v):
         if side.name not in GGML_TYPES:

@@ -111,7 +111,7 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        """The version of this client; the server's own is known once the arm is opened."""
+        """Return the version of this client. The server's version is known once the arm is opened."""
         return {"openai": "1"}
 
     @classmethod
@@ -167,7 +167,7 @@ class OpenAIEngine(Engine):
         """Result of ``ask``, which reads a server's answers of any form.
 
         Raises:
-            Refused: the form is not the one that the API prescribes.
+            Refused: If the form is not the one that the API prescribes.
         """
         try:
             return ask()
@@ -176,7 +176,7 @@ class OpenAIEngine(Engine):
             raise Refused(f"{self._client.root} answers in another form than its API has ({what})") from error
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
+        """Return token ids from the server's tokenizer if it has an endpoint for it, else from the model's."""
         common = {"model": self._server.model, "add_special_tokens": False}
         forms: dict[str, dict[str, Any]] = {
             "/tokenize": common | {"prompt": text, "content": text, "add_special": False},
@@ -395,7 +395,7 @@ class OpenAIEngine(Engine):
         """Answers in order, ``width`` requests at a time; refused items are marked failed.
 
         Raises:
-            EngineError: the server is gone, or it refused every item.
+            EngineError: If the server is gone, or it refused every item.
         """
         width = min(n, width) or 1
         waiting: deque[tuple[int, Future[Result]]] = deque()
@@ -433,7 +433,7 @@ def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
     """Seconds of each of the n tokens.
 
     Raises:
-        Refused: they are not known.
+        Refused: If they are not known.
     """
     if any(tokens != 1 for _, tokens in events):
         raise Refused("the server puts several tokens into one event: their times are not known")
@@ -446,7 +446,7 @@ def _checked(tops: Sequence[Top]) -> Sequence[Top]:
     """Log-probabilities as a server reported them.
 
     Raises:
-        Refused: they are none of a distribution, or a token is none.
+        Refused: If they are not those of a distribution, or a token is not valid.
     """
     for top in tops:
         if fault := why_no_distribution(np.array([list(top.values())], dtype=np.float64)):

@@ -49,7 +49,7 @@ class Completions(Dialect):
         """Try the server out; ``prompts``: ``ids`` or ``text`` if the user chose one; ``tops``: numbers to try.
 
         Raises:
-            EngineError: it completes neither; the message has its answer.
+            EngineError: If it completes neither ids nor text. The message has its answer.
         """
         self._client = client
         self._model = model
@@ -225,7 +225,7 @@ class Completions(Dialect):
         """Positions of a prompt's tokens that an echo shows: all, or all but BOS, as llama_cpp.server does.
 
         Raises:
-            Refused: the echoed tokens are not those of the prompt.
+            Refused: If the echoed tokens are not those of the prompt.
         """
         n_equal = 0
         for left_out in (None, self._words.bos):

@@ -54,12 +54,12 @@ class Dialect(ABC):
         """Return a greedy continuation; with ``rows``, also the report at its positions."""
 
     def score(self, ids: Tokens) -> list[Top]:
-        """Reported distribution after each position [n]."""
+        """Return the reported distribution after each position [n]."""
         return self.scored(ids)[0]
 
     @abstractmethod
     def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
-        """:meth:`score`, of which the rows from ``first`` on count, and how many tokens the server did not compute.
+        """Return :meth:`score`, whose rows count from ``first`` on, and how many tokens the server did not compute.
 
         The number is ``None`` if the server does not report it.  ``salt``: requests of the same salt share the prefix
         cache; on servers without salts use :meth:`forget`.
@@ -70,11 +70,11 @@ class Dialect(ABC):
 
     @abstractmethod
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
-        """(seconds since the request, tokens) per event of ``n`` tokens, stop tokens ignored."""
+        """Yield (seconds since the request, tokens) per event of ``n`` tokens, ignoring stop tokens."""
 
 
 def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list[int]:
-    """A sequence up to its first stop token, which is added where the server stopped without returning it."""
+    """Return a sequence up to its first stop token, which is added if the server stopped without returning it."""
     cut = next((list(ids[: at + 1]) for at, token in enumerate(ids) if token in stop), None)
     if cut is not None:
         return cut
@@ -83,22 +83,22 @@ def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list
 
 
 def check_length(count: int | None, asked: int) -> None:
-    """Refuse an answer of more tokens than were asked; ``count``: how many it has, ``None``: not known.
+    """Refuse an answer of more tokens than requested; ``count``: its number of tokens, ``None``: unknown.
 
     Raises:
-        Refused: it is too long.
+        Refused: If it is too long.
     """
     if count is not None and count > asked:
         raise Refused(f"the server answers with {count:,} tokens where at most {asked:,} were asked")
 
 
 def largest_answer(tokens: int, top: int) -> int:
-    """Bytes that an answer about so many tokens may have, with ``top`` log-probabilities for each."""
+    """Return the maximum bytes of an answer about so many tokens, with ``top`` log-probabilities for each."""
     return PAGE + _ENTRY * tokens * (1 + top)
 
 
 def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
-    """Log-probabilities by id, from pairs that have both an id and a number."""
+    """Return log-probabilities by id, from pairs that have both an id and a number."""
     logprobs = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
     if any(token < 0 for token in logprobs):
         raise ValueError("a token has an id below 0")
@@ -106,12 +106,12 @@ def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
 
 
 def number(answer: Mapping[str, Any], key: str) -> int | None:
-    """Count in a server's answer; ``None`` if it is absent, of another type, or not a possible count."""
+    """Return a count in a server's answer; ``None`` if it is absent, of another type, or not a possible count."""
     value = answer.get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXACT_INTEGER else None
 
 
 def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """An object field of a server's answer; empty if it is absent or of another type."""
+    """Return an object field of a server's answer; empty if it is absent or of another type."""
     value = answer.get(key)
     return value if isinstance(value, dict) else {}

@@ -56,7 +56,7 @@ class Refused(EngineError):
 
 @dataclass
 class Answer:
-    """One answer.  ``arrived``: of a stream, each line with the seconds since the request was sent."""
+    """Answer to a request.  ``arrived``: each line of a stream with the seconds since the request was sent."""
 
     status: int
     headers: Mapping[str, str]
@@ -100,11 +100,13 @@ class Session:
         data: bytes | None = None,
         stream: bool = False,
     ) -> Answer:
-        """One answer, complete within ``seconds``.  A stream ends with the line ``data: [DONE]``.
+        """Return one answer, complete within ``seconds``.  A stream ends with the line ``data: [DONE]``.
 
         Raises:
-            TimeoutError: it was not complete in time; TooLargeError: it has more than ``largest`` bytes.
-            OSError: there is no connection, or the server does not speak HTTP; its first cause has details.
+            TimeoutError: If it was not complete in time.
+            TooLargeError: If it has more than ``largest`` bytes.
+            OSError: If there is no connection, or the server does not speak HTTP. The first cause of the exception has
+                details.
         """
         import httpx
 
@@ -178,13 +180,13 @@ def parse_json(text: bytes) -> Any:
 
 
 def error_message(body: bytes) -> str:
-    """Message in the body of an error, in any of the usual forms."""
+    """Return the message in the body of an error, in any of the usual forms."""
     found = parse_json(body)
     return (body.decode("utf-8", "replace").strip() or "no message") if found is None else message_of(found)
 
 
 def message_of(found: Any) -> str:
-    """The message in the JSON of an error."""
+    """Return the message in the JSON of an error."""
     for key in ("error", "message", "detail", "msg"):
         while isinstance(found, dict) and key in found:
             found = found[key]
@@ -201,7 +203,7 @@ def _text(found: Any) -> str:
 
 
 def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
-    """Function that makes a server's text fit to be shown: on one line, without the secrets, and only then cut.
+    """Return a function that makes a server's text fit to be shown: on one line, without secrets, then shortened.
 
     Secrets are found however a server may spell them: as they are, percent-encoded, or with the escapes of JSON or
     HTML, each of these up to several times over; backwards, in hexadecimal, or in base64.  A short one (``x``,
@@ -257,10 +259,10 @@ def _spellings(char: str) -> str:
 
 
 def split_url(text: str) -> tuple[str, str]:
-    """``base-url`` → (scheme://host:port, the path of the API, ``/v1`` unless it names another).
+    """Split ``base-url`` into (scheme://host:port, the path of the API, ``/v1`` unless it names another).
 
     Raises:
-        UsageError: it is not an http(s) URL, or has a user name or a password, which are not repeated.
+        UsageError: If it is not an http(s) URL, or has a user name or a password, which are not repeated.
     """
     try:
         parts = urlsplit(text)
@@ -278,13 +280,13 @@ def split_url(text: str) -> tuple[str, str]:
 
 
 def read_key(base_url: str, variable: str | None) -> str | None:
-    """The key for a server, from the environment variable that the user named.
+    """Return the key for a server, from the environment variable that the user named.
 
     Without a name, ``OPENAI_API_KEY`` is used only for servers on this machine: other hosts must not get a key
     that is not meant for them.
 
     Raises:
-        UsageError: the variable that was named is not set.
+        UsageError: If the variable that was named is not set.
     """
     if variable and not os.environ.get(variable):
         raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
@@ -302,7 +304,7 @@ def _is_local(base_url: str) -> bool:
 
 
 class Client:
-    """One server.  Threads may share it.
+    """Client of one server.  Threads may share it.
 
     ``timeout``: seconds for one request, from connecting to the end of the answer, repeated attempts included.
     """
@@ -324,16 +326,17 @@ class Client:
 
     @property
     def api(self) -> str:
-        """The API's address."""
+        """Address of the API."""
         return self.root + self._api
 
     def post(self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE) -> dict[str, Any]:
-        """The JSON object that a POST is answered with; ``path`` lies below the API, or below the host.
+        """Return the JSON object that answers a POST; ``path`` is relative to the API, or to the host.
 
         ``largest``: bytes of the answer.
 
         Raises:
-            Refused: this request has no usable answer; EngineError: the server is gone or denies access.
+            Refused: If this request has no usable answer.
+            EngineError: If the server is gone or denies access.
         """
         answer = self._object(self._read("POST", path, body, api, largest), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same
@@ -341,17 +344,17 @@ class Client:
         return answer
 
     def get(self, path: str, *, api: bool = True) -> dict[str, Any]:
-        """JSON object at an address; raises as :meth:`post`."""
+        """Return the JSON object at an address; raises as :meth:`post`."""
         return self._object(self._read("GET", path, None, api, PAGE), path)
 
     def text(self, path: str) -> str:
-        """Text at an address below the host; raises as :meth:`post`."""
+        """Return the text at an address below the host; raises as :meth:`post`."""
         return self._read("GET", path, None, False, PAGE).decode("utf-8", "replace")
 
     def stream(
         self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE
     ) -> list[tuple[float, dict[str, Any]]]:
-        """Server-sent events as JSON objects, each with the seconds since the request was sent; raises as post."""
+        """Yield server-sent events as JSON objects, each with the seconds since the request; raises as :meth:`post`."""
         try:
             answer = self._send("POST", path, body, api, largest, self._timeout, stream=True)
         except OSError as error:
@@ -362,7 +365,7 @@ class Client:
         return [(at, self._object(one, path)) for at, one in data if one != b"[DONE]"]
 
     def holds_key(self, text: str) -> bool:
-        """Whether a text contains the key.  A short key is not searched, since any text may contain it."""
+        """Return whether a text contains the key.  A short key is not searched, since any text may contain it."""
         return bool(self.key and len(self.key) >= 2 * _MIN_KEY_LENGTH and re.search(_spelled(self.key), text))
 
     # ------------------------------------------------------------------------------------------ one request

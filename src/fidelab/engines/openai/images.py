@@ -40,10 +40,10 @@ class ImageChats:
         self.returns = "ids"
 
     def complete(self, request: ImageGenerate, index: int) -> Completed:
-        """A greedy answer.
+        """Return a greedy answer.
 
         Raises:
-            Refused: the server gives none.
+            Refused: If the server gives no answer.
         """
         top = {"logprobs": True, "top_logprobs": self._top} if request.rows and self._top else {}
         answer = self._post(request, index, max_tokens=request.max_tokens, stop=request.stop, **top)
@@ -63,10 +63,11 @@ class ImageChats:
         return Completed(ids, self._tops(choice, ids) if request.rows else None, number(usage, "prompt_tokens"))
 
     def score(self, request: ImageForced, index: int) -> list[Top]:
-        """Reported distribution before each given token.
+        """Return the reported distribution before each given token.
 
         Raises:
-            UnscoredError: the server reports none for prompts.  Refused: it reads the text as other tokens.
+            UnscoredError: If the server reports no log-probabilities for prompts.
+            Refused: If it reads the text as other tokens.
         """
         given = request.continuations[index]
         fields = {"prompt_logprobs": self._top, "add_generation_prompt": False, "continue_final_message": True}

@@ -34,7 +34,7 @@ def identify(client: Client, asked: str | None) -> Server:
     """Identify a server; ``asked``: the served model's name, where the user named one.
 
     Raises:
-        EngineError: it cannot be reached, refuses the key, or does not serve that model.
+        EngineError: If it cannot be reached, refuses the key, or does not serve that model.
     """
     try:
         listed = client.get("/models").get("data")
@@ -73,7 +73,7 @@ def _is_name(text: str, client: Client) -> bool:
 
 
 def cache_labels(client: Client) -> tuple[dict[str, str], bool]:
-    """Labels of the cache in vLLM's metrics, by vLLM's names, and whether the metrics count speculated tokens.
+    """Return vLLM's labels of the cache from its metrics, and whether the metrics count speculated tokens.
 
     Empty without metrics.
     """
@@ -130,7 +130,7 @@ def _llama_server(client: Client, model: str) -> Server:
 
 
 def optional_object(client: Client, path: str) -> dict[str, Any]:
-    """JSON object at a path; ``{}`` if there is none."""
+    """Return the JSON object at a path; ``{}`` if there is none."""
     try:
         return client.get(path, api=False)
     except EngineError:

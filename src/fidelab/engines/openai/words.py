@@ -20,7 +20,7 @@ class Words:
         """Load the tokenizer of a model's folder.
 
         Raises:
-            EngineError: there is none that can be loaded.
+            EngineError: If there is no tokenizer that can be loaded.
         """
         import transformers
 
@@ -34,11 +34,11 @@ class Words:
             raise EngineError(f"{model} has no tokenizer that can be loaded ({message})") from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids without special tokens of the tokenizer's own."""
+        """Return ids without special tokens of the tokenizer's own."""
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some ids, special tokens included."""
+        """Return the text of ids, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @property
@@ -68,13 +68,13 @@ class Words:
         }
 
     def token(self, text: str) -> int | None:
-        """The id with this text; ``None`` where several have it, or none."""
+        """Return the id with this text; ``None`` if several or none have it."""
         if text.startswith(_TOKEN_ID) and text[len(_TOKEN_ID) :].isdigit():
             return int(text[len(_TOKEN_ID) :])
         return self._ids.get(text)
 
     def is_spelled(self, token: int, text: str) -> bool:
-        """Whether a server's text may be this token's; a partial character may be any token's."""
+        """Return whether a server's text may be this token's. A partial character may be any token's."""
         known = self.token(text)
         if known is not None:
             return known == token

@@ -408,7 +408,7 @@ def _stream(handed_on: Any, given: Sequence[Any]) -> Tensor:
     """Residual stream, which most of SGLang's models keep with the batch, and others pass on with each layer.
 
     Raises:
-        RuntimeError: a layer of several ranks passes on an incomplete sum.
+        RuntimeError: If a layer of several ranks passes on an incomplete sum.
     """
     batch = next(x for x in given if hasattr(x, "forward_mode"))
     if (stream := getattr(batch, "residual_stream", None)) is None:

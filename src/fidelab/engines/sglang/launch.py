@@ -125,10 +125,10 @@ _SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; witho
 
 
 def kv_choices() -> list[str]:
-    """The choices of SGLang's own ``--kv-cache-dtype``.
+    """Return the choices of SGLang's own ``--kv-cache-dtype``.
 
     Raises:
-        EngineError: SGLang cannot be imported here, or has no such list.
+        EngineError: If SGLang cannot be imported here, or has no such list.
     """
     names = next((a.choices for a in _parser()._actions if "--kv-cache-dtype" in a.option_strings), None)
     if not names:
@@ -140,8 +140,8 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     """Argument → value of the options that fidelab neither knows nor controls, as SGLang's own command line reads them.
 
     Raises:
-        UsageError: SGLang has no such option, or refuses its value.
-        EngineError: SGLang cannot be imported here.
+        UsageError: If SGLang has no such option, or refuses its value.
+        EngineError: If SGLang cannot be imported here.
     """
     others = other_options("sglang", arm.options, OPTIONS, CONTROLLED)
     return parse_options("sglang", _parser(), others, OPTIONS) if others else {}
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     """SGLang's own.
 
     Raises:
-        EngineError: SGLang cannot be imported here.
+        EngineError: If SGLang cannot be imported here.
     """
     if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
         os.environ.setdefault(_CPU_ENGINE, "1")
@@ -166,10 +166,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """Speculation requested by ``speculative-algorithm``.
+    """Return the speculation requested by ``speculative-algorithm``.
 
     Raises:
-        UsageError: the algorithm is unknown, lacks its model, or another option of speculation is set without it.
+        UsageError: If the algorithm is unknown, lacks its model, or another option of speculation is set without it.
     """
     names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
     if _ALGORITHM not in options:
@@ -186,7 +186,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
 
 
 def drafts_on_cpu(options: Mapping[str, str]) -> Support:
-    """Whether SGLang can speculate on this machine's CPU."""
+    """Return whether SGLang can speculate on this machine's CPU."""
     if speculation_of(options) is None or _has_operators():
         return Support(True)
     return Support(False, "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here")
@@ -211,7 +211,7 @@ def _has_operators() -> bool:
 
 
 def k16v8_cannot(arm: Arm) -> str:
-    """Features that k16v8's plug-in lacks for this arm; SGLang refuses unsupported models when it starts."""
+    """Return the features that k16v8's plug-in lacks for this arm. SGLang refuses unsupported models when it starts."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.sglang.plugin import PAGES, refusal
@@ -232,7 +232,7 @@ def k16v8_cannot(arm: Arm) -> str:
 
 
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``; options override fidelab's defaults.  ``serving``: with a prefix cache."""
+    """Return the arguments of ``sglang.Engine``; options override defaults.  ``serving``: with a prefix cache."""
     options = dict(arm.options)
     ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
     drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
@@ -277,7 +277,7 @@ def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """Serve command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
+    """Return the command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
     own, options = _defaults(arm, serving=True), dict(arm.options)
     words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
     words += ["--dtype", arm.dtype]
@@ -304,10 +304,10 @@ def serve_variables(arm: Arm) -> dict[str, str]:
 
 
 def context(arm: Arm) -> int:
-    """Maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
+    """Return the maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
 
     Raises:
-        EngineError: SGLang cannot read the model's configuration.
+        EngineError: If SGLang cannot read the model's configuration.
     """
     if length := dict(arm.options).get("context-length"):
         return int(length)
@@ -320,7 +320,7 @@ def context(arm: Arm) -> int:
 
 
 def prepare(arm: Arm, ranks: int) -> None:
-    """Environment of the schedulers: threads, cores, no hub."""
+    """Set the environment of the schedulers: threads, cores, no hub."""
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(_LONGER, "1")

@@ -19,7 +19,7 @@ _BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
 def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
-    """The record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
+    """Return the record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     paired = is_pair(arm.kv)
     matches = cache["read_back"].get("matches", cache["matches"])

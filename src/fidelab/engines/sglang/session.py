@@ -82,7 +82,7 @@ class SGLangSession:
     """Starts SGLang; ``mark`` is called at the end of each start-up phase.  ``serving``: it has a prefix cache.
 
     Raises:
-        EngineError: it does not start, or the plug-in is not active in it.
+        EngineError: If it does not start, or the plug-in is not active in it.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class SGLangSession:
         return engine
 
     def describe(self) -> tuple[dict[str, Any], Response]:
-        """Run two tokens; returns the plug-in's description of model and cache, and the response."""
+        """Run two tokens. Returns the plug-in's description of model and cache, and the response."""
         response = self._send([SGLangRequest((0, 1), first=1, live=1, about=True)])
         path = self._folder / "about.json"
         if not path.exists():
@@ -144,7 +144,7 @@ class SGLangSession:
         return about, self._collect(*response)[0] if self._width else Response([], None, None, None)
 
     def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
-        """Weight [V, d] and perhaps bias [V] without padding; the files are removed."""
+        """Return the weight [V, d] and perhaps bias [V] without padding. The files are removed."""
         arrays: dict[str, Array] = {}
         dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
         for part, shape in (("weight", (rows, width)), ("bias", (rows,))):
@@ -162,7 +162,8 @@ class SGLangSession:
         """Answer some requests together.
 
         Raises:
-            EngineError: SGLang refuses one of them, or ends.  NotSupportedError: its layers cannot be read.
+            EngineError: If SGLang refuses one of them, or ends.
+            NotSupportedError: If its layers cannot be read.
         """
         return self._collect(*self._send(requests))
 

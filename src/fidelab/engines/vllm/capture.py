@@ -141,7 +141,7 @@ class FidelabWorker:
         return {"rows": rows, "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": bias is not None}
 
     def fidelab_cache(self) -> dict[str, Any]:
-        """The cache of this rank, from its tensors; ``read_back`` is the result of the last :meth:`fidelab_watch`."""
+        """Return the cache of this rank, from its tensors; ``read_back``: result of the last :meth:`fidelab_watch`."""
         runner = self.model_runner
         layers = _cache_layers(runner)
         draft = self._fidelab.wrapped.draft_layers()
@@ -158,7 +158,7 @@ class FidelabWorker:
         self._fidelab.hook_layers(on)
 
     def fidelab_counted(self) -> dict[str, dict[str, Any]]:
-        """Counts of the requests marked ``counted`` since the last call, by key.
+        """Return counts of the requests marked ``counted`` since the last call, by key.
 
         ``steps``: (tokens in the cache before, tokens, sequences) of each forward that it took part in; ``blocks``: the
         blocks of the cache that it had in the last of them.
@@ -462,7 +462,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
 
 
 def quantizes_queries(layer: Any, builder: Any = None) -> bool:
-    """True if queries are rounded to FP8 before they meet the cache.
+    """Return whether queries are rounded to FP8 before they meet the cache.
 
     vLLM's attention layer rounds them where it has a ``query_quant`` and its implementation says
     ``supports_quant_query_input``.  FlashInfer's implementation rounds them itself, to the types of its metadata

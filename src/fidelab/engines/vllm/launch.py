@@ -52,7 +52,7 @@ SKIP_LAYERS = "kv_cache_dtype_skip_layers"  # argument of vLLM for the layers th
 
 @dataclass(frozen=True)
 class Backend:
-    """The attention backend that vLLM would take for an arm."""
+    """Attention backend that vLLM would use for an arm."""
 
     platform: str  # cpu, cuda, rocm, …
     name: str
@@ -62,10 +62,10 @@ class Backend:
 
 
 def installed() -> dict[str, str]:
-    """Versions of vLLM and of torch, without importing them.
+    """Return the versions of vLLM and of torch, without importing them.
 
     Raises:
-        EngineError: there is none.
+        EngineError: If there is none.
     """
     for package in PACKAGES:
         try:
@@ -115,7 +115,7 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """Serve command of ``vllm serve``; see :meth:`Engine.serve_command`."""
+    """Return the command of ``vllm serve``; see :meth:`Engine.serve_command`."""
     is_k16v8 = is_pair(arm.kv)
     words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
     if arm.path != arm.model:
@@ -143,7 +143,7 @@ def serve_variables(arm: Arm) -> dict[str, str]:
 
 @cache
 def cache_formats() -> tuple[str, ...]:
-    """The values that ``--kv-cache-dtype`` takes."""
+    """Return the values that ``--kv-cache-dtype`` takes."""
     try:
         from vllm.config.cache import CacheDType
     except ImportError as error:
@@ -155,7 +155,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
     """Argument → value of the options that fidelab neither knows nor controls, as vLLM's own command line reads them.
 
     Raises:
-        UsageError: vLLM has no such option, or refuses its value.
+        UsageError: If vLLM has no such option, or refuses its value.
     """
     others = other_options("vllm", arm.options, OPTIONS, CONTROLLED)
     if not others:
@@ -176,7 +176,7 @@ def _check_range(name: str, value: Any) -> None:
     """Have the class of vLLM's configuration that owns a value check it.
 
     Raises:
-        UsageError: it refuses the value.
+        UsageError: If it refuses the value.
     """
     import vllm.config
     from pydantic import TypeAdapter, ValidationError
@@ -265,10 +265,10 @@ def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 
 def speculation_of(options: Mapping[str, str]) -> Speculation | None:
-    """Speculation requested by ``speculative-config``, with vLLM's defaults.
+    """Return the speculation requested by ``speculative-config``, with vLLM's defaults.
 
     Raises:
-        UsageError: it is not a JSON object, or a field has a wrong type.
+        UsageError: If it is not a JSON object, or a field has a wrong type.
     """
     if (text := options.get(SPECULATIVE)) is None:
         return None
@@ -287,7 +287,7 @@ def check_speculation(arm: Arm) -> None:
     """Refuse a ``speculative-config`` that vLLM would refuse, or misunderstand, when the model is loaded.
 
     Raises:
-        UsageError: names the nearest field or method, or the missing one.
+        UsageError: If a field or method is unknown or missing. The message names the nearest one, or the missing one.
     """
     speculation = speculation_of(dict(arm.options))
     if speculation is None:
@@ -315,7 +315,7 @@ def _literal_values(literal: Any) -> Iterator[str]:
 
 
 def cpu_cache_bytes(arm: Arm) -> tuple[int, bool]:
-    """Bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
+    """Return the bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
 
     vLLM's default is the share of memory that it takes of a GPU.  Used instead: 1.25 times the need of one prompt of
     maximum length, at least 1 GiB, at most half of the available memory.

@@ -88,8 +88,8 @@ class VLLMModel:
     ``cached``: by key of a finished request, how many of its tokens vLLM reports as found in the prefix cache.
 
     Raises:
-        EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
-        NotSupportedError: vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
+        EngineError: If vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
+        NotSupportedError: If vLLM's kernels lack a feature that the arm needs, or the model keeps no keys and values.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class VLLMModel:
         argument says how many of them are decoded ones.
 
         Raises:
-            EngineError: a request is longer than the arm's limit.
+            EngineError: If a request is longer than the arm's limit.
         """
         for request in requests:
             self._check_length(len(request.prompt) + request.n)
@@ -264,7 +264,7 @@ class VLLMModel:
         """Yield the n tokens after each prompt, each as soon as all prompts have it; nothing is captured.
 
         Raises:
-            EngineError: the prompts do not fit the arm, or not all at once.
+            EngineError: If the prompts do not fit the arm, or not all at once.
         """
         self._check_batch([len(prompt) + n for prompt in group])
         keys = [self._add(VLLMRequest(prompt, n), (), self._kinds.DELTA) for prompt in group]
@@ -306,7 +306,7 @@ class VLLMModel:
         """Refuse requests that could not run at the same time.
 
         Raises:
-            EngineError: they exceed the length, the number of sequences or the cache of this arm.
+            EngineError: If they exceed the length, the number of sequences or the cache of this arm.
         """
         for tokens in sizes:
             self._check_length(tokens)
@@ -345,7 +345,7 @@ class VLLMModel:
 
     @contextmanager
     def pool(self, tokens: int) -> Iterator[None]:
-        """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
+        """Reduce the free cache to the most recently freed blocks, as many as ``tokens`` tokens need."""
         if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
             raise NotSupportedError(
                 "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
@@ -372,10 +372,10 @@ class VLLMModel:
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, key: str, n: int) -> Mapping[str, Array]:
-        """The captured rows of a finished request; the replay is checked if it was a sentinel.
+        """Return the captured rows of a finished request. The replay is checked if the request was a sentinel.
 
         Raises:
-            EngineError: fewer than ``n`` rows, or the replay does not match the live logits.
+            EngineError: If there are fewer than ``n`` rows, or the replay does not match the live logits.
         """
         raw = self._take(key, "rows")
         if not self._hidden:
@@ -392,7 +392,7 @@ class VLLMModel:
         """Yield the residual stream of each window, ``[1 + layers, rows, d]``, computed alone.
 
         Raises:
-            NotSupportedError: the model is compiled, or its layers are not found.
+            NotSupportedError: If the model is compiled, or its layers are not found.
         """
         if not self.config.model_config.enforce_eager:
             raise NotSupportedError("vLLM's layers can be seen where they run one by one: pass enforce-eager=yes")
@@ -412,7 +412,7 @@ class VLLMModel:
         return int(self.config.model_config.get_total_num_hidden_layers())
 
     def nan_at(self, key: str) -> int | None:
-        """The first generated token of a finished request whose logits held NaN."""
+        """Return the index of the first generated token of a finished request whose logits held NaN."""
         text = self._take(key, "nan")
         return int(text) if text else None
 
@@ -443,7 +443,7 @@ class VLLMModel:
     # ------------------------------------------------------------------------------------------- others
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids without special tokens."""
+        """Return token ids without special tokens."""
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
     def cache(self) -> list[dict[str, Any]]:

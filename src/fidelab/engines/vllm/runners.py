@@ -272,7 +272,7 @@ def kernel_block_ids(blocks: Sequence[int], block_size: int, kernel_block_size: 
     manager block of ``block_size`` tokens is ``block_size / kernel_block_size`` consecutive kernel blocks.
 
     Raises:
-        EngineError: ``block_size`` is not a multiple of ``kernel_block_size``.
+        EngineError: If ``block_size`` is not a multiple of ``kernel_block_size``.
     """
     ratio, rest = divmod(block_size, kernel_block_size)
     if rest or not ratio:

@@ -25,7 +25,7 @@ def answer_served(model: VLLMModel, request: Served, sink: Sink) -> dict[str, An
     """Answer a request for windows, and prove by counts that the serving mode was used.
 
     Raises:
-        NotSupportedError: the request exceeds this arm's room.
+        NotSupportedError: If the request exceeds this arm's room.
     """
     model.forget()
     serving = _Ways(model, request, sink)

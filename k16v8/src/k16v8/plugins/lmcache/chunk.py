@@ -120,7 +120,7 @@ class ChunkSpec:
     terms.
 
     Raises:
-        DtypeError, UnknownNameError, UsageError: an element type, a layout or scale, or a size that cannot be.
+        DtypeError, UnknownNameError, UsageError: If the element type, the layout, the scale or a size is invalid.
     """
 
     model: str
@@ -192,10 +192,10 @@ class ChunkSpec:
         return fields + CRC.pack(zlib.crc32(fields))
 
     def check(self, header: bytes) -> None:
-        """Compare a header that begins with the magic.
+        """Check a header that begins with the magic.
 
         Raises:
-            VersionError, CorruptError, FingerprintError: it is of another version, damaged, or of another chunk.
+            VersionError, CorruptError, FingerprintError: If it is of another version, damaged, or of another chunk.
         """
         _, version, sides, dtype, layout, scale, zero, *sizes, model, key, unused = _FIELDS.unpack_from(header)
         if version != _VERSION:
@@ -219,10 +219,10 @@ class ChunkSpec:
             raise ChunkKeyError("the chunk is of other tokens: its key is not the one that was asked for")
 
     def canonical(self, kv: Tensor) -> Tensor:
-        """A view of the tensor as ``[2, L, T, H, D]``.
+        """Return a view of the tensor as ``[2, L, T, H, D]``.
 
         Raises:
-            ShapeError, DtypeError: it is not of this shape or type.
+            ShapeError, DtypeError: If it is not of this shape or type.
         """
         if kv.shape != self.shape:
             raise ShapeError(f"the tensor is {list(kv.shape)}; {self.layout} of this chunk is {list(self.shape)}")

@@ -43,21 +43,21 @@ _BLOCK = 1 << 16  # values converted at a time: with their float32 they take 384
 
 
 def encode(kv: Tensor, spec: ChunkSpec) -> Iterator[memoryview]:
-    """The chunk in pieces of at most one frame, :meth:`ChunkSpec.encoded_bytes` in all.
+    """Yield the chunk in pieces of at most one frame, :meth:`ChunkSpec.encoded_bytes` in all.
 
     Raises:
-        ShapeError, DtypeError: ``kv`` is not what ``spec`` says; raised at once.
+        ShapeError, DtypeError: If ``kv`` does not match ``spec``. Raised at once.
     """
     pieces = _encoded(spec.canonical(kv), spec, lambda size: np.empty(size, np.uint8))
     return (piece.data for piece in pieces)
 
 
 def encode_into(kv: Tensor, spec: ChunkSpec, out: Bytes) -> int:
-    """The chunk into the front of ``out``, without a copy between; returns its bytes.
+    """Encode the chunk into the front of ``out``, without a copy in between. Returns its bytes.
 
     Raises:
-        ShapeError, DtypeError: ``kv`` is not what ``spec`` says.
-        UsageError: ``out`` has less room than :meth:`ChunkSpec.encoded_bytes`.
+        ShapeError, DtypeError: If ``kv`` does not match ``spec``.
+        UsageError: If ``out`` has less room than :meth:`ChunkSpec.encoded_bytes`.
     """
     size = spec.encoded_bytes()
     if out.size < size:
@@ -129,13 +129,13 @@ def _scales(block: Tensor, numbers: Tensor) -> Tensor:
 def decode(
     stream: Buffer | Iterable[Buffer], spec: ChunkSpec, out: Tensor | None = None, *, verified: bool = False
 ) -> Tensor:
-    """The chunk, from bytes or from pieces of them of any lengths, in a new tensor or in ``out``.
+    """Decode a chunk, from bytes or from pieces of any lengths, into a new tensor or ``out``.
 
     ``out`` holds nothing of use after an error; where that matters, :func:`verify` first and say that these bytes are
     ``verified``: their frames' checksums are not computed again.
 
     Raises:
-        ChunkError: the bytes are not this chunk, or ``out`` is not of its shape and type.
+        ChunkError: If the bytes are not this chunk, or ``out`` is not of its shape and type.
     """
     reader = _Reader(stream, spec, verified)
     out = torch.empty(spec.shape, dtype=spec.dtype) if out is None else out
@@ -149,10 +149,10 @@ def decode(
 
 
 def verify(stream: Buffer | Iterable[Buffer], spec: ChunkSpec) -> None:
-    """Read everything, decode nothing.
+    """Read and check everything, without decoding.
 
     Raises:
-        ChunkError: the bytes are not this chunk.
+        ChunkError: If the bytes are not this chunk.
     """
     reader = _Reader(stream, spec)
     for side in ("keys", "values"):

@@ -56,7 +56,7 @@ class _Serde:
         """One chunk per group of layers: an object holds ``[2, layers, tokens, heads * head_dim]`` for each.
 
         Raises:
-            NotSupportedError: a group of another shape (latent attention, recurrent states) or element type.
+            NotSupportedError: If a group has another shape (latent attention, recurrent states) or element type.
         """
         specs = []
         for group, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
@@ -87,8 +87,8 @@ class K16V8Serializer(_Serde):
         """Encode the memory object ``src`` into the byte buffer ``dst``; returns the bytes written.
 
         Raises:
-            NotSupportedError: see :meth:`specs`.
-            EngineError: the buffer is smaller than estimated, or has no memory that can be written here.
+            NotSupportedError: See :meth:`specs`.
+            EngineError: If the buffer is smaller than estimated, or has no memory that can be written here.
         """
         buffer, end = _buffer(dst), 0
         for spec, kv in self.chunks(src, key):
@@ -101,7 +101,7 @@ class K16V8Serializer(_Serde):
         """Exact bytes of an object.
 
         Raises:
-            NotSupportedError: see :meth:`specs`.
+            NotSupportedError: See :meth:`specs`.
         """
         return sum(spec.encoded_bytes() for spec in self.specs(layout_desc.shapes, layout_desc.dtypes))
 
@@ -113,8 +113,8 @@ class K16V8Deserializer(_Serde):
         """Decode the byte buffer ``src`` into the memory object ``dst``, which is written only if all is sound.
 
         Raises:
-            ChunkError: the bytes are not what was stored under ``key`` from an object like ``dst``.
-            NotSupportedError, EngineError: as :meth:`K16V8Serializer.serialize`.
+            ChunkError: If the bytes are not what was stored under ``key`` from an object like ``dst``.
+            NotSupportedError, EngineError: As :meth:`K16V8Serializer.serialize`.
         """
         rest, parts = _buffer(src).data, []
         chunks = self.chunks(dst, key)
@@ -131,7 +131,7 @@ def create(options: Mapping[str, Any]) -> Any:
     """LMCache's factory: the options of ``"serde": {"type": "k16v8", …}`` → its asynchronous processor.
 
     Raises:
-        UsageError: an option that there is not, or a value that it cannot have.
+        UsageError: If an option does not exist, or has an invalid value.
     """
     from lmcache.v1.distributed.serde import AsyncSerdeProcessor
 
@@ -151,7 +151,7 @@ def register() -> None:
     """Put ``k16v8`` into LMCache's table of serdes; once is enough.
 
     Raises:
-        EngineError: this Python has no LMCache with such a table.
+        EngineError: If this Python has no LMCache with such a table.
     """
     try:
         from lmcache.v1.distributed.serde import (

@@ -76,7 +76,7 @@ class K16V8Pool(MHATokenToKVPool):
         """Kernels for this pool and a number of query heads.
 
         Raises:
-            NotSupportedError: there are none for this shape.
+            NotSupportedError: If there are none for this shape.
         """
         used = {(pages.k_format, pages.v_format): pages for pages in self._pages}  # two where layers are skipped
         found = [pages.kernels(heads, self._native, self.device) for pages in used.values()]
@@ -134,7 +134,7 @@ class K16V8Backend(AttentionBackend):
     """Attention over the pool, by the Triton kernels on GPUs, by the torch path on CPUs.
 
     Raises:
-        NotSupportedError: the pool is not ours, or a layer needs what the kernels lack.
+        NotSupportedError: If the pool is not k16v8's, or a layer needs a feature that the kernels lack.
     """
 
     def __init__(self, runner: Any) -> None:

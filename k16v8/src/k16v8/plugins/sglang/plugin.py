@@ -67,7 +67,7 @@ _OFF = {  # settings that read or write the pool in ways of their own, and their
 
 
 def refusal() -> str:
-    """Reason why the installed SGLang cannot run it; empty if it can."""
+    """Return the reason why the installed SGLang cannot run it; empty if it can."""
     return SGLANG.refusal()
 
 
@@ -75,7 +75,7 @@ def register() -> None:
     """Put pool, capacity and attention backend in place, where the environment asks for it.
 
     Raises:
-        SystemExit: the switch means nothing, or this version of SGLang lacks a name that is used.  SGLang
+        SystemExit: If the value of the switch is invalid, or this version of SGLang lacks a name that is used. SGLang
             would log any other exception of a plug-in and serve without it.
     """
     try:
@@ -118,10 +118,10 @@ def _last_loc(*args: Any) -> Any:
 
 
 def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, default: type) -> type:
-    """The class of the pool for keys and values: ours.
+    """Return the class of the pool for keys and values, which is k16v8's.
 
     Raises:
-        NotSupportedError: SGLang was launched in a way that it cannot serve.
+        NotSupportedError: If SGLang was launched in a way that it cannot serve.
     """
     chosen = original(configurator, kind=kind, default=default)
     if kind != "mha":
@@ -142,7 +142,7 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
 
 
 def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str, formats: Formats) -> str:
-    """Reason why this launch cannot be served, with what to do; empty if it can."""
+    """Return the reason why this launch cannot be served, with the remedy; empty if it can."""
     if {*backends} != {BACKEND}:
         return f"has an attention backend of its own: pass --attention-backend {BACKEND}"
     if platform not in ("cpu", "cuda"):
@@ -170,7 +170,7 @@ def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platfor
 
 
 def cell_bytes(original: Callable[..., int], own: Any, configurator: Any, num_layers: int) -> int:
-    """Bytes of a token in all layers of a rank, from what SGLang's own cache would take."""
+    """Return the bytes of a token in all layers of a rank, from the bytes of SGLang's own cache."""
     whole = original(own, configurator, num_layers)
     formats = switched()
     if formats is None:

@@ -1,4 +1,4 @@
-"""Attention of Transformers through our kernels: ``attn_implementation="k16v8"``.
+"""Attention of Transformers through k16v8's kernels: ``attn_implementation="k16v8"``.
 
 The cache hands the model's attention the new keys and values as :class:`Handed`, tensors with which nothing can be
 computed.  The attention registered here knows them, writes what they stand for and attends to the whole cache.  A
@@ -22,7 +22,7 @@ _NOT_DONE = ("position_bias", "sinks", "head_mask", "alibi", "indices")  # what 
 
 
 class Layer(Protocol):
-    """Layer that a handed tensor leads to."""
+    """Layer to which a handed tensor refers."""
 
     window: int
 
@@ -55,7 +55,7 @@ _LOOKS = {
 
 
 def hand(x: Tensor, layer: Layer) -> Handed:
-    """``x`` as what attention gets of ``layer``."""
+    """Wrap ``x`` for attention as keys or values of ``layer``."""
     handed = x.as_subclass(Handed)
     handed.layer = layer
     return handed
@@ -78,7 +78,7 @@ def attend(
     """Transformers' attention function: the output ``[B, Q, heads, Dv]``, 0 at padding, and no weights.
 
     Raises:
-        NotSupportedError: there is no paged cache, or the model asks for something that the kernels do not do.
+        NotSupportedError: If there is no paged cache, or the model asks for something that the kernels do not do.
     """
     if not isinstance(key, Handed) or not isinstance(value, Handed):
         raise NotSupportedError(
@@ -123,7 +123,7 @@ def padding_mask(
     It has four dimensions because some models cut masks, to the queries and keys that they need.
 
     Raises:
-        NotSupportedError: the model wants another mask than a causal one.
+        NotSupportedError: If the model wants another mask than a causal one.
     """
     if use_vmap or _looks_ahead(mask_function, batch_size, q_length, int(q_offset)):
         raise NotSupportedError(f"attention {NAME!r} does causal masks alone; this model adds to them")

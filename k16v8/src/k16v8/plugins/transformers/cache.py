@@ -191,8 +191,8 @@ class PagedKVCache(DynamicCache):
         unpack: attention reads a copy in the model's own type, decoded each time, and not the content as it is held.
 
     Raises:
-        NotSupportedError: the model's attention is another, or a layer keeps its content in a way that pages do not.
-        UnknownNameError: the kernels have no such format.
+        NotSupportedError: If the model's attention is another, or a layer keeps its content in a way that pages do not.
+        UnknownNameError: If the kernels have no such format.
     """
 
     def __init__(
@@ -249,19 +249,20 @@ class PagedKVCache(DynamicCache):
 
     @property
     def has_recurrent_layers(self) -> bool:
-        """Some layers carry state across tokens that left padding would enter."""
+        """Whether some layers carry state across tokens that left padding would enter."""
         return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @property
     def has_sliding_layers(self) -> bool:
-        """Some layers see only the last positions."""
+        """Whether some layers see only the last positions."""
         return any(layer.window for layer in self.paged)
 
     def keep_first(self, tokens: int) -> None:
         """Cut the cache back to the first ``tokens`` of each sequence, after which other tokens may follow.
 
         Raises:
-            NotSupportedError: a layer keeps no earlier state (recurrent, sliding window), or some tokens are padding.
+            NotSupportedError: If a layer keeps no earlier state (recurrent, sliding window), or some tokens are
+                padding.
         """
         if self.has_recurrent_layers:
             raise NotSupportedError("a recurrent state cannot be cut back to a prefix")
@@ -336,7 +337,7 @@ def _bytes(held: PagedCache) -> int:
 
 
 def bytes_per_place(held: PagedCache) -> float:
-    """Bytes of the memory of keys, values and scales for each place that a token can take."""
+    """Return the bytes of keys, values and scales for each place that a token can take."""
     return _bytes(held) / (held.k_cache.shape[0] * held.page)
 
 

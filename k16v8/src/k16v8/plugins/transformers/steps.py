@@ -80,7 +80,7 @@ class Pages:
         ``mask``: bool ``[B, seen + new]``, False at padding.
 
         Raises:
-            NotSupportedError: the layers, the batch or the mask do not go on from what was written before.
+            NotSupportedError: If the layers, the batch or the mask do not go on from what was written before.
         """
         done, end = (self._step.end if self._step else 0), seen + new
         if self._step is not None and end == done:
@@ -101,7 +101,7 @@ class Pages:
         """Continue after the first ``tokens`` of each sequence; later blocks are given back.
 
         Raises:
-            NotSupportedError: pages before a window were given back, or some tokens are padding.
+            NotSupportedError: If pages before a window were given back, or some tokens are padding.
         """
         if self._step is None or self._step.end == tokens:
             return

@@ -207,7 +207,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
     """One layer.
 
     Raises:
-        NotImplementedError: the layer needs what the kernels lack; vLLM ends with that line.
+        NotImplementedError: If the layer needs a feature that the kernels lack. vLLM ends with that line.
     """
 
     def __init__(
@@ -328,7 +328,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         """Return the cache specification of a layer of the model's ``layers``.
 
         Raises:
-            NotImplementedError: the model cannot have these formats.
+            NotImplementedError: If the model cannot have these formats.
         """
         formats: Formats = self.formats
         if reason := formats.refusal(spec.dtype, spec.head_size, spec.head_size_v, layers):

@@ -73,7 +73,7 @@ _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
 
 
 def refusal() -> str:
-    """Reason why the installed vLLM cannot run it; empty if it can."""
+    """Return the reason why the installed vLLM cannot run it; empty if it can."""
     return VLLM.refusal()
 
 
@@ -83,8 +83,8 @@ def register() -> None:
     CPUs have one backend, which is replaced; elsewhere it is ``CUSTOM``, chosen by ``--attention-backend CUSTOM``.
 
     Raises:
-        NotSupportedError: this version of vLLM lacks a name that is used.
-        UsageError: see :func:`switched`.
+        NotSupportedError: If this version of vLLM lacks a name that is used.
+        UsageError: See :func:`switched`.
     """
     if switched() is None:
         return
@@ -109,7 +109,7 @@ def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
     """The views of what vLLM allocated: ``[blocks, heads, tokens, …]`` in the model's type, a head's bytes in one run.
 
     Raises:
-        RuntimeError: they are not in one run (another layout than the backend asks for).
+        RuntimeError: If they are not in one run, as in a layout other than the one that the backend asks for.
     """
     import torch
 
