@@ -153,7 +153,7 @@ def test_every_module_and_name_that_a_definition_points_to_exists(path: Path) ->
 
 def test_every_axis_and_bench_has_a_definition() -> None:
     wrong = []
-    for kind, name in [*(("axis", n) for n in AXES.names()), *(("bench", n) for n in BENCHES.names())]:
+    for kind, name in [*(("test", n) for n in AXES.names()), *(("bench", n) for n in BENCHES.names())]:
         rows = [line for line in prose(METRICS).splitlines() if line.startswith(f"| {kind} `{name}` |")]
         sections = LINK.findall(rows[0]) if len(rows) == 1 else []
         if not sections or not all(exists(section, METRICS) for section in sections):
