@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -23,6 +25,122 @@ from fidelab.core.errors import UsageError
 
 # It hands its options to the command of another package: names are all they share with the others.
 KERNELS = ("diagnose attention",)
+
+# Option → command → why that command's option of this name is not that of the others.
+_PRESET = ("serve start", "serve show", "serve check")
+OTHERS = {
+    "--contexts": {"bench capacity": "where the server ends"},
+    "--random-output-len": {"bench capacity": "one number"},
+    "--all": {"serve stop": "servers, not metrics"},
+    "--base-url": {
+        "bench capacity": "instead of a model",
+        "bench serve": "required, of any server",
+        "bench sweep": "required, of any server",
+        "serve check": "what is checked, of any server",
+    },
+    "--batch": {"estimate model": "cells of a table"},
+    "--budget": {"compare": "a time, not bytes"},
+    "--benches": {"bench offline": "benches are what it is for: never none"},
+    "--by": {"share leaderboard": "what ranks, not what is changed together"},
+    "--candidate": {
+        "diagnose layers": "exactly one",
+        "bench offline": "one arm of several; none is the reference",
+    },
+    "--device": {
+        "estimate model": "rows of the device table",
+        "estimate probe": "what is measured",
+    },
+    "--dry-run": {
+        "serve start": "a command, not a plan",
+        "reproduce run": "stages, not jobs",
+    },
+    "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
+    "--engine": {
+        "diagnose layers": "engines that pass on the states behind layers",
+        "diagnose sensitivity": "the engine that a plan is for",
+        **dict.fromkeys(("runs list", "setup formats"), "a filter"),
+        **dict.fromkeys(_PRESET, "the preset's own"),
+    },
+    "--image": {"setup engines": "what is listed instead"},
+    "--floor": {"diagnose layers": "captures all again, not a quarter"},
+    "--force": {"serve start": "starts a server"},
+    "--kv": {
+        "bench capacity": "formats of servers that are started",
+        "estimate model": "formats of no run",
+        "diagnose layers": "exactly one candidate",
+        "diagnose sensitivity": "formats of no candidate",
+        "bench offline": "the first is the reference",
+        "bench serve": "a label",
+        "bench sweep": "a label",
+    },
+    "--arm": {"report": "of two forms alone"},
+    "--max-kld": {"check": "decides, and recommends nothing"},
+    "--json": {"check": "a file"},
+    "--reference": {"estimate model": "a format of no run", "compare": "a packed reference, too"},
+    "--to": {"checkpoint convert": "a form of weights"},
+    "--tp": {"estimate model": "what a device holds"},
+    "--model": {
+        "bench capacity": "the model on the server",
+        "setup formats": "the model whose cache is counted",
+        "runs list": "a filter",
+        "import kld-dumps": "a label",
+        "bench serve": "the model on the server",
+        "bench sweep": "the model on the server",
+    },
+    "--n-ctx": {
+        "diagnose layers": "one short context",
+        "diagnose sensitivity": "one context, of no axis",
+        "checkpoint calibrate": "one context, of no axis",
+    },
+    "--name": {
+        "import refract": "a candidate's",
+        "import kld-dumps": "a candidate's, repeated",
+        "import lm-eval": "a candidate's, repeated",
+    },
+    "--out": {
+        "share leaderboard": "a file of one of three kinds",
+        "share publish": "a file that must not be there",
+        "report": "a file or a folder",
+    },
+    "--output": {"estimate explain": "a page, not a folder"},
+    "--output-dir": {
+        "compare": "with captures",
+        "diagnose layers": "with captures",
+        "diagnose sensitivity": "with captures",
+        "checkpoint calibrate": "with captures",
+        "reproduce run": "in a folder of its own",
+        "import refract": "no run was made, only its folder",
+        "import kld-dumps": "no run was made, only its folder",
+        "import lm-eval": "no run was made, only its folder",
+    },
+    "--prompts": {
+        "bench capacity": "of a load",
+        "bench serve": "how prompts are sent",
+        "bench sweep": "how prompts are sent",
+    },
+    "--python": {"setup install": "makes the environment"},
+    "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
+    "--resume": {
+        "checkpoint quantize": "a flag: the output names what is resumed",
+        "reproduce run": "a profile's folder",
+    },
+    "--seed": {
+        "bench capacity": "of prompts and arrivals",
+        "bench serve": "of prompts and arrivals",
+        "bench sweep": "of prompts and arrivals",
+    },
+    "--set": {
+        "reproduce run": "a parameter of the profile",
+        **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
+    },
+    "--stride": {"import kld-dumps": "what the dumps were made with"},
+    "--timeout": {"serve start": "of a start, not of a request"},
+    "--windows": {
+        "diagnose layers": "few windows",
+        "diagnose sensitivity": "of no axis",
+        "checkpoint calibrate": "of prompts",
+    },
+}
 
 
 class _Size(Options, panel="Sizes"):
@@ -77,6 +195,32 @@ def test_a_command_gets_its_groups_as_objects() -> None:
     assert seen == {"name": "ann", "loud": True, "rows": 3, "wide": True, "tall": "x"}
 
 
+def test_a_subclass_has_the_fields_of_its_base_first_and_its_own_defaults() -> None:
+    shown = {parameter.name: parameter.default for parameter in _BigSize.parameters()}
+    assert shown == {"rows": inspect.Parameter.empty, "wide": True, "tall": None}
+    assert list(shown) == ["rows", "wide", "tall"]
+
+
+def test_help_shows_a_group_in_its_panel_and_a_subclass_in_that_of_its_base() -> None:
+    panels = [parameter.annotation.__metadata__[0].rich_help_panel for parameter in _BigSize.parameters()]
+    assert panels == ["Sizes"] * 3
+
+
+def test_an_option_without_a_default_is_required() -> None:
+    @expand_options
+    def command(size: _Size) -> None:
+        raise AssertionError
+
+    assert run(command).exit_code == 2
+
+
+def test_two_groups_with_an_option_of_the_same_name_are_refused() -> None:
+    def command(size: _Size, other: _BigSize) -> None: ...
+
+    with pytest.raises(ValueError, match="duplicate parameter name"):
+        expand_options(command)
+
+
 def test_resume_refuses_what_was_said_and_not_what_is_a_default() -> None:
     @expand_options
     def command(context: typer.Context, size: _BigSize, resume_dir: str = "") -> None:
@@ -119,6 +263,22 @@ def test_a_quick_look_measures_kld_alone_unless_axes_are_named() -> None:
     assert list(given(AxesOptions).settings()["axes"]) == ["trajectory", "kld"]
     assert list(given(AxesOptions, quick=True).settings()["axes"]) == ["kld"]
     assert list(given(AxesOptions, quick=True, axes="core").settings()["axes"]) == ["trajectory", "kld"]
+
+
+def test_an_option_of_several_commands_is_the_same_in_all_unless_there_is_a_reason() -> None:
+    differing = {
+        option: {words: declared for words, declared in owners.items() if words not in OTHERS.get(option, {})}
+        for option, owners in declarations().items()
+    }
+    assert {option: owners for option, owners in differing.items() if len(set(owners.values())) > 1} == {}
+
+
+def test_every_reason_for_an_option_of_its_own_is_still_needed() -> None:
+    declared = declarations()
+    for option, owners in OTHERS.items():
+        common = {value for words, value in declared[option].items() if words not in owners}
+        for words in owners:
+            assert declared[option][words] not in common, (option, words)
 
 
 def test_no_option_is_declared_twice() -> None:

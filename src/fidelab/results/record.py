@@ -414,7 +414,7 @@ class Report(Document):
 
     @classmethod
     def from_json(cls, path: str | Path) -> Report:
-        """Read a report file, of this schema or of ``fidelab.report/0``.
+        """Read a report file of this schema.
 
         Raises:
             InputError: If the file is unreadable, not JSON, of another schema, or malformed. The message names the
