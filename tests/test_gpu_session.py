@@ -179,6 +179,18 @@ def test_steps_run_in_their_order_and_every_figure_is_in_the_record(call: Call, 
     assert (record["machine"]["device"]["name"], record["machine"]["commit"]) == ("NVIDIA H100", "abc")
 
 
+def test_versions_are_those_after_the_installs(call: Call) -> None:
+    _, record = call("--minutes", "30")
+    assert record["machine"]["versions"]["sglang-kernel"] == "0.4.10"
+    assert "sglang-kernel" not in record["before_installs"]
+
+
+def test_all_steps_share_one_triton_cache_and_one_device(call: Call, world: World) -> None:
+    call("--minutes", "30")
+    assert len({one["TRITON_CACHE_DIR"] for one in world.environments.values()}) == 1
+    assert {one["CUDA_VISIBLE_DEVICES"] for one in world.environments.values()} == {"0"}
+
+
 @pytest.mark.parametrize(
     ("name", "output", "reason"),
     [
@@ -203,6 +215,38 @@ def test_a_wrong_result_ends_the_session_and_keeps_its_figures(
     assert step(record, "goals")["reason"] == {"code": "after_failure", "text": f"{name} failed"}
 
 
+def test_our_kernel_that_is_wrong_in_a_goal_cell_ends_the_session(call: Call, world: World) -> None:
+    wrong = {**OURS, "status": "wrong", "reason": "relative L2 0.1 over 0.0035"}
+    world.cells = {**CELLS, "cells": [{"key": "decode B32", "results": [wrong]}]}
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "goals")
+    assert "16/8 at decode B32: relative L2 0.1" in step(record, "goals")["reason"]["text"]
+
+
+def test_a_host_time_above_its_goal_and_missed_goals_are_figures(call: Call, world: World) -> None:
+    code, record = call("--minutes", "30")  # 340 µs, and a goal that is missed
+    assert code == 0
+    assert step(record, "decode")["figures"]["figures"]["host"]["met"] is False
+    assert step(record, "goals")["figures"]["goals"] == [{"verdict": "missed"}]
+    assert world.started[-1] == "sglang"
+
+
+def test_a_variant_that_does_not_compile_is_named_and_the_rest_runs(call: Call, world: World) -> None:
+    world.outputs["compile"] = json.dumps({"units": 90, "failed": {"case soft-cap": "CompilationError: no"}})
+    world.codes["compile"] = 1
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "sglang")
+    text = "1 of 90 do not compile: case soft-cap (CompilationError: no), …"
+    assert step(record, "compile")["reason"]["text"] == text
+
+
+def test_decode_that_crashes_ends_the_session(call: Call, world: World) -> None:
+    world.outputs["decode"], world.codes["decode"] = "", 1
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "decode")
+    assert step(record, "decode")["reason"]["text"] == "exit code 1: the last line"
+
+
 @pytest.mark.parametrize("name", ["compile", "gate", "text", "goals", "sglang"])
 def test_a_step_beyond_its_limit_does_not_stop_those_after_it(call: Call, world: World, name: str) -> None:
     world.seconds[name] = 10_000
@@ -222,6 +266,20 @@ def test_a_bench_that_was_ended_keeps_its_finished_cells_and_continues_with_them
     assert world.commands["goals"][-2] == "--resume"
 
 
+def test_results_that_the_bench_had_no_time_for_are_measured_by_the_next_call(call: Call, world: World) -> None:
+    world.cells = {**CELLS, "left_out": 3}
+    code, record = call("--minutes", "30")
+    assert code == 1
+    assert step(record, "goals")["reason"]["text"] == "3 results are missing; continue with --resume"
+
+
+def test_a_new_session_does_not_continue_the_cells_of_an_old_one(call: Call, world: World, tmp_path: Path) -> None:
+    old = tmp_path / "record-kernels.json"
+    old.write_text(json.dumps({"of": "another commit"}))
+    call("--steps", "decode")
+    assert not old.exists()
+
+
 # ----------------------------------------------------------------------------------------------------- installs
 
 
@@ -237,6 +295,25 @@ def test_each_package_has_a_pip_call_of_its_own_and_a_failing_one_leaves_the_oth
     assert step(record, "install-flashinfer")["reason"] == {"code": "no_package", "text": text}
     assert step(record, "install-flashinfer")["log"] == []  # pip names the index that it asked
     assert world.commands["install-fa3"][-2:] == ["sglang-kernel", "--no-deps"]
+
+
+def test_a_package_that_pip_cannot_install_is_named(call: Call, world: World) -> None:
+    world.codes["install-fa3"] = 1
+    _, record = call("--steps", "install-fa3,versions")
+    assert step(record, "install-fa3")["reason"]["text"] == "pip cannot install sglang-kernel"
+
+
+def test_what_the_wheel_of_vllm_has_is_not_installed(call: Call, world: World) -> None:
+    held = {"module": "vllm.vllm_flash_attn", "reason": ""}
+    _, record = call("--steps", "install-fa3,versions", fa3=held)
+    assert world.started == ["versions"]
+    assert step(record, "install-fa3")["reason"]["text"] == "vllm.vllm_flash_attn is installed"
+
+
+def test_a_wheel_without_flash_attention_3_is_named_in_one_line(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    call("--steps", "versions")
+    line = "FlashAttention 3 is not measured: vllm.vllm_flash_attn has no FlashAttention 3 here: no such file\n"
+    assert capsys.readouterr().err.count(line) == 1
 
 
 # ---------------------------------------------------------------------------------------------- time and resuming
@@ -283,6 +360,21 @@ def test_calls_with_resume_finish_the_session_and_none_exceeds_its_minutes(call:
     assert world.started == NAMES[:-1]  # each once
 
 
+def test_no_step_begins_when_its_estimate_exceeds_what_is_left(call: Call, world: World) -> None:
+    world.seconds["compile"] = 230
+    code, record = call("--minutes", "9.5")
+    assert code == 1
+    assert world.started[-1] == "gate"
+    text = "needs about 230 s, 100 s are left; continue with --resume"
+    assert step(record, "text")["reason"] == {"code": "no_time", "text": text}
+    assert step(record, "profile")["reason"]["code"] == "no_time"  # although 45 s are left: it rests on text
+
+
+def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--minutes", "3", "--steps", "decode,text"]) == 2
+    assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 4.2\n"
+
+
 def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -308,7 +400,31 @@ def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_ru
     assert world.started == ["versions", "compile", "decode", "gate", "goals", "profile"]
 
 
+def test_a_session_of_which_nothing_can_run_exits_with_2(call: Call) -> None:
+    assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2
+
+
 # --------------------------------------------------------------------------------------------------- what is real
+
+
+def test_the_profilers_table_is_read_by_kernel() -> None:
+    output = (
+        "==PROF== Connected\n"
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+        '"0","decode_kernel","dram__bytes.sum","Gbyte","1,024.5"\n'
+        '"0","decode_kernel","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","83.2"\n'
+    )
+    (kernel,) = script.read_profile(output)
+    assert (kernel["bytes"], kernel["bytes_unit"], kernel["percent_of_peak"]) == (1024.5, "Gbyte", 83.2)
+    with pytest.raises(script.Skip):
+        script.read_profile("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission")
+    with pytest.raises(ValueError, match="no table"):
+        script.read_profile("==PROF== Connected\n")
+
+
+def test_figures_are_found_between_what_libraries_print_and_a_line_that_was_cut_off() -> None:
+    assert script.last_json('INFO loading\n{"a": 1}\n{"a": 2}\n{"a": 3, "b"') == {"a": 2}
+    assert script.whole_json('INFO loading\n{\n "a": 1\n}\n') == {"a": 1}
 
 
 def test_a_process_beyond_its_limit_ends_with_all_that_it_started_and_keeps_its_output(
@@ -341,6 +457,20 @@ def test_engines_find_the_plug_ins_of_this_checkout_without_an_install(tmp_path:
     assert done.stdout == "['k16v8.plugins.vllm.plugin']\n['k16v8.plugins.sglang.plugin']\n", done.stderr
 
 
+def test_kernels_and_engines_run_in_fidelabs_environments_where_these_exist(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FIDELAB_CACHE", str(tmp_path))
+    options = script.parse([])
+    assert script.engine_python(options, "vllm") == sys.executable
+    python = tmp_path / "engines" / "vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert script.engine_python(options, "vllm") == str(python)
+    assert script.Session(options, tmp_path / "x", tmp_path, {}).python == str(python)
+    assert script.engine_python(script.parse(["--vllm-python", "/other/python"]), "vllm") == "/other/python"
+
+
 def _interpreter(tmp_path: Path, output: str, *, errors: str = "", code: int = 0) -> list[str]:
     """A Python that answers the probe so."""
     (tmp_path / "output").write_text(output)
@@ -361,6 +491,37 @@ def test_a_device_that_torch_does_not_see_is_one_line(
     hint = "(--dry-run lists the steps, --device cpu runs those that need no GPU)"
     assert capsys.readouterr().err == f"gpu-session: {why} {hint}\n"
     assert not (tmp_path / "x.json").exists()
+
+
+def test_pages_that_the_kernels_do_not_take_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    assert script.main([*_interpreter(tmp_path, json.dumps(MACHINE)), "--page", "24"]) == 2
+    assert capsys.readouterr().err == "gpu-session: --page 24: the kernels take pages of a multiple of 16 tokens\n"
+
+
+def test_of_two_gpus_the_first_is_measured_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _isolated(monkeypatch, tmp_path)
+    note = "NVIDIA A100 (compute capability 8.0) has no FP8 types"
+    words = _interpreter(tmp_path, json.dumps({**MACHINE, "devices": 2, "notes": [note]}))
+    script.main(words, has=lambda python, module: False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        f"gpu-session: {note}",
+        "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured",
+    ]
+    record = json.loads((tmp_path / "x.json").read_text())
+    assert len(record["machine"]["notes"]) == 2
+
+
+def test_steps_that_do_not_exist_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--steps", "decode,warmup"]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("gpu-session: --steps: there is no step 'warmup'; there are install-flashinfer, ")
+    assert line.count("\n") == 1
 
 
 def test_the_interpreter_decodes_on_vllms_layout_and_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
