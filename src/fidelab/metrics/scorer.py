@@ -1,8 +1,8 @@
 """Compute divergences of hidden states with torch: the head and all figures, tile by tile, on the fastest device.
 
 :func:`~fidelab.metrics.divergence.compare_rows` defines the figures, and computes them of rows that are broken or
-masked.  The CPU uses instructions for bfloat16 (AMX, AVX512-BF16) where states and head are bfloat16: their products
-are exact and are summed in float32, so only the order of the sums differs from numpy's.
+masked.  Where states and head are bfloat16, CPUs with instructions for it (AMX, AVX512-BF16) and CUDA multiply them as
+bfloat16: the products are exact and are summed in float32, so only the order of the sums differs from numpy's.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,10 +31,10 @@ Say = Callable[[str], None]
 _TILE_BYTES = 1 << 30  # of logits, at most
 _TILE_ROWS = 1 << 10  # of all sides together: more make no product faster
 _FREE_SHARE = 4  # of free memory, one part in so many
-_STEP = 1 << 11  # columns of a product
+_CPU_STEP, _DEVICE_STEP = 1 << 11, 1 << 14  # columns of a product
 _WIDTH = 64  # columns of a block, whose largest logit is kept
 _CPU_PART = 1 << 16  # logits that are compared at once: the buffers of them stay in the cache of a core
-_DEVICE_PART = 1 << 22
+_DEVICE_PART = 1 << 24
 _MAX_SERIES_T2 = 1 / 12  # t² up to which four terms give the Jensen–Shannon divergence: odds of 1.8
 _FAR = 0.9  # t² beyond which 1 − t² has lost digits: odds of 40
 _NOTHING = -1e30  # logit of ids that are not tokens
@@ -176,18 +177,21 @@ class _DeviceHead:
 
     def __init__(self, head: Head, device: torch.device) -> None:
         self._head = head
-        self._weight = torch.from_numpy(head.weight).to(device)
+        self._exact = _multiplies_bfloat16(device) and _is_bfloat16(head.weight)
+        half = self._exact and device.type != "cpu"  # the CPU's products convert float32 factors themselves
+        self._weight = torch.from_numpy(head.weight).to(device, torch.bfloat16 if half else torch.float32)
         self._bias = None if head.bias is None else torch.from_numpy(head.bias).to(device)
         self._columns = torch.empty(0, device=device)
-        self._exact = device.type == "cpu" and _has_bfloat16_products() and _is_bfloat16(head.weight)
 
     def logits(self, states: Tensor, threads: int) -> _Logits:
         """Logits of states ``[rows, d]`` of the CPU; they last until the next call."""
         head, device, (vocab, _) = self._head, self._weight.device, self._weight.shape
         exact = self._exact and _is_bfloat16(states.numpy())
         torch.set_float32_matmul_precision("medium" if exact else "highest")  # "medium": factors become bfloat16
+        half = exact and device.type != "cpu"
         states = states.to(device)
-        step = min(_STEP, -(-vocab // _WIDTH) * _WIDTH)
+        factor = states.bfloat16() if half else states
+        step = min(_CPU_STEP if device.type == "cpu" else _DEVICE_STEP, -(-vocab // _WIDTH) * _WIDTH)
         shape = -(-vocab // step), len(states), step
         if self._columns.shape != shape:  # new memory costs as much as a third of the product
             self._columns = states.new_empty(shape)
@@ -198,7 +202,10 @@ class _DeviceHead:
         def fill(number: int) -> None:
             whole, at = columns[number], slice(number * step, min((number + 1) * step, vocab))
             part = whole[:, : at.stop - at.start]
-            torch.mm(states, self._weight[at].T, out=part)
+            if half:
+                part.copy_(torch.mm(factor, self._weight[at].T, out_dtype=torch.float32))
+            else:
+                torch.mm(states, self._weight[at].T.float(), out=part)
             if self._bias is not None:
                 part += self._bias[at]
             if head.scale != 1.0:
@@ -242,12 +249,16 @@ def _each(work: Callable[[int], _T], numbers: range, threads: int) -> list[_T]:
 def _float32_products(threads: int) -> Iterator[None]:
     """Set torch's CPU threads and precision of products; restore both afterwards."""
     before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    cuda = torch.backends.cuda.matmul
+    half = cuda.allow_bf16_reduced_precision_reduction
     torch.set_num_threads(threads)
+    cuda.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.set_float32_matmul_precision(before[1])
+        cuda.allow_bf16_reduced_precision_reduction = half
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,10 +389,18 @@ def _is_bfloat16(array: NDArray[np.float32]) -> bool:
     return not any((part.view(np.uint32) & 0xFFFF).any() for part in np.array_split(array, 64))
 
 
-def _has_bfloat16_products() -> bool:
-    """Whether the CPU multiplies bfloat16 numbers into float32 sums (AMX, AVX512-BF16)."""
-    available: bool = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return available
+@cache
+def _multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 numbers into float32 sums and results."""
+    if device.type == "cpu":
+        available: bool = torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return available
+    try:
+        ones = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(ones, ones, out_dtype=torch.float32)
+    except (RuntimeError, TypeError):  # another device than CUDA's, or a torch before 2.8
+        return False
+    return True
 
 
 def _numpy(x: Tensor) -> NDArray[Any]:
