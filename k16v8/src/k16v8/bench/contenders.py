@@ -200,7 +200,9 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=draw.device)
     if cell.kind == "decode":
         plan = chosen.plan(cell.batch, heads, held)
-        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan)[0], chosen.name
+        # one list serves all layers of a step: engines write it once
+        work = plan.schedule(held) if hasattr(plan, "schedule") else None
+        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan, work=work)[0], chosen.name
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
     prompts = PrefillBatch([cell.tokens] * cell.batch, [cell.queries] * cell.batch, held.block_table)
 

@@ -49,6 +49,7 @@ from k16v8.kernels.reference import Attention
 from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
+_MERGE_STAGES = 3  # of results that are read ahead
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
 _COUNTERS = 1 << 14  # of sequences and KV heads, at the front of a buffer that several plans share
 BUFFER = _COUNTERS + _PARTIALS // 4 + _PARTIALS // 64
@@ -106,6 +107,7 @@ def decode_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     MERGED: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -190,27 +192,32 @@ def decode_kernel(
             counter = counters + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 tl.store(counter, 0)
-                # As many splits are read at once as make 4,096 numbers: their latency is paid together.
-                AT_ONCE: tl.constexpr = max(1, 4096 // (MERGED * BLOCK_DV))
-                s = tl.arange(0, AT_ONCE)
+                # First the peak of all splits, then their sum: no load waits for another one's result.
                 m = tl.arange(0, MERGED)
+                mine = m < RATIO * count
+                start = (item - split).to(tl.int64)
+                AT_ONCE: tl.constexpr = max(1, 4096 // (MERGED * BLOCK_DV))
+                MANY: tl.constexpr = 16 * AT_ONCE
                 best = tl.full((MERGED,), float("-inf"), tl.float32)
+                for at in range(0, splits, MANY):
+                    s = at + tl.arange(0, MANY)
+                    spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
+                    inside = (s < splits)[:, None] & mine[None, :]
+                    best = tl.maximum(best, tl.max(tl.load(part_lse + spots, mask=inside, other=float("-inf")), 0))
+                safe = tl.where(best == float("-inf"), 0.0, best)
                 mass = tl.full((MERGED,), 0.0, tl.float32)
                 whole = tl.full((MERGED, BLOCK_DV), 0.0, tl.float32)
-                for at in range(0, splits, AT_ONCE):
-                    base = ((item - split + at + s).to(tl.int64) * KV_HEADS + head) * (RATIO * QUERIES)
-                    spots = base[:, None] + m[None, :]
-                    inside = (at + s < splits)[:, None] & (m < RATIO * count)[None, :]
+                for at in tl.range(0, splits, AT_ONCE, num_stages=MERGE_STAGES):
+                    s = at + tl.arange(0, AT_ONCE)
+                    spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
+                    inside = (s < splits)[:, None] & mine[None, :]
                     logs = tl.load(part_lse + spots, mask=inside, other=float("-inf"))
-                    inside = (inside & (logs > -1e38))[:, :, None] & (dv < DV)[None, None, :]
+                    inside = inside[:, :, None] & (dv < DV)[None, None, :]
                     parts = tl.load(part + spots[:, :, None] * DV + dv[None, None, :], mask=inside, other=0.0)
-                    peak = tl.maximum(best, tl.max(logs, 0))
-                    safe = tl.where(peak == float("-inf"), 0.0, peak)
+                    parts = tl.where((logs > -1e38)[:, :, None], parts, 0.0)  # NaN of a query that saw no token
                     weights = tl.exp2(logs - safe[None, :])
-                    fade = tl.exp2(best - safe)
-                    mass = mass * fade + tl.sum(weights, 0)
-                    whole = whole * fade[:, None] + tl.sum(parts * weights[:, :, None], 0)
-                    best = peak
+                    mass += tl.sum(weights, 0)
+                    whole += tl.sum(parts * weights[:, :, None], 0)
                 some = tl.where(mass == 0, 1.0, mass)
                 joined = tl.where(mass == 0, float("-inf"), best + tl.log2(some))
                 whole = whole / some[:, None]
@@ -429,6 +436,7 @@ def decode_constants(
         "QUERIES": queries,
         "ROWS": max(tile.rows, power_of_two(ratio * queries)),
         "MERGED": power_of_two(ratio * queries),
+        "MERGE_STAGES": _MERGE_STAGES,
         "TOKENS": tile.tokens,
         "SINKS": attention.sinks is not None,
         "INTERPRETED": target.backend == "interpreter",
