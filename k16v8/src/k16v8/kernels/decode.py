@@ -192,21 +192,23 @@ def decode_kernel(
             counter = counters + row * KV_HEADS + head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == splits - 1:
                 tl.store(counter, 0)
-                # First the peak of all splits, then their sum: no load waits for another one's result.
+                # First the peak of all splits, then their sum.  No load waits for another one's result, and what
+                # threads hold of a sum is added up once, after the loop.
                 m = tl.arange(0, MERGED)
                 mine = m < RATIO * count
                 start = (item - split).to(tl.int64)
                 AT_ONCE: tl.constexpr = max(1, 4096 // (MERGED * BLOCK_DV))
                 MANY: tl.constexpr = 16 * AT_ONCE
-                best = tl.full((MERGED,), float("-inf"), tl.float32)
+                peaks = tl.full((MANY, MERGED), float("-inf"), tl.float32)
                 for at in range(0, splits, MANY):
                     s = at + tl.arange(0, MANY)
                     spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
                     inside = (s < splits)[:, None] & mine[None, :]
-                    best = tl.maximum(best, tl.max(tl.load(part_lse + spots, mask=inside, other=float("-inf")), 0))
+                    peaks = tl.maximum(peaks, tl.load(part_lse + spots, mask=inside, other=float("-inf")))
+                best = tl.max(peaks, 0)
                 safe = tl.where(best == float("-inf"), 0.0, best)
-                mass = tl.full((MERGED,), 0.0, tl.float32)
-                whole = tl.full((MERGED, BLOCK_DV), 0.0, tl.float32)
+                masses = tl.full((AT_ONCE, MERGED), 0.0, tl.float32)
+                sums = tl.full((AT_ONCE, MERGED, BLOCK_DV), 0.0, tl.float32)
                 for at in tl.range(0, splits, AT_ONCE, num_stages=MERGE_STAGES):
                     s = at + tl.arange(0, AT_ONCE)
                     spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
@@ -216,8 +218,10 @@ def decode_kernel(
                     parts = tl.load(part + spots[:, :, None] * DV + dv[None, None, :], mask=inside, other=0.0)
                     parts = tl.where((logs > -1e38)[:, :, None], parts, 0.0)  # NaN of a query that saw no token
                     weights = tl.exp2(logs - safe[None, :])
-                    mass += tl.sum(weights, 0)
-                    whole += tl.sum(parts * weights[:, :, None], 0)
+                    masses += weights
+                    sums += parts * weights[:, :, None]
+                mass = tl.sum(masses, 0)
+                whole = tl.sum(sums, 0)
                 some = tl.where(mass == 0, 1.0, mass)
                 joined = tl.where(mass == 0, float("-inf"), best + tl.log2(some))
                 whole = whole / some[:, None]
