@@ -49,7 +49,6 @@ from k16v8.kernels.reference import Attention
 from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
-_MERGE_STAGES = 3  # of results that are read ahead
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
 _COUNTERS = 1 << 14  # of sequences and KV heads, at the front of a buffer that several plans share
 BUFFER = _COUNTERS + _PARTIALS // 4 + _PARTIALS // 64
@@ -107,7 +106,6 @@ def decode_kernel(
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
     MERGED: tl.constexpr,
-    MERGE_STAGES: tl.constexpr,
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
@@ -209,7 +207,7 @@ def decode_kernel(
                 safe = tl.where(best == float("-inf"), 0.0, best)
                 masses = tl.full((AT_ONCE, MERGED), 0.0, tl.float32)
                 sums = tl.full((AT_ONCE, MERGED, BLOCK_DV), 0.0, tl.float32)
-                for at in tl.range(0, splits, AT_ONCE, num_stages=MERGE_STAGES):
+                for at in range(0, splits, AT_ONCE):
                     s = at + tl.arange(0, AT_ONCE)
                     spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
                     inside = (s < splits)[:, None] & mine[None, :]
@@ -440,7 +438,6 @@ def decode_constants(
         "QUERIES": queries,
         "ROWS": max(tile.rows, power_of_two(ratio * queries)),
         "MERGED": power_of_two(ratio * queries),
-        "MERGE_STAGES": _MERGE_STAGES,
         "TOKENS": tile.tokens,
         "SINKS": attention.sinks is not None,
         "INTERPRETED": target.backend == "interpreter",
