@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -22,7 +22,8 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Reque
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.installed import without_vision
+from fidelab.engines.checkpoint import without_vision
+from fidelab.engines.speculation import Drafts, speculation_record
 
 IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
 """Kinds of requests that only engines answer which take images."""
@@ -75,23 +76,6 @@ class _Replayed(Protocol):
 
     def fields(self) -> dict[str, Any]:
         """The fields ``head``, ``softcap`` and ``scale`` of :class:`Answer`."""
-
-
-def answer_with_head(
-    request: Request, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
-) -> Answer:
-    """Complete the answer to a request that began at ``began`` (``time.monotonic``).
-
-    Adds the worst sentinels and the seconds to the facts, and the head if scoring multiplies stored states with it.
-    """
-    facts = dict(facts)
-    if head is not None and head.sentinels:
-        cosines, divergences = zip(*head.sentinels, strict=True)
-        facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-    whole = Prefill | Forced | Served | Reweighted | Recached
-    rows = request.rows if isinstance(request, Generate) else isinstance(request, whole)
-    fields = head.fields() if head is not None and rows else {}
-    return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
 
 
 class Sink(Protocol):
@@ -328,6 +312,34 @@ class Engine(ABC):
         """Answer a request by the method named for its kind (``_prefill``, ``_generate``, …), and return its facts."""
         facts: dict[str, Any] = getattr(self, f"_{request.kind}")(request, sink)
         return facts
+
+    def answer_by_kind(
+        self,
+        request: Request,
+        sink: Sink,
+        estimator: Estimator,
+        head: _Replayed | None = None,
+        speculation: Speculation | None = None,
+        drafts: Callable[[], Drafts] = Drafts,
+    ) -> Answer:
+        """Answer a request by :meth:`facts_of`.
+
+        Adds the worst sentinels of the head, the drafts since the request began and the seconds to the facts, and the
+        head if scoring multiplies stored states with it.  ``drafts``: the engine's counts so far.
+        """
+        began, before = time.monotonic(), drafts()
+        if head is not None:
+            head.sentinels.clear()
+        facts = self.facts_of(request, sink)
+        if speculation is not None:
+            facts["speculation"] = speculation_record(speculation, drafts() - before)
+        if head is not None and head.sentinels:
+            cosines, divergences = zip(*head.sentinels, strict=True)
+            facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
+        whole = Prefill | Forced | Served | Reweighted | Recached
+        rows = request.rows if isinstance(request, Generate) else isinstance(request, whole)
+        fields = head.fields() if head is not None and rows else {}
+        return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
 
     @abstractmethod
     def runtime_info(self) -> RuntimeInfo:

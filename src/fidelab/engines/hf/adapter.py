@@ -16,12 +16,10 @@ from __future__ import annotations
 import json
 import math
 import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
@@ -40,7 +38,7 @@ from fidelab.captures.requests import (
     Timed,
     Tokens,
 )
-from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import (
@@ -50,14 +48,13 @@ from fidelab.engines.base import (
     Sink,
     Support,
     add_sequence,
-    answer_with_head,
     device_name,
     dtype_name,
     one_line,
 )
+from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
-from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import (
     NAME,
     OBJECT,
@@ -108,7 +105,6 @@ _ATTENTION = (
     *(f"flash_attention_{n}" for n in (2, 3, 4)),
     *(hf_kernels.THEIRS, hf_kernels.NAME),
 )
-_DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 _SHARED_PREFIX = 128  # minimum tokens of a common prefix that pays off
@@ -122,10 +118,7 @@ def _loading(arm: Arm) -> dict[str, Any]:
 
 def _unreadable_quantization(arm: Arm) -> str | None:
     """Reason why Transformers cannot load a quantized checkpoint here; ``None`` if it can, or for unquantized ones."""
-    try:
-        config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None
+    config = read_config(arm.path).get("quantization_config")
     if not isinstance(config, dict):
         return None
     from transformers.quantizers import AutoHfQuantizer
@@ -206,9 +199,7 @@ class HFEngine(Engine):
             if key.replace("-", "_") in GenerationConfig().to_dict():
                 raise UsageError(f"engine hf: {key} changes nothing here: fidelab decodes greedily without generate()")
             raise unknown_option(cls.name, key, _OPTIONS)
-        if arm.dtype not in _DTYPES:
-            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if reason := _shape_refusal(arm):
+        if reason := loading_refusal(arm) or _shape_refusal(arm):
             return Support(False, reason)
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
@@ -216,9 +207,7 @@ class HFEngine(Engine):
         kept = [spec for spec in (arm.kv.k, arm.kv.v) if _has_exceptions(spec)]
         if kept and attention not in ("eager", "sdpa", hf_kernels.THEIRS):
             return Support(False, f"{kept[0]} needs an attention of its own: leave out attention={attention}")
-        if not trusts_code(arm) and (unknown := unknown_architecture(arm)):
-            return Support(False, unknown)
-        layers = hf_kernels.shape_of(arm.path).layers
+        layers = shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
         if reason := _unreadable_quantization(arm):
@@ -260,39 +249,9 @@ class HFEngine(Engine):
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
-        if self._model.head is not None:
-            self._model.head.sentinels.clear()
         # A look takes time, and wants all layers.
         self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | Reweighted | Recached))
-        match request:
-            case ImageGenerate() | ImageForced():
-                from fidelab.engines.hf.images import answer_images
-
-                facts = answer_images(self._model, request, sink)
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Timed():
-                facts = time_prompts(request, sink, self._decode)
-            case Layerwise():
-                from fidelab.engines.hf.layers import answer_layerwise
-
-                facts = answer_layerwise(self._model, request, sink)
-            case Served():
-                from fidelab.engines.hf.ways import answer_served
-
-                facts = answer_served(self._model, request, sink)
-            case Reweighted() | Recached():
-                from fidelab.engines.hf.reweighted import Reweighing
-
-                self._reweighing = self._reweighing or Reweighing(self._model)
-                facts = self._reweighing.answer(request, sink)
-        estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
-        return answer_with_head(request, estimator, facts, began, self._model.head)
+        return self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
 
     def runtime_info(self) -> RuntimeInfo:
         import torch
@@ -412,6 +371,34 @@ class HFEngine(Engine):
             add_sequence(sink, index, continuation, self._model.stacked(rows))
         return {"tokens": sum(map(len, request.items()))}
 
+    def _imagegenerate(self, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.images import answer_images
+
+        return answer_images(self._model, request, sink)
+
+    _imageforced = _imagegenerate
+
+    def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.layers import answer_layerwise
+
+        return answer_layerwise(self._model, request, sink)
+
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.ways import answer_served
+
+        return answer_served(self._model, request, sink)
+
+    def _reweighted(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.reweighted import Reweighing
+
+        self._reweighing = self._reweighing or Reweighing(self._model)
+        return self._reweighing.answer(request, sink)
+
+    _recached = _reweighted
+
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        return time_prompts(request, sink, self._decode)
+
     def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
         """Greedy tokens of all prompts, one forward each, without end; yielding them waits for the device."""
         cache = self._model.new_cache()
@@ -522,7 +509,7 @@ def _has_exceptions(spec: FormatSpec) -> bool:
 def _shape_refusal(arm: Arm) -> str | None:
     """Reason why a format's rotation or groups do not fit the head dimension, if the model's config has it."""
     sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
-    head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
+    head_dim = shape_of(arm.path).head_dim if sides else None
     if head_dim is None:
         return None
     try:

@@ -27,7 +27,6 @@ import hashlib
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -43,7 +42,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -217,16 +216,10 @@ class LlamaCppEngine(Engine):
         return self._model.tokenize(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began, before = time.monotonic(), self._drafts
-        self._tap = None
-        if (head := self._replayed(request)) is not None:
-            self._tap = States(head.tensor)
-            head.sentinels.clear()
-        facts = self.facts_of(request, sink)
-        if self._speculation is not None:
-            facts["speculation"] = speculation_record(self._speculation, self._drafts - before)
+        head = self._replayed(request)
+        self._tap = None if head is None else States(head.tensor)
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
-        return answer_with_head(request, estimator, facts, began, head)
+        return self.answer_by_kind(request, sink, estimator, head, self._speculation, lambda: self._drafts)
 
     def runtime_info(self) -> RuntimeInfo:
         context_info = self._seen

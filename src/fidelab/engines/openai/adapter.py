@@ -51,7 +51,7 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
@@ -74,7 +74,6 @@ _KV = (
 )
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
-_IDS = 2**31  # above all token ids
 _TOPS = (20, 5)  # the most that vLLM and OpenAI return
 _IDS = 1 << 31  # token ids are stored in 32 bits
 
@@ -193,8 +192,7 @@ class OpenAIEngine(Engine):
         return self._words.encode(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
-        return answer_with_head(request, Estimator.TOPK, self.facts_of(request, sink), began, head=None)
+        return self.answer_by_kind(request, sink, Estimator.TOPK)
 
     def runtime_info(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name

@@ -22,7 +22,6 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -33,27 +32,12 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
-from fidelab.engines.installed import is_installed, unknown_architecture
-from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
+from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.installed import is_installed
+from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
-from fidelab.engines.sglang.launch import (
-    CONTROLLED,
-    DTYPES,
-    K16V8,
-    OPTIONS,
-    RESERVED_TOKENS,
-    arguments,
-    context,
-    drafts_on_cpu,
-    engine_options,
-    k16v8_cannot,
-    kv_choices,
-    on_cpu,
-    prepare,
-    speculation_of,
-)
 from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
@@ -78,8 +62,8 @@ class SGLangEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, Value]] = OPTIONS
-    controlled: ClassVar[Mapping[str, str]] = CONTROLLED
+    options: ClassVar[Mapping[str, Value]] = launch.OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = launch.CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
@@ -95,7 +79,7 @@ class SGLangEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return tuple(dict.fromkeys((*kv_choices(), *SIDES, K16V8)))
+        return tuple(dict.fromkeys((*launch.kv_choices(), *SIDES, K16V8)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
@@ -103,21 +87,19 @@ class SGLangEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        engine_options(arm)
+        launch.engine_options(arm)
         cls.speculation(dict(arm.options))
-        if arm.dtype not in DTYPES:
-            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not trusts_code(arm) and (unknown := unknown_architecture(arm, "sglang/srt/configs")):
-            return Support(False, unknown)
+        if reason := loading_refusal(arm, "sglang/srt/configs"):
+            return Support(False, reason)
         if is_pair(arm.kv):
-            reason = k16v8_cannot(arm)
+            reason = launch.k16v8_cannot(arm)
             return Support(not reason, reason)
         if arm.device != "cpu":
             return Support(True)
-        drafts = drafts_on_cpu(dict(arm.options))
-        return on_cpu(arm.kv.k.name) if drafts.ok else drafts
+        drafts = launch.drafts_on_cpu(dict(arm.options))
+        return launch.on_cpu(arm.kv.k.name) if drafts.ok else drafts
 
-    speculation = staticmethod(speculation_of)
+    speculation = staticmethod(launch.speculation_of)
     serve_command = staticmethod(launch.serve_command)
     serve_variables = staticmethod(launch.serve_variables)
 
@@ -130,13 +112,12 @@ class SGLangEngine(Engine):
         self._arm = arm
         self._options = dict(arm.options)
         self._speculation = self.speculation(self._options)
-        self._sentinels: list[tuple[float, float]] = []
         self._head: ReplayedHead | None = None
         ranks = int(self._options.get("tp", "1"))
-        prepare(arm, ranks)
-        self._context = context(arm)
+        launch.prepare(arm, ranks)
+        self._context = launch.context(arm)
         serving = "served" in self.foreseen
-        passed = {**arguments(arm, serving=serving), "context_length": self._context + RESERVED_TOKENS}
+        passed = {**launch.arguments(arm, serving=serving), "context_length": self._context + launch.RESERVED_TOKENS}
         logprobs = self._estimator is Estimator.LOGPROBS
         self._session = SGLangSession(passed, self.mark, logprobs=logprobs, serving=serving)
         try:
@@ -165,13 +146,9 @@ class SGLangEngine(Engine):
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began, before = time.monotonic(), self._session.drafts
-        if self._head is not None:
-            self._head.sentinels.clear()
-        facts = self.facts_of(request, sink)
-        if self._speculation is not None:
-            facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
-        return answer_with_head(request, self._estimator, facts, began, self._head)
+        return self.answer_by_kind(
+            request, sink, self._estimator, self._head, self._speculation, lambda: self._session.drafts
+        )
 
     def runtime_info(self) -> RuntimeInfo:
         info = runtime_info(self._arm, self._about, self._session.arguments, self.versions())
@@ -325,7 +302,7 @@ class SGLangEngine(Engine):
     @property
     def _room(self) -> int:
         """Tokens of the cache that are available to requests."""
-        return int(self._about["cache_tokens"]) - RESERVED_TOKENS - int(self._about["page_size"])
+        return int(self._about["cache_tokens"]) - launch.RESERVED_TOKENS - int(self._about["page_size"])
 
     # ---------------------------------------------------------------------------------------- distributions
 

@@ -13,8 +13,8 @@ from typing import Any
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import Support, one_line
-from fidelab.engines.hf.kernels import shape_of
-from fidelab.engines.k16v8 import K16V8, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
+from fidelab.engines.checkpoint import shape_of
+from fidelab.engines.k16v8 import PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
 from fidelab.engines.options import (
     NAME,
     NUMBER,
@@ -33,32 +33,11 @@ from fidelab.engines.options import (
 )
 from fidelab.engines.speculation import check_choice
 
-__all__ = [
-    "CONTROLLED",
-    "DTYPES",
-    "K16V8",
-    "OPTIONS",
-    "RESERVED_TOKENS",
-    "arguments",
-    "context",
-    "drafts_on_cpu",
-    "engine_options",
-    "k16v8_cannot",
-    "kv_choices",
-    "on_cpu",
-    "prepare",
-    "serve_command",
-    "serve_variables",
-    "speculation_of",
-]
-
-
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
 RESERVED_TOKENS = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts requests to that
 _PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
 _CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-DTYPES = ("float32", "bfloat16", "float16")
 _CPU_CACHE = 40_960  # tokens; memory is taken when they are written
 
 
