@@ -20,6 +20,7 @@ from typing import Any
 
 from fidelab.core import Arm, canonical_json
 from fidelab.core.errors import EngineError
+from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client
 from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
@@ -219,7 +220,7 @@ _K16V8_PAIR = re.compile(r"\bk16v8: .*\bk=(\w+)[^,\]]*,v=(\w+)[^\]]*\], pages of
 
 
 def _vllm(client: Client, log: str) -> _Reported | None:
-    listed = _models(client)
+    listed = next(iter(client.models()), {})
     if listed.get("owned_by") != "vllm":
         return None
     labels, speculates = cache_labels(client)
@@ -260,7 +261,7 @@ _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #token
 
 
 def _sglang(client: Client, log: str) -> _Reported | None:
-    listed = _models(client)
+    listed = next(iter(client.models()), {})
     about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
     if listed.get("owned_by") != "sglang" or not about:
         return None
@@ -287,12 +288,11 @@ _LLAMA_LAYERS = re.compile(r"offloaded (\d+)/\d+ layers to GPU")
 
 
 def _llamacpp(client: Client, log: str) -> _Reported | None:
-    owner = _models(client).get("owned_by")
+    owner = next(iter(client.models()), {}).get("owned_by")
     if owner not in ("llamacpp", "me"):
         return None
     about = optional_object(client, "/props") if owner == "llamacpp" else {}
-    general = about.get("default_generation_settings")
-    both = {**(general if isinstance(general, dict) else {}), **about}
+    both = {**mapping(about, "default_generation_settings"), **about}
     settings = {_dashed(name): str(value) for name, value in both.items() if isinstance(value, str | int | float)}
     # A draft model's context, or one that tries out how much memory is needed, may follow in the log.
     settings |= {_dashed(name): value for name, value in reversed(_LLAMA_SETTING.findall(log))}
@@ -309,13 +309,6 @@ _READERS: Mapping[str, Callable[[Client, str], _Reported | None]] = {
     "sglang": _sglang,
     "llamacpp": _llamacpp,
 }
-
-
-def _models(client: Client) -> dict[str, Any]:
-    """The first model of ``/v1/models``; raises EngineError where the server is gone."""
-    listed = client.get("/models").get("data")
-    models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
-    return models[0] if models else {}
 
 
 def _literal(text: str) -> dict[str, Any]:

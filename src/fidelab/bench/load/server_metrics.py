@@ -203,9 +203,7 @@ class Scraper:
     def _get(self) -> tuple[int, bytes]:
         """Return the status and the relevant lines: some hundred bytes out of some hundred thousand."""
         try:
-            answer = self._session.ask(
-                "GET", self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers
-            )
+            answer = self._session.ask(self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers)
         except TooLargeError as error:
             answer = error.answer
         return answer.status, b"".join(_of_interest(answer.content))

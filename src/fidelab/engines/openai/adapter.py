@@ -230,7 +230,7 @@ class OpenAIEngine(Engine):
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(request, sink)
+            return _unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
@@ -242,19 +242,26 @@ class OpenAIEngine(Engine):
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(request, sink)
-        pairs = list(zip(request.prompts, request.continuations, strict=True))
+            return _unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
+
+        def score(index: int) -> Sequence[Top]:
+            prompt = request.prompts[index]
+            return self._dialect.score((*prompt, *request.continuations[index]))[len(prompt) - 1 : -1]
+
+        return self._score_all(request, sink, score, request.items())
+
+    def _score_all(
+        self, request: Forced, sink: Sink, score: Callable[[int], Sequence[Top]], read: Sequence[Tokens]
+    ) -> dict[str, Any]:
+        """Store the report at each position of the given continuations; ``read``: the tokens that count, by item."""
 
         def rows(index: int) -> dict[str, Array]:
-            prompt, continuation = pairs[index]
-            if not continuation:
-                return {}
-            return _rows(_checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]))
+            return _rows(_checked(score(index))) if request.continuations[index] else {}
 
-        for index, arrays in self._send_all(len(pairs), rows, sink, self._width()):
-            add_sequence(sink, index, pairs[index][1], arrays, None if arrays else "empty continuation")
-            sink.progress(len(request.items()[index]))
-        return {"tokens": sum(map(len, request.items())), "one_prefill": True}
+        for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
+            add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
+            sink.progress(len(read[index]))
+        return {"tokens": sum(map(len, read)), "one_prefill": True}
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = cached = reread = 0
@@ -291,22 +298,15 @@ class OpenAIEngine(Engine):
     _imagegenerate = _generate
 
     def _imageforced(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
-        def rows(index: int) -> dict[str, Array]:
-            return _rows(_checked(self._chats.score(request, index))) if request.continuations[index] else {}
-
+        score = partial(self._chats.score, request)
         try:
             if request.prompts:
-                self._understood(partial(self._chats.score, request, 0))
+                self._understood(partial(score, 0))
         except UnscoredError as error:
-            for index in range(len(request.prompts)):
-                sink.fail(index, str(error))
-            return {"not_measurable": str(error)}
+            return _unmeasurable(request, sink, str(error))
         except Refused:
             pass  # of one item; the others may succeed
-        for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
-            add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
-            sink.progress(len(request.continuations[index]))
-        return {"tokens": sum(map(len, request.continuations)), "one_prefill": True}
+        return self._score_all(request, sink, score, request.continuations)
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         return self._understood(partial(self._serve, request, sink))
@@ -382,13 +382,6 @@ class OpenAIEngine(Engine):
         """Requests at a time."""
         return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
 
-    def _without_prompt_logprobs(self, request: Prefill | Forced, sink: Sink) -> dict[str, Any]:
-        """Fail every item: the axis is not measurable on this server."""
-        reason = f"{self._client.root} {self._dialect.why_not}"
-        for index in range(len(request.items())):
-            sink.fail(index, reason)
-        return {"not_measurable": reason}
-
     def _send_all(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
         """Answers in order, ``width`` requests at a time; refused items are marked failed.
 
@@ -414,6 +407,13 @@ class OpenAIEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
         if refused and len(refused) == n:
             raise EngineError(f"none of {n} items was answered, first: {refused[0]}")
+
+
+def _unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:
+    """Fail every item: the axis is not measurable on this server."""
+    for index in range(len(request.items())):
+        sink.fail(index, reason)
+    return {"not_measurable": reason}
 
 
 def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:

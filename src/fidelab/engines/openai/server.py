@@ -37,8 +37,7 @@ def identify(client: Client, asked: str | None) -> Server:
         EngineError: If it cannot be reached, refuses the key, or does not serve that model.
     """
     try:
-        listed = client.get("/models").get("data")
-        models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+        models = client.models()
     except Refused as error:
         if asked is None:
             raise EngineError(f"{error}; or name the served model: --engine-arg model=NAME") from None

@@ -89,15 +89,12 @@ class SGLangEngine(Engine):
     def supports(cls, arm: Arm) -> Support:
         launch.engine_options(arm)
         cls.speculation(dict(arm.options))
-        if reason := loading_refusal(arm, "sglang/srt/configs"):
-            return Support(False, reason)
-        if is_pair(arm.kv):
+        reason = loading_refusal(arm, "sglang/srt/configs")
+        if not reason and is_pair(arm.kv):
             reason = launch.k16v8_cannot(arm)
-            return Support(not reason, reason)
-        if arm.device != "cpu":
-            return Support(True)
-        drafts = launch.drafts_on_cpu(dict(arm.options))
-        return launch.on_cpu(arm.kv.k.name) if drafts.ok else drafts
+        elif not reason and arm.device == "cpu":
+            reason = launch.cpu_refusal(arm)
+        return Support(not reason, reason)
 
     speculation = staticmethod(launch.speculation_of)
     serve_command = staticmethod(launch.serve_command)

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
 from fidelab.engines.k16v8 import read_back_layers
-from fidelab.engines.layer_states import LayerStates, stream_of, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of, write_states
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class _Capture:
         if not names:
             return run(), None
         try:
-            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
+            layers = LayerStates(layer_list(runner.model, runner.model_config.num_hidden_layers), _stream)
         except RuntimeError as error:
             self._stateless(names, error)
             return run(), None

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
 from fidelab.engines.k16v8 import read_back_layers
-from fidelab.engines.layer_states import LayerStates, stream_of, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of, write_states
 from fidelab.engines.vllm.runners import KEY, Step, kernel_block_ids, kernel_block_size, wrap_runner
 from fidelab.engines.written import watched
 
@@ -200,7 +200,7 @@ class _Hook:
         self._layers, self._chunks = None, []
         if on:
             model, config = self._runner.get_model(), self._runner.model_config
-            self._layers = LayerStates(_language(model), config.get_total_num_hidden_layers(), stream_of)
+            self._layers = LayerStates(layer_list(_language(model), config.get_total_num_hidden_layers()), stream_of)
 
     def watch(self) -> None:
         attention, draft = _attention(self._runner), self.wrapped.draft_layers()

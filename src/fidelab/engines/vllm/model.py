@@ -23,7 +23,7 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import is_pair, missing, translated_errors
 from fidelab.engines.layer_states import read_states
-from fidelab.engines.options import switched, trusts_code
+from fidelab.engines.options import Arguments, passed, switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
 from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, cpu_cache_bytes, engine_options, speculation_of
@@ -42,6 +42,19 @@ _SENTINEL_ROWS = 8
 _TRIAL_TOKENS = 8  # tokens whose keys and values are read back
 _COUNTERS = "vllm:spec_decode_num_"
 _DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+_PASSED: Arguments = {  # of ``vllm.LLM``
+    "enforce-eager": ("enforce_eager", switched),
+    ASYNC: ("async_scheduling", switched),
+    "kv-cache-memory": ("kv_cache_memory_bytes", size_in_bytes),
+    "max-model-len": ("max_model_len", int),
+    "max-num-seqs": ("max_num_seqs", int),
+    "max-num-batched-tokens": ("max_num_batched_tokens", int),
+    "block-size": ("block_size", int),
+    "chunked-prefill": ("enable_chunked_prefill", switched),
+    "attention-backend": ("attention_config", lambda name: {"backend": name}),
+    "quantization": ("quantization", str),
+    "gpu-memory-utilization": ("gpu_memory_utilization", float),
+}
 _SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention backend found")
 
 
@@ -138,51 +151,35 @@ class VLLMModel:
 
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
-        options, tp = self._options, int(self._options.get("tp", 1))
-        paired = is_pair(self._arm.kv)
-        eager = options.get("enforce-eager", "yes" if self._eager and not COMPILES & {*options} else "no")
-        asynchronous = options.get(ASYNC, "no" if options.get(MODEL_RUNNER) == "v1" else None)  # None: vLLM chooses
+        arm, options, tp = self._arm, self._options, int(self._options.get("tp", 1))
+        paired = is_pair(arm.kv)
         arguments: dict[str, Any] = {
-            "dtype": self._arm.dtype,
-            "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
-            "enforce_eager": bool(switched(eager)),
-            "trust_remote_code": trusts_code(self._arm),
+            "dtype": arm.dtype,
+            "kv_cache_dtype": "auto" if paired else arm.kv.k.name,
+            "enforce_eager": self._eager and not COMPILES & {*options},
+            "trust_remote_code": trusts_code(arm),
             "enable_prefix_caching": self._serving,
-            "async_scheduling": None if asynchronous is None else bool(switched(asynchronous)),
+            "async_scheduling": False if options.get(MODEL_RUNNER) == "v1" else None,  # None: vLLM chooses
             "generation_config": "vllm",
-            "max_num_seqs": int(options.get("max-num-seqs", _SERVED if self._serving else SEQUENCES)),
+            "max_num_seqs": _SERVED if self._serving else SEQUENCES,
             "tensor_parallel_size": tp,
             "distributed_executor_backend": "uni" if tp == 1 else "mp",
             "worker_extension_cls": _WORKER,
-            "disable_log_stats": True,
+            "disable_log_stats": SPECULATIVE not in options,  # its counters of drafts are among the statistics
         }
-        if self._arm.kv.skip_layers and not paired:
-            arguments[SKIP_LAYERS] = [str(layer) for layer in self._arm.kv.skip_layers]
+        if arm.kv.skip_layers and not paired:
+            arguments[SKIP_LAYERS] = [str(layer) for layer in arm.kv.skip_layers]
         if speculative := options.get(SPECULATIVE):
-            draft = {"model": self._arm.draft} if self._arm.draft else {}
+            draft = {"model": arm.draft} if arm.draft else {}
             arguments["speculative_config"] = {**json.loads(speculative), **draft}
-            arguments["disable_log_stats"] = False  # its counters of drafts are among the statistics
-        if "kv-cache-memory" in options:
-            arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
-        elif self._arm.device == "cpu":
-            size, enough = cpu_cache_bytes(self._arm)
+        if arm.device == "cpu":
+            size, enough = cpu_cache_bytes(arm)
             arguments["kv_cache_memory_bytes"] = size // tp
-            if not enough:
+            if not enough and "kv-cache-memory" not in options:
                 arguments["max_model_len"] = -1  # as long as fits
-        for option in ("max-model-len", "max-num-batched-tokens", "block-size"):
-            if option in options:
-                arguments[option.replace("-", "_")] = int(options[option])
-        if "chunked-prefill" in options:
-            arguments["enable_chunked_prefill"] = bool(switched(options["chunked-prefill"]))
-        if paired and self._arm.device != "cpu":
+        elif paired:
             arguments["attention_config"] = {"backend": "CUSTOM"}
-        if "attention-backend" in options:
-            arguments["attention_config"] = {"backend": options["attention-backend"]}
-        if "quantization" in options:
-            arguments["quantization"] = options["quantization"]
-        if "gpu-memory-utilization" in options:
-            arguments["gpu_memory_utilization"] = float(options["gpu-memory-utilization"])
-        return arguments | engine_options(self._arm)
+        return arguments | passed(arm.options, _PASSED) | engine_options(arm)
 
     def _try_out(self) -> None:
         """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""
