@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
+from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
@@ -104,6 +104,15 @@ def add_sequence(
         sink.fail(item, failed or "empty output")
 
 
+def continuations(request: Forced, sink: Sink) -> Iterator[tuple[int, Tokens, Tokens]]:
+    """Yield index, prompt and continuation of each item; mark items without a continuation as failed."""
+    for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
+        if continuation:
+            yield index, prompt, continuation
+        else:
+            add_sequence(sink, index, (), failed="empty continuation")
+
+
 def one_line(error: Exception, limit: int = 200) -> str:
     """Describe an exception of another package by its type and at most ``limit`` characters.  The log has the rest."""
     text = " ".join(str(error).split())
@@ -169,7 +178,6 @@ class Engine(ABC):
     native_kv: ClassVar[str] = "bf16"  # default KV format
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
-    sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
     ways: ClassVar[frozenset[str]] = frozenset()  # of ``captures.requests.WAYS`` in which it answers ``Served``
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
@@ -177,9 +185,7 @@ class Engine(ABC):
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
     graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
-    checkpoint_format: ClassVar[str] = (
-        "hf"  # ``Arm.path`` is a safetensors folder; ``gguf``: that file where there is one
-    )
+    checkpoint_format: ClassVar[str] = "hf"  # ``Arm.path`` is such a folder; ``gguf``: that file where there is one
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:

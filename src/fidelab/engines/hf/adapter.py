@@ -48,6 +48,7 @@ from fidelab.engines.base import (
     Sink,
     Support,
     add_sequence,
+    continuations,
     device_name,
     dtype_name,
     one_line,
@@ -356,10 +357,7 @@ class HFEngine(Engine):
         return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
-        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-            if not continuation:
-                add_sequence(sink, index, (), failed="empty continuation")
-                continue
+        for index, prompt, continuation in continuations(request, sink):
             cache = self._model.new_cache()
             rows: list[Tensor] = []
             for step in (prompt, *([token] for token in continuation[:-1])):

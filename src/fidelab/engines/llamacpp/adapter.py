@@ -42,7 +42,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -403,10 +403,7 @@ class LlamaCppEngine(Engine):
         cells = max(map(len, request.items()), default=1)
         with self._context(cells) as context:
             self._seen = context.seen
-            for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-                if not continuation:
-                    add_sequence(sink, index, (), failed="empty continuation")
-                    continue
+            for index, prompt, continuation in continuations(request, sink):
                 context.clear()
                 blocks = _continued(context, prompt, continuation, sink)
                 add_sequence(sink, index, continuation, self._rows(context, blocks, check=index == 0))

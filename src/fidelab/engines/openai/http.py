@@ -289,11 +289,11 @@ def read_key(base_url: str, variable: str | None) -> str | None:
     """
     if variable and not os.environ.get(variable):
         raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
-    return os.environ.get(variable or _KEY) or None if variable or _is_local(base_url) else None
+    return os.environ.get(variable or _KEY) or None if variable or is_local(base_url) else None
 
 
-def _is_local(base_url: str) -> bool:
-    """Whether a URL names this machine: ``localhost``, a loopback address, or the unspecified one."""
+def is_local(base_url: str) -> bool:
+    """Return whether a URL names this machine: ``localhost``, a loopback address, or the unspecified one."""
     try:
         host = (urlsplit(base_url).hostname or "").rstrip(".")
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)

@@ -32,7 +32,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
@@ -213,22 +213,16 @@ class SGLangEngine(Engine):
             for index in range(len(request.items())):
                 sink.fail(index, _UNFORCED)
             return {"not_measurable": _UNFORCED}
-        sizes = [(len(p), max(1, len(c))) for p, c in zip(request.prompts, request.continuations, strict=True)]
-        for batch in self._batches(sizes, self._room, _FORCED):
-            answerable = [i for i in batch if request.continuations[i]]
+        items = list(continuations(request, sink))
+        for batch in self._batches([(len(prompt), len(given)) for _, prompt, given in items], self._room, _FORCED):
+            group = [items[at] for at in batch]
             requests = [
-                SGLangRequest(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
-                for i in answerable
-                for p, c in [(request.prompts[i], request.continuations[i])]
+                SGLangRequest(prompt, len(given), first=len(prompt) - 1, live=self._sentinel(index), force=given)
+                for index, prompt, given in group
             ]
-            responses = dict(zip(answerable, self._ask(requests), strict=True))
-            for index in batch:
-                continuation = request.continuations[index]
-                if not continuation:
-                    add_sequence(sink, index, (), failed="empty continuation")
-                    continue
-                add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
-                sink.progress(len(request.prompts[index]) + len(continuation), decoded=len(continuation))
+            for (index, prompt, given), response in zip(group, self._ask(requests), strict=True):
+                add_sequence(sink, index, given, self._stored(response.rows, len(given)))
+                sink.progress(len(prompt) + len(given), decoded=len(given))
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:

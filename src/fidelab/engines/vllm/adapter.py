@@ -39,7 +39,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
 from fidelab.engines.options import Value
@@ -201,17 +201,13 @@ class VLLMEngine(Engine):
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
-        places: list[int] = []
-        requests: list[VLLMRequest] = []
-        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-            if not continuation:
-                add_sequence(sink, index, (), failed="empty continuation")
-                continue
-            n = len(continuation)
-            requests.append(VLLMRequest(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
-            places.append(index)
+        items = list(continuations(request, sink))
+        requests = [
+            VLLMRequest(prompt, len(given), len(prompt) - 1, sentinel=at == 0, force=given)
+            for at, (_, prompt, given) in enumerate(items)
+        ]
         for at, ids, key in self._model.run(requests, SEQUENCES, progress=sink.progress):
-            index, continuation = places[at], request.continuations[places[at]]
+            index, _, continuation = items[at]
             if ids != list(continuation):
                 raise EngineError("vLLM decoded other tokens than the given ones")
             add_sequence(sink, index, ids, self._model.rows(key, len(ids)))
