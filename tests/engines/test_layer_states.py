@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.captures.container import to_float32
-from fidelab.engines.layer_states import LayerStates, layer_list, read_states, stream_of, write_states
+from fidelab.engines.capture_files import read_states, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of
 
 TOKENS, WIDTH, LAYERS = 5, 4, 3
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.engines.capture_files import CaptureWriter
 from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
@@ -292,7 +293,7 @@ def test_a_hybrids_cache_is_read_back_from_the_kernels_blocks(
         _sample=None,
         **{sizes_of: [16]},
     )
-    hook = vllm_capture._Hook(runner, tmp_path, True, False)
+    hook = vllm_capture._Hook(runner, CaptureWriter(tmp_path, lambda: True, logprobs=False))
     key, value = torch.randn(20, 1, 8), torch.randn(20, 1, 8)
     written = torch.cat((key, value), dim=-1)[:, 0]
     cache[6, 0], cache[7, 0, :4] = written[:16], written[16:]

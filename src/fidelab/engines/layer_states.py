@@ -8,12 +8,7 @@ as that norm rounds it.  They are called only if the layers run one by one: not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from fidelab.captures.container import Array, BFloat16
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,20 +100,3 @@ def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
         return total
     copy: Tensor = states[0].clone()  # the next layer may write into it
     return copy
-
-
-def write_states(path: Path, states: Tensor) -> None:
-    """Write one array as an ``.npy`` file. bfloat16, which numpy lacks, is written as its bits."""
-    import torch
-
-    bits = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
-    with path.open("wb") as file:
-        np.save(file, bits.cpu().numpy())
-
-
-def read_states(path: Path) -> Array:
-    """Read the array that :func:`write_states` wrote, and remove the file."""
-    with path.open("rb") as file:
-        states = np.load(file)
-    path.unlink()
-    return BFloat16(states.view(np.uint16)) if states.dtype == np.int16 else states

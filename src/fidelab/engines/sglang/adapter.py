@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
@@ -45,8 +44,6 @@ from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fidelab.engines.hf.head import ReplayedHead
 
 _PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
@@ -134,7 +131,12 @@ class SGLangEngine(Engine):
         if self._estimator is Estimator.HIDDEN:
             if "why" in self._about["head"]:
                 raise EngineError(f"{self._about['head']['why']}: pass --engine-arg estimator=logprobs")
-            self._read_head(first, ranks)
+            from fidelab.engines.hf.head import head_of
+
+            assert first.rows is not None
+            assert first.live is not None
+            arrays = self._session.head(self._about, ranks)
+            self._head = head_of(arrays, self._about, self._about["compute_dtype"], first.rows, first.live)
 
     def tokenize(self, text: str) -> list[int]:
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
@@ -308,18 +310,6 @@ class SGLangEngine(Engine):
     def _sentinel(self, index: int) -> int:
         return int(self._estimator is Estimator.HIDDEN and index < _SENTINEL_ROWS)
 
-    def _read_head(self, first: Response, ranks: int) -> None:
-        from fidelab.engines.hf.head import ReplayedHead
-
-        arrays = {name: _tensor(array) for name, array in self._session.head(self._about, ranks).items()}
-        config = SimpleNamespace(final_logit_softcapping=self._about["softcap"], logit_scale=self._about["scale"])
-        module = SimpleNamespace(weight=arrays["weight"], bias=arrays.get("bias"))
-        assert first.rows is not None
-        assert first.live is not None
-        states, live = _tensor(first.rows), _tensor(first.live)
-        self._head = ReplayedHead(module, config, self._about["compute_dtype"], states, live)
-        self._head.check(states, live)
-
     def _ask(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         """Responses to some requests; their live logits are compared with the stored head's for the same rows.
 
@@ -328,13 +318,17 @@ class SGLangEngine(Engine):
         for request in requests:
             self._check_ids((*request.prompt, *request.force))
         responses = self._session.ask(requests) if requests else []
+        if self._head is None:
+            return responses
+        from fidelab.engines.hf.head import to_tensor
+
         pairs = [
-            (rows[-1:] if len(response.ids) == 1 else rows[:1], _tensor(response.live))
+            (rows[-1:] if len(response.ids) == 1 else rows[:1], to_tensor(response.live))
             for response in responses
             if response.live is not None and response.rows is not None
-            for rows in [_tensor(response.rows)]
+            for rows in [to_tensor(response.rows)]
         ]
-        if self._head is not None and pairs:
+        if pairs:
             import torch
 
             states, live = zip(*pairs, strict=True)
@@ -345,11 +339,3 @@ class SGLangEngine(Engine):
         assert rows is not None
         name = "hidden" if self._estimator is Estimator.HIDDEN else "logprobs"
         return {name: BFloat16(rows.bits[:n]) if isinstance(rows, BFloat16) else rows[:n]}
-
-
-def _tensor(array: Array) -> Tensor:
-    import torch
-
-    if isinstance(array, BFloat16):
-        return torch.from_numpy(array.bits).view(torch.bfloat16)
-    return torch.from_numpy(array)
