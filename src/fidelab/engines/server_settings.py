@@ -262,7 +262,7 @@ _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #token
 
 def _sglang(client: Client, log: str) -> _Reported | None:
     listed = next(iter(client.models()), {})
-    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
+    about = optional_object(client, "/server_info")
     if listed.get("owned_by") != "sglang" or not about:
         return None
     settings = {_dashed(name): str(value) for name, value in about.items() if isinstance(value, str | int | float)}

@@ -14,15 +14,12 @@ attention may pass a latent as keys and the rotary part as values.
 from __future__ import annotations
 
 import json
-import math
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fidelab.captures.container import Array
 from fidelab.captures.requests import (
     WAYS,
     Forced,
@@ -68,14 +65,12 @@ from fidelab.engines.options import (
     trusts_code,
     unknown_option,
 )
-from fidelab.engines.sampling import draw
 from fidelab.engines.timing import time_prompts
 from fidelab.formats import FORMATS, create
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fidelab.engines.hf.cache import EncodedCache
     from fidelab.engines.hf.reweighted import Reweighing
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
@@ -108,7 +103,6 @@ _ATTENTION = (
 )
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
-_SHARED_PREFIX = 128  # minimum tokens of a common prefix that pays off
 
 
 def _loading(arm: Arm) -> dict[str, Any]:
@@ -135,14 +129,6 @@ def _unreadable_quantization(arm: Arm) -> str | None:
             "fidelab checkpoint convert --to safetensors"
         )
     return None
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Cache of the common prefix of all prompts of a request."""
-
-    tokens: int
-    cache: EncodedCache
 
 
 def _precision() -> dict[str, Any]:
@@ -347,14 +333,9 @@ class HFEngine(Engine):
             sink.progress(len(windows[row]))
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
-        produced = 0
-        shared = self._shared_prefix(request.prompts, sink)
-        for batch in self._batches(request):
-            for index, (ids, rows, failed) in zip(batch, self._greedy(request, batch, shared, sink), strict=True):
-                add_sequence(sink, index, ids, rows, failed)
-                produced += len(ids)
-        tokens = sum(map(len, request.prompts)) + produced
-        return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
+        from fidelab.engines.hf.generate import answer_generate
+
+        return answer_generate(self._model, request, sink)
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         for index, prompt, continuation in continuations(request, sink):
@@ -409,93 +390,6 @@ class HFEngine(Engine):
                 yield ids.tolist()
 
         return tokens()
-
-    def _greedy(
-        self, request: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
-    ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
-        """Greedy or sampled decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
-        import torch
-
-        sampling = request.sampling
-        prompts = [request.prompts[i] for i in batch]
-        longest = max(map(len, prompts))
-        head = shared.tokens if shared else 0
-        ids = self._model.tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
-        mask = None
-        if any(len(p) < longest for p in prompts):
-            mask = self._model.tensor([[1] * head + [0] * (longest - len(p)) + [1] * (len(p) - head) for p in prompts])
-        cache = self._model.new_cache(mask) if shared is None else shared.cache.repeated(len(batch))
-        self._model.cache = cache
-        generated: list[list[int]] = [[] for _ in batch]
-        failed: list[str | None] = [None] * len(batch)
-        steps: list[Tensor] = []  # [batch, width] each
-        live = list(range(len(batch)))
-        processed = sum(map(len, prompts)) - head * len(prompts)
-        for step in range(request.max_tokens):
-            if not live:
-                break
-            logits, states = self._model.forward(ids, cache, mask=mask)
-            if not self._model.sentinels:
-                self._model.check_replay(states[:, -1], logits[:, -1])
-            if request.rows:
-                steps.append(self._model.rows(states[:, -1], logits[:, -1]))
-            sink.progress(processed, decoded=processed if step else 0)
-            best = logits[:, -1].max(dim=-1)  # the first of equal logits; NaN wins
-            scores, chosen = best.values.tolist(), best.indices
-            if sampling is not None:
-                last = logits[:, -1].float().cpu().numpy()
-                drawn = [draw(last[row], sampling, prompts[row], step) for row in range(len(batch))]
-                chosen = torch.tensor(drawn, device=chosen.device)
-            tokens = chosen.tolist()
-            for row in live:
-                if math.isnan(scores[row]):
-                    failed[row] = f"NaN logits at generated token {len(generated[row])}"
-                else:
-                    generated[row].append(tokens[row])
-            live = [row for row in live if not failed[row] and tokens[row] not in request.stop]
-            processed = len(live)
-            ids = chosen[:, None]
-            if mask is not None:
-                mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
-        for row, tokens in enumerate(generated):
-            yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
-
-    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
-        """The common prefix of all prompts, computed once; ``None`` if it is short or would change the answers.
-
-        It would change them with sliding windows, where padding after the prefix takes positions, and with scales
-        that are fitted to the first write.
-        """
-        first, last = min(prompts), max(prompts)  # all others begin with the common prefix of these two
-        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
-        tokens = min(same, min(map(len, prompts)) - 1)
-        if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
-            return None
-        from fidelab.engines.hf.cache import EncodedCache
-
-        cache = self._model.new_cache()
-        if not isinstance(cache, EncodedCache) or cache.has_sliding_layers:  # pages are not repeated
-            return None
-        self._model.forward(self._model.tensor([first[:tokens]]), cache)
-        if cache.has_fitted_scales:
-            return None
-        sink.progress(tokens * len(prompts))
-        return _Shared(tokens, cache)
-
-    def _batches(self, request: Generate) -> Iterator[list[int]]:
-        """Prompts of similar length together; of equal length where the model must not be padded."""
-        order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
-        batch: list[int] = []
-        for index in order:
-            if batch:
-                shortest, length = len(request.prompts[batch[0]]), len(request.prompts[index])
-                limit = shortest + max(32, shortest // 2) if self._model.padding else shortest
-                if len(batch) >= request.batch or length > limit:
-                    yield batch
-                    batch = []
-            batch.append(index)
-        if batch:
-            yield batch
 
 
 def _has_exceptions(spec: FormatSpec) -> bool:

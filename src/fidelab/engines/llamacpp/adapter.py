@@ -222,38 +222,30 @@ class LlamaCppEngine(Engine):
         return self.answer_by_kind(request, sink, estimator, head, self._speculation, lambda: self._drafts)
 
     def runtime_info(self) -> RuntimeInfo:
-        context_info = self._seen
-        about = build()
+        seen, about = self._seen, build()
+        assert seen is not None  # since :meth:`_try_out`
         return RuntimeInfo(
-            versions={
-                **self.versions(),
-                **({"llama.cpp": about["llama.cpp"]} if "llama.cpp" in about else {}),
-                "python": platform.python_version(),
-            },
+            versions={**self.versions(), "llama.cpp": about["llama.cpp"], "python": platform.python_version()},
             device=f"cpu ({platform.machine()})" if self._arm.device == "cpu" else self._arm.device,
-            attention=context_info.attention if context_info else None,
-            k_format=context_info.k if context_info else None,
-            v_format=context_info.v if context_info else None,
-            k_dtype=context_info.k if context_info else None,
-            v_dtype=context_info.v if context_info else None,
+            attention=seen.attention,
+            k_format=seen.k,
+            v_format=seen.v,
+            k_dtype=seen.k,
+            v_dtype=seen.v,
             cache_bytes_per_token=self._bytes,
             expected_bytes_per_token=self._expected,
-            kv_layers=context_info.layers if context_info else None,
+            kv_layers=seen.layers,
             state_bytes_per_sequence=sum(size for _, size in self._states) or None,
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
-                "observed": to_json(Observed((self._read_layers, (context_info and context_info.layers) or 0))),
+                "observed": to_json(Observed((self._read_layers, seen.layers or 0))),
                 "threads": self._arm.threads,
                 "system": about["system"],
-                "k_rotated": context_info.rotated_k if context_info else None,
-                "v_rotated": context_info.rotated_v if context_info else None,
-                "graph_splits": context_info.splits if context_info else None,
-                **(
-                    {"speculation": speculation_record(self._speculation, self._drafts)}
-                    if self._speculation is not None
-                    else {}
-                ),
+                "k_rotated": seen.rotated_k,
+                "v_rotated": seen.rotated_v,
+                "graph_splits": seen.splits,
+                **({"speculation": speculation_record(spec, self._drafts)} if (spec := self._speculation) else {}),
             },
         )
 

@@ -105,7 +105,7 @@ def _vllm(client: Client, model: str) -> Server:
 
 
 def _sglang(client: Client, model: str) -> Server:
-    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
+    about = optional_object(client, "/server_info")
     kv = _text(client, about, "kv_cache_dtype")
     attention, cache_off = _text(client, about, "attention_backend"), about.get("disable_radix_cache")
     return Server(

@@ -229,18 +229,9 @@ def backend_for(arm: Arm) -> Backend:
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
     if not ok and (dtype := NATIVE.get(name)) is not None:
         reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
-    if ok and arm.kv.skip_layers and (reason := _skip_refusal(arm, shape)):
+    if ok and (reason := skip_refusal(arm.kv, shape.layers)):
         ok = False
     return Backend(platform, label, formats, ok, reason)
-
-
-def _skip_refusal(arm: Arm, shape: Shape) -> str:
-    """Reason why this vLLM or model cannot mix native and quantized layers; empty if it can."""
-    from vllm.config.cache import CacheConfig
-
-    if SKIP_LAYERS not in CacheConfig.__dataclass_fields__:
-        return f"this vLLM has one cache format for all layers; the nearest is --kv {arm.kv.k}"
-    return skip_refusal(arm.kv, shape.layers)
 
 
 def _k16v8_refusal(arm: Arm, shape: Shape) -> str:
