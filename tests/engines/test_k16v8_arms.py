@@ -189,7 +189,7 @@ LAYER = {"dtype": "bfloat16", "label": f"{K16V8} (torch)"}
 def test_vllm_claims_the_pair_on_full_proof_alone(
     seen: dict[str, object], layer: dict[str, object], claimed: bool
 ) -> None:
-    backend = Backend("cpu", K16V8, (K16V8,), True)
+    backend = Backend("cpu", K16V8)
     found = vllm_ran._pair_as(vllm(), backend, {"read_back": seen}, [LAYER, layer])
     assert (found == ("bf16", "fp8_e4m3")) is claimed
 

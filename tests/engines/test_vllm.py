@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,7 @@ from fidelab.engines.vllm.options import size_in_bytes
 from fidelab.engines.vllm.read_back import stored_as
 
 WIDTH, VOCAB = 4, 11
-GOOD = Backend("cpu", "CPU_ATTN", ("auto", "fp8_e4m3"), True)
+GOOD = Backend("cpu", "CPU_ATTN")
 
 
 def asked(kv: str = "auto", path: Path = Path("m"), **options: str) -> Arm:
@@ -77,10 +76,7 @@ def test_force_passes_what_the_backend_would_refuse() -> None:
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("fidelab.engines.vllm.launch.version", absent)
+    monkeypatch.setattr("fidelab.engines.vllm.launch.versions_of", lambda *_names: {"torch": "2.13.0"})
     with pytest.raises(EngineError, match="fidelab setup install vllm"):
         VLLMEngine.versions()
 
@@ -129,8 +125,8 @@ def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(
         ("fp8_e4m3", 0.5, ("fp8_e4m3",), GOOD, "uint8, and not what was written"),
         ("fp8_e4m3", 1.0, ("auto", "fp8_e4m3"), GOOD, "auto and fp8_e4m3"),
         ("turboquant_4bit_nc", None, ("turboquant_4bit_nc",), GOOD, "turboquant_4bit_nc"),
-        ("nvfp4", None, ("nvfp4",), Backend("cpu", "B", (), False), "uint8, which B does not list"),
-        ("float16", 1.0, ("float16",), Backend("cpu", "B", (), False), "uint8, which B does not list"),
+        ("nvfp4", None, ("nvfp4",), Backend("cpu", "B", "it does not list it"), "uint8, which B does not list"),
+        ("float16", 1.0, ("float16",), Backend("cpu", "B", "it does not list it"), "uint8, which B does not list"),
     ],
 )
 def test_a_format_is_claimed_where_the_cache_proves_it(

@@ -27,7 +27,7 @@ from fidelab.engines.vllm.runners import kernel_block_ids
 from tests.engines.test_vllm import VOCAB, WIDTH, Model, asked, rows, states
 from tests.engines.test_vllm import Worker as FirstWorker
 
-CUDA = Backend("cuda", "FLASH_ATTN", ("auto", "fp8"), True)
+CUDA = Backend("cuda", "FLASH_ATTN")
 
 
 class Runner:
@@ -371,6 +371,6 @@ def test_the_record_remarks_that_queries_were_quantized(backend: str, version: i
 
 @pytest.mark.parametrize(("platform", "n"), [("cuda", 1), ("cpu", 0)])
 def test_the_record_remarks_what_is_not_vllms_default_on_cuda(platform: str, n: int) -> None:
-    found = remarks(Backend(platform, "X", (), True), [], ["Model Runner V1", "eager execution"])
+    found = remarks(Backend(platform, "X"), [], ["Model Runner V1", "eager execution"])
     defaults = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
     assert found == [f"measured with Model Runner V1, eager execution; {defaults}"] * n

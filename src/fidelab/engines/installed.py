@@ -121,6 +121,11 @@ def package_folder(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
+def versions_of(*names: str) -> dict[str, str]:
+    """Return the versions of those of some distributions that are installed."""
+    return {name: metadata.version(name) for name in names if is_installed(name)}
+
+
 def is_installed(name: str) -> bool:
     """Return whether a distribution is installed in this interpreter's environment."""
     try:

@@ -78,11 +78,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Reported:
-    """Report of a server: settings by the arm's names, K and V types, and remarks by topic."""
+    """Report of a server: settings by the arm's names, K and V types, and the tokens of its cache."""
 
     settings: Mapping[str, str]
     kv: tuple[str, str] | None
-    more: Mapping[str, str]
+    tokens: str
 
 
 def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
@@ -112,9 +112,9 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
             differs = effective is not None and (declared or _NONE) != effective
         else:
             differs = _differ(declared, effective) and not _rounded(arm.engine, what, declared, effective, said)
-        found.append(Finding(what, declared, effective, differs, said.more.get(what, "")))
+        found.append(Finding(what, declared, effective, differs, said.tokens if what == POOL else ""))
     if POOL not in standard:
-        found.append(Finding(POOL, None, None, more=said.more.get(POOL, "")))
+        found.append(Finding(POOL, None, None, more=said.tokens))
     if arm.dtype != "auto" and "dtype" in said.settings:
         options = {"dtype": arm.dtype, **options}
     for key, declared in options.items():
@@ -145,7 +145,7 @@ def _kv_finding(arm: Arm, said: _Reported) -> Finding:
     effective = tuple(map(_type, said.kv))
     resolved = [tuple(computed if name == "auto" else name for name in pair) for pair in (declared, effective)]
     differs = any(a != b and not (a == "auto" and b in _NATIVE_TYPES) for a, b in zip(*resolved, strict=True))
-    return Finding(KV, arm.kv.label, _pair(said.kv), differs, said.more.get(KV, ""))
+    return Finding(KV, arm.kv.label, _pair(said.kv), differs)
 
 
 def _pair(kv: tuple[str, str]) -> str:
@@ -248,7 +248,7 @@ def _vllm(client: Client, log: str) -> _Reported | None:
         settings["attention-backend"] = backends[-1]
     tokens = next(iter(_VLLM_POOL.findall(log)), None) or labels.get("kv_cache_size_tokens")
     kv = settings.get("cache-dtype")
-    return _Reported(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, {POOL: _tokens(tokens)})
+    return _Reported(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, _tokens(tokens))
 
 
 def _k16v8_pair(log: str) -> tuple[str, str] | None:
@@ -278,8 +278,8 @@ def _sglang(client: Client, log: str) -> _Reported | None:
         settings["max-total-tokens"] = tokens
     if settings.get("attention-backend") == "k16v8":
         # without a log, the pair of that name
-        return _Reported(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
-    return _Reported(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+        return _Reported(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), _tokens(tokens))
+    return _Reported(settings, None if kv is None else (kv, kv), _tokens(tokens))
 
 
 _LLAMA_SETTING = re.compile(r"^llama_context: (\w+) += (\S+)", re.MULTILINE)
@@ -301,7 +301,7 @@ def _llamacpp(client: Client, log: str) -> _Reported | None:
     k, v, tokens = settings.get("cache-type-k"), settings.get("cache-type-v"), None
     if match := _LLAMA_CACHE.search(log):
         tokens, k, v = match[1], match[2], match[3]
-    return _Reported(settings, (k, v) if k and v else None, {POOL: _tokens(tokens)})
+    return _Reported(settings, (k, v) if k and v else None, _tokens(tokens))
 
 
 _READERS: Mapping[str, Callable[[Client, str], _Reported | None]] = {

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +52,7 @@ from fidelab.engines.base import (
 from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
+from fidelab.engines.installed import versions_of
 from fidelab.engines.options import (
     NAME,
     OBJECT,
@@ -161,12 +161,9 @@ class HFEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        versions = {}
-        for package in ("transformers", "torch"):
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                raise EngineError(f"engine hf needs {package}: pip install 'fidelab[hf]'") from None
+        versions = versions_of("transformers", "torch")
+        if missing := [name for name in ("transformers", "torch") if name not in versions]:
+            raise EngineError(f"engine hf needs {missing[0]}: pip install 'fidelab[hf]'")
         return versions
 
     @classmethod

@@ -29,7 +29,6 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +42,7 @@ from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -119,10 +119,8 @@ class LlamaCppEngine(Engine):
     @classmethod
     def versions(cls) -> dict[str, str]:
         """The bindings' version, the hash of the libraries of an own build, and whether rotation is disabled."""
-        try:
-            versions = {_PACKAGE: version(_PACKAGE)}
-        except PackageNotFoundError as error:
-            raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'") from error
+        if not (versions := versions_of(_PACKAGE)):
+            raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'")
         if folder := os.environ.get(_LIBRARY):
             versions["libllama"] = f"own build {_content(Path(folder))}"
         if os.environ.get(_UNROTATED):

@@ -211,7 +211,6 @@ class OpenAIEngine(Engine):
             more={
                 "proof": dict.fromkeys(("received", "stored", "named"), "open: a server shows nothing of its cache"),
                 "server": server.kind,
-                "served_model": server.model,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
                 "prompts": dialect.sends,
                 "ids": "returned" if dialect.returns == self._chats.returns == "ids" else "retokenized",

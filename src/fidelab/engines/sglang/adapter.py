@@ -23,7 +23,6 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
@@ -33,7 +32,7 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.checkpoint import loading_refusal
-from fidelab.engines.installed import is_installed
+from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
@@ -68,8 +67,7 @@ class SGLangEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        candidates = (*cls.packages, "sglang-kernel", "torch")
-        versions = {package: version(package) for package in candidates if is_installed(package)}
+        versions = versions_of(*cls.packages, "sglang-kernel", "torch")
         if not set(cls.packages) & set(versions):
             raise EngineError("engine sglang needs sglang: fidelab setup install sglang")
         return versions

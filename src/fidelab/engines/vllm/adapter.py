@@ -100,7 +100,7 @@ class VLLMEngine(Engine):
         backend = launch.backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs only on the CPU: pass --device cpu")
-        return Support(backend.ok, backend.reason)
+        return Support(not backend.reason, backend.reason)
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:

@@ -384,7 +384,6 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "dtype": dtype_name(cache.dtype),
-                "shape": list(cache.shape),
                 "bytes": cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
@@ -401,14 +400,12 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "scales": int(getattr(getattr(layer, "_k_scale", None), "numel", lambda: 1)()),
                 "dynamic": bool(getattr(layer, "calculate_kv_scales", False)),
                 "backend": layer.attn_backend.get_name() if hasattr(layer, "attn_backend") else None,
-                "implementation": type(layer.impl).__name__,
                 "label": getattr(layer.impl, "label", None),
                 "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
                 "index": getattr(layer.impl, "layer", None),
                 "number": next((int(part) for part in name.split(".") if part.isdecimal()), None),
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
-                "isa": getattr(layer, "isa", None),
                 "quantizes_queries": quantizes_queries(layer, builders.get(name)),
                 "flash_attention": getattr(layer.impl, "vllm_flash_attn_version", None),
             }

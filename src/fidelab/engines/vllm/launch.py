@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.checkpoint import Shape, shape_of
+from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import (
     K16V8,
     NATIVE,
@@ -55,9 +55,7 @@ class Backend:
 
     platform: str  # cpu, cuda, rocm, …
     name: str
-    formats: tuple[str, ...]  # cache formats that it lists
-    ok: bool
-    reason: str = ""
+    reason: str = ""  # why it cannot run the arm; empty if it can
 
 
 def installed() -> dict[str, str]:
@@ -66,12 +64,10 @@ def installed() -> dict[str, str]:
     Raises:
         EngineError: If there is none.
     """
-    for package in PACKAGES:
-        try:
-            return {package: version(package), "torch": version("torch")}
-        except PackageNotFoundError:
-            continue
-    raise EngineError("engine vllm is not installed: fidelab setup install vllm (or vllm --cpu)")
+    versions = versions_of(*PACKAGES, "torch")
+    if not versions.keys() & {*PACKAGES}:
+        raise EngineError("engine vllm is not installed: fidelab setup install vllm (or vllm --cpu)")
+    return versions
 
 
 def prepare(arm: Arm) -> None:
@@ -222,16 +218,15 @@ def backend_for(arm: Arm) -> Backend:
         label, formats = str(backend.get_name()), tuple(map(str, backend.supported_kv_cache_dtypes))
         ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
-        return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
+        return Backend(platform, "none", " ".join(str(error).split())[:300])
     if paired:
-        reason = _k16v8_refusal(arm, shape)
-        return Backend(platform, K16V8, (K16V8,), not reason, reason)
-    reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
-    if not ok and (dtype := NATIVE.get(name)) is not None:
-        reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
-    if ok and (reason := skip_refusal(arm.kv, shape.layers)):
-        ok = False
-    return Backend(platform, label, formats, ok, reason)
+        return Backend(platform, K16V8, _k16v8_refusal(arm, shape))
+    reason = skip_refusal(arm.kv, shape.layers)
+    if not ok:
+        reason = f"attention backend {label} reads {', '.join(formats)}, not {name}"
+        if (dtype := NATIVE.get(name)) is not None:
+            reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
+    return Backend(platform, label, reason)
 
 
 def _k16v8_refusal(arm: Arm, shape: Shape) -> str:
