@@ -196,17 +196,14 @@ class Pool:
         if not read:
             return None
         readings = [reading for reading, _ in read]
-        return ServerReading(
-            kind=readings[0].kind,
-            output_rate=_mean(read, lambda reading: reading.output_rate),
-            kv_usage_mean=_mean(read, lambda reading: reading.kv_usage_mean),
-            kv_usage_max=max(_known(reading.kv_usage_max for reading in readings), default=None),
-            running_mean=_mean(read, lambda reading: reading.running_mean),
-            running_max=max(_known(reading.running_max for reading in readings), default=None),
-            waiting_max=max(_known(reading.waiting_max for reading in readings), default=None),
-            samples=sum(reading.samples for reading in readings),
-            speculation=_speculation([reading.speculation for reading in readings if reading.speculation]),
-        )
+        means = {name: _mean(read, name) for name in ("output_rate", "kv_usage_mean", "running_mean")}
+        peaks = {
+            name: max(_known(getattr(reading, name) for reading in readings), default=None)
+            for name in ("kv_usage_max", "running_max", "waiting_max")
+        }
+        drafts = _speculation([reading.speculation for reading in readings if reading.speculation])
+        samples = sum(reading.samples for reading in readings)
+        return ServerReading(kind=readings[0].kind, samples=samples, speculation=drafts, **means, **peaks)
 
     def why(self) -> str:
         """Return why no request was answered completely."""
@@ -217,9 +214,9 @@ class Pool:
         return f"all {len(self.sent)} requests failed: {kind}" + (f" ({detail})" if detail else "")
 
 
-def _mean(read: Sequence[tuple[ServerReading, float]], of: Callable[[ServerReading], float | None]) -> float | None:
+def _mean(read: Sequence[tuple[ServerReading, float]], name: str) -> float | None:
     """Return the mean over the repeats that have a value, weighted by their seconds."""
-    known = [(value, seconds) for reading, seconds in read if (value := of(reading)) is not None]
+    known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
     whole = sum(seconds for _, seconds in known)
     return sum(value * seconds for value, seconds in known) / whole if whole else None
 

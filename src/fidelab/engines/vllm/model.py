@@ -77,16 +77,10 @@ class VLLMRequest:
 
     def instructions(self, key: str) -> dict[str, Any]:
         """``SamplingParams.extra_args`` for the capture in the worker."""
-        instructions: dict[str, Any] = {"key": key}
-        if self.first is not None:
-            instructions |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
-        if self.last is not None:
-            instructions["last"] = self.last
-        if self.layers:
-            instructions["layers"] = True
-        if self.counted:
-            instructions["counted"] = True
-        return instructions | ({"force": list(self.force)} if self.force else {})
+        live = _SENTINEL_ROWS if self.sentinel else 0
+        asked = {"key": key, "first": self.first, "last": self.last, "live": live, "force": list(self.force)}
+        asked |= {"layers": self.layers, "counted": self.counted}
+        return {name: value for name, value in asked.items() if value is not None and value is not False}
 
 
 class VLLMModel:
