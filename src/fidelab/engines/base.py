@@ -113,6 +113,13 @@ def continuations(request: Forced, sink: Sink) -> Iterator[tuple[int, Tokens, To
             add_sequence(sink, index, (), failed="empty continuation")
 
 
+def unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:
+    """Mark every item of a request as failed, and return its facts: the engine cannot measure it."""
+    for index in range(len(request.items())):
+        sink.fail(index, reason)
+    return {"not_measurable": reason}
+
+
 def one_line(error: Exception, limit: int = 200) -> str:
     """Describe an exception of another package by its type and at most ``limit`` characters.  The log has the rest."""
     text = " ".join(str(error).split())

@@ -51,7 +51,7 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence
+from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, unmeasurable
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
@@ -229,7 +229,7 @@ class OpenAIEngine(Engine):
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return _unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
+            return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
@@ -241,7 +241,7 @@ class OpenAIEngine(Engine):
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return _unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
+            return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
         def score(index: int) -> Sequence[Top]:
             prompt = request.prompts[index]
@@ -302,7 +302,7 @@ class OpenAIEngine(Engine):
             if request.prompts:
                 self._understood(partial(score, 0))
         except UnscoredError as error:
-            return _unmeasurable(request, sink, str(error))
+            return unmeasurable(request, sink, str(error))
         except Refused:
             pass  # of one item; the others may succeed
         return self._score_all(request, sink, score, request.continuations)
@@ -406,13 +406,6 @@ class OpenAIEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
         if refused and len(refused) == n:
             raise EngineError(f"none of {n} items was answered, first: {refused[0]}")
-
-
-def _unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:
-    """Fail every item: the axis is not measurable on this server."""
-    for index in range(len(request.items())):
-        sink.fail(index, reason)
-    return {"not_measurable": reason}
 
 
 def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:

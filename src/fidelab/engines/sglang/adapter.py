@@ -30,7 +30,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
@@ -210,9 +210,7 @@ class SGLangEngine(Engine):
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if self._speculation is not None:
-            for index in range(len(request.items())):
-                sink.fail(index, _UNFORCED)
-            return {"not_measurable": _UNFORCED}
+            return unmeasurable(request, sink, _UNFORCED)
         items = list(continuations(request, sink))
         for batch in self._batches([(len(prompt), len(given)) for _, prompt, given in items], self._room, _FORCED):
             group = [items[at] for at in batch]
