@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
     from fidelab.core.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
     from fidelab.core.runtime import RuntimeInfo
-    from fidelab.engines.base import Answer, Engine, Sink, Support, answer_with_head
+    from fidelab.engines.base import Answer, Engine, Sink, Support
     from fidelab.formats.base import Format, Parts
     from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
     from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts
@@ -99,7 +99,6 @@ __all__ = [
     "Texts",
     "Timed",
     "UsageError",
-    "answer_with_head",
     "joined",
     "outcome_of",
 ]
@@ -163,7 +162,6 @@ _MODULES = {
             "Engine",
             "Sink",
             "Support",
-            "answer_with_head",
         ),
         "engines.base",
     ),

@@ -46,7 +46,7 @@ def test_what_all_prompts_begin_with_is_computed_once_and_changes_nothing(
 ) -> None:
     engine, apart, together = tiny.opened(checkpoint(kind), kv), Answers(), Answers()
     engine.answer(asked(batch=4, prompts=SHARING), apart)
-    monkeypatch.setattr("fidelab.engines.hf.adapter._SHARED_PREFIX", 16)
+    monkeypatch.setattr("fidelab.engines.hf.generate._SHARED_PREFIX", 16)
     seen = forwards(engine)
     facts = engine.answer(asked(batch=4, prompts=SHARING), together).facts
     assert (facts["shared_prefix"], seen[0]["input_ids"].shape, seen[1]["input_ids"].shape) == (20, (1, 20), (4, 9))
@@ -60,7 +60,7 @@ def test_what_all_prompts_begin_with_is_computed_once_and_changes_nothing(
 def test_a_prefix_is_not_shared_where_that_would_change_the_answers(
     kind: str, kv: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fidelab.engines.hf.adapter._SHARED_PREFIX", 16)
+    monkeypatch.setattr("fidelab.engines.hf.generate._SHARED_PREFIX", 16)
     facts = tiny.opened(checkpoint(kind), kv).answer(asked(batch=4, prompts=SHARING), Answers()).facts
     assert facts["shared_prefix"] == 0
 

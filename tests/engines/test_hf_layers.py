@@ -190,14 +190,14 @@ def test_layers_without_q_k_v_are_refused_in_one_line(kind: str, layer: int, sai
 
 def test_a_model_whose_layers_are_not_found_is_refused() -> None:
     config = SimpleNamespace(num_hidden_layers=5, model_type="odd")
-    with pytest.raises(NotSupportedError, match="odd has no list of its 5 decoder layers"):
+    with pytest.raises(NotSupportedError, match="odd: LlamaModel has no list of its 5 decoder layers"):
         decoder_layers(tiny.model("llama"), config)
 
 
 def test_layers_that_run_twice_are_refused(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     engine._model.module.model.layers[1] = engine._model.module.model.layers[0]
-    with pytest.raises(EngineError, match="did not run once each, in their order"):
+    with pytest.raises(NotSupportedError, match="did not run once each, in order"):
         engine.answer(STATES, Answers())
 
 

@@ -21,9 +21,9 @@ from fidelab.captures.requests import Prefill
 from fidelab.core import KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import Support
+from fidelab.engines.checkpoint import Shape, shape_of
 from fidelab.engines.hf import head as head_module
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.engines.hf.kernels import Shape, shape_of
 from fidelab.formats import create
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve

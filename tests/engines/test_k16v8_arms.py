@@ -11,6 +11,7 @@ import torch
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.engines import k16v8
+from fidelab.engines.checkpoint import shape_of
 from fidelab.engines.k16v8 import K16V8, SWITCH, check_pair, content_bytes, is_pair, read_back_layers
 from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang import read_back as sglang_ran
@@ -188,7 +189,7 @@ LAYER = {"dtype": "bfloat16", "label": f"{K16V8} (torch)"}
 def test_vllm_claims_the_pair_on_full_proof_alone(
     seen: dict[str, object], layer: dict[str, object], claimed: bool
 ) -> None:
-    backend = Backend("cpu", K16V8, (K16V8,), True)
+    backend = Backend("cpu", K16V8)
     found = vllm_ran._pair_as(vllm(), backend, {"read_back": seen}, [LAYER, layer])
     assert (found == ("bf16", "fp8_e4m3")) is claimed
 
@@ -217,7 +218,7 @@ def test_what_the_backend_lacks_is_said_before_anything_loads(
     asked: Arm, config: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert reason in vllm_backend._k16v8_cannot(asked, vllm_backend._shape(str(tmp_path)))
+    assert reason in vllm_backend._k16v8_cannot(asked, shape_of(str(tmp_path)))
 
 
 # ---------------------------------------------------------------------------------------------------- SGLang

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.captures.container import to_float32
-from fidelab.engines.layer_states import LayerStates, read_states, stream_of, write_states
+from fidelab.engines.capture_files import read_states, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of
 
 TOKENS, WIDTH, LAYERS = 5, 4, 3
 
@@ -51,7 +52,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_are_what_enters_the_first_layer_and_leaves_each_one(kind: type[Pair], dtype: torch.dtype) -> None:
     model, x = Model(kind), torch.randn(TOKENS, WIDTH).to(dtype)
-    watched = LayerStates(model, LAYERS, stream_of)
+    watched = LayerStates([*model.layers], stream_of)
     for _ in range(2):
         model(x.clone())
         states = watched.take()
@@ -68,7 +69,7 @@ def test_states_are_what_enters_the_first_layer_and_leaves_each_one(kind: type[P
 @pytest.mark.parametrize(("order", "said"), [((0, 2), "0, 2"), ((0, 0, 1, 2), "0, 0, 1, 2"), ((), "none")])
 def test_layers_that_did_not_run_once_each_in_order_are_an_error(order: tuple[int, ...], said: str) -> None:
     model = Model(Pair)
-    watched = LayerStates(model, LAYERS, stream_of)
+    watched = LayerStates([*model.layers], stream_of)
     model(torch.zeros(TOKENS, WIDTH), order)
     with pytest.raises(RuntimeError, match=rf"the 3 decoder layers .* \(the first: {said}\)"):
         watched.take()
@@ -81,7 +82,7 @@ def test_what_is_no_state_ends_no_forward_and_is_an_error_afterwards() -> None:
         return stream_of(handed_on, given)
 
     model = Model(Plain)
-    watched = LayerStates(model, LAYERS, state)
+    watched = LayerStates([*model.layers], state)
     model(torch.zeros(TOKENS, WIDTH))
     with pytest.raises(RuntimeError, match="a layer handed on a tensor"):
         watched.take()
@@ -91,7 +92,7 @@ def test_what_is_no_state_ends_no_forward_and_is_an_error_afterwards() -> None:
 
 def test_a_model_without_a_list_of_its_layers_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="Model has no list of its 4 decoder layers"):
-        LayerStates(Model(Pair), LAYERS + 1, stream_of)
+        layer_list(Model(Pair), LAYERS + 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +167,13 @@ def test_the_control_of_a_wide_reference_takes_the_path_of_the_quantized(referen
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.version", absent)
+    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.versions_of", lambda *_names: {})
     with pytest.raises(EngineError, match=r"pip install 'fidelab\[llamacpp\]'"):
         LlamaCppEngine.versions()
 
 
 def test_captures_of_another_build_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.version", lambda name: "1.0")
+    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.versions_of", lambda name: {name: "1.0"})
     monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
     monkeypatch.delenv("LLAMA_ATTN_ROT_DISABLE", raising=False)
     seen = [LlamaCppEngine.versions()]

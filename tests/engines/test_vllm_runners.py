@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.engines.capture_files import CaptureWriter
 from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm import runners
 from fidelab.engines.vllm.adapter import VLLMEngine
@@ -26,7 +27,7 @@ from fidelab.engines.vllm.runners import kernel_block_ids
 from tests.engines.test_vllm import VOCAB, WIDTH, Model, asked, rows, states
 from tests.engines.test_vllm import Worker as FirstWorker
 
-CUDA = Backend("cuda", "FLASH_ATTN", ("auto", "fp8"), True)
+CUDA = Backend("cuda", "FLASH_ATTN")
 
 
 class Runner:
@@ -292,7 +293,7 @@ def test_a_hybrids_cache_is_read_back_from_the_kernels_blocks(
         _sample=None,
         **{sizes_of: [16]},
     )
-    hook = vllm_capture._Hook(runner, tmp_path, True, False)
+    hook = vllm_capture._Hook(runner, CaptureWriter(tmp_path, lambda: True, logprobs=False))
     key, value = torch.randn(20, 1, 8), torch.randn(20, 1, 8)
     written = torch.cat((key, value), dim=-1)[:, 0]
     cache[6, 0], cache[7, 0, :4] = written[:16], written[16:]
@@ -370,6 +371,6 @@ def test_the_record_remarks_that_queries_were_quantized(backend: str, version: i
 
 @pytest.mark.parametrize(("platform", "n"), [("cuda", 1), ("cpu", 0)])
 def test_the_record_remarks_what_is_not_vllms_default_on_cuda(platform: str, n: int) -> None:
-    found = remarks(Backend(platform, "X", (), True), [], ["Model Runner V1", "eager execution"])
+    found = remarks(Backend(platform, "X"), [], ["Model Runner V1", "eager execution"])
     defaults = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
     assert found == [f"measured with Model Runner V1, eager execution; {defaults}"] * n

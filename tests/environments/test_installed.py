@@ -11,6 +11,7 @@ import pytest
 import fidelab
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import installed
+from fidelab.engines.checkpoint import unknown_architecture
 from tests.environments.conftest import add_distribution
 
 NAME = "stock-engine-of-a-test"
@@ -98,7 +99,7 @@ def test_what_torch_is_built_for_is_read_from_its_version_file(
     text: str, built: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(text)
-    monkeypatch.setattr(installed, "_package", lambda name: tmp_path)
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path)
     assert installed.build(["vllm"]) == built
 
 
@@ -106,7 +107,7 @@ def test_a_build_for_cpus_is_known_by_its_name_whatever_its_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text("cuda = '13.0'\n")
-    monkeypatch.setattr(installed, "_package", lambda name: tmp_path)
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path)
     add_distribution(tmp_path, "some-engine-cpu")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert installed.build(["some-engine", "some-engine-cpu"]) == "cpu"
@@ -118,7 +119,7 @@ def test_what_llama_cpp_is_built_for_is_seen_by_its_libraries_or_those_of_an_own
 ) -> None:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / library).touch()
-    monkeypatch.setattr(installed, "_package", lambda name: tmp_path)
+    monkeypatch.setattr(installed, "package_folder", lambda name: tmp_path)
     monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
     assert installed.build(["llama-cpp-python"]) == built
     monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path / "empty"))
@@ -137,15 +138,15 @@ def test_a_build_for_gpus_runs_on_the_cpu_where_there_is_no_gpu(
 def test_a_model_type_is_unknown_unless_transformers_or_the_engine_names_it(site: Path, tmp_path: Path) -> None:
     arm = Arm("bf16", "hf", "m", str(tmp_path), "0" * 64, KVSpec.parse("bf16"), "float32", "cpu", 1)
 
-    def unknown(kind: object, *own: str) -> str | None:
+    def unknown(kind: object, *own: str) -> str:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-        return installed.unknown_architecture(arm, *own)
+        return unknown_architecture(arm, *own)
 
     (site / "stockengine" / "models" / "a.py").write_text('CONFIGS = {"their_model": 1, **dict(other_one=2)}\n')
-    assert unknown("llama") is unknown("qwen2_5_vl") is unknown(None) is None
-    assert "unknown to transformers" in str(unknown("their_model"))
-    assert unknown("their_model", "stockengine/models") is unknown("other_one", "stockengine/models") is None
-    assert "model_type 'lama'" in str(unknown("lama", "stockengine/models"))
+    assert unknown("llama") == unknown("qwen2_5_vl") == unknown(None) == ""
+    assert "unknown to transformers" in unknown("their_model")
+    assert unknown("their_model", "stockengine/models") == unknown("other_one", "stockengine/models") == ""
+    assert "model_type 'lama'" in unknown("lama", "stockengine/models")
 
 
 def test_the_state_changes_with_whatever_answers_depend_on_and_with_nothing_else(

@@ -91,6 +91,11 @@ class Pool:
         self.seconds = sum(drive.seconds for drive in drives)
         self.counted = bool(self.done) and all(exchange.output_tokens is not None for exchange in self.done)
         self.latencies = latencies(self.sent)
+        self.answered: list[tuple[Exchange, LoadRequest]] = []
+        """Complete exchanges, with what was asked."""
+        for drive in drives:
+            asked_by_index = {request.index: request for request in drive.requests}
+            self.answered += [(one, asked_by_index[one.index]) for one in drive.measured if one.error is None]
 
     # ------------------------------------------------------------------------------------------ figures
 
@@ -191,17 +196,14 @@ class Pool:
         if not read:
             return None
         readings = [reading for reading, _ in read]
-        return ServerReading(
-            kind=readings[0].kind,
-            output_rate=_mean(read, lambda reading: reading.output_rate),
-            kv_usage_mean=_mean(read, lambda reading: reading.kv_usage_mean),
-            kv_usage_max=_max_or_none(reading.kv_usage_max for reading in readings),
-            running_mean=_mean(read, lambda reading: reading.running_mean),
-            running_max=_max_or_none(reading.running_max for reading in readings),
-            waiting_max=_max_or_none(reading.waiting_max for reading in readings),
-            samples=sum(reading.samples for reading in readings),
-            speculation=_speculation([reading.speculation for reading in readings if reading.speculation]),
-        )
+        means = {name: _mean(read, name) for name in ("output_rate", "kv_usage_mean", "running_mean")}
+        peaks = {
+            name: max(_known(getattr(reading, name) for reading in readings), default=None)
+            for name in ("kv_usage_max", "running_max", "waiting_max")
+        }
+        drafts = _speculation([reading.speculation for reading in readings if reading.speculation])
+        samples = sum(reading.samples for reading in readings)
+        return ServerReading(kind=readings[0].kind, samples=samples, speculation=drafts, **means, **peaks)
 
     def why(self) -> str:
         """Return why no request was answered completely."""
@@ -212,33 +214,27 @@ class Pool:
         return f"all {len(self.sent)} requests failed: {kind}" + (f" ({detail})" if detail else "")
 
 
-def _mean(read: Sequence[tuple[ServerReading, float]], of: Callable[[ServerReading], float | None]) -> float | None:
+def _mean(read: Sequence[tuple[ServerReading, float]], name: str) -> float | None:
     """Return the mean over the repeats that have a value, weighted by their seconds."""
-    known = [(value, seconds) for reading, seconds in read if (value := of(reading)) is not None]
+    known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
     whole = sum(seconds for _, seconds in known)
     return sum(value * seconds for value, seconds in known) / whole if whole else None
 
 
-def _max_or_none(values: Iterable[float | None]) -> float | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading | None:
     if not readings:
         return None
-    drafts, accepted = _sum(each.drafts for each in readings), _sum(each.accepted for each in readings)
-    lengths = [each.acceptance_length for each in readings if each.acceptance_length is not None]
-    return SpeculationReading(
-        drafted=_sum(each.drafted for each in readings),
-        accepted=accepted,
-        drafts=drafts,
-        acceptance_length=1 + accepted / drafts if drafts and accepted is not None else _max_or_none(lengths),
+    drafts, drafted, accepted = (
+        sum(known) if (known := _known(getattr(each, name) for each in readings)) else None
+        for name in ("drafts", "drafted", "accepted")
     )
+    longest = max(_known(each.acceptance_length for each in readings), default=None)
+    length = 1 + accepted / drafts if drafts and accepted is not None else longest
+    return SpeculationReading(drafted, accepted, drafts, length)
 
 
 # ----------------------------------------------------------------------------------------------------------- cells
@@ -353,13 +349,9 @@ def _depth(pool: Pool) -> str | None:
 
     All prompts are compared together, since single prompts may differ if words stand for tokens.
     """
-    read = wanted = 0
-    for drive in pool.drives:
-        asked = {request.index: request.prompt_tokens for request in drive.requests}
-        for exchange in drive.measured:
-            length = asked[exchange.index]
-            if exchange.error is None and exchange.prompt_tokens is not None and length is not None:
-                read, wanted = read + exchange.prompt_tokens, wanted + length
+    counts = [(one.prompt_tokens, asked.prompt_tokens) for one, asked in pool.answered]
+    known = [(n, due) for n, due in counts if n is not None and due is not None]
+    read, wanted = (sum(pair[i] for pair in known) for i in (0, 1))
     if not wanted or abs(read - wanted) <= _DEPTH * wanted:
         return None
     return f"the server counted {read:,} prompt tokens, {read / wanted:.2f} times the {wanted:,} that were asked"
@@ -383,28 +375,20 @@ def _underfilled(pool: Pool) -> str | None:
 def _output(pool: Pool) -> str | None:
     if not pool.asked.whole or not pool.counted:
         return None
-    short = lacking = 0
-    for drive in pool.drives:
-        wanted = {request.index: request.max_tokens for request in drive.requests}
-        for exchange in drive.measured:
-            missing = wanted[exchange.index] - (exchange.output_tokens or 0) if exchange.error is None else 0
-            short, lacking = short + (missing > 0), lacking + max(0, missing)
-    if not short:
+    lacking = [n for one, asked in pool.answered if (n := asked.max_tokens - (one.output_tokens or 0)) > 0]
+    if not lacking:
         return None
-    return f"{short} of {len(pool.done)} answers ended early, {lacking / short:.1f} tokens on average"
+    mean = sum(lacking) / len(lacking)
+    return f"{len(lacking)} of {len(pool.done)} answers ended early, {mean:.1f} tokens on average"
 
 
 def _overlong(pool: Pool) -> str | None:
     """Flag more tokens than were requested: the server counts tokens that it did not write, or wrote another load."""
-    over = most = 0
-    for drive in pool.drives:
-        wanted = {request.index: request.max_tokens for request in drive.requests}
-        for exchange in drive.measured:
-            surplus = (exchange.output_tokens or 0) - wanted[exchange.index] if exchange.error is None else 0
-            over, most = over + (surplus > 0), max(most, surplus)
-    if not over:
+    surplus = [n for one, asked in pool.answered if (n := (one.output_tokens or 0) - asked.max_tokens) > 0]
+    if not surplus:
         return None
-    return f"the server counted more tokens than were asked for {over} of {len(pool.done)} answers, up to {most:,} more"
+    over = f"{len(surplus)} of {len(pool.done)} answers, up to {max(surplus):,} more"
+    return f"the server counted more tokens than were asked for {over}"
 
 
 def _errors(pool: Pool) -> str | None:

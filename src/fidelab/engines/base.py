@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -18,11 +18,12 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served
+from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.installed import without_vision
+from fidelab.engines.checkpoint import without_vision
+from fidelab.engines.speculation import Drafts, speculation_record
 
 IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
 """Kinds of requests that only engines answer which take images."""
@@ -77,23 +78,6 @@ class _Replayed(Protocol):
         """The fields ``head``, ``softcap`` and ``scale`` of :class:`Answer`."""
 
 
-def answer_with_head(
-    request: Request, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
-) -> Answer:
-    """Complete the answer to a request that began at ``began`` (``time.monotonic``).
-
-    Adds the worst sentinels and the seconds to the facts, and the head if scoring multiplies stored states with it.
-    """
-    facts = dict(facts)
-    if head is not None and head.sentinels:
-        cosines, divergences = zip(*head.sentinels, strict=True)
-        facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-    whole = Prefill | Forced | Served | Reweighted | Recached
-    rows = request.rows if isinstance(request, Generate) else isinstance(request, whole)
-    fields = head.fields() if head is not None and rows else {}
-    return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
-
-
 class Sink(Protocol):
     """Destination of streamed answers."""
 
@@ -118,6 +102,22 @@ def add_sequence(
     sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **(rows or {})})
     if failed or not ids:
         sink.fail(item, failed or "empty output")
+
+
+def continuations(request: Forced, sink: Sink) -> Iterator[tuple[int, Tokens, Tokens]]:
+    """Yield index, prompt and continuation of each item; mark items without a continuation as failed."""
+    for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
+        if continuation:
+            yield index, prompt, continuation
+        else:
+            add_sequence(sink, index, (), failed="empty continuation")
+
+
+def unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:
+    """Mark every item of a request as failed, and return its facts: the engine cannot measure it."""
+    for index in range(len(request.items())):
+        sink.fail(index, reason)
+    return {"not_measurable": reason}
 
 
 def one_line(error: Exception, limit: int = 200) -> str:
@@ -185,7 +185,6 @@ class Engine(ABC):
     native_kv: ClassVar[str] = "bf16"  # default KV format
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
-    sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
     ways: ClassVar[frozenset[str]] = frozenset()  # of ``captures.requests.WAYS`` in which it answers ``Served``
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
@@ -193,9 +192,7 @@ class Engine(ABC):
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
     graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
-    checkpoint_format: ClassVar[str] = (
-        "hf"  # ``Arm.path`` is a safetensors folder; ``gguf``: that file where there is one
-    )
+    checkpoint_format: ClassVar[str] = "hf"  # ``Arm.path`` is such a folder; ``gguf``: that file where there is one
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
@@ -328,6 +325,34 @@ class Engine(ABC):
         """Answer a request by the method named for its kind (``_prefill``, ``_generate``, …), and return its facts."""
         facts: dict[str, Any] = getattr(self, f"_{request.kind}")(request, sink)
         return facts
+
+    def answer_by_kind(
+        self,
+        request: Request,
+        sink: Sink,
+        estimator: Estimator,
+        head: _Replayed | None = None,
+        speculation: Speculation | None = None,
+        drafts: Callable[[], Drafts] = Drafts,
+    ) -> Answer:
+        """Answer a request by :meth:`facts_of`.
+
+        Adds the worst sentinels of the head, the drafts since the request began and the seconds to the facts, and the
+        head if scoring multiplies stored states with it.  ``drafts``: the engine's counts so far.
+        """
+        began, before = time.monotonic(), drafts()
+        if head is not None:
+            head.sentinels.clear()
+        facts = self.facts_of(request, sink)
+        if speculation is not None:
+            facts["speculation"] = speculation_record(speculation, drafts() - before)
+        if head is not None and head.sentinels:
+            cosines, divergences = zip(*head.sentinels, strict=True)
+            facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
+        whole = Prefill | Forced | Served | Reweighted | Recached
+        rows = request.rows if isinstance(request, Generate) else isinstance(request, whole)
+        fields = head.fields() if head is not None and rows else {}
+        return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
 
     @abstractmethod
     def runtime_info(self) -> RuntimeInfo:

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import fidelab
-from fidelab.core import Arm, canonical_json, digest
+from fidelab.core import canonical_json, digest
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"), "hip": ("/dev/kfd",)}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after every start of the machine
@@ -51,45 +51,6 @@ def build(packages: Sequence[str]) -> str | None:
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
 
 
-def without_vision(path: str) -> bool:
-    """Return whether the config of a model has no part for images."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-        return not isinstance(config, dict) or not {"vision_config", "image_token_id", "image_token_index"} & {*config}
-    except (OSError, ValueError):
-        return True
-
-
-def unknown_architecture(arm: Arm, *own: str) -> str | None:
-    """Return the reason why no installed package reads the config of an arm's model; ``None`` if one may.
-
-    ``own``: folders of packages (``vllm/transformers_utils``) with types of configs that Transformers does not have.
-    """
-    try:
-        kind = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("model_type")
-    except (OSError, ValueError, AttributeError):
-        return None
-    if not isinstance(kind, str) or not kind:
-        return None
-    named = re.compile(rf"[\"']{re.escape(kind)}[\"']|\b{re.escape(kind)}=")
-    places = [place for name in ("transformers/models/auto", *own) if (place := _folder_of(name)) is not None]
-    files = (file for place in places for file in place.rglob("*.py"))
-    if not places or any(named.search(file.read_text("utf-8", errors="replace")) for file in files):
-        return None
-    readers = " and ".join((f"transformers {metadata.version('transformers')}", *(name.split("/")[0] for name in own)))
-    return (
-        f"the config.json of {arm.model} has model_type {kind!r}, which is unknown to {readers}: correct it, or "
-        "upgrade what is to read it"
-    )
-
-
-def _folder_of(name: str) -> Path | None:
-    """A folder below an installed package, which is not imported."""
-    package, _, below = name.partition("/")
-    home = _package(package)
-    return home / below if home is not None and (home / below).is_dir() else None
-
-
 def device(built: str | None) -> str:
     """Return ``cuda`` or ``hip`` if the packages are built for it and the kernel has such a device, else ``cpu``."""
     return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
@@ -117,7 +78,7 @@ def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
         if "__pycache__" not in file.parts
     ]
     roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d.files or [])]
-    roots += filter(None, map(_package, ("fidelab", "k16v8")))
+    roots += filter(None, map(package_folder, ("fidelab", "k16v8")))
     files += [path for root in roots for path in _python_files(root)]
     boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
     return digest(
@@ -137,7 +98,7 @@ def _stats(files: Iterable[Path]) -> Iterator[str]:
 
 
 def _torch_build() -> str | None:
-    folder = _package("torch")
+    folder = package_folder("torch")
     if folder is None:
         return None
     text = (folder / "version.py").read_text("utf-8")
@@ -146,7 +107,7 @@ def _torch_build() -> str | None:
 
 
 def _llama_build() -> str | None:
-    folder = _package("llama_cpp")
+    folder = package_folder("llama_cpp")
     if folder is None:
         return None
     libraries = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or folder / "lib")  # an own build
@@ -154,9 +115,15 @@ def _llama_build() -> str | None:
     return next((kind for kind, stem in _LLAMA_LIBRARIES.items() if any(n.startswith(stem) for n in names)), "cpu")
 
 
-def _package(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Return the folder of an installed package, which is not imported; ``None`` without it."""
     spec = find_spec(name)
     return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def versions_of(*names: str) -> dict[str, str]:
+    """Return the versions of those of some distributions that are installed."""
+    return {name: metadata.version(name) for name in names if is_installed(name)}
 
 
 def is_installed(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""The residual stream inside vLLM and SGLang: the input of the first decoder layer and the output of each one.
+"""The residual stream inside a model: the input of the first decoder layer and the output of each one.
 
-Both engines run their own models, whose layers pass on the residual stream in parts: a layer returns what it adds
+vLLM and SGLang run their own models, whose layers pass on the residual stream in parts: a layer returns what it adds
 and the stream before that, which the next layer's norm adds up.  Hooks see both and keep the sum, in the compute type
 as that norm rounds it.  They are called only if the layers run one by one: not in compiled models, not in graphs.
 """
@@ -8,12 +8,7 @@ as that norm rounds it.  They are called only if the layers run one by one: not 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from fidelab.captures.container import Array, BFloat16
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,24 +17,29 @@ State = Callable[[Any, Sequence[Any]], "Tensor"]
 """(state passed on, all arguments of the layer) → the residual stream, which the caller may keep."""
 
 
-class LayerStates:
-    """Hooks on the ``layers`` decoder layers of a model, until :meth:`remove`.
+def layer_list(model: Any, count: int) -> Any:
+    """Return the outermost list of ``count`` modules in a model: its decoder layers.
 
     Raises:
-        RuntimeError: If the model has no list of that many layers.
+        RuntimeError: If it has none.
     """
+    import torch
 
-    def __init__(self, model: Any, layers: int, state: State) -> None:
-        import torch
+    lists = (x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == count)
+    if (found := next(lists, None)) is None:
+        raise RuntimeError(f"{type(model).__name__} has no list of its {count} decoder layers")
+    return found
 
-        lists = (x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == layers)
-        if (found := next(lists, None)) is None:
-            raise RuntimeError(f"{type(model).__name__} has no list of its {layers} decoder layers")
-        self._layers, self._state = layers, state
+
+class LayerStates:
+    """Hooks on decoder layers, until :meth:`remove`."""
+
+    def __init__(self, layers: Sequence[Any], state: State) -> None:
+        self._layers, self._state = len(layers), state
         self._seen: list[tuple[int, Tensor]] = []
         self._fault = ""
-        self._handles = [found[0].register_forward_pre_hook(self._before, with_kwargs=True)]
-        for number, layer in enumerate(found, 1):
+        self._handles = [layers[0].register_forward_pre_hook(self._before, with_kwargs=True)]
+        for number, layer in enumerate(layers, 1):
             self._handles.append(layer.register_forward_hook(self._after(number), with_kwargs=True))
 
     def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,6 +60,8 @@ class LayerStates:
 
     def take(self) -> Tensor:
         """Return the states ``[1 + layers, tokens, d]`` of the forward since the last call.
+
+        State n + 1 leaves layer n, and state 0 enters the first one.
 
         Raises:
             RuntimeError: If a layer's output is not a state, or the layers did not run once each, in order.
@@ -98,20 +100,3 @@ def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
         return total
     copy: Tensor = states[0].clone()  # the next layer may write into it
     return copy
-
-
-def write_states(path: Path, states: Tensor) -> None:
-    """Write one array as an ``.npy`` file. bfloat16, which numpy lacks, is written as its bits."""
-    import torch
-
-    bits = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
-    with path.open("wb") as file:
-        np.save(file, bits.cpu().numpy())
-
-
-def read_states(path: Path) -> Array:
-    """Read the array that :func:`write_states` wrote, and remove the file."""
-    with path.open("rb") as file:
-        states = np.load(file)
-    path.unlink()
-    return BFloat16(states.view(np.uint16)) if states.dtype == np.int16 else states

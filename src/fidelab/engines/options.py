@@ -160,6 +160,14 @@ def switched(value: str) -> bool | None:
     return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(value.lower())
 
 
+Arguments = Mapping[str, tuple[str, Callable[[str], Any]]]  # option → argument of a constructor, and its type
+
+
+def passed(options: Iterable[tuple[str, str]], arguments: Arguments) -> dict[str, Any]:
+    """Return the options of an arm that are arguments of the engine's constructor."""
+    return {arguments[key][0]: arguments[key][1](value) for key, value in options if key in arguments}
+
+
 def with_default(arm: Arm, key: str, value: str) -> Arm:
     """Return the arm with a default for an option that it may have left open."""
     return arm if key in dict(arm.options) else replace(arm, options=tuple(sorted((*arm.options, (key, value)))))

@@ -20,6 +20,7 @@ from typing import Any
 
 from fidelab.core import Arm, canonical_json
 from fidelab.core.errors import EngineError
+from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client
 from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
@@ -77,11 +78,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Reported:
-    """Report of a server: settings by the arm's names, K and V types, and remarks by topic."""
+    """Report of a server: settings by the arm's names, K and V types, and the tokens of its cache."""
 
     settings: Mapping[str, str]
     kv: tuple[str, str] | None
-    more: Mapping[str, str]
+    tokens: str
 
 
 def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
@@ -111,9 +112,9 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
             differs = effective is not None and (declared or _NONE) != effective
         else:
             differs = _differ(declared, effective) and not _rounded(arm.engine, what, declared, effective, said)
-        found.append(Finding(what, declared, effective, differs, said.more.get(what, "")))
+        found.append(Finding(what, declared, effective, differs, said.tokens if what == POOL else ""))
     if POOL not in standard:
-        found.append(Finding(POOL, None, None, more=said.more.get(POOL, "")))
+        found.append(Finding(POOL, None, None, more=said.tokens))
     if arm.dtype != "auto" and "dtype" in said.settings:
         options = {"dtype": arm.dtype, **options}
     for key, declared in options.items():
@@ -144,7 +145,7 @@ def _kv_finding(arm: Arm, said: _Reported) -> Finding:
     effective = tuple(map(_type, said.kv))
     resolved = [tuple(computed if name == "auto" else name for name in pair) for pair in (declared, effective)]
     differs = any(a != b and not (a == "auto" and b in _NATIVE_TYPES) for a, b in zip(*resolved, strict=True))
-    return Finding(KV, arm.kv.label, _pair(said.kv), differs, said.more.get(KV, ""))
+    return Finding(KV, arm.kv.label, _pair(said.kv), differs)
 
 
 def _pair(kv: tuple[str, str]) -> str:
@@ -219,7 +220,7 @@ _K16V8_PAIR = re.compile(r"\bk16v8: .*\bk=(\w+)[^,\]]*,v=(\w+)[^\]]*\], pages of
 
 
 def _vllm(client: Client, log: str) -> _Reported | None:
-    listed = _models(client)
+    listed = next(iter(client.models()), {})
     if listed.get("owned_by") != "vllm":
         return None
     labels, speculates = cache_labels(client)
@@ -247,7 +248,7 @@ def _vllm(client: Client, log: str) -> _Reported | None:
         settings["attention-backend"] = backends[-1]
     tokens = next(iter(_VLLM_POOL.findall(log)), None) or labels.get("kv_cache_size_tokens")
     kv = settings.get("cache-dtype")
-    return _Reported(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, {POOL: _tokens(tokens)})
+    return _Reported(settings, _k16v8_pair(log) or (kv and (kv, kv)) or None, _tokens(tokens))
 
 
 def _k16v8_pair(log: str) -> tuple[str, str] | None:
@@ -260,8 +261,8 @@ _SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #token
 
 
 def _sglang(client: Client, log: str) -> _Reported | None:
-    listed = _models(client)
-    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
+    listed = next(iter(client.models()), {})
+    about = optional_object(client, "/server_info")
     if listed.get("owned_by") != "sglang" or not about:
         return None
     settings = {_dashed(name): str(value) for name, value in about.items() if isinstance(value, str | int | float)}
@@ -277,8 +278,8 @@ def _sglang(client: Client, log: str) -> _Reported | None:
         settings["max-total-tokens"] = tokens
     if settings.get("attention-backend") == "k16v8":
         # without a log, the pair of that name
-        return _Reported(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
-    return _Reported(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+        return _Reported(settings, _k16v8_pair(log) or ("bfloat16", "fp8_e4m3"), _tokens(tokens))
+    return _Reported(settings, None if kv is None else (kv, kv), _tokens(tokens))
 
 
 _LLAMA_SETTING = re.compile(r"^llama_context: (\w+) += (\S+)", re.MULTILINE)
@@ -287,12 +288,11 @@ _LLAMA_LAYERS = re.compile(r"offloaded (\d+)/\d+ layers to GPU")
 
 
 def _llamacpp(client: Client, log: str) -> _Reported | None:
-    owner = _models(client).get("owned_by")
+    owner = next(iter(client.models()), {}).get("owned_by")
     if owner not in ("llamacpp", "me"):
         return None
     about = optional_object(client, "/props") if owner == "llamacpp" else {}
-    general = about.get("default_generation_settings")
-    both = {**(general if isinstance(general, dict) else {}), **about}
+    both = {**mapping(about, "default_generation_settings"), **about}
     settings = {_dashed(name): str(value) for name, value in both.items() if isinstance(value, str | int | float)}
     # A draft model's context, or one that tries out how much memory is needed, may follow in the log.
     settings |= {_dashed(name): value for name, value in reversed(_LLAMA_SETTING.findall(log))}
@@ -301,7 +301,7 @@ def _llamacpp(client: Client, log: str) -> _Reported | None:
     k, v, tokens = settings.get("cache-type-k"), settings.get("cache-type-v"), None
     if match := _LLAMA_CACHE.search(log):
         tokens, k, v = match[1], match[2], match[3]
-    return _Reported(settings, (k, v) if k and v else None, {POOL: _tokens(tokens)})
+    return _Reported(settings, (k, v) if k and v else None, _tokens(tokens))
 
 
 _READERS: Mapping[str, Callable[[Client, str], _Reported | None]] = {
@@ -309,13 +309,6 @@ _READERS: Mapping[str, Callable[[Client, str], _Reported | None]] = {
     "sglang": _sglang,
     "llamacpp": _llamacpp,
 }
-
-
-def _models(client: Client) -> dict[str, Any]:
-    """The first model of ``/v1/models``; raises EngineError where the server is gone."""
-    listed = client.get("/models").get("data")
-    models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
-    return models[0] if models else {}
 
 
 def _literal(text: str) -> dict[str, Any]:

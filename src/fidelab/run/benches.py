@@ -109,8 +109,6 @@ class BenchPlan:
         """Whether the arms can be alive together without disturbing one another."""
         resolved = [self._settings.resolved[arm.arm.name] for arm in arms]
         own = [arm for arm in resolved if not arm.engine_class.is_server]
-        if not all(arm.engine_class.sleeps_when_idle for arm in resolved):
-            return False
         if any(one.arm.device.startswith("cuda") for one in own):
             return False  # engines set a pool aside there that takes most of the device
         sizes = (one.model.weight_bytes * (_FLOAT32_FACTOR if one.arm.dtype == "float32" else 1) for one in own)

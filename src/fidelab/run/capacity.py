@@ -114,7 +114,7 @@ def _measure(
             try:
                 contact = reach(ServingSettings.of(**load, base_url=planned.url), None)
                 watch.reached(contact)
-                kept = _Kept(folder.path, arm.name, watch)
+                kept = Requests(folder.path, arm.name, watch)
                 found = measure_capacity(contact, contexts, most, watch=kept)
                 k, v = contact.server.kv or (None, None)
                 facts = {"k_dtype": k, "v_dtype": v, "server": contact.server.kind, **contact.server.facts}
@@ -136,12 +136,3 @@ def _measure(
         ran=ran,
         benches={"capacity": found},
     )
-
-
-class _Kept(Requests):
-    """Keep the requests, and show progress."""
-
-    def __init__(self, folder: Path, arm: str, shown: ServingWatch) -> None:
-        super().__init__(folder, arm)
-        self.begin, self.advance = shown.begin, shown.advance  # type: ignore[method-assign]
-        self.measured, self.close = shown.measured, shown.close  # type: ignore[method-assign]

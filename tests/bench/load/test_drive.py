@@ -239,7 +239,7 @@ def test_an_interrupt_ends_everything(tmp_path: Path) -> None:
 def test_nothing_is_received_before_it_was_sent() -> None:
     asked = {"prompt": [1, 2], "max_tokens": 5, "stream": True}
     bodies = [json.dumps({**asked, "user": str(index)}).encode() for index in range(8)]
-    with MockServer(MockSettings(itl=0.002, log_events=True)) as mock:
+    with MockServer(MockSettings(itl=0.002)) as mock:
         load = Load([LoadRequest(index, body, 2, 5) for index, body in enumerate(bodies)], concurrency=3)
         result = drive(Target(mock.url), load)
         log = mock.emitted()

@@ -204,14 +204,6 @@ def test_sglang_without_speculation_shows_a_length_of_zero() -> None:
     assert said([(1.0, sglang(1)), (3.0, sglang(1))]).speculation == SpeculationReading(drafted=0, accepted=0)
 
 
-@pytest.mark.parametrize(("drafted", "accepted"), [("n_drafted", "n_drafted_accepted"), ("n_drafted", "n_accepted")])
-def test_forks_of_llama_cpp_count_drafts(drafted: str, accepted: str) -> None:
-    def text(n: int) -> bytes:
-        return f"llamacpp:{drafted}_total {4 * n}\nllamacpp:{accepted}_total {n}\n".encode()
-
-    assert said([(1.0, text(0)), (3.0, text(25))]).speculation == SpeculationReading(drafted=100, accepted=25)
-
-
 # --------------------------------------------------------------------------------------------- real servers
 
 Answer = Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]

@@ -11,7 +11,7 @@ import pytest
 from fidelab.bench.serving import Contact, ServingSettings, reach
 from fidelab.bench.serving import contact as contacting
 from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.http import Client
+from fidelab.engines.openai.http import Client, is_local
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.models.tiny_gguf import write_gguf
@@ -169,7 +169,7 @@ def test_a_path_that_a_server_names_is_looked_up_only_where_it_runs_here(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert reached(Served(models=(folder,))).form == "ids"
-    monkeypatch.setattr(contacting, "_is_local", lambda _url: False)
+    monkeypatch.setattr(contacting, "is_local", lambda _url: False)
     assert reached(Served(models=(folder,))).form == "words"
     assert reached(Served(models=(folder,)), model=folder).form == "ids"
 
@@ -185,7 +185,7 @@ def test_a_path_that_a_server_names_is_looked_up_only_where_it_runs_here(
     ],
 )
 def test_a_loopback_address_is_this_machine(url: str, local: bool) -> None:
-    assert contacting._is_local(url) is local
+    assert is_local(url) is local
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "~/nowhere"])

@@ -112,16 +112,16 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
 
 
 def _headers(target: Target) -> dict[str, str]:
-    """The headers of each request.  Raises UsageError for an invalid header."""
+    """The headers of each request.  Raises UsageError for an invalid key."""
     headers = {
         "accept": "text/event-stream, application/json",
         "content-type": "application/json",
-        **({"authorization": f"Bearer {target.api_key}"} if target.api_key else {}),
-        **{key.lower(): value for key, value in target.headers.items()},
     }
-    if not all(text.isascii() and text.isprintable() for pair in headers.items() for text in pair):
-        raise UsageError("a header or the API key holds a line end or characters that HTTP cannot carry: take them out")
-    return headers
+    if not (key := target.api_key):
+        return headers
+    if not (key.isascii() and key.isprintable()):
+        raise UsageError("the API key holds a line end or characters that HTTP cannot carry: take them out")
+    return headers | {"authorization": f"Bearer {key}"}
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ class _Client:
     def __init__(self, target: Target, load: Load, on_progress: Callable[[int, int], None] | None) -> None:
         self._target, self._load, self._on_progress = target, load, on_progress
         self._url, self._headers = "".join(split_url(target.base_url)) + target.path, _headers(target)
-        self._clean = cleaner([secret for secret in (target.api_key, *target.headers.values()) if secret])
+        self._clean = cleaner([target.api_key] if target.api_key else [])
         self._landed: list[_Flight] = []
         self._exchanges: list[Exchange] = []
         self._held = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +30,6 @@ class Target:
     """Below ``base_url``: ``/completions`` or ``/chat/completions``."""
     api_key: str | None = field(default=None, repr=False)
     """Sent as bearer token; never shown."""
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Further headers."""
     timeout: float = 600.0
     """Seconds for one request, from sending to the end of its answer."""
     connect_timeout: float = 10.0

@@ -1,6 +1,6 @@
 """Metrics that a server reports while it is under load, from its ``/metrics`` page, which is read once a second.
 
-The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, together with older and newer ones.
+The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``.
 Readings are kept as text (only the relevant lines) and parsed after the load.  Reading stops at a size that no page of
 metrics exceeds, so an endless page costs little memory and time.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from types import TracebackType
@@ -71,67 +71,59 @@ class ServerReading:
 
 @dataclass(frozen=True)
 class _Names:
-    """Metric names of one server: counters without ``_total``; the first name present counts.
+    """Metric names of one server: counters without ``_total``; empty for metrics that it lacks.
 
     llama-server's own rate (``predicted_tokens_seconds``) is left out: it is that of one slot, not of all together.
     """
 
-    generated: tuple[str, ...]
-    usage: tuple[str, ...]
-    running: tuple[str, ...]
-    waiting: tuple[str, ...]
-    drafted: tuple[str, ...] = ()
-    accepted: tuple[str, ...] = ()
-    drafts: tuple[str, ...] = ()
-    preempted: tuple[str, ...] = ()
-    rate: tuple[str, ...] = ()  # gauge, tok/s
-    length: tuple[str, ...] = ()  # gauge, tokens per verification; 0 without speculation
-    accepted_share: tuple[str, ...] = ()  # gauge, accepted / drafted
+    generated: str
+    usage: str
+    running: str
+    waiting: str
+    drafted: str = ""
+    accepted: str = ""
+    drafts: str = ""
+    preempted: str = ""
+    rate: str = ""  # gauge, tok/s
+    length: str = ""  # gauge, tokens per verification; 0 without speculation
+    accepted_share: str = ""  # gauge, accepted / drafted
 
-    def all(self) -> tuple[str, ...]:
-        return tuple(name for names in vars(self).values() for name in names)
+    def all(self) -> set[str]:
+        return {*vars(self).values()} - {""}
 
 
 _KINDS: Mapping[str, _Names] = {
     "vllm": _Names(
-        generated=("vllm:generation_tokens",),
-        usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-        running=("vllm:num_requests_running",),
-        waiting=("vllm:num_requests_waiting",),
-        drafted=("vllm:spec_decode_num_draft_tokens",),
-        accepted=("vllm:spec_decode_num_accepted_tokens",),
-        drafts=("vllm:spec_decode_num_drafts",),
-        preempted=("vllm:num_preemptions",),
+        generated="vllm:generation_tokens",
+        usage="vllm:kv_cache_usage_perc",
+        running="vllm:num_requests_running",
+        waiting="vllm:num_requests_waiting",
+        drafted="vllm:spec_decode_num_draft_tokens",
+        accepted="vllm:spec_decode_num_accepted_tokens",
+        drafts="vllm:spec_decode_num_drafts",
+        preempted="vllm:num_preemptions",
     ),
     "sglang": _Names(
-        generated=("sglang:generation_tokens",),
-        usage=("sglang:token_usage",),
-        running=("sglang:num_running_reqs",),
-        waiting=("sglang:num_queue_reqs",),
-        drafts=("sglang:spec_verify_calls",),
-        preempted=("sglang:num_retracted_requests",),
-        rate=("sglang:gen_throughput",),
-        length=("sglang:spec_accept_length",),
-        accepted_share=("sglang:spec_accept_rate",),
+        generated="sglang:generation_tokens",
+        usage="sglang:token_usage",
+        running="sglang:num_running_reqs",
+        waiting="sglang:num_queue_reqs",
+        drafts="sglang:spec_verify_calls",
+        preempted="sglang:num_retracted_requests",
+        rate="sglang:gen_throughput",
+        length="sglang:spec_accept_length",
+        accepted_share="sglang:spec_accept_rate",
     ),
     "llama.cpp": _Names(
-        generated=("llamacpp:tokens_predicted",),
-        usage=("llamacpp:kv_cache_usage_ratio",),
-        running=("llamacpp:requests_processing",),
-        waiting=("llamacpp:requests_deferred",),
-        # only in forks and proposals when this was written, in no release
-        drafted=("llamacpp:spec_decode_num_draft_tokens", "llamacpp:spec_tokens_drafted", "llamacpp:n_drafted"),
-        accepted=(
-            "llamacpp:spec_decode_num_accepted_tokens",
-            "llamacpp:spec_tokens_accepted",
-            "llamacpp:n_drafted_accepted",
-            "llamacpp:n_accepted",
-        ),
-        drafts=("llamacpp:spec_decode_num_drafts",),
+        generated="llamacpp:tokens_predicted",
+        usage="llamacpp:kv_cache_usage_ratio",
+        running="llamacpp:requests_processing",
+        waiting="llamacpp:requests_deferred",
     ),
 }
-_METRIC_NAMES = tuple(name.encode() for names in _KINDS.values() for name in names.all())
-_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (b"|".join(map(re.escape, _METRIC_NAMES)), _LINE), re.MULTILINE)
+_METRIC_NAMES = frozenset(name for names in _KINDS.values() for name in names.all())
+_ANY_NAME = "|".join(map(re.escape, _METRIC_NAMES)).encode()
+_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (_ANY_NAME, _LINE), re.MULTILINE)
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
 
 
@@ -203,9 +195,7 @@ class Scraper:
     def _get(self) -> tuple[int, bytes]:
         """Return the status and the relevant lines: some hundred bytes out of some hundred thousand."""
         try:
-            answer = self._session.ask(
-                "GET", self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers
-            )
+            answer = self._session.ask(self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers)
         except TooLargeError as error:
             answer = error.answer
         return answer.status, b"".join(_of_interest(answer.content))
@@ -231,14 +221,11 @@ class _Sample:
     at: float
     values: Mapping[str, tuple[float, ...]]
 
-    def total(self, names: Iterable[str]) -> float | None:
-        return self._first(names, math.fsum)
+    def total(self, name: str) -> float | None:
+        return math.fsum(self.values[name]) if name in self.values else None
 
-    def mean(self, names: Iterable[str]) -> float | None:
-        return self._first(names, lambda values: math.fsum(values) / len(values))
-
-    def _first(self, names: Iterable[str], merge: Callable[[Sequence[float]], float]) -> float | None:
-        return next((merge(self.values[name]) for name in names if name in self.values), None)
+    def mean(self, name: str) -> float | None:
+        return _mean(self.values.get(name, ()))
 
 
 def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: float) -> ServerReading | None:
@@ -252,7 +239,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
     Returns ``None`` if no reading comes from a known server.
     """
     samples = [_Sample(at, values) for at, text in texts if (values := _parse(text))]
-    kind = next((kind for kind, names in _KINDS.items() for s in samples if s.values.keys() & set(names.all())), None)
+    kind = next((kind for kind, names in _KINDS.items() for s in samples if s.values.keys() & names.all()), None)
     if kind is None or not ended > started:
         return None
     names = _KINDS[kind]
@@ -296,9 +283,7 @@ def _speculation(
     return SpeculationReading(accepted / share if accepted is not None and share else None, accepted, drafts, length)
 
 
-def _increase(
-    samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
-) -> float | None:
+def _increase(samples: Sequence[_Sample], names: _Names, counter: str, started: float, ended: float) -> float | None:
     """Return the growth of a counter, or ``None`` if it is missing, was reset, or was not read on both sides.
 
     A counter with labels is not shown before its first count, so it starts from 0.
@@ -324,7 +309,7 @@ def _increase(
     return float(last - first)
 
 
-def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: Sequence[str]) -> float | None:
+def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: str) -> float | None:
     """Return the mean of a gauge over the readings with running requests.
 
     Rates of several engines are added; lengths and shares are not.
@@ -337,14 +322,13 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     """Return for each name, without ``_total``, its values, one per engine; empty if the text is not Prometheus."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    wanted = {name.decode() for name in _METRIC_NAMES}
     counters: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     try:
         for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 # SGLang counts requests by priority, too, in addition to the count of all
-                if name not in wanted or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
+                if name not in _METRIC_NAMES or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
                 engines = counters.setdefault(name, {})

@@ -18,8 +18,7 @@ from fidelab.bench.load_cell import Drive
 from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.core import Status
-from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.server import identify
+from fidelab.core.errors import InputError
 from fidelab.metrics.serving import count_good
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
 from fidelab.results.plots import TablePlot
@@ -191,7 +190,7 @@ class _Search:
             words = self._contact.explain(driven.requests[0]) if n == 1 else None
             status = "400" if words else str(first.error).removeprefix("http-")  # streams may end without a status
             border = _refusal(int(status) if status.isdecimal() else 0, words or said, f"{len(failed)} of {n}: ")
-            return self._failed_border(border.why) if self._is_unreachable else border
+            return self._failed_border(border.why) if self._contact.unreachable() else border
         reading = driven.server
         if reading is not None and reading.preemptions:
             return _Border("preempted", f"at {n} at once, {reading.preemptions:,.0f} preempted")
@@ -208,16 +207,8 @@ class _Search:
             return _Border("target", f"{good} of {n} met {wanted}")
         return None
 
-    @property
-    def _is_unreachable(self) -> bool:
-        try:
-            identify(self._contact.client(), self._contact.server.model)
-        except EngineError:
-            return True
-        return False
-
     def _failed_border(self, why: str) -> _Border:
-        self._failure = f"the server is gone: {why}" if self._is_unreachable else why
+        self._failure = f"the server is gone: {why}" if self._contact.unreachable() else why
         kind = "memory" if _MEMORY.search(why) else "failed"
         return _Border(kind, self._failure)
 

@@ -21,8 +21,7 @@ from fidelab.bench.load_figures import serving_measurement
 from fidelab.bench.serving.contact import Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
-from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.server import identify
+from fidelab.core.errors import InputError
 from fidelab.inputs.traffic import arrivals
 from fidelab.results.measurement import Cell, Flag, Measurement
 
@@ -216,13 +215,10 @@ class _Sweep:
 
     def _unreachable_reason(self) -> str | None:
         """Return why no more requests are possible; ``None`` if they are."""
-        contact = self._contact
-        try:
-            identify(contact.client(), contact.server.model)
-        except EngineError as error:
-            left = sum(n not in self._ended and not self._drives[n] for n in range(len(self._asked)))
-            return f"{error} ({left} cells were not asked)"
-        return None
+        if not (why := self._contact.unreachable()):
+            return None
+        left = sum(n not in self._ended and not self._drives[n] for n in range(len(self._asked)))
+        return f"{why} ({left} cells were not asked)"
 
 
 def _title(asked: LoadAsked) -> str:

@@ -14,18 +14,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, InputError
-from fidelab.engines.openai.dialects import number
-from fidelab.engines.openai.http import Client, Refused, split_url
+from fidelab.engines.openai.dialects import first_choice, mapping, number
+from fidelab.engines.openai.http import Client, Refused, is_local, split_url
 from fidelab.engines.openai.server import Server, identify
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
@@ -111,6 +109,14 @@ class Contact:
             "settings": self.settings.model_dump(mode="json", exclude={"base_url"}) | self.record(),
         }
 
+    def unreachable(self) -> str:
+        """Return why the server no longer answers as this model's; empty if it does."""
+        try:
+            identify(self.client(), self.server.model)
+        except EngineError as error:
+            return str(error)
+        return ""
+
     def explain(self, request: LoadRequest) -> str | None:
         """Return the server's message if it refuses a request that is not streamed."""
         body = {name: value for name, value in json.loads(request.body).items() if name != "stream_options"}
@@ -119,7 +125,7 @@ class Contact:
         except Refused as error:
             return str(error) if error.status in _NOT_TAKEN else None
         except EngineError:
-            return None
+            pass
         return None
 
     def record(self) -> dict[str, Any]:
@@ -220,31 +226,20 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
     if settings.tokenizer is not None:
         return _load_tokenizer(settings.tokenizer)
     tokenizer = None
-    if settings.model is not None or not Path(server.model).is_absolute() or _is_local(settings.base_url):
+    if settings.model is not None or not Path(server.model).is_absolute() or is_local(settings.base_url):
         tokenizer = _find_tokenizer(settings.model or server.model)
     if tokenizer is None and settings.prompts == "ids":
         raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
     return tokenizer
 
 
-def _is_local(url: str) -> bool:
-    """Return whether a path named by the server may be on this machine, because the server runs here."""
-    host = urlsplit(url).hostname or ""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _limit(client: Client, model: str) -> int | None:
     """``max_model_len`` of the list of models, as vLLM and SGLang give it."""
     try:
-        listed = client.get("/models").get("data")
+        models = client.models()
     except Refused:
         return None
-    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    limit = next((number(entry, "max_model_len") for entry in entries if entry.get("id") == model), None)
-    return limit or None
+    return next((number(entry, "max_model_len") for entry in models if entry.get("id") == model), None) or None
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
@@ -396,11 +391,8 @@ class _Trial:
         for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):
             if event.get("error"):
                 raise Refused(f"{self._client.root} answers: {self._client.clean_json(event['error'])}")
-            choices = event.get("choices")
-            if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-                finish = choices[0].get("finish_reason") or finish
-            if isinstance(event.get("usage"), dict):
-                usage = event["usage"]
+            finish = first_choice(event).get("finish_reason") or finish
+            usage = mapping(event, "usage") or usage
         if finish is None and not usage:
             raise EngineError(f"{self._client.root} broke off a stream of {_OUTPUT} tokens: look at its log")
         return _read_usage(usage, finish)
@@ -408,9 +400,7 @@ class _Trial:
     def _whole(self, units: int) -> _Usage:
         """Return one unstreamed answer."""
         answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
-        choices, usage = answer.get("choices"), answer.get("usage")
-        first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        return _read_usage(usage if isinstance(usage, dict) else {}, first.get("finish_reason"))
+        return _read_usage(mapping(answer, "usage"), first_choice(answer).get("finish_reason"))
 
 
 def _read_usage(usage: Mapping[str, Any], finish: Any) -> _Usage:

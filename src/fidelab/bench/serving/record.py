@@ -22,10 +22,21 @@ from fidelab.results.request_log import append_requests, request_row
 from fidelab.results.store import RunFolder
 
 
-class Requests(ServingWatch):
-    """Watch that only keeps the requests of one arm's load, in an existing run folder."""
+class _Over(ServingWatch):
+    """Watch over another one, which gets every call that this one does not override."""
 
-    def __init__(self, folder: Path, arm: str) -> None:
+    def __init__(self, shown: ServingWatch) -> None:
+        self._shown = shown
+        for name in ("reached", "begin", "advance", "driven", "measured", "close"):
+            if name not in vars(type(self)):
+                setattr(self, name, getattr(shown, name))
+
+
+class Requests(_Over):
+    """Watch that keeps the requests of one arm's load, in an existing run folder, and shows the rest."""
+
+    def __init__(self, folder: Path, arm: str, shown: ServingWatch | None = None) -> None:
+        super().__init__(shown or ServingWatch())
         self._folder = folder
         self._arm = arm
 
@@ -33,7 +44,7 @@ class Requests(ServingWatch):
         append_requests(self._folder, ({"arm": self._arm, **row} for row in _rows(number, repeat, drive)))
 
 
-class Keeper(ServingWatch):
+class Keeper(_Over):
     """Watch that makes the run folder when the server answers, and keeps it up to date.
 
     Everything is passed on to the watch ``shown``.
@@ -49,9 +60,9 @@ class Keeper(ServingWatch):
         kv: str | None = None,
         bench: str = "serving",
     ) -> None:
+        super().__init__(shown)
         self._output_dir = output_dir
         self._command = command
-        self._shown = shown
         self._name = name
         self._kv = kv
         self._bench = bench
@@ -66,12 +77,6 @@ class Keeper(ServingWatch):
         self.folder = RunFolder.create(self._output_dir, f"serve-{slug(contact.server.model)}", config)
         self._shown.reached(contact)
 
-    def begin(self, title: str, requests: int) -> None:
-        self._shown.begin(title, requests)
-
-    def advance(self, done: int, requests: int) -> None:
-        self._shown.advance(done, requests)
-
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         assert self.folder is not None
         append_requests(self.folder.path, _rows(number, repeat, drive))
@@ -80,9 +85,6 @@ class Keeper(ServingWatch):
     def measured(self, cell: CellResult, serving: Measurement) -> None:
         self.keep(serving)
         self._shown.measured(cell, serving)
-
-    def close(self) -> None:
-        self._shown.close()
 
     def keep(self, serving: Measurement) -> Report:
         """Write the report in its current state."""

@@ -14,17 +14,11 @@ attention may pass a latent as keys and the rotary part as values.
 from __future__ import annotations
 
 import json
-import math
 import platform
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fidelab.captures.container import Array
 from fidelab.captures.requests import (
     WAYS,
     Forced,
@@ -40,7 +34,7 @@ from fidelab.captures.requests import (
     Timed,
     Tokens,
 )
-from fidelab.core import Arm, Estimator, FormatSpec, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import (
@@ -50,14 +44,15 @@ from fidelab.engines.base import (
     Sink,
     Support,
     add_sequence,
-    answer_with_head,
+    continuations,
     device_name,
     dtype_name,
     one_line,
 )
+from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
-from fidelab.engines.installed import unknown_architecture
+from fidelab.engines.installed import versions_of
 from fidelab.engines.options import (
     NAME,
     OBJECT,
@@ -70,14 +65,12 @@ from fidelab.engines.options import (
     trusts_code,
     unknown_option,
 )
-from fidelab.engines.sampling import draw
 from fidelab.engines.timing import time_prompts
 from fidelab.formats import FORMATS, create
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fidelab.engines.hf.cache import EncodedCache
     from fidelab.engines.hf.reweighted import Reweighing
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
@@ -108,10 +101,8 @@ _ATTENTION = (
     *(f"flash_attention_{n}" for n in (2, 3, 4)),
     *(hf_kernels.THEIRS, hf_kernels.NAME),
 )
-_DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
-_SHARED_PREFIX = 128  # minimum tokens of a common prefix that pays off
 
 
 def _loading(arm: Arm) -> dict[str, Any]:
@@ -122,10 +113,7 @@ def _loading(arm: Arm) -> dict[str, Any]:
 
 def _unreadable_quantization(arm: Arm) -> str | None:
     """Reason why Transformers cannot load a quantized checkpoint here; ``None`` if it can, or for unquantized ones."""
-    try:
-        config = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("quantization_config")
-    except (OSError, ValueError, AttributeError):
-        return None
+    config = read_config(arm.path).get("quantization_config")
     if not isinstance(config, dict):
         return None
     from transformers.quantizers import AutoHfQuantizer
@@ -141,14 +129,6 @@ def _unreadable_quantization(arm: Arm) -> str | None:
             "fidelab checkpoint convert --to safetensors"
         )
     return None
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """Cache of the common prefix of all prompts of a request."""
-
-    tokens: int
-    cache: EncodedCache
 
 
 def _precision() -> dict[str, Any]:
@@ -181,12 +161,9 @@ class HFEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        versions = {}
-        for package in ("transformers", "torch"):
-            try:
-                versions[package] = version(package)
-            except PackageNotFoundError:
-                raise EngineError(f"engine hf needs {package}: pip install 'fidelab[hf]'") from None
+        versions = versions_of("transformers", "torch")
+        if missing := [name for name in ("transformers", "torch") if name not in versions]:
+            raise EngineError(f"engine hf needs {missing[0]}: pip install 'fidelab[hf]'")
         return versions
 
     @classmethod
@@ -206,9 +183,7 @@ class HFEngine(Engine):
             if key.replace("-", "_") in GenerationConfig().to_dict():
                 raise UsageError(f"engine hf: {key} changes nothing here: fidelab decodes greedily without generate()")
             raise unknown_option(cls.name, key, _OPTIONS)
-        if arm.dtype not in _DTYPES:
-            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if reason := _shape_refusal(arm):
+        if reason := loading_refusal(arm) or _shape_refusal(arm):
             return Support(False, reason)
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
@@ -216,9 +191,7 @@ class HFEngine(Engine):
         kept = [spec for spec in (arm.kv.k, arm.kv.v) if _has_exceptions(spec)]
         if kept and attention not in ("eager", "sdpa", hf_kernels.THEIRS):
             return Support(False, f"{kept[0]} needs an attention of its own: leave out attention={attention}")
-        if not trusts_code(arm) and (unknown := unknown_architecture(arm)):
-            return Support(False, unknown)
-        layers = hf_kernels.shape_of(arm.path).layers
+        layers = shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
         if reason := _unreadable_quantization(arm):
@@ -260,39 +233,9 @@ class HFEngine(Engine):
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
-        if self._model.head is not None:
-            self._model.head.sentinels.clear()
         # A look takes time, and wants all layers.
         self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | Reweighted | Recached))
-        match request:
-            case ImageGenerate() | ImageForced():
-                from fidelab.engines.hf.images import answer_images
-
-                facts = answer_images(self._model, request, sink)
-            case Prefill():
-                facts = self._prefill(request, sink)
-            case Generate():
-                facts = self._generate(request, sink)
-            case Forced():
-                facts = self._forced(request, sink)
-            case Timed():
-                facts = time_prompts(request, sink, self._decode)
-            case Layerwise():
-                from fidelab.engines.hf.layers import answer_layerwise
-
-                facts = answer_layerwise(self._model, request, sink)
-            case Served():
-                from fidelab.engines.hf.ways import answer_served
-
-                facts = answer_served(self._model, request, sink)
-            case Reweighted() | Recached():
-                from fidelab.engines.hf.reweighted import Reweighing
-
-                self._reweighing = self._reweighing or Reweighing(self._model)
-                facts = self._reweighing.answer(request, sink)
-        estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
-        return answer_with_head(request, estimator, facts, began, self._model.head)
+        return self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
 
     def runtime_info(self) -> RuntimeInfo:
         import torch
@@ -387,20 +330,12 @@ class HFEngine(Engine):
             sink.progress(len(windows[row]))
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
-        produced = 0
-        shared = self._shared_prefix(request.prompts, sink)
-        for batch in self._batches(request):
-            for index, (ids, rows, failed) in zip(batch, self._greedy(request, batch, shared, sink), strict=True):
-                add_sequence(sink, index, ids, rows, failed)
-                produced += len(ids)
-        tokens = sum(map(len, request.prompts)) + produced
-        return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
+        from fidelab.engines.hf.generate import answer_generate
+
+        return answer_generate(self._model, request, sink)
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
-        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-            if not continuation:
-                add_sequence(sink, index, (), failed="empty continuation")
-                continue
+        for index, prompt, continuation in continuations(request, sink):
             cache = self._model.new_cache()
             rows: list[Tensor] = []
             for step in (prompt, *([token] for token in continuation[:-1])):
@@ -411,6 +346,34 @@ class HFEngine(Engine):
                 sink.progress(len(step), decoded=len(step) if len(rows) > 1 else 0)
             add_sequence(sink, index, continuation, self._model.stacked(rows))
         return {"tokens": sum(map(len, request.items()))}
+
+    def _imagegenerate(self, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.images import answer_images
+
+        return answer_images(self._model, request, sink)
+
+    _imageforced = _imagegenerate
+
+    def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.layers import answer_layerwise
+
+        return answer_layerwise(self._model, request, sink)
+
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.ways import answer_served
+
+        return answer_served(self._model, request, sink)
+
+    def _reweighted(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.reweighted import Reweighing
+
+        self._reweighing = self._reweighing or Reweighing(self._model)
+        return self._reweighing.answer(request, sink)
+
+    _recached = _reweighted
+
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        return time_prompts(request, sink, self._decode)
 
     def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
         """Greedy tokens of all prompts, one forward each, without end; yielding them waits for the device."""
@@ -425,93 +388,6 @@ class HFEngine(Engine):
 
         return tokens()
 
-    def _greedy(
-        self, request: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
-    ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
-        """Greedy or sampled decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
-        import torch
-
-        sampling = request.sampling
-        prompts = [request.prompts[i] for i in batch]
-        longest = max(map(len, prompts))
-        head = shared.tokens if shared else 0
-        ids = self._model.tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
-        mask = None
-        if any(len(p) < longest for p in prompts):
-            mask = self._model.tensor([[1] * head + [0] * (longest - len(p)) + [1] * (len(p) - head) for p in prompts])
-        cache = self._model.new_cache(mask) if shared is None else shared.cache.repeated(len(batch))
-        self._model.cache = cache
-        generated: list[list[int]] = [[] for _ in batch]
-        failed: list[str | None] = [None] * len(batch)
-        steps: list[Tensor] = []  # [batch, width] each
-        live = list(range(len(batch)))
-        processed = sum(map(len, prompts)) - head * len(prompts)
-        for step in range(request.max_tokens):
-            if not live:
-                break
-            logits, states = self._model.forward(ids, cache, mask=mask)
-            if not self._model.sentinels:
-                self._model.check_replay(states[:, -1], logits[:, -1])
-            if request.rows:
-                steps.append(self._model.rows(states[:, -1], logits[:, -1]))
-            sink.progress(processed, decoded=processed if step else 0)
-            best = logits[:, -1].max(dim=-1)  # the first of equal logits; NaN wins
-            scores, chosen = best.values.tolist(), best.indices
-            if sampling is not None:
-                last = logits[:, -1].float().cpu().numpy()
-                drawn = [draw(last[row], sampling, prompts[row], step) for row in range(len(batch))]
-                chosen = torch.tensor(drawn, device=chosen.device)
-            tokens = chosen.tolist()
-            for row in live:
-                if math.isnan(scores[row]):
-                    failed[row] = f"NaN logits at generated token {len(generated[row])}"
-                else:
-                    generated[row].append(tokens[row])
-            live = [row for row in live if not failed[row] and tokens[row] not in request.stop]
-            processed = len(live)
-            ids = chosen[:, None]
-            if mask is not None:
-                mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
-        for row, tokens in enumerate(generated):
-            yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
-
-    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
-        """The common prefix of all prompts, computed once; ``None`` if it is short or would change the answers.
-
-        It would change them with sliding windows, where padding after the prefix takes positions, and with scales
-        that are fitted to the first write.
-        """
-        first, last = min(prompts), max(prompts)  # all others begin with the common prefix of these two
-        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
-        tokens = min(same, min(map(len, prompts)) - 1)
-        if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
-            return None
-        from fidelab.engines.hf.cache import EncodedCache
-
-        cache = self._model.new_cache()
-        if not isinstance(cache, EncodedCache) or cache.has_sliding_layers:  # pages are not repeated
-            return None
-        self._model.forward(self._model.tensor([first[:tokens]]), cache)
-        if cache.has_fitted_scales:
-            return None
-        sink.progress(tokens * len(prompts))
-        return _Shared(tokens, cache)
-
-    def _batches(self, request: Generate) -> Iterator[list[int]]:
-        """Prompts of similar length together; of equal length where the model must not be padded."""
-        order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
-        batch: list[int] = []
-        for index in order:
-            if batch:
-                shortest, length = len(request.prompts[batch[0]]), len(request.prompts[index])
-                limit = shortest + max(32, shortest // 2) if self._model.padding else shortest
-                if len(batch) >= request.batch or length > limit:
-                    yield batch
-                    batch = []
-            batch.append(index)
-        if batch:
-            yield batch
-
 
 def _has_exceptions(spec: FormatSpec) -> bool:
     """Whether the format keeps some tokens exact, found without importing torch."""
@@ -522,7 +398,7 @@ def _has_exceptions(spec: FormatSpec) -> bool:
 def _shape_refusal(arm: Arm) -> str | None:
     """Reason why a format's rotation or groups do not fit the head dimension, if the model's config has it."""
     sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
-    head_dim = hf_kernels.shape_of(arm.path).head_dim if sides else None
+    head_dim = shape_of(arm.path).head_dim if sides else None
     if head_dim is None:
         return None
     try:

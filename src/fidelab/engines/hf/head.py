@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,6 +89,27 @@ def to_array(x: Tensor) -> Array:
     """Convert a tensor to the form in which captures store it, off the device."""
     x = x.detach().contiguous().cpu()
     return BFloat16(x.view(torch.uint16).numpy()) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def to_tensor(array: Array) -> Tensor:
+    """Convert an array of a capture back."""
+    return torch.from_numpy(array.bits).view(torch.bfloat16) if isinstance(array, BFloat16) else torch.from_numpy(array)
+
+
+def head_of(
+    arrays: Mapping[str, Array], about: Mapping[str, Any], dtype: str, rows: Array, live: Array
+) -> ReplayedHead:
+    """Return a head from an engine's files, checked with some rows; ``about``: ``softcap`` and ``scale`` of the model.
+
+    Raises:
+        EngineError: See :meth:`ReplayedHead.check`.
+    """
+    config = SimpleNamespace(final_logit_softcapping=about["softcap"], logit_scale=about["scale"])
+    module = SimpleNamespace(**{part: to_tensor(array) for part, array in arrays.items()})
+    states, logits = to_tensor(rows), to_tensor(live)
+    head = ReplayedHead(module, config, dtype, states, logits)
+    head.check(states, logits)
+    return head
 
 
 def _mean_kl(p: Tensor, q: Tensor) -> float:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fidelab.captures.requests import ImageForced, ImageGenerate, Tokens
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Sink, add_sequence, one_line
+from fidelab.engines.hf.generate import greedy
 from fidelab.engines.hf.model import HFModel
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ def answer_images(model: HFModel, request: ImageGenerate | ImageForced, sink: Si
         if isinstance(request, ImageForced):
             _force(model, request, index, ids, pixels, sink)
         else:
-            produced += _continue(model, request, index, ids, pixels, sink)
+            [(generated, rows, failed)] = greedy(model, request, [ids], sink, images=pixels or None)
+            add_sequence(sink, index, generated, rows, failed)
+            produced += len(generated)
         read += len(ids)
     return {
         "tokens": read + produced,
@@ -104,32 +107,3 @@ def _force(
     rows = model.rows(states[0, -keep:-1], logits[0, :-1])
     add_sequence(sink, index, given, model.stored(rows))
     sink.progress(len(ids))
-
-
-def _continue(
-    model: HFModel, request: ImageGenerate, index: int, ids: Sequence[int], pixels: Mapping[str, Tensor], sink: Sink
-) -> int:
-    """Generate greedy tokens after one prompt and return their number."""
-    cache = model.new_cache()
-    step = model.tensor([ids])
-    more = dict(pixels) if pixels else None
-    generated: list[int] = []
-    rows: list[Tensor] = []
-    failed = None
-    for n in range(request.max_tokens):
-        logits, states = model.forward(step, cache, more=more)
-        if not model.sentinels:
-            model.check_replay(states[:, -1], logits[:, -1])
-        sink.progress(step.shape[1], decoded=int(n > 0))
-        best = logits[0, -1].max(dim=-1)
-        if bool(best.values.isnan()):
-            failed = f"NaN logits at generated token {n}"
-            break
-        if request.rows:
-            rows.append(model.rows(states[0, -1], logits[0, -1]))
-        generated.append(int(best.indices))
-        if generated[-1] in request.stop:
-            break
-        step, more = best.indices.reshape(1, 1), {} if pixels else None
-    add_sequence(sink, index, generated, model.stacked(rows), failed)
-    return len(generated)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.core.errors import NotSupportedError
 from fidelab.engines import k16v8
+from fidelab.engines.checkpoint import shape_of
 
 NAME = k16v8.K16V8  # engine option attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, also on a GPU
@@ -73,24 +71,3 @@ def _scaling(spec: FormatSpec) -> str:
         f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVES)}, {' and '.join(_FLOAT8)} with scale "
         f"none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
     )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Return the shape of a checkpoint from its config; ``None`` if the config names it otherwise."""
-
-    layers: int | None = None
-    head_dim: int | None = None
-
-
-def shape_of(path: str) -> Shape:
-    """Return the shape of the text part of a model in a folder, without Transformers: enough to refuse an arm early."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-        config = config.get("text_config") or config
-        layers, head_dim = config.get("num_hidden_layers"), config.get("head_dim")
-        if head_dim is None and "kv_lora_rank" not in config:  # latent attention has dimensions of its own
-            head_dim = config["hidden_size"] // config["num_attention_heads"]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        return Shape()
-    return Shape(*(value if isinstance(value, int) else None for value in (layers, head_dim)))

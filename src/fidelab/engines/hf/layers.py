@@ -5,13 +5,13 @@ Imported only when a request needs it, since it imports torch and Transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Layerwise
@@ -19,7 +19,9 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import Sink
 from fidelab.engines.hf.head import to_array
 from fidelab.engines.hf.model import HFModel
+from fidelab.engines.hf.proof import tapped
 from fidelab.engines.hf.structure import decoder_layers
+from fidelab.engines.layer_states import LayerStates
 
 _JITTERED = 1 / 1024  # share of a layer's weights whose last bit is flipped
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,9 +33,9 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
     """Answer the request window by window, in the compute type. Returns the facts ``tokens`` and ``layers``.
 
     Raises:
-        NotSupportedError: If the layers are not found, or a layer does not pass its own queries, keys and values to
-            attention.
-        EngineError: If the layers did not run once each, in their order.
+        NotSupportedError: If the layers are not found, did not run once each in order, or do not pass their own
+            queries, keys and values to attention.
+        EngineError: If the model lacks a layer of the request.
     """
     layers = decoder_layers(model.module, model.config)
     beyond = [layer for layer in request.layers if not 0 <= layer < len(layers)]
@@ -44,9 +46,13 @@ def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str
         with ExitStack() as hooks:
             cache = model.new_cache()
             if request.tensors == "states":
-                states = hooks.enter_context(_states(layers, request.first, request.last))
+                seen = LayerStates(layers, partial(_state, slice(request.first, request.last + 1)))
+                hooks.callback(seen.remove)
                 model.forward(ids, cache)
-                sink.add(index, {"states": to_array(_stacked(states, len(layers)))})
+                try:
+                    sink.add(index, {"states": to_array(seen.take())})
+                except RuntimeError as error:
+                    raise NotSupportedError(str(error)) from error
             else:
                 parts = hooks.enter_context(_qkv(cache, request.layers))
                 model.forward(ids, cache)
@@ -78,40 +84,13 @@ def jitter(layer: Any, seed: int) -> int:
 # ------------------------------------------------------------------------------------------------- states
 
 
-@contextmanager
-def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple[int, Tensor]]]:
-    """Record (n, state [rows, d]) in order of execution: n = 0 enters the first layer, n = 1 … leaves layer n − 1."""
-    states: list[tuple[int, Tensor]] = []
-
-    def keep(number: int, output: Any) -> None:
-        x = output[0] if isinstance(output, tuple) else output
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            raise NotSupportedError(f"what passes layer {max(0, number - 1)} is not a state of every token")
-        states.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows
-
-    def before(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        keep(0, args[0] if args else kwargs.get("hidden_states"))
-
-    def after(number: int) -> Callable[..., None]:
-        return lambda _module, _args, output: keep(number, output)
-
-    with ExitStack() as hooks:
-        hooks.callback(layers[0].register_forward_pre_hook(before, with_kwargs=True).remove)
-        for number, layer in enumerate(layers, 1):
-            hooks.callback(layer.register_forward_hook(after(number)).remove)
-        yield states
-
-
-def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
-    """The recorded states as one tensor [1 + layers, rows, d].
-
-    Raises:
-        EngineError: If the layers did not run once each, in order.
-    """
-    if [number for number, _ in seen] != list(range(1 + layers)):
-        order = ", ".join(str(number - 1) for number, _ in seen[:8] if number)
-        raise EngineError(f"the {layers} decoder layers did not run once each, in their order (the first: {order})")
-    return torch.stack([x for _, x in seen])
+def _state(rows: slice, handed_on: Any, _given: Sequence[Any]) -> Tensor:
+    """Some rows of the first state [1, tokens, d] that enters or leaves a layer."""
+    values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
+    state = next((x for x in values if isinstance(x, Tensor)), None)
+    if state is None or state.ndim != 3:
+        raise RuntimeError("what passes a decoder layer is not a state of every token")
+    return state[0, rows].detach().clone()  # a view would keep all rows
 
 
 # -------------------------------------------------------------------------------------------- q, k and v
@@ -119,39 +98,21 @@ def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
 
 @contextmanager
 def _qkv(cache: Any, layers: Sequence[int]) -> Iterator[_Parts]:
-    """Record keys and values as passed to the cache, and queries as passed to attention, for ``layers``.
-
-    Models get their attention function from ``AttentionInterface.get_interface``; that and the ``update`` of this cache
-    are replaced while the context lasts.
-    """
+    """Record keys and values as passed to the cache, and queries as passed to attention, for ``layers``."""
     parts: _Parts = {}
-    get_interface, update = AttentionInterface.get_interface, cache.update
 
-    def observed(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        attention = get_interface(self, name, default)
+    def updated(key: Tensor, value: Tensor, layer: int, update: Callable[[], Any]) -> Any:
+        if layer in layers:
+            parts[f"{layer}.k"], parts[f"{layer}.v"] = (x[0].detach().clone() for x in (key, value))
+        return update()
 
-        def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
-            layer = getattr(module, "layer_idx", None)
-            if layer in layers:
-                parts[f"{layer}.q"] = query[0].detach().clone()
-            return attention(module, query, *args, **kwargs)
+    def attended(layer: int | None, query: Tensor, _sides: Any, call: Callable[[], Any], _about: Any) -> Any:
+        if layer in layers:
+            parts[f"{layer}.q"] = query[0].detach().clone()
+        return call()
 
-        return attend
-
-    def updated(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx in layers:
-            parts[f"{layer_idx}.k"], parts[f"{layer_idx}.v"] = (
-                x[0].detach().clone() for x in (key_states, value_states)
-            )
-        return update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    AttentionInterface.get_interface = observed
-    cache.update = updated
-    try:
+    with tapped(cache, updated, attended):
         yield parts
-    finally:
-        AttentionInterface.get_interface = get_interface
-        del cache.update  # the class has its own
 
 
 def _checked(parts: _Parts, layers: Sequence[int], tokens: int) -> dict[str, Array]:

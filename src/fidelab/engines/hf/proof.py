@@ -246,7 +246,7 @@ class Proof:
                 )
             return call()
 
-        with _tapped(cache, updated, attended):
+        with tapped(cache, updated, attended):
             yield
         if set(evidence.layers) - evidence.received:
             evidence.opened.setdefault("received", _RECOMPUTED_KEYS)
@@ -268,7 +268,7 @@ class Proof:
                 out[side] = torch.full_like(out[side], float("nan"))
             return tuple(out)
 
-        with _tapped(cache, updated, lambda _layer, _query, _sides, call, _about: call()):
+        with tapped(cache, updated, lambda _layer, _query, _sides, call, _about: call()):
             yield
 
     # ----------------------------------------------------------------------------------------- comparison
@@ -467,7 +467,7 @@ def _of_row(pages: Any, side: int, row: int, length: int) -> Parts:
 
 
 @contextmanager
-def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
+def tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
     """Route updates of ``cache`` through ``updated`` and calls of attention through ``attended`` meanwhile."""
     get_interface, update, own_update = AttentionInterface.get_interface, cache.update, cache.__dict__.get("update")
 

@@ -10,6 +10,7 @@ import transformers
 
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
+from fidelab.engines.layer_states import layer_list
 
 
 def auto_class(config: Any) -> tuple[Any, Any]:
@@ -39,8 +40,7 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
     Raises:
         NotSupportedError: If there is none.
     """
-    count = config.num_hidden_layers
-    for candidate in module.get_decoder().modules():
-        if isinstance(candidate, torch.nn.ModuleList) and len(candidate) == count:
-            return list(candidate)
-    raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")
+    try:
+        return list(layer_list(module.get_decoder(), config.num_hidden_layers))
+    except RuntimeError as error:
+        raise NotSupportedError(f"{config.model_type}: {error}") from error

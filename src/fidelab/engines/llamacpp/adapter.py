@@ -27,10 +27,8 @@ import hashlib
 import os
 import platform
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +41,8 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -120,10 +119,8 @@ class LlamaCppEngine(Engine):
     @classmethod
     def versions(cls) -> dict[str, str]:
         """The bindings' version, the hash of the libraries of an own build, and whether rotation is disabled."""
-        try:
-            versions = {_PACKAGE: version(_PACKAGE)}
-        except PackageNotFoundError as error:
-            raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'") from error
+        if not (versions := versions_of(_PACKAGE)):
+            raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'")
         if folder := os.environ.get(_LIBRARY):
             versions["libllama"] = f"own build {_content(Path(folder))}"
         if os.environ.get(_UNROTATED):
@@ -217,50 +214,36 @@ class LlamaCppEngine(Engine):
         return self._model.tokenize(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began, before = time.monotonic(), self._drafts
-        self._tap = None
-        if (head := self._replayed(request)) is not None:
-            self._tap = States(head.tensor)
-            head.sentinels.clear()
-        facts = self.facts_of(request, sink)
-        if self._speculation is not None:
-            facts["speculation"] = speculation_record(self._speculation, self._drafts - before)
+        head = self._replayed(request)
+        self._tap = None if head is None else States(head.tensor)
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
-        return answer_with_head(request, estimator, facts, began, head)
+        return self.answer_by_kind(request, sink, estimator, head, self._speculation, lambda: self._drafts)
 
     def runtime_info(self) -> RuntimeInfo:
-        context_info = self._seen
-        about = build()
+        seen, about = self._seen, build()
+        assert seen is not None  # since :meth:`_try_out`
         return RuntimeInfo(
-            versions={
-                **self.versions(),
-                **({"llama.cpp": about["llama.cpp"]} if "llama.cpp" in about else {}),
-                "python": platform.python_version(),
-            },
+            versions={**self.versions(), "llama.cpp": about["llama.cpp"], "python": platform.python_version()},
             device=f"cpu ({platform.machine()})" if self._arm.device == "cpu" else self._arm.device,
-            attention=context_info.attention if context_info else None,
-            k_format=context_info.k if context_info else None,
-            v_format=context_info.v if context_info else None,
-            k_dtype=context_info.k if context_info else None,
-            v_dtype=context_info.v if context_info else None,
+            attention=seen.attention,
+            k_format=seen.k,
+            v_format=seen.v,
+            k_dtype=seen.k,
+            v_dtype=seen.v,
             cache_bytes_per_token=self._bytes,
             expected_bytes_per_token=self._expected,
-            kv_layers=context_info.layers if context_info else None,
+            kv_layers=seen.layers,
             state_bytes_per_sequence=sum(size for _, size in self._states) or None,
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
-                "observed": to_json(Observed((self._read_layers, (context_info and context_info.layers) or 0))),
+                "observed": to_json(Observed((self._read_layers, seen.layers or 0))),
                 "threads": self._arm.threads,
                 "system": about["system"],
-                "k_rotated": context_info.rotated_k if context_info else None,
-                "v_rotated": context_info.rotated_v if context_info else None,
-                "graph_splits": context_info.splits if context_info else None,
-                **(
-                    {"speculation": speculation_record(self._speculation, self._drafts)}
-                    if self._speculation is not None
-                    else {}
-                ),
+                "k_rotated": seen.rotated_k,
+                "v_rotated": seen.rotated_v,
+                "graph_splits": seen.splits,
+                **({"speculation": speculation_record(spec, self._drafts)} if (spec := self._speculation) else {}),
             },
         )
 
@@ -410,10 +393,7 @@ class LlamaCppEngine(Engine):
         cells = max(map(len, request.items()), default=1)
         with self._context(cells) as context:
             self._seen = context.seen
-            for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-                if not continuation:
-                    add_sequence(sink, index, (), failed="empty continuation")
-                    continue
+            for index, prompt, continuation in continuations(request, sink):
                 context.clear()
                 blocks = _continued(context, prompt, continuation, sink)
                 add_sequence(sink, index, continuation, self._rows(context, blocks, check=index == 0))

@@ -109,9 +109,8 @@ def _native() -> tuple[Any, _Log]:
 def build() -> dict[str, str]:
     """Return llama.cpp's version and the CPU instructions of the build and the machine, which choose its kernels."""
     native, _ = _native()
-    version = getattr(native, "llama_version", None)  # absent from older bindings
-    about = {"system": native.llama_print_system_info().decode().strip(" |")}
-    return about | ({"llama.cpp": version().decode()} if version else {})
+    system = native.llama_print_system_info().decode().strip(" |")
+    return {"system": system, "llama.cpp": native.llama_version().decode()}
 
 
 def can_offload() -> bool:
@@ -437,9 +436,9 @@ class LlamaContext:
         if n:
             self.keep_first(self._ends[sequence] - n, sequence)
 
-    def stored_bytes(self, sequence: int = 0) -> int:
-        """Return the bytes that the saved state of a sequence takes: keys, values and some bookkeeping."""
-        return int(self._native.llama_state_seq_get_size(self._context, sequence))
+    def stored_bytes(self) -> int:
+        """Return the bytes that the saved state of sequence 0 takes: keys, values and some bookkeeping."""
+        return int(self._native.llama_state_seq_get_size(self._context, 0))
 
     def state(self, sequence: int = 0, *, recurrent: bool = False) -> bytes:
         """Return the saved state of a sequence. For a hybrid model it can be limited to the recurrent layers."""

@@ -27,18 +27,8 @@ _ALL_LAYERS = "999"  # more than any model has
 _WORDS = ("flash-attn",)  # on, off and auto are its values
 # Fields of an arm that the server of llama-cpp-python has under the same names.
 _SETTINGS = (
-    *(
-        "n_gpu_layers",
-        "split_mode",
-        "main_gpu",
-        "tensor_split",
-        "use_mmap",
-        "use_mlock",
-        "n_ctx",
-        "n_batch",
-        "n_ubatch",
-    ),
-    *("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
+    *("n_gpu_layers", "split_mode", "main_gpu", "tensor_split", "use_mmap", "use_mlock", "n_ctx", "n_batch"),
+    *("n_ubatch", "rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
     *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "flash_attn", "chat_format", "draft_model"),
     *("draft_model_num_pred_tokens", "cache", "cache_size", "cache_type", "verbose", "interrupt_requests"),
 )

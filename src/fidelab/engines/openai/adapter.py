@@ -51,7 +51,7 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, unmeasurable
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
@@ -74,7 +74,6 @@ _KV = (
 )
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
-_IDS = 2**31  # above all token ids
 _TOPS = (20, 5)  # the most that vLLM and OpenAI return
 _IDS = 1 << 31  # token ids are stored in 32 bits
 
@@ -193,8 +192,7 @@ class OpenAIEngine(Engine):
         return self._words.encode(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
-        return answer_with_head(request, Estimator.TOPK, self.facts_of(request, sink), began, head=None)
+        return self.answer_by_kind(request, sink, Estimator.TOPK)
 
     def runtime_info(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
@@ -213,7 +211,6 @@ class OpenAIEngine(Engine):
             more={
                 "proof": dict.fromkeys(("received", "stored", "named"), "open: a server shows nothing of its cache"),
                 "server": server.kind,
-                "served_model": server.model,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
                 "prompts": dialect.sends,
                 "ids": "returned" if dialect.returns == self._chats.returns == "ids" else "retokenized",
@@ -232,7 +229,7 @@ class OpenAIEngine(Engine):
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(request, sink)
+            return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
@@ -244,19 +241,26 @@ class OpenAIEngine(Engine):
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(request, sink)
-        pairs = list(zip(request.prompts, request.continuations, strict=True))
+            return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
+
+        def score(index: int) -> Sequence[Top]:
+            prompt = request.prompts[index]
+            return self._dialect.score((*prompt, *request.continuations[index]))[len(prompt) - 1 : -1]
+
+        return self._score_all(request, sink, score, request.items())
+
+    def _score_all(
+        self, request: Forced, sink: Sink, score: Callable[[int], Sequence[Top]], read: Sequence[Tokens]
+    ) -> dict[str, Any]:
+        """Store the report at each position of the given continuations; ``read``: the tokens that count, by item."""
 
         def rows(index: int) -> dict[str, Array]:
-            prompt, continuation = pairs[index]
-            if not continuation:
-                return {}
-            return _rows(_checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]))
+            return _rows(_checked(score(index))) if request.continuations[index] else {}
 
-        for index, arrays in self._send_all(len(pairs), rows, sink, self._width()):
-            add_sequence(sink, index, pairs[index][1], arrays, None if arrays else "empty continuation")
-            sink.progress(len(request.items()[index]))
-        return {"tokens": sum(map(len, request.items())), "one_prefill": True}
+        for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
+            add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
+            sink.progress(len(read[index]))
+        return {"tokens": sum(map(len, read)), "one_prefill": True}
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = cached = reread = 0
@@ -293,22 +297,15 @@ class OpenAIEngine(Engine):
     _imagegenerate = _generate
 
     def _imageforced(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
-        def rows(index: int) -> dict[str, Array]:
-            return _rows(_checked(self._chats.score(request, index))) if request.continuations[index] else {}
-
+        score = partial(self._chats.score, request)
         try:
             if request.prompts:
-                self._understood(partial(self._chats.score, request, 0))
+                self._understood(partial(score, 0))
         except UnscoredError as error:
-            for index in range(len(request.prompts)):
-                sink.fail(index, str(error))
-            return {"not_measurable": str(error)}
+            return unmeasurable(request, sink, str(error))
         except Refused:
             pass  # of one item; the others may succeed
-        for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
-            add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
-            sink.progress(len(request.continuations[index]))
-        return {"tokens": sum(map(len, request.continuations)), "one_prefill": True}
+        return self._score_all(request, sink, score, request.continuations)
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         return self._understood(partial(self._serve, request, sink))
@@ -383,13 +380,6 @@ class OpenAIEngine(Engine):
     def _width(self, batch: int = _CONCURRENCY) -> int:
         """Requests at a time."""
         return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
-
-    def _without_prompt_logprobs(self, request: Prefill | Forced, sink: Sink) -> dict[str, Any]:
-        """Fail every item: the axis is not measurable on this server."""
-        reason = f"{self._client.root} {self._dialect.why_not}"
-        for index in range(len(request.items())):
-            sink.fail(index, reason)
-        return {"not_measurable": reason}
 
     def _send_all(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
         """Answers in order, ``width`` requests at a time; refused items are marked failed.

@@ -21,9 +21,12 @@ from fidelab.engines.openai.dialects import (
     Top,
     check_length,
     ended,
+    first_choice,
     largest_answer,
     mapping,
     number,
+    only_choice,
+    token_ids,
     top_of,
 )
 from fidelab.engines.openai.http import Client, Refused
@@ -74,7 +77,7 @@ class Completions(Dialect):
             **({"stop_token_ids": list(stop)} if self._additions else {}),
             **({"logprobs": self.top_generated} if rows and self.top_generated else {}),
         )
-        returned_ids = _generated_ids(choice)
+        returned_ids = token_ids(choice)
         usage = mapping(answer, "usage")
         check_length(number(usage, "completion_tokens") if returned_ids is None else len(returned_ids), max_tokens)
         if self.returns == "ids" and returned_ids is None:
@@ -108,9 +111,8 @@ class Completions(Dialect):
         largest = largest_answer(len(prompt) + n, 0)
         for seconds, event in self._client.stream("/completions", body, largest=largest):
             counted = number(mapping(event, "usage"), "completion_tokens") or counted
-            choices = event.get("choices")
-            choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-            returned_ids = _generated_ids(choice)
+            choice = first_choice(event)
+            returned_ids = token_ids(choice)
             tokens = len(returned_ids) if returned_ids is not None else int(bool(choice.get("text")))
             total += tokens
             if tokens:
@@ -134,7 +136,7 @@ class Completions(Dialect):
                     last = Refused(f"{self._client.root} reads {n_read} tokens where {len(sample)} ids were sent")
                     continue
                 self._adds_bos = self.sends == "text" and n_read == len(sample) + 1
-                self.returns = "ids" if _generated_ids(choice) is not None else "text"
+                self.returns = "ids" if token_ids(choice) is not None else "text"
                 return
         raise EngineError(str(last))
 
@@ -180,10 +182,7 @@ class Completions(Dialect):
         top = max(fields.get("logprobs", 0), fields.get("prompt_logprobs", 0))
         largest = largest_answer(len(prompt) + fields["max_tokens"], top)
         answer = self._client.post("/completions", self._body(prompt, **fields), largest=largest)
-        choices = answer.get("choices")
-        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-            raise Refused(f"{self._client.root} answers without choices: {self._client.clean_json(answer)}")
-        return answer, choices[0]
+        return answer, only_choice(answer, self._client)
 
     # ------------------------------------------------------------------------------------- log-probabilities
 
@@ -270,15 +269,6 @@ def _gap(one: Top, other: Top) -> float:
 def _cached(answer: Mapping[str, Any]) -> int | None:
     """Tokens of the prompt that the server reports as found in its prefix cache."""
     return number(mapping(mapping(answer, "usage"), "prompt_tokens_details"), "cached_tokens")
-
-
-def _generated_ids(choice: Mapping[str, Any]) -> list[int] | None:
-    """The generated ids, where a server returns them."""
-    for key in ("token_ids", "tokens"):
-        ids = choice.get(key)
-        if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
-            return ids
-    return None
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:

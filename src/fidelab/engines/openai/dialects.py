@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.requests import Tokens
-from fidelab.engines.openai.http import PAGE, Refused
+from fidelab.engines.openai.http import PAGE, Client, Refused
 from fidelab.engines.openai.words import Words
 
 Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
@@ -95,6 +95,29 @@ def check_length(count: int | None, asked: int) -> None:
 def largest_answer(tokens: int, top: int) -> int:
     """Return the maximum bytes of an answer about so many tokens, with ``top`` log-probabilities for each."""
     return PAGE + _ENTRY * tokens * (1 + top)
+
+
+def first_choice(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the first choice of a server's answer; empty if there is none."""
+    choices = answer.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def only_choice(answer: Mapping[str, Any], client: Client) -> dict[str, Any]:
+    """Return the choice of an unstreamed answer.
+
+    Raises:
+        Refused: If there is none.
+    """
+    if choice := first_choice(answer):
+        return choice
+    raise Refused(f"{client.root} answers without choices: {client.clean_json(answer)}")
+
+
+def token_ids(choice: Mapping[str, Any]) -> list[int] | None:
+    """Return the generated ids of a choice; ``None`` if the server does not return them."""
+    lists = (choice.get(key) for key in ("token_ids", "tokens"))
+    return next((ids for ids in lists if isinstance(ids, list) and all(isinstance(x, int) for x in ids)), None)
 
 
 def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:

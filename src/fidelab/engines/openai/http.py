@@ -91,7 +91,6 @@ class Session:
 
     def ask(
         self,
-        method: str,
         url: str,
         *,
         seconds: float,
@@ -111,7 +110,7 @@ class Session:
         import httpx
 
         try:
-            request = self._http.build_request(method, url, content=data, headers=headers)
+            request = self._http.build_request("GET" if data is None else "POST", url, content=data, headers=headers)
             return _wait(self._ask(request, seconds, largest, stream))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise OSError(str(error) or type(error).__name__) from error
@@ -290,11 +289,11 @@ def read_key(base_url: str, variable: str | None) -> str | None:
     """
     if variable and not os.environ.get(variable):
         raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
-    return os.environ.get(variable or _KEY) or None if variable or _is_local(base_url) else None
+    return os.environ.get(variable or _KEY) or None if variable or is_local(base_url) else None
 
 
-def _is_local(base_url: str) -> bool:
-    """Whether a URL names this machine: ``localhost``, a loopback address, or the unspecified one."""
+def is_local(base_url: str) -> bool:
+    """Return whether a URL names this machine: ``localhost``, a loopback address, or the unspecified one."""
     try:
         host = (urlsplit(base_url).hostname or "").rstrip(".")
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
@@ -338,25 +337,30 @@ class Client:
             Refused: If this request has no usable answer.
             EngineError: If the server is gone or denies access.
         """
-        answer = self._object(self._read("POST", path, body, api, largest), path)
+        answer = self._object(self._read(path, body, api, largest), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same
             raise Refused(f"{self.root} answers: {self.clean(message_of(error))}")
         return answer
 
     def get(self, path: str, *, api: bool = True) -> dict[str, Any]:
         """Return the JSON object at an address; raises as :meth:`post`."""
-        return self._object(self._read("GET", path, None, api, PAGE), path)
+        return self._object(self._read(path, None, api, PAGE), path)
+
+    def models(self) -> list[dict[str, Any]]:
+        """Return the entries of the list of models; raises as :meth:`post`."""
+        listed = self.get("/models").get("data")
+        return [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
 
     def text(self, path: str) -> str:
         """Return the text at an address below the host; raises as :meth:`post`."""
-        return self._read("GET", path, None, False, PAGE).decode("utf-8", "replace")
+        return self._read(path, None, False, PAGE).decode("utf-8", "replace")
 
     def stream(
         self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE
     ) -> list[tuple[float, dict[str, Any]]]:
         """Yield server-sent events as JSON objects, each with the seconds since the request; raises as :meth:`post`."""
         try:
-            answer = self._send("POST", path, body, api, largest, self._timeout, stream=True)
+            answer = self._send(path, body, api, largest, self._timeout, stream=True)
         except OSError as error:
             raise EngineError(self._connection_error(error)) from None
         if answer.status != 200:
@@ -370,14 +374,14 @@ class Client:
 
     # ------------------------------------------------------------------------------------------ one request
 
-    def _read(self, method: str, path: str, body: Mapping[str, Any] | None, api: bool, largest: int) -> bytes:
+    def _read(self, path: str, body: Mapping[str, Any] | None, api: bool, largest: int) -> bytes:
         """The body of the answer, after at most ``_ATTEMPTS`` attempts."""
         wait = _FIRST_WAIT
         over = time.monotonic() + self._timeout
         for left in reversed(range(_ATTEMPTS)):
             pause = wait
             try:
-                answer = self._send(method, path, body, api, largest, over - time.monotonic())
+                answer = self._send(path, body, api, largest, over - time.monotonic())
             except OSError as error:
                 hopeless = isinstance(_root(error), ConnectionRefusedError | ssl.SSLError)
                 if not left or hopeless or pause > over - time.monotonic():
@@ -394,7 +398,6 @@ class Client:
 
     def _send(
         self,
-        method: str,
         path: str,
         body: Mapping[str, Any] | None,
         api: bool,
@@ -411,9 +414,7 @@ class Client:
         url = self.root + (self._api if api else "") + path
         self._session = self._session or Session(self.root)
         try:
-            return self._session.ask(
-                method, url, seconds=seconds, largest=largest, headers=headers, data=data, stream=stream
-            )
+            return self._session.ask(url, seconds=seconds, largest=largest, headers=headers, data=data, stream=stream)
         except TimeoutError:
             raise Refused(
                 f"{self.root} did not answer within {self._timeout:g} s: "

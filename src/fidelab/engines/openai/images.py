@@ -12,7 +12,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.captures.requests import ImageForced, ImageGenerate
-from fidelab.engines.openai.dialects import Completed, Top, check_length, ended, largest_answer, mapping, number, top_of
+from fidelab.engines.openai.dialects import (
+    Completed,
+    Top,
+    check_length,
+    ended,
+    largest_answer,
+    mapping,
+    number,
+    only_choice,
+    token_ids,
+    top_of,
+)
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 
@@ -47,16 +58,14 @@ class ImageChats:
         """
         top = {"logprobs": True, "top_logprobs": self._top} if request.rows and self._top else {}
         answer = self._post(request, index, max_tokens=request.max_tokens, stop=request.stop, **top)
-        choice = _choice(answer, self._client)
+        choice = only_choice(answer, self._client)
         text = mapping(choice, "message").get("content")
-        returned = choice.get("token_ids")
+        generated = token_ids(choice)
         usage = mapping(answer, "usage")
-        if isinstance(returned, list) and all(isinstance(token, int) for token in returned):
-            generated = returned
-        elif isinstance(text, str | None):
+        if generated is None:
+            if not isinstance(text, str | None):
+                raise Refused("the server answers a chat without text")
             generated, self.returns = self._words.encode(text or ""), "text"
-        else:
-            raise Refused("the server answers a chat without text")
         exact = self.returns == "ids"
         check_length(len(generated) if exact else number(usage, "completion_tokens"), request.max_tokens)
         ids = ended(generated, request.stop, choice.get("finish_reason") == "stop", self._words)
@@ -72,7 +81,7 @@ class ImageChats:
         given = request.continuations[index]
         fields = {"prompt_logprobs": self._top, "add_generation_prompt": False, "continue_final_message": True}
         answer = self._post(request, index, max_tokens=1, **fields)
-        found = answer.get("prompt_logprobs", _choice(answer, self._client).get("prompt_logprobs"))
+        found = answer.get("prompt_logprobs", only_choice(answer, self._client).get("prompt_logprobs"))
         if not isinstance(found, list):
             raise UnscoredError(f"{self._client.root} gives no log-probabilities of prompts with images")
         rows = [top_of((int(token), info.get("logprob")) for token, info in (row or {}).items()) for row in found]
@@ -91,17 +100,14 @@ class ImageChats:
         if isinstance(request, ImageForced):
             tokens += len(request.continuations[index])
         largest = largest_answer(tokens, self._top)
-        if self._additions:
+        while True:
+            more = {**_ADDITIONS, **({"stop_token_ids": list(stop)} if stop else {})} if self._additions else {}
             try:
-                more = {**_ADDITIONS, **({"stop_token_ids": list(stop)} if stop else {})}
                 return self._client.post("/chat/completions", {**body, **more, **fields}, largest=largest)
             except Refused as error:
-                if error.status not in (400, 422):
+                if error.status not in (400, 422) or not self._additions:
                     raise
-                answer = self._client.post("/chat/completions", {**body, **fields}, largest=largest)
                 self._additions = False  # a strict server, which takes no fields of others
-                return answer
-        return self._client.post("/chat/completions", {**body, **fields}, largest=largest)
 
     def _messages(self, request: ImageGenerate | ImageForced, index: int) -> list[dict[str, Any]]:
         """A conversation as the API takes it."""
@@ -127,13 +133,6 @@ class ImageChats:
         entries = [[entry, *(entry.get("top_logprobs") or [])] for entry in content]
         named = [[(self._words.token(str(e.get("token", ""))), e.get("logprob")) for e in entry] for entry in entries]
         return [*(top_of(pairs) for pairs in named), *({} for _ in range(len(ids) - len(content)))]
-
-
-def _choice(answer: Mapping[str, Any], client: Client) -> dict[str, Any]:
-    choices = answer.get("choices")
-    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-        raise Refused(f"{client.root} answers without choices: {client.clean_json(answer)}")
-    return choices[0]
 
 
 def _data_url(image: str) -> str:

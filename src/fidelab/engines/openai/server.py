@@ -37,8 +37,7 @@ def identify(client: Client, asked: str | None) -> Server:
         EngineError: If it cannot be reached, refuses the key, or does not serve that model.
     """
     try:
-        listed = client.get("/models").get("data")
-        models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+        models = client.models()
     except Refused as error:
         if asked is None:
             raise EngineError(f"{error}; or name the served model: --engine-arg model=NAME") from None
@@ -106,7 +105,7 @@ def _vllm(client: Client, model: str) -> Server:
 
 
 def _sglang(client: Client, model: str) -> Server:
-    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
+    about = optional_object(client, "/server_info")
     kv = _text(client, about, "kv_cache_dtype")
     attention, cache_off = _text(client, about, "attention_backend"), about.get("disable_radix_cache")
     return Server(

@@ -22,10 +22,7 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import version
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
@@ -33,27 +30,12 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
-from fidelab.engines.installed import is_installed, unknown_architecture
-from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
+from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.installed import versions_of
+from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
-from fidelab.engines.sglang.launch import (
-    CONTROLLED,
-    DTYPES,
-    K16V8,
-    OPTIONS,
-    RESERVED_TOKENS,
-    arguments,
-    context,
-    drafts_on_cpu,
-    engine_options,
-    k16v8_cannot,
-    kv_choices,
-    on_cpu,
-    prepare,
-    speculation_of,
-)
 from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
@@ -61,8 +43,6 @@ from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fidelab.engines.hf.head import ReplayedHead
 
 _PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
@@ -78,8 +58,8 @@ class SGLangEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
-    options: ClassVar[Mapping[str, Value]] = OPTIONS
-    controlled: ClassVar[Mapping[str, str]] = CONTROLLED
+    options: ClassVar[Mapping[str, Value]] = launch.OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = launch.CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
@@ -87,15 +67,14 @@ class SGLangEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        candidates = (*cls.packages, "sglang-kernel", "torch")
-        versions = {package: version(package) for package in candidates if is_installed(package)}
+        versions = versions_of(*cls.packages, "sglang-kernel", "torch")
         if not set(cls.packages) & set(versions):
             raise EngineError("engine sglang needs sglang: fidelab setup install sglang")
         return versions
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return tuple(dict.fromkeys((*kv_choices(), *SIDES, K16V8)))
+        return tuple(dict.fromkeys((*launch.kv_choices(), *SIDES, K16V8)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
@@ -103,21 +82,16 @@ class SGLangEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        engine_options(arm)
+        launch.engine_options(arm)
         cls.speculation(dict(arm.options))
-        if arm.dtype not in DTYPES:
-            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not trusts_code(arm) and (unknown := unknown_architecture(arm, "sglang/srt/configs")):
-            return Support(False, unknown)
-        if is_pair(arm.kv):
-            reason = k16v8_cannot(arm)
-            return Support(not reason, reason)
-        if arm.device != "cpu":
-            return Support(True)
-        drafts = drafts_on_cpu(dict(arm.options))
-        return on_cpu(arm.kv.k.name) if drafts.ok else drafts
+        reason = loading_refusal(arm, "sglang/srt/configs")
+        if not reason and is_pair(arm.kv):
+            reason = launch.k16v8_cannot(arm)
+        elif not reason and arm.device == "cpu":
+            reason = launch.cpu_refusal(arm)
+        return Support(not reason, reason)
 
-    speculation = staticmethod(speculation_of)
+    speculation = staticmethod(launch.speculation_of)
     serve_command = staticmethod(launch.serve_command)
     serve_variables = staticmethod(launch.serve_variables)
 
@@ -130,13 +104,12 @@ class SGLangEngine(Engine):
         self._arm = arm
         self._options = dict(arm.options)
         self._speculation = self.speculation(self._options)
-        self._sentinels: list[tuple[float, float]] = []
         self._head: ReplayedHead | None = None
         ranks = int(self._options.get("tp", "1"))
-        prepare(arm, ranks)
-        self._context = context(arm)
+        launch.prepare(arm, ranks)
+        self._context = launch.context(arm)
         serving = "served" in self.foreseen
-        passed = {**arguments(arm, serving=serving), "context_length": self._context + RESERVED_TOKENS}
+        passed = {**launch.arguments(arm, serving=serving), "context_length": self._context + launch.RESERVED_TOKENS}
         logprobs = self._estimator is Estimator.LOGPROBS
         self._session = SGLangSession(passed, self.mark, logprobs=logprobs, serving=serving)
         try:
@@ -156,7 +129,12 @@ class SGLangEngine(Engine):
         if self._estimator is Estimator.HIDDEN:
             if "why" in self._about["head"]:
                 raise EngineError(f"{self._about['head']['why']}: pass --engine-arg estimator=logprobs")
-            self._read_head(first, ranks)
+            from fidelab.engines.hf.head import head_of
+
+            assert first.rows is not None
+            assert first.live is not None
+            arrays = self._session.head(self._about, ranks)
+            self._head = head_of(arrays, self._about, self._about["compute_dtype"], first.rows, first.live)
 
     def tokenize(self, text: str) -> list[int]:
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
@@ -165,13 +143,9 @@ class SGLangEngine(Engine):
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began, before = time.monotonic(), self._session.drafts
-        if self._head is not None:
-            self._head.sentinels.clear()
-        facts = self.facts_of(request, sink)
-        if self._speculation is not None:
-            facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
-        return answer_with_head(request, self._estimator, facts, began, self._head)
+        return self.answer_by_kind(
+            request, sink, self._estimator, self._head, self._speculation, lambda: self._session.drafts
+        )
 
     def runtime_info(self) -> RuntimeInfo:
         info = runtime_info(self._arm, self._about, self._session.arguments, self.versions())
@@ -236,25 +210,17 @@ class SGLangEngine(Engine):
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if self._speculation is not None:
-            for index in range(len(request.items())):
-                sink.fail(index, _UNFORCED)
-            return {"not_measurable": _UNFORCED}
-        sizes = [(len(p), max(1, len(c))) for p, c in zip(request.prompts, request.continuations, strict=True)]
-        for batch in self._batches(sizes, self._room, _FORCED):
-            answerable = [i for i in batch if request.continuations[i]]
+            return unmeasurable(request, sink, _UNFORCED)
+        items = list(continuations(request, sink))
+        for batch in self._batches([(len(prompt), len(given)) for _, prompt, given in items], self._room, _FORCED):
+            group = [items[at] for at in batch]
             requests = [
-                SGLangRequest(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
-                for i in answerable
-                for p, c in [(request.prompts[i], request.continuations[i])]
+                SGLangRequest(prompt, len(given), first=len(prompt) - 1, live=self._sentinel(index), force=given)
+                for index, prompt, given in group
             ]
-            responses = dict(zip(answerable, self._ask(requests), strict=True))
-            for index in batch:
-                continuation = request.continuations[index]
-                if not continuation:
-                    add_sequence(sink, index, (), failed="empty continuation")
-                    continue
-                add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
-                sink.progress(len(request.prompts[index]) + len(continuation), decoded=len(continuation))
+            for (index, prompt, given), response in zip(group, self._ask(requests), strict=True):
+                add_sequence(sink, index, given, self._stored(response.rows, len(given)))
+                sink.progress(len(prompt) + len(given), decoded=len(given))
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
@@ -325,7 +291,7 @@ class SGLangEngine(Engine):
     @property
     def _room(self) -> int:
         """Tokens of the cache that are available to requests."""
-        return int(self._about["cache_tokens"]) - RESERVED_TOKENS - int(self._about["page_size"])
+        return int(self._about["cache_tokens"]) - launch.RESERVED_TOKENS - int(self._about["page_size"])
 
     # ---------------------------------------------------------------------------------------- distributions
 
@@ -340,18 +306,6 @@ class SGLangEngine(Engine):
     def _sentinel(self, index: int) -> int:
         return int(self._estimator is Estimator.HIDDEN and index < _SENTINEL_ROWS)
 
-    def _read_head(self, first: Response, ranks: int) -> None:
-        from fidelab.engines.hf.head import ReplayedHead
-
-        arrays = {name: _tensor(array) for name, array in self._session.head(self._about, ranks).items()}
-        config = SimpleNamespace(final_logit_softcapping=self._about["softcap"], logit_scale=self._about["scale"])
-        module = SimpleNamespace(weight=arrays["weight"], bias=arrays.get("bias"))
-        assert first.rows is not None
-        assert first.live is not None
-        states, live = _tensor(first.rows), _tensor(first.live)
-        self._head = ReplayedHead(module, config, self._about["compute_dtype"], states, live)
-        self._head.check(states, live)
-
     def _ask(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         """Responses to some requests; their live logits are compared with the stored head's for the same rows.
 
@@ -360,13 +314,17 @@ class SGLangEngine(Engine):
         for request in requests:
             self._check_ids((*request.prompt, *request.force))
         responses = self._session.ask(requests) if requests else []
+        if self._head is None:
+            return responses
+        from fidelab.engines.hf.head import to_tensor
+
         pairs = [
-            (rows[-1:] if len(response.ids) == 1 else rows[:1], _tensor(response.live))
+            (rows[-1:] if len(response.ids) == 1 else rows[:1], to_tensor(response.live))
             for response in responses
             if response.live is not None and response.rows is not None
-            for rows in [_tensor(response.rows)]
+            for rows in [to_tensor(response.rows)]
         ]
-        if self._head is not None and pairs:
+        if pairs:
             import torch
 
             states, live = zip(*pairs, strict=True)
@@ -377,11 +335,3 @@ class SGLangEngine(Engine):
         assert rows is not None
         name = "hidden" if self._estimator is Estimator.HIDDEN else "logprobs"
         return {name: BFloat16(rows.bits[:n]) if isinstance(rows, BFloat16) else rows[:n]}
-
-
-def _tensor(array: Array) -> Tensor:
-    import torch
-
-    if isinstance(array, BFloat16):
-        return torch.from_numpy(array.bits).view(torch.bfloat16)
-    return torch.from_numpy(array)

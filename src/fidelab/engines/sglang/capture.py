@@ -20,13 +20,9 @@ without that file pass untouched::
 
 The last three are for an SGLang that was started with ``FIDELAB_SERVING``.
 
-Answers are files, too, complete before SGLang returns the next token: ``RID.rows`` (one after another, in the
-type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
-``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
-prompt from ``first`` on) or ``RID.stateless`` (why there are none), ``RID.steps`` (a line for each forward: tokens in
-the cache before, tokens computed, sequences), ``RID.places`` (int64, of its tokens in the cache), ``about.json``,
-``head-RANK.weight`` and ``.bias``.
-Rank 0 writes; under tensor parallelism all ranks hold the same states.
+Answers are files, too, complete before SGLang returns the next token: those of :mod:`fidelab.engines.capture_files`,
+``RID.stateless`` (why there are no states), ``RID.steps`` (a line for each forward: tokens in the cache before, tokens
+computed, sequences), ``RID.places`` (int64, of its tokens in the cache) and ``about.json``.
 """
 
 from __future__ import annotations
@@ -34,13 +30,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
+from fidelab.engines.capture_files import CaptureWriter
 from fidelab.engines.k16v8 import read_back_layers
-from fidelab.engines.layer_states import LayerStates, stream_of, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -51,7 +48,6 @@ LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities in
 SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving
 PREFIX = "fidelab-"  # of the requests that may have instructions
 _MIN_FREE_TOKENS = 16  # free tokens that a request finds in a cache that is called full
-_CHUNK = 256  # rows of log-probabilities at a time
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
 
@@ -79,10 +75,8 @@ class _Capture:
 
     def __init__(self, folder: Path, logprobs: bool) -> None:
         self._folder = folder
-        self._logprobs = logprobs
-        self._next: dict[str, int] = {}  # request → position whose row comes next: a retracted one is computed again
+        self._files = CaptureWriter(folder, _is_first_rank, logprobs=logprobs)
         self._live: dict[str, int] = {}  # request → rows of live logits still wanted
-        self._chunks: dict[str, list[Tensor]] = {}  # request → states after its layers, by forward
         self._unfilled: list[str] | None = None
         self._scales: list[str] = []
         self._chunk: Any = None
@@ -160,7 +154,8 @@ class _Capture:
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
             if instructions["first"] is not None:
-                self._rows(runner, batch, rid, instructions, end - len(rows), rows)
+                _, fresh = self._files.fresh(rid, end - len(rows), rows, instructions["first"])
+                self._files.rows(rid, fresh, partial(_live_logits, runner, batch))
             if passed is not None and instructions.get("layers"):
                 tokens = slice(starts[index], starts[index] + lengths[index])
                 self._states(rid, instructions, end, passed[:, tokens])
@@ -181,7 +176,7 @@ class _Capture:
         if not names:
             return run(), None
         try:
-            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
+            layers = LayerStates(layer_list(runner.model, runner.model_config.num_hidden_layers), _stream)
         except RuntimeError as error:
             self._stateless(names, error)
             return run(), None
@@ -197,34 +192,14 @@ class _Capture:
 
     def _stateless(self, names: Sequence[str], error: RuntimeError) -> None:
         for rid in names:
-            self._chunks.pop(rid, None)
+            self._files.begin(rid)
             if _is_first_rank():
                 (self._folder / f"{rid}.stateless").write_text(str(error), "utf-8")
 
-    def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Append the requested rows from position ``start`` on, each once."""
-        position = self._next.get(rid, asked["first"])
-        end = start + len(states)
-        if not start <= position < end:
-            return
-        self._next[rid] = end
-        rows = states[position - start :]
-        if not self._logprobs:
-            self._append(f"{rid}.rows", rows)
-            return
-        for at in range(0, len(rows), _CHUNK):
-            self._append(f"{rid}.rows", _distribution(runner, batch, rows[at : at + _CHUNK]))
-
     def _states(self, rid: str, asked: Mapping[str, Any], end: int, states: Tensor) -> None:
         """Keep the states of the tokens before position ``end``; write them when the prompt is complete."""
-        import torch
-
-        chunks = self._chunks.setdefault(rid, [])
-        chunks.append(states[:, max(0, asked["first"] - (end - states.shape[1])) :])
-        if end == asked["tokens"]:
-            whole = torch.cat(self._chunks.pop(rid), dim=1)
-            if _is_first_rank():
-                write_states(self._folder / f"{rid}.states", whole)
+        part = states[:, max(0, asked["first"] - (end - states.shape[1])) :]
+        self._files.states(rid, part, complete=end == asked["tokens"])
 
     def _count(self, runner: Any, batch: Any, index: int, rid: str, step: tuple[int, int, int]) -> None:
         """Note a step of a request, and its places in the cache after it."""
@@ -235,12 +210,12 @@ class _Capture:
             (self._folder / f"{rid}.places").write_bytes(raw_bytes(places.long()))
 
     def _logits(self, rid: str, asked: Mapping[str, Any], end: int, logits: Tensor, broken: bool) -> None:
-        if broken and _is_first_rank() and not (self._folder / f"{rid}.nan").exists():
-            (self._folder / f"{rid}.nan").write_text(str(end - asked["tokens"]))
+        if broken:
+            self._files.nan(rid, end - asked["tokens"])
         left = self._live.setdefault(rid, asked["live"])
         if left:
             self._live[rid] = left - 1
-            self._append(f"{rid}.live", logits.float())
+            self._files.append(f"{rid}.live", logits.float())
 
     def _requests(self, batch: Any) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Index, name and instructions of the requests that have any."""
@@ -249,17 +224,12 @@ class _Capture:
                 yield index, rid, instructions
 
     def _read(self, rid: str) -> Mapping[str, Any]:
-        self._next.pop(rid, None)
+        self._files.begin(rid)
         try:
             instructions: Mapping[str, Any] = json.loads((self._folder / f"{rid}.json").read_text("utf-8"))
         except FileNotFoundError:
             return {}
         return instructions
-
-    def _append(self, name: str, tensor: Tensor) -> None:
-        if _is_first_rank():
-            with (self._folder / name).open("ab") as file:
-                file.write(raw_bytes(tensor))
 
     def _noted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -275,7 +245,7 @@ class _Capture:
         import torch
 
         owner = _owner(runner.model)
-        head = _write_head(self._folder, _rank(), getattr(owner, "lm_head", None))
+        head = self._files.head(_rank(), getattr(owner, "lm_head", None))
         if not _is_first_rank():
             return
         processor = getattr(owner, "logits_processor", None)
@@ -381,27 +351,13 @@ def _owner(model: Any) -> Any:
     return next((m for m in model.modules() if hasattr(m, "lm_head") and hasattr(m, "logits_processor")), None)
 
 
-def _write_head(folder: Path, rank: int, head: Any) -> dict[str, Any]:
-    """This rank's rows of the head, padding included: ``head-RANK.weight`` and perhaps ``.bias``."""
-    weight = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.dim() != 2 or weight.element_size() < 2:
-        return {"why": f"the head is a {type(head).__name__} without a plain weight"}
-    about = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": False}
-    (folder / f"head-{rank}.weight").write_bytes(raw_bytes(weight))
-    if (bias := getattr(head, "bias", None)) is not None:
-        about["bias"] = True
-        (folder / f"head-{rank}.bias").write_bytes(raw_bytes(bias.to(weight.dtype)))
-    return about
-
-
-def _distribution(runner: Any, batch: Any, states: Tensor) -> Tensor:
+def _live_logits(runner: Any, batch: Any, states: Tensor) -> Tensor:
     from sglang.srt.layers.logits_processor import LogitsMetadata
 
     owner = _owner(runner.model)
     metadata = LogitsMetadata(forward_mode=batch.forward_mode)
-    logits = owner.logits_processor._get_logits(states, owner.lm_head, metadata)
-    rows: Tensor = logits.double().log_softmax(dim=-1).half()
-    return rows
+    logits: Tensor = owner.logits_processor._get_logits(states, owner.lm_head, metadata)
+    return logits
 
 
 def _stream(handed_on: Any, given: Sequence[Any]) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
-from fidelab.engines.base import Support, one_line
-from fidelab.engines.hf.kernels import shape_of
-from fidelab.engines.k16v8 import K16V8, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
+from fidelab.engines.base import one_line
+from fidelab.engines.checkpoint import shape_of
+from fidelab.engines.k16v8 import PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
 from fidelab.engines.options import (
     NAME,
     NUMBER,
@@ -22,43 +22,24 @@ from fidelab.engines.options import (
     SWITCH,
     TRUST,
     YES_NO,
+    Arguments,
     Value,
     flags,
     is_count,
     one_of,
     other_options,
     parse_options,
+    passed,
     switched,
     trusts_code,
 )
 from fidelab.engines.speculation import check_choice
-
-__all__ = [
-    "CONTROLLED",
-    "DTYPES",
-    "K16V8",
-    "OPTIONS",
-    "RESERVED_TOKENS",
-    "arguments",
-    "context",
-    "drafts_on_cpu",
-    "engine_options",
-    "k16v8_cannot",
-    "kv_choices",
-    "on_cpu",
-    "prepare",
-    "serve_command",
-    "serve_variables",
-    "speculation_of",
-]
-
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
 RESERVED_TOKENS = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts requests to that
 _PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
 _CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
-DTYPES = ("float32", "bfloat16", "float16")
 _CPU_CACHE = 40_960  # tokens; memory is taken when they are written
 
 
@@ -101,7 +82,7 @@ CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ONE_PROCESS),
     **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "only concerns serving"),
 }
-_PASSED: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # options → arguments of sglang.Engine and their types
+_PASSED: Arguments = {  # of ``sglang.Engine``
     "tp": ("tp_size", int),
     "attention-backend": ("attention_backend", str),
     "sampling-backend": ("sampling_backend", str),
@@ -185,23 +166,20 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     return Speculation(word, int(tokens) - 1 if is_count(tokens) else None, None, draft, names)
 
 
-def drafts_on_cpu(options: Mapping[str, str]) -> Support:
-    """Return whether SGLang can speculate on this machine's CPU."""
-    if speculation_of(options) is None or _has_operators():
-        return Support(True)
-    return Support(False, "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here")
-
-
-def on_cpu(name: str) -> Support:
+def cpu_refusal(arm: Arm) -> str:
+    """Return the reason why SGLang cannot run an arm on this machine's CPU; empty if it can."""
+    name = arm.kv.k.name
+    if speculation_of(dict(arm.options)) is not None and not _has_operators():
+        return "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here"
     if name in ("auto", "bf16", "bfloat16"):
-        return Support(True)
+        return ""
     if name != "fp8_e4m3":
-        return Support(False, f"SGLang on CPUs keeps the model's type or, with AMX, fp8_e4m3, not {name}")
+        return f"SGLang on CPUs keeps the model's type or, with AMX, fp8_e4m3, not {name}"
     if "amx_tile" not in _cpu_flags():
-        return Support(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
-    if not _has_operators():
-        return Support(False, "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here")
-    return Support(True)
+        return "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not"
+    return (
+        "" if _has_operators() else "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here"
+    )
 
 
 def _has_operators() -> bool:
@@ -233,10 +211,8 @@ def k16v8_cannot(arm: Arm) -> str:
 
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
     """Return the arguments of ``sglang.Engine``; options override defaults.  ``serving``: with a prefix cache."""
-    options = dict(arm.options)
-    ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
     drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
-    return _defaults(arm, serving) | ours | drafted | engine_options(arm)
+    return _defaults(arm, serving) | passed(arm.options, _PASSED) | drafted | engine_options(arm)
 
 
 def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:

@@ -53,7 +53,6 @@ def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Map
             "block_size": about["page_size"],
             "cache_tokens": about["cache_tokens"],
             "cache_bytes": cache["bytes"] * ranks,
-            "cache_pool": cache["pool"],
             "cache_read_back": matches,
             "observed": to_json(Observed((_observed_layers(cache, matches), cache["kv_layers"]))),
             "proof": read_back_proof(matches, 1.0, "SGLang's kernels read the cache themselves"),

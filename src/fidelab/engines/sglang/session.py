@@ -20,17 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.container import Array
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
-from fidelab.engines.layer_states import read_states
+from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_states, typed
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
 
 _INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
 _COLOCATED_VARIABLE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
-_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True)
@@ -145,18 +144,7 @@ class SGLangSession:
 
     def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
         """Return the weight [V, d] and perhaps bias [V] without padding. The files are removed."""
-        arrays: dict[str, Array] = {}
-        dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
-        for part, shape in (("weight", (rows, width)), ("bias", (rows,))):
-            paths = [self._folder / f"head-{rank}.{part}" for rank in range(ranks)]
-            if not paths[0].exists():
-                continue
-            shards = [np.memmap(path, dtype=_NUMPY[dtype], mode="r", shape=shape) for path in paths]
-            whole = (shards[0] if ranks == 1 else np.concatenate(shards))[: self._vocabulary]
-            arrays[part] = BFloat16(whole) if dtype == "bfloat16" else whole
-            for path in paths:
-                path.unlink()  # the mapping stays
-        return arrays
+        return read_head(self._folder, [about["head"]] * ranks, self._vocabulary)
 
     def ask(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         """Answer some requests together.
@@ -288,31 +276,22 @@ class SGLangSession:
             (self._folder / f"{name}.json").unlink(missing_ok=True)
             return Response(ids, None, None, None)
         kept = len(request.prompt) + len(ids) - 1
-        rows = self._read(f"{name}.rows", self._dtype, self._width)
-        live = self._read(f"{name}.live", "float32", self._vocabulary)
+        rows = read_rows(self._folder / f"{name}.rows", self._dtype, self._width)
+        live = read_rows(self._folder / f"{name}.live", "float32", self._vocabulary)
         n_rows, n_wanted = 0 if rows is None else len(rows), kept - request.first
         if n_rows < n_wanted or (n_rows > n_wanted and not request.stop):
             raise EngineError(f"SGLang handed over {n_rows} rows of {n_wanted}")
         failed = None
-        if (path := self._folder / f"{name}.nan").exists():
-            step = int(path.read_text())
-            failed = f"NaN logits at generated token {step}" if step < len(ids) else None
-            path.unlink()
+        if (step := read_nan(self._folder / f"{name}.nan")) is not None and step < len(ids):
+            failed = f"NaN logits at generated token {step}"
         (self._folder / f"{name}.json").unlink()
         if failed is None and len(ids) < request.max_tokens and not {*ids[-1:]} & {*request.stop}:
             raise EngineError(f"SGLang ended an answer after {len(ids)} of {request.max_tokens} tokens")
         if (path := self._folder / f"{name}.stateless").exists():
             raise NotSupportedError(f"SGLang's layers cannot be read: {path.read_text('utf-8')}")
         states = read_states(self._folder / f"{name}.states") if request.layers else None
-        return Response(ids, _array(rows, n_wanted, self._dtype), _array(live, request.live, "float32"), failed, states)
-
-    def _read(self, name: str, dtype: str, width: int) -> Any:
-        path = self._folder / name
-        if not path.exists():
-            return None
-        rows = np.fromfile(path, dtype=_NUMPY[dtype]).reshape(-1, width)
-        path.unlink()
-        return rows
+        kept_rows = None if rows is None else typed(rows[:n_wanted], self._dtype)
+        return Response(ids, kept_rows, None if live is None else live[: request.live], failed, states)
 
 
 _DRAFT_COUNTERS = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
@@ -334,12 +313,6 @@ def _startup_seconds(engine: Any, seconds: float) -> dict[str, float]:
     if not counted:
         return {}
     return {"import": seconds - counted["scheduler_e2e"], "weights": counted["load_weight"]}
-
-
-def _array(rows: Any, n: int, dtype: str) -> Array | None:
-    if rows is None:
-        return None
-    return BFloat16(rows[:n]) if dtype == "bfloat16" else rows[:n]
 
 
 def _cause(folder: Path) -> str | None:

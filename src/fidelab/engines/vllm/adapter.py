@@ -32,37 +32,24 @@ says it cannot read), and all options that ``vllm serve --help`` names, checked 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, answer_with_head
-from fidelab.engines.installed import unknown_architecture
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
-from fidelab.engines.options import Value, trusts_code
-from fidelab.engines.speculation import speculation_record
+from fidelab.engines.options import Value
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
-from fidelab.engines.vllm.launch import (
-    PACKAGES,
-    backend_for,
-    cache_formats,
-    check_speculation,
-    engine_options,
-    installed,
-    prepare,
-    speculation_of,
-)
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
 from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
 from fidelab.engines.vllm.read_back import runtime_info
 from fidelab.engines.vllm.ways import answer_served
 
-_DTYPES = ("float32", "bfloat16", "float16")
 _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 
 
@@ -70,7 +57,7 @@ class VLLMEngine(Engine):
     """Engine adapter of vLLM."""
 
     name: ClassVar[str] = "vllm"
-    packages: ClassVar[tuple[str, ...]] = PACKAGES
+    packages: ClassVar[tuple[str, ...]] = launch.PACKAGES
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Value]] = OPTIONS
@@ -87,14 +74,14 @@ class VLLMEngine(Engine):
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
-    versions = staticmethod(installed)
+    versions = staticmethod(launch.installed)
     serve_command = staticmethod(launch.serve_command)
     serve_variables = staticmethod(launch.serve_variables)
-    speculation = staticmethod(speculation_of)
+    speculation = staticmethod(launch.speculation_of)
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return tuple(dict.fromkeys((*cache_formats(), *SIDES, K16V8)))
+        return tuple(dict.fromkeys((*launch.cache_formats(), *SIDES, K16V8)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
@@ -102,20 +89,18 @@ class VLLMEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        engine_options(arm)
-        check_speculation(arm)
-        if arm.dtype not in _DTYPES:
-            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if not trusts_code(arm) and (unknown := unknown_architecture(arm, "vllm/transformers_utils")):
-            return Support(False, unknown)
+        launch.engine_options(arm)
+        launch.check_speculation(arm)
+        if reason := loading_refusal(arm, "vllm/transformers_utils"):
+            return Support(False, reason)
         if arm.device == "cpu" and dict(arm.options).get(ASYNC) == "yes":
             return Support(False, f"vLLM schedules synchronously on CPUs: remove {ASYNC}")
         if dict(arm.options).get("force") == "yes":
             return Support(True)
-        backend = backend_for(arm)
+        backend = launch.backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs only on the CPU: pass --device cpu")
-        return Support(backend.ok, backend.reason)
+        return Support(not backend.reason, backend.reason)
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
@@ -127,9 +112,8 @@ class VLLMEngine(Engine):
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
-        self._hidden = dict(arm.options).get("estimator") != "logprobs"
-        prepare(arm)
-        self._backend = backend_for(arm)
+        launch.prepare(arm)
+        self._backend = launch.backend_for(arm)
         kinds = self.foreseen
         self._model = VLLMModel(arm, self.mark, serving="served" in kinds, layerwise="layerwise" in kinds)
         requested, running = dict(arm.options).get("attention-backend"), self.runtime_info().attention
@@ -140,15 +124,8 @@ class VLLMEngine(Engine):
         return self._model.tokenize(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began, before = time.monotonic(), self._model.drafts()
-        head = self._model.head
-        if head is not None:
-            head.sentinels.clear()
-        facts = self.facts_of(request, sink)
-        if (speculation := self._model.speculation) is not None:
-            facts["speculation"] = speculation_record(speculation, self._model.drafts() - before)
-        estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
-        return answer_with_head(request, estimator, facts, began, head)
+        model, estimator = self._model, self.estimator_for(self._arm)
+        return self.answer_by_kind(request, sink, estimator, model.head, model.speculation, model.drafts)
 
     def runtime_info(self) -> RuntimeInfo:
         return runtime_info(self._model, self._arm, self._backend, self.versions())
@@ -224,17 +201,13 @@ class VLLMEngine(Engine):
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
-        places: list[int] = []
-        requests: list[VLLMRequest] = []
-        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
-            if not continuation:
-                add_sequence(sink, index, (), failed="empty continuation")
-                continue
-            n = len(continuation)
-            requests.append(VLLMRequest(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
-            places.append(index)
+        items = list(continuations(request, sink))
+        requests = [
+            VLLMRequest(prompt, len(given), len(prompt) - 1, sentinel=at == 0, force=given)
+            for at, (_, prompt, given) in enumerate(items)
+        ]
         for at, ids, key in self._model.run(requests, SEQUENCES, progress=sink.progress):
-            index, continuation = places[at], request.continuations[places[at]]
+            index, _, continuation = items[at]
             if ids != list(continuation):
                 raise EngineError("vLLM decoded other tokens than the given ones")
             add_sequence(sink, index, ids, self._model.rows(key, len(ids)))

@@ -19,10 +19,7 @@ A step of a speculating engine computes rows for the drafted tokens, too.  Rows 
 these were accepted, and then those alone that a decoding without drafts would compute: up to the last accepted one.
 States of a draft model are never captured.  Where tokens are forced, all drafts are rejected.
 
-Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
-of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]), ``KEY.nan`` (index of the first generated
-token whose logits held NaN) and ``KEY.states`` ([1 + layers, n, d]).  Rank 0 writes; under tensor parallelism all ranks
-hold the same states.
+Captured data goes to files, since the workers may be other processes: see :mod:`fidelab.engines.capture_files`.
 """
 
 from __future__ import annotations
@@ -32,9 +29,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.engines.base import dtype_name, raw_bytes
+from fidelab.engines.base import dtype_name
+from fidelab.engines.capture_files import CaptureWriter
 from fidelab.engines.k16v8 import read_back_layers
-from fidelab.engines.layer_states import LayerStates, stream_of, write_states
+from fidelab.engines.layer_states import LayerStates, layer_list, stream_of
 from fidelab.engines.vllm.runners import KEY, Step, kernel_block_ids, kernel_block_size, wrap_runner
 from fidelab.engines.written import watched
 
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: the workers' output folder; unset: capture is off
 _CHECKED_ATTRIBUTE = "_fidelab_checked"  # a model whose parameters were all filled
-_CHUNK = 256  # rows of log-probabilities at a time
 _EXACT = 0.999  # share of equal numbers that identifies a rounding mode
 
 
@@ -104,8 +101,8 @@ class FidelabWorker:
 
         ``logprobs``: keep log-probabilities instead of states.
         """
-        runner = self.model_runner
-        self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
+        files = CaptureWriter(Path(os.environ[FOLDER]), lambda: self.rank == 0, logprobs=logprobs)
+        self._fidelab = _Hook(self.model_runner, files)
 
     def fidelab_model(self) -> dict[str, Any]:
         """The loaded model; ``unfilled``: number of parameters that no tensor filled; ``None`` if unknown."""
@@ -126,19 +123,9 @@ class FidelabWorker:
     def fidelab_head(self) -> dict[str, Any]:
         """Write this rank's rows of the head, without padding: ``head-RANK.weight`` and perhaps ``.bias``."""
         head = _head(self.model_runner.get_model())
-        weight = getattr(head, "weight", None)
-        if weight is None or not weight.is_floating_point() or weight.ndim != 2:
-            return {"rows": 0, "why": f"the head is a {type(head).__name__} without a plain weight"}
-        rank = self.rank
         shard = getattr(head, "shard_indices", None)
-        rows = weight.shape[0]
-        if shard is not None:
-            rows = shard.org_vocab_end_index - shard.org_vocab_start_index
-        bias = getattr(head, "bias", None)
-        for part, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None:
-                (Path(os.environ[FOLDER]) / f"head-{rank}.{part}").write_bytes(raw_bytes(tensor[:rows]))
-        return {"rows": rows, "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": bias is not None}
+        rows = None if shard is None else shard.org_vocab_end_index - shard.org_vocab_start_index
+        return self._fidelab.files.head(self.rank, head, rows)
 
     def fidelab_cache(self) -> dict[str, Any]:
         """Return the cache of this rank, from its tensors; ``read_back``: result of the last :meth:`fidelab_watch`."""
@@ -174,16 +161,12 @@ class FidelabWorker:
 class _Hook:
     """Runs after the sampling of each step, when states, logits, requests and positions are available."""
 
-    def __init__(self, runner: Any, folder: Path, writes: bool, logprobs: bool) -> None:
+    def __init__(self, runner: Any, files: CaptureWriter) -> None:
         self._runner = runner
-        self._folder = folder
-        self._writes = writes
-        self._logprobs = logprobs
-        self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
+        self.files = files
         self._given: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of watched layers
         self.read_back: dict[str, Any] = {}
         self._layers: LayerStates | None = None
-        self._chunks: list[Tensor] = []  # states of the request that is computed, by step
         self.counted: dict[str, dict[str, Any]] = {}
         self.wrapped = wrap_runner(runner, self.after)
 
@@ -197,10 +180,10 @@ class _Hook:
     def hook_layers(self, on: bool) -> None:
         if self._layers is not None:
             self._layers.remove()
-        self._layers, self._chunks = None, []
+        self._layers = None
         if on:
             model, config = self._runner.get_model(), self._runner.model_config
-            self._layers = LayerStates(_language(model), config.get_total_num_hidden_layers(), stream_of)
+            self._layers = LayerStates(layer_list(_language(model), config.get_total_num_hidden_layers()), stream_of)
 
     def watch(self) -> None:
         attention, draft = _attention(self._runner), self.wrapped.draft_layers()
@@ -248,58 +231,30 @@ class _Hook:
             if "layers" in asked:
                 self._states(asked, share.start, slice(share.offset, share.offset + share.tokens))
             elif "first" in asked:
-                self._rows(asked, share.start, states)
+                position, rows = self.files.fresh(asked["key"], share.start, states, asked["first"], asked.get("last"))
+                live = rows[: max(asked["first"] + asked.get("live", 0) - position, 0)]
+                if len(live):
+                    self.files.append(f"{asked['key']}.live", self._logits(live))
+                self.files.rows(asked["key"], rows, self._logits)
             if self._given:
                 self._compare(share.request)
             last = share.start + len(states) >= share.known
-            rows = step.broken[share.logits.start : share.logits.stop - n_rejected]
-            faults = [i for i, fault in enumerate(rows) if fault]
-            if last and self._writes and faults:
-                path = self._folder / f"{asked['key']}.nan"
-                if not path.exists():
-                    path.write_text(str(share.generated + faults[0]))
+            broken = step.broken[share.logits.start : share.logits.stop - n_rejected]
+            if last and any(broken):
+                self.files.nan(asked["key"], share.generated + [*broken].index(True))
 
     def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
         """Keep the states of this step's tokens, from position ``start`` on; write them after the last one."""
-        import torch
-
         assert self._layers is not None
         seen = self._layers.take()[:, tokens]
         first, end = asked["first"], asked["last"] + 1
-        self._chunks.append(seen[:, max(0, first - start) : max(0, end - start)])
-        if start + seen.shape[1] >= end:
-            whole, self._chunks = torch.cat(self._chunks, dim=1), []
-            if self._writes:
-                write_states(self._folder / f"{asked['key']}.states", whole)
-
-    def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Store the requested rows of the states from position ``start`` on."""
-        key, last = asked["key"], asked.get("last")
-        position = self._next.get(key, asked["first"])
-        end = start + len(states) if last is None else min(start + len(states), last + 1)
-        if not start <= position < end:
-            return
-        self._next[key] = end
-        rows = states[position - start : end - start]
-        live = rows[: max(asked["first"] + asked.get("live", 0) - position, 0)]
-        if len(live):
-            self._append(key, "live", self._logits(live))
-        if not self._logprobs:
-            self._append(key, "rows", rows)
-            return
-        for at in range(0, len(rows), _CHUNK):
-            logits = self._logits(rows[at : at + _CHUNK])
-            self._append(key, "rows", None if logits is None else logits.double().log_softmax(dim=-1).half())
+        part = seen[:, max(0, first - start) : max(0, end - start)]
+        self.files.states(asked["key"], part, complete=start + seen.shape[1] >= end)
 
     def _logits(self, states: Tensor) -> Tensor | None:
         """vLLM's own logits, without padding; all ranks compute them, and ``None`` is returned on some."""
         logits = self._runner.model.compute_logits(states)
         return None if logits is None else logits.float()
-
-    def _append(self, key: str, kind: str, tensor: Tensor | None) -> None:
-        if self._writes and tensor is not None:
-            with (self._folder / f"{key}.{kind}").open("ab") as file:
-                file.write(raw_bytes(tensor))
 
     # ------------------------------------------------------------------------------------- read back
 
@@ -429,7 +384,6 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
             {
                 "name": name,
                 "dtype": dtype_name(cache.dtype),
-                "shape": list(cache.shape),
                 "bytes": cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
@@ -446,14 +400,12 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "scales": int(getattr(getattr(layer, "_k_scale", None), "numel", lambda: 1)()),
                 "dynamic": bool(getattr(layer, "calculate_kv_scales", False)),
                 "backend": layer.attn_backend.get_name() if hasattr(layer, "attn_backend") else None,
-                "implementation": type(layer.impl).__name__,
                 "label": getattr(layer.impl, "label", None),
                 "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
                 "index": getattr(layer.impl, "layer", None),
                 "number": next((int(part) for part in name.split(".") if part.isdecimal()), None),
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
-                "isa": getattr(layer, "isa", None),
                 "quantizes_queries": quantizes_queries(layer, builders.get(name)),
                 "flash_attention": getattr(layer.impl, "vllm_flash_attn_version", None),
             }

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.engines.checkpoint import Shape, shape_of
+from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import (
     K16V8,
     NATIVE,
@@ -56,9 +55,7 @@ class Backend:
 
     platform: str  # cpu, cuda, rocm, …
     name: str
-    formats: tuple[str, ...]  # cache formats that it lists
-    ok: bool
-    reason: str = ""
+    reason: str = ""  # why it cannot run the arm; empty if it can
 
 
 def installed() -> dict[str, str]:
@@ -67,12 +64,10 @@ def installed() -> dict[str, str]:
     Raises:
         EngineError: If there is none.
     """
-    for package in PACKAGES:
-        try:
-            return {package: version(package), "torch": version("torch")}
-        except PackageNotFoundError:
-            continue
-    raise EngineError("engine vllm is not installed: fidelab setup install vllm (or vllm --cpu)")
+    versions = versions_of(*PACKAGES, "torch")
+    if not versions.keys() & {*PACKAGES}:
+        raise EngineError("engine vllm is not installed: fidelab setup install vllm (or vllm --cpu)")
+    return versions
 
 
 def prepare(arm: Arm) -> None:
@@ -206,16 +201,16 @@ def backend_for(arm: Arm) -> Backend:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
-    shape = _shape(arm.path)
+    shape = shape_of(arm.path)
     paired = is_pair(arm.kv)
     options, name = dict(arm.options), "auto" if paired else arm.kv.k.name
     platform = str(current_platform.device_type)
     config = AttentionSelectorConfig(
-        head_size=shape.get("head_dim") or 128,
+        head_size=(shape.values if shape.latent else shape.head_dim) or 128,
         dtype=getattr(torch, arm.dtype),
         kv_cache_dtype=name,
         block_size=int(options["block-size"]) if "block-size" in options else None,
-        use_mla=bool(shape.get("latent")),
+        use_mla=shape.latent,
     )
     try:
         requested = AttentionBackendEnum[options["attention-backend"]] if "attention-backend" in options else None
@@ -223,28 +218,18 @@ def backend_for(arm: Arm) -> Backend:
         label, formats = str(backend.get_name()), tuple(map(str, backend.supported_kv_cache_dtypes))
         ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
-        return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
+        return Backend(platform, "none", " ".join(str(error).split())[:300])
     if paired:
-        reason = _k16v8_refusal(arm, shape)
-        return Backend(platform, K16V8, (K16V8,), not reason, reason)
-    reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
-    if not ok and (dtype := NATIVE.get(name)) is not None:
-        reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
-    if ok and arm.kv.skip_layers and (reason := _skip_refusal(arm, shape)):
-        ok = False
-    return Backend(platform, label, formats, ok, reason)
+        return Backend(platform, K16V8, _k16v8_refusal(arm, shape))
+    reason = skip_refusal(arm.kv, shape.layers)
+    if not ok:
+        reason = f"attention backend {label} reads {', '.join(formats)}, not {name}"
+        if (dtype := NATIVE.get(name)) is not None:
+            reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
+    return Backend(platform, label, reason)
 
 
-def _skip_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """Reason why this vLLM or model cannot mix native and quantized layers; empty if it can."""
-    from vllm.config.cache import CacheConfig
-
-    if SKIP_LAYERS not in CacheConfig.__dataclass_fields__:
-        return f"this vLLM has one cache format for all layers; the nearest is --kv {arm.kv.k}"
-    return skip_refusal(arm.kv, shape.get("layers"))
-
-
-def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
+def _k16v8_refusal(arm: Arm, shape: Shape) -> str:
     """Reason why the package is not usable here or does not run this arm; empty if it does."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
@@ -253,11 +238,11 @@ def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
     return refusal() or _k16v8_cannot(arm, shape)
 
 
-def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
+def _k16v8_cannot(arm: Arm, shape: Shape) -> str:
     """Features that the package's backend lacks for this arm; unsupported layers are refused when they are built."""
-    if shape.get("latent"):
+    if shape.latent:
         return f"{arm.kv.label} needs keys and values; this model keeps latents"
-    if reason := pair_refusal(arm, shape.get("head_dim"), shape.get("layers")):
+    if reason := pair_refusal(arm, shape.head_dim, shape.layers):
         return reason
     if "attention-backend" in dict(arm.options):
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
@@ -322,33 +307,9 @@ def cpu_cache_bytes(arm: Arm) -> tuple[int, bool]:
     """
     import psutil  # vLLM's environment has it; a bare environment that only lists the engine may not
 
-    shape = _shape(arm.path)
-    longest = int(dict(arm.options).get("max-model-len", shape.get("positions") or 0))
-    needed = int(1.25 * longest * shape.get("values", 0) * _COMPUTE_BYTES[arm.dtype])
+    shape = shape_of(arm.path)
+    longest = int(dict(arm.options).get("max-model-len", shape.positions or 0))
+    needed = int(1.25 * longest * shape.values * (shape.layers or 0) * _COMPUTE_BYTES[arm.dtype])
     available = int(psutil.virtual_memory().available)  # with the page cache, which holds the model's files
     size = min(max(_GIB, needed), max(available // 2, _GIB // 4))
     return size, needed <= size
-
-
-def _shape(path: str) -> dict[str, Any]:
-    """The cache by the model's config: ``values`` per token, ``head_dim``, ``layers``, ``positions``, ``latent``."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    text = config.get("text_config") or config
-    heads = text.get("num_attention_heads") or 1
-    head_dim = text.get("head_dim") or (text.get("hidden_size") or 0) // heads
-    latent = text.get("kv_lora_rank")
-    per_layer = (
-        latent + (text.get("qk_rope_head_dim") or 0)
-        if latent
-        else 2 * (text.get("num_key_value_heads") or heads) * head_dim
-    )
-    return {
-        "head_dim": per_layer if latent else head_dim,
-        "values": per_layer * (text.get("num_hidden_layers") or 0),
-        "layers": text.get("num_hidden_layers"),
-        "positions": text.get("max_position_embeddings"),
-        "latent": bool(latent),
-    }

@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.container import Array
 from fidelab.captures.requests import Sampling
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
+from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_states, typed
 from fidelab.engines.k16v8 import is_pair, missing, translated_errors
-from fidelab.engines.layer_states import read_states
-from fidelab.engines.options import switched, trusts_code
+from fidelab.engines.options import Arguments, passed, switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
 from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, cpu_cache_bytes, engine_options, speculation_of
@@ -31,8 +29,6 @@ from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_
 from fidelab.engines.vllm.runners import KEY
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from fidelab.engines.hf.head import ReplayedHead
 
 SEQUENCES = 16  # default number in one batch
@@ -42,6 +38,19 @@ _SENTINEL_ROWS = 8
 _TRIAL_TOKENS = 8  # tokens whose keys and values are read back
 _COUNTERS = "vllm:spec_decode_num_"
 _DRAFT_COUNTERS = ("drafts", "draft_tokens", "accepted_tokens")
+_PASSED: Arguments = {  # of ``vllm.LLM``
+    "enforce-eager": ("enforce_eager", switched),
+    ASYNC: ("async_scheduling", switched),
+    "kv-cache-memory": ("kv_cache_memory_bytes", size_in_bytes),
+    "max-model-len": ("max_model_len", int),
+    "max-num-seqs": ("max_num_seqs", int),
+    "max-num-batched-tokens": ("max_num_batched_tokens", int),
+    "block-size": ("block_size", int),
+    "chunked-prefill": ("enable_chunked_prefill", switched),
+    "attention-backend": ("attention_config", lambda name: {"backend": name}),
+    "quantization": ("quantization", str),
+    "gpu-memory-utilization": ("gpu_memory_utilization", float),
+}
 _SELECTOR_REFUSALS = ("is not valid for this configuration", "No valid attention backend found")
 
 
@@ -68,16 +77,10 @@ class VLLMRequest:
 
     def instructions(self, key: str) -> dict[str, Any]:
         """``SamplingParams.extra_args`` for the capture in the worker."""
-        instructions: dict[str, Any] = {"key": key}
-        if self.first is not None:
-            instructions |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
-        if self.last is not None:
-            instructions["last"] = self.last
-        if self.layers:
-            instructions["layers"] = True
-        if self.counted:
-            instructions["counted"] = True
-        return instructions | ({"force": list(self.force)} if self.force else {})
+        live = _SENTINEL_ROWS if self.sentinel else 0
+        asked = {"key": key, "first": self.first, "last": self.last, "live": live, "force": list(self.force)}
+        asked |= {"layers": self.layers, "counted": self.counted}
+        return {name: value for name, value in asked.items() if value is not None and value is not False}
 
 
 class VLLMModel:
@@ -104,6 +107,7 @@ class VLLMModel:
         self._hidden = self._options.get("estimator") != "logprobs"
         self._count = 0
         self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
+        self._path = Path(self._folder.name)
         os.environ[FOLDER] = self._folder.name
         register()
         if is_pair(arm.kv):
@@ -138,51 +142,35 @@ class VLLMModel:
 
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
-        options, tp = self._options, int(self._options.get("tp", 1))
-        paired = is_pair(self._arm.kv)
-        eager = options.get("enforce-eager", "yes" if self._eager and not COMPILES & {*options} else "no")
-        asynchronous = options.get(ASYNC, "no" if options.get(MODEL_RUNNER) == "v1" else None)  # None: vLLM chooses
+        arm, options, tp = self._arm, self._options, int(self._options.get("tp", 1))
+        paired = is_pair(arm.kv)
         arguments: dict[str, Any] = {
-            "dtype": self._arm.dtype,
-            "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
-            "enforce_eager": bool(switched(eager)),
-            "trust_remote_code": trusts_code(self._arm),
+            "dtype": arm.dtype,
+            "kv_cache_dtype": "auto" if paired else arm.kv.k.name,
+            "enforce_eager": self._eager and not COMPILES & {*options},
+            "trust_remote_code": trusts_code(arm),
             "enable_prefix_caching": self._serving,
-            "async_scheduling": None if asynchronous is None else bool(switched(asynchronous)),
+            "async_scheduling": False if options.get(MODEL_RUNNER) == "v1" else None,  # None: vLLM chooses
             "generation_config": "vllm",
-            "max_num_seqs": int(options.get("max-num-seqs", _SERVED if self._serving else SEQUENCES)),
+            "max_num_seqs": _SERVED if self._serving else SEQUENCES,
             "tensor_parallel_size": tp,
             "distributed_executor_backend": "uni" if tp == 1 else "mp",
             "worker_extension_cls": _WORKER,
-            "disable_log_stats": True,
+            "disable_log_stats": SPECULATIVE not in options,  # its counters of drafts are among the statistics
         }
-        if self._arm.kv.skip_layers and not paired:
-            arguments[SKIP_LAYERS] = [str(layer) for layer in self._arm.kv.skip_layers]
+        if arm.kv.skip_layers and not paired:
+            arguments[SKIP_LAYERS] = [str(layer) for layer in arm.kv.skip_layers]
         if speculative := options.get(SPECULATIVE):
-            draft = {"model": self._arm.draft} if self._arm.draft else {}
+            draft = {"model": arm.draft} if arm.draft else {}
             arguments["speculative_config"] = {**json.loads(speculative), **draft}
-            arguments["disable_log_stats"] = False  # its counters of drafts are among the statistics
-        if "kv-cache-memory" in options:
-            arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
-        elif self._arm.device == "cpu":
-            size, enough = cpu_cache_bytes(self._arm)
+        if arm.device == "cpu":
+            size, enough = cpu_cache_bytes(arm)
             arguments["kv_cache_memory_bytes"] = size // tp
-            if not enough:
+            if not enough and "kv-cache-memory" not in options:
                 arguments["max_model_len"] = -1  # as long as fits
-        for option in ("max-model-len", "max-num-batched-tokens", "block-size"):
-            if option in options:
-                arguments[option.replace("-", "_")] = int(options[option])
-        if "chunked-prefill" in options:
-            arguments["enable_chunked_prefill"] = bool(switched(options["chunked-prefill"]))
-        if paired and self._arm.device != "cpu":
+        elif paired:
             arguments["attention_config"] = {"backend": "CUSTOM"}
-        if "attention-backend" in options:
-            arguments["attention_config"] = {"backend": options["attention-backend"]}
-        if "quantization" in options:
-            arguments["quantization"] = options["quantization"]
-        if "gpu-memory-utilization" in options:
-            arguments["gpu_memory_utilization"] = float(options["gpu-memory-utilization"])
-        return arguments | engine_options(self._arm)
+        return arguments | passed(arm.options, _PASSED) | engine_options(arm)
 
     def _try_out(self) -> None:
         """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""
@@ -192,27 +180,21 @@ class VLLMModel:
         if not self.cache()[0]["layers"]:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in vLLM")
         if self._hidden:
-            self._find_head(self._take(key, "rows"), self._take(key, "live"))
+            self._find_head(key)
 
-    def _find_head(self, rows: bytearray, live: bytearray) -> None:
-        """Assemble the head from the ranks' shards, and find the scale of its logits."""
-        import torch
-
-        from fidelab.engines.hf.head import ReplayedHead
+    def _find_head(self, key: str) -> None:
+        """Assemble the head from the ranks' shards, and find the scale of its logits by the rows of a request."""
+        from fidelab.engines.hf.head import head_of
 
         shards = self.llm.collective_rpc("fidelab_head")
-        if not all(shard["rows"] for shard in shards):
-            raise EngineError(f"{shards[0]['why']}: pass --engine-arg estimator=logprobs")
+        if why := next((shard["why"] for shard in shards if "why" in shard), ""):
+            raise EngineError(f"{why}: pass --engine-arg estimator=logprobs")
         self._width = shards[0]["width"]
-
-        def joined(part: str) -> Tensor:
-            raw = self._take_all(f"head-{rank}.{part}" for rank in range(len(shards)))
-            return torch.frombuffer(raw, dtype=getattr(torch, shards[0]["dtype"]))
-
-        weight, bias = joined("weight").view(-1, self._width), joined("bias") if shards[0]["bias"] else None
-        config = SimpleNamespace(final_logit_softcapping=self.about["softcap"], logit_scale=self.about["scale"])
-        module = SimpleNamespace(weight=weight, bias=bias)
-        self.head = ReplayedHead(module, config, self._arm.dtype, self._states(rows), self._logits(live))
+        arrays = read_head(self._path, shards, self.about["vocabulary"])
+        rows, live = self._read(key, "rows"), self._read(key, "live")
+        assert rows is not None
+        assert live is not None
+        self.head = head_of(arrays, self.about, self._arm.dtype, typed(rows, self._arm.dtype), live)
 
     # ---------------------------------------------------------------------------------------- requests
 
@@ -377,16 +359,22 @@ class VLLMModel:
         Raises:
             EngineError: If there are fewer than ``n`` rows, or the replay does not match the live logits.
         """
-        raw = self._take(key, "rows")
+        rows = self._read(key, "rows")
+        if rows is None or len(rows) < n:
+            raise EngineError(f"vLLM computed {0 if rows is None else len(rows)} rows where {n} were wanted")
         if not self._hidden:
-            rows = np.frombuffer(raw, dtype=np.float16).reshape(-1, self.about["vocabulary"])
-            return {"logprobs": _exactly(rows, n)}
-        if self.head is not None and (live := self._take(key, "live")):
-            logits = self._logits(live)
-            self.head.check(self._states(raw)[: len(logits)], logits)
-        if self._arm.dtype == "bfloat16":
-            return {"hidden": BFloat16(_exactly(np.frombuffer(raw, dtype=np.uint16).reshape(-1, self._width), n))}
-        return {"hidden": _exactly(np.frombuffer(raw, dtype=self._arm.dtype).reshape(-1, self._width), n)}
+            return {"logprobs": rows[:n]}
+        if self.head is not None and (live := self._read(key, "live")) is not None:
+            from fidelab.engines.hf.head import to_tensor
+
+            self.head.check(to_tensor(typed(rows[: len(live)], self._arm.dtype)), to_tensor(live))
+        return {"hidden": typed(rows[:n], self._arm.dtype)}
+
+    def _read(self, key: str, kind: str) -> NDArray[Any] | None:
+        """Rows, or the live logits, of a finished request."""
+        states = kind == "rows" and self._hidden
+        dtype = self._arm.dtype if states else "float16" if kind == "rows" else "float32"
+        return read_rows(self._path / f"{key}.{kind}", dtype, self._width if states else self.about["vocabulary"])
 
     def layer_states(self, windows: Iterable[Sequence[int]], first: int, last: int) -> Iterator[Array]:
         """Yield the residual stream of each window, ``[1 + layers, rows, d]``, computed alone.
@@ -400,7 +388,7 @@ class VLLMModel:
             self.llm.collective_rpc("fidelab_layers", args=(True,))
             for window in windows:
                 [(_, _, key)] = self.run([VLLMRequest(window[: last + 1], 1, first, last, layers=True)])
-                yield read_states(Path(self._folder.name) / f"{key}.states")
+                yield read_states(self._path / f"{key}.states")
         except RuntimeError as error:
             raise NotSupportedError(f"vLLM's layers cannot be read: {one_line(error)}") from error
         finally:
@@ -413,32 +401,7 @@ class VLLMModel:
 
     def nan_at(self, key: str) -> int | None:
         """Return the index of the first generated token of a finished request whose logits held NaN."""
-        text = self._take(key, "nan")
-        return int(text) if text else None
-
-    def _take(self, key: str, kind: str) -> bytearray:
-        """Read and remove a file of the workers; empty if they wrote none."""
-        return self._take_all([f"{key}.{kind}"])
-
-    def _take_all(self, names: Iterable[str]) -> bytearray:
-        """Read and remove several files one after another, so that a head is in memory once."""
-        paths = [path for name in names if (path := Path(self._folder.name) / name).exists()]
-        raw, at = bytearray(sum(path.stat().st_size for path in paths)), 0
-        for path in paths:
-            with path.open("rb") as file:
-                at += file.readinto(memoryview(raw)[at:])
-            path.unlink()
-        return raw
-
-    def _states(self, raw: bytearray) -> Tensor:
-        import torch
-
-        return torch.frombuffer(raw, dtype=getattr(torch, self._arm.dtype)).view(-1, self._width)
-
-    def _logits(self, raw: bytearray) -> Tensor:
-        import torch
-
-        return torch.frombuffer(raw, dtype=torch.float32).view(-1, self.about["vocabulary"])
+        return read_nan(self._path / f"{key}.nan")
 
     # ------------------------------------------------------------------------------------------- others
 
@@ -515,9 +478,3 @@ def _marked(mark: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         setattr(EngineCore, name, original)
-
-
-def _exactly(rows: NDArray[Any], expected: int) -> NDArray[Any]:
-    if len(rows) < expected:
-        raise EngineError(f"vLLM computed {len(rows)} rows where {expected} were wanted")
-    return rows[:expected]

@@ -59,10 +59,7 @@ def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[st
         more={
             **({"state_dtypes": sorted({state["dtype"] for state in states})} if states else {}),
             "platform": backend.platform,
-            "implementation": first["implementation"],
             "kernels": " and ".join(dict.fromkeys(layer["kernels"] for layer in layers if layer["kernels"])) or None,
-            "isa": first["isa"],
-            "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
             "block_size": first["block_size"],
             "kernel_block_size": first["kernel_block_size"],
             "cache_blocks": here["blocks"],
@@ -86,12 +83,11 @@ def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[st
             "tp": config.parallel_config.tensor_parallel_size,
             "model_runner": model.about["runner"],
             "model_runner_forced": RUNNER_VARIABLE in os.environ,
-            "quantized_queries": any(layer["quantizes_queries"] for layer in layers),
             "architecture": model.about["architecture"],
             "unfilled_parameters": model.about["unfilled"],
             "threads": model.about["threads"],
             "compute_dtype": arm.dtype,
-            "forced": not backend.ok,
+            "forced": bool(backend.reason),
             "remarks": remarks(backend, layers, _differences(model, arm)),
         },
     )
@@ -143,7 +139,7 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     of their own, latents) the first two suffice.
     """
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
-    if not backend.ok:
+    if backend.reason:
         return f"{dtype}, which {backend.name} does not list"
     if arm.kv.skip_layers and (wrong := _unplanned(arm, layers)):
         return wrong
@@ -199,7 +195,7 @@ def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequen
 
     Numbers of 16 bits are compared bit by bit, codes and scales with the format's encoding of the numbers.
     """
-    if not backend.ok:
+    if backend.reason:
         return (f"{layers[0]['dtype']}, although {backend.reason}",) * 2
     if not all((layer["label"] or "").startswith(backend.name) for layer in layers):
         return (f"{layers[0]['dtype']}, in layers that are not {backend.name}'s",) * 2
