@@ -17,34 +17,21 @@ from pydantic import ValidationError
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.kld import KLD
 from fidelab.axes.trajectory import Trajectory
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Prefill, Request
-from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import InputError, UsageError
-from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
+from tests.axes.captures import make_arm, make_capture
 
 V = 8
 Rows = NDArray[np.float64]
 
 
-def _capture(
-    store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]], head: Rows | None = None
-) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
-    )
-    for item, arrays in enumerate(answers):
-        writer.add(item, arrays)
-    if head is not None:
-        writer.head(store_head(store, {"weight": head.astype(np.float32)}, None, 1.0))
-    return Capture(writer.finish("hidden" if head is not None else "logprobs", {}, {}))
+def _capture(store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]]) -> Capture:
+    return make_capture(store / name, request, answers, make_arm(name))
 
 
 def _prefill(n_windows: int, rows: int = 3) -> Prefill:
