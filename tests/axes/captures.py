@@ -1,4 +1,4 @@
-"""Captures made by hand, and runs of the fake engine."""
+"""Captures made by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture
@@ -15,7 +14,6 @@ from fidelab.captures.requests import Request
 from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.core.serial import to_json
-from tests.run.harness import Done, cli, write_inputs
 
 BYTES = [f"<0x{i:02X}>" for i in range(256)]
 
@@ -56,14 +54,3 @@ def make_capture(
     if head is not None:
         writer.head(store_head(folder.parent, head, None, 1.0))
     return Capture(writer.finish(estimator or ("logprobs" if head is None else "hidden"), {}, facts or {}))
-
-
-def run_fake(cwd: Path, axes: Mapping[str, Any], candidates: Sequence[str], **settings: Any) -> Done:
-    """Compare candidates on the fake engine with ``exact``, without a control unless ``settings`` name one."""
-    write_inputs(cwd)
-    experiment = {
-        **{"model": "fake", "engine": "fake", "reference": "exact", "control": "none"},
-        **{"candidates": list(candidates), "text": "text.txt", "prompts": "prompts.txt", "axes": axes, **settings},
-    }
-    (cwd / "run.yaml").write_text(yaml.safe_dump(experiment))
-    return cli("compare", "-f", "run.yaml", cwd=cwd)

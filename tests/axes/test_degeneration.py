@@ -23,8 +23,8 @@ from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
 from fidelab.results.plots import Curve, TablePlot, Texts
 from fidelab.run.api import compare
-from tests.axes.captures import make_arm, make_capture, run_fake
-from tests.run.harness import Done
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, run_fake
 
 V, LENGTH, STOP = 8192, 400, 0
 AXIS = Degeneration(Degeneration.Settings())

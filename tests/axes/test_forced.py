@@ -23,8 +23,8 @@ from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.run.api import compare
-from tests.axes.captures import make_arm, make_capture, run_fake
-from tests.run.harness import Done, cli, write_inputs
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, cli, run_fake, write_inputs
 
 V = 8
 GROWTH = "KL growth in 1,000 tokens"

@@ -26,9 +26,9 @@ from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
-from tests.axes.captures import BYTES, make_arm, make_capture, run_fake
+from tests.axes.captures import BYTES, make_arm, make_capture
 from tests.engines import tiny
-from tests.run.harness import Done
+from tests.run.harness import Done, run_fake
 
 STOP = 0
 

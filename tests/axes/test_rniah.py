@@ -22,8 +22,8 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts
 from fidelab.run.conduct import capture
-from tests.axes.captures import make_arm, make_capture, run_fake
-from tests.run.harness import Done
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, refused, run_fake
 
 TOKENIZER = Tokenizer.load(resolve("fake"))
 
@@ -298,9 +298,9 @@ def test_an_arm_without_output_fails(run: Done) -> None:
 
 def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "hay.txt").write_text("Too short. " * 20)
-    done = run_fake(tmp_path, {"rniah": {"lengths": [600], "haystack": "hay.txt"}}, ["tilt"])
-    assert done.code == 2
-    assert "has 219 tokens, but 3 trials at length 600 need 728" in done.err
+    assert "has 219 tokens, but 3 trials at length 600 need 728" in refused(
+        run_fake(tmp_path, {"rniah": {"lengths": [600], "haystack": "hay.txt"}}, ["tilt"])
+    )
 
 
 @pytest.mark.long

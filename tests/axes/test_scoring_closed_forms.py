@@ -25,6 +25,7 @@ from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from tests.axes.captures import make_arm, make_capture
+from tests.present import present
 
 V = 8
 Rows = NDArray[np.float64]
@@ -166,11 +167,9 @@ def test_the_excess_pairs_both_arms_at_the_context_where_this_one_is_worst(tmp_p
     candidate = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
     control = _at_contexts(tmp_path / "b", {8: [0.02] * 8, 16: [0.015] * 8})  # its own worst is the other context
     assert control.found.facts["n_ctx"] == 8
-    excess = candidate.excess_over(control, 0)
-    assert excess is not None
+    excess = present(candidate.excess_over(control, 0))
     assert excess.estimate == pytest.approx(0.05 - 0.015, abs=1e-6)
-    turned = control.excess_over(candidate, 0)
-    assert turned is not None
+    turned = present(control.excess_over(candidate, 0))
     assert turned.estimate == pytest.approx(0.02 - 0.01, abs=1e-6)
 
 
