@@ -123,10 +123,22 @@ def world() -> World:
     return World()
 
 
+@pytest.fixture(autouse=True)
+def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of the test's own, and a profiler on PATH."""
+    tool = tmp_path / "bin" / "ncu"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FIDELAB_CACHE", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 @pytest.fixture
-def call(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+def call(world: World, tmp_path: Path) -> Call:
     """Call the script on the pretended machine; return the exit code and the record."""
-    _isolated(monkeypatch, tmp_path)
     path = tmp_path / "record.json"
 
     def called(*words: str, absent: Sequence[str] = ("flashinfer", "sgl_kernel"), **machine: Any) -> Any:
@@ -141,18 +153,6 @@ def call(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
         return code, json.loads(path.read_text())
 
     return called
-
-
-def _isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A cache of the test's own, and a profiler on PATH."""
-    tool = tmp_path / "bin" / "ncu"
-    tool.parent.mkdir()
-    tool.write_text("#!/bin/sh\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FIDELAB_CACHE", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def statuses(record: dict[str, Any]) -> dict[str, str]:
@@ -376,9 +376,8 @@ def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.Captur
 
 
 def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _isolated(monkeypatch, tmp_path)
     path = tmp_path / "x.json"
     assert script.main(["--dry-run", "--output", str(path)], has=lambda python, module: module != "sgl_kernel") == 0
     shown = capsys.readouterr().out
@@ -481,10 +480,7 @@ def _interpreter(tmp_path: Path, output: str, *, errors: str = "", code: int = 0
     return ["--vllm-python", str(python), "--steps", "vllm-stock", "--output", str(tmp_path / "x.json")]
 
 
-def test_a_device_that_torch_does_not_see_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _isolated(monkeypatch, tmp_path)
+def test_a_device_that_torch_does_not_see_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     why = "torch sees no GPU: driver 570.86 is installed, torch 2.13.0 is built for CUDA 13.0 and needs driver 580"
     words = _interpreter(tmp_path, "", errors=f"a warning\nk16v8: {why}\n", code=2)
     assert script.main(words) == 2
@@ -493,18 +489,12 @@ def test_a_device_that_torch_does_not_see_is_one_line(
     assert not (tmp_path / "x.json").exists()
 
 
-def test_pages_that_the_kernels_do_not_take_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _isolated(monkeypatch, tmp_path)
+def test_pages_that_the_kernels_do_not_take_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([*_interpreter(tmp_path, json.dumps(MACHINE)), "--page", "24"]) == 2
     assert capsys.readouterr().err == "gpu-session: --page 24: the kernels take pages of a multiple of 16 tokens\n"
 
 
-def test_of_two_gpus_the_first_is_measured_and_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _isolated(monkeypatch, tmp_path)
+def test_of_two_gpus_the_first_is_measured_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     note = "NVIDIA A100 (compute capability 8.0) has no FP8 types"
     words = _interpreter(tmp_path, json.dumps({**MACHINE, "devices": 2, "notes": [note]}))
     script.main(words, has=lambda python, module: False)
@@ -553,11 +543,8 @@ sys.exit(serving.main(["--device", "cpu", "--geometry", "tiny"]))
 """
 
 
-def test_a_decode_that_is_off_by_seven_percent_ends_the_session(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_decode_that_is_off_by_seven_percent_ends_the_session(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    _isolated(monkeypatch, tmp_path)
     path = tmp_path / "x.json"
 
     def run(command: Sequence[str], limit: float, environment: Mapping[str, str], log: Path) -> Any:

@@ -16,6 +16,7 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
 from fidelab.run.api import compare
 from fidelab.run.conduct import rescore
+from tests.present import present
 
 pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.processes]
 
@@ -41,9 +42,7 @@ class Run:
 
     def kld(self, name: str) -> float:
         """Mean KL of a candidate, nats."""
-        mean = self.arm(name).axes["kld"].value("mean")
-        assert mean is not None
-        return mean
+        return present(self.arm(name).axes["kld"].value("mean"))
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +84,7 @@ def test_mean_kl_is_of_the_size_seen_elsewhere(run: Run, name: str, seen: float)
 
 
 def test_the_reference_reads_the_package_own_text_as_plain_prose(run: Run) -> None:
-    value = run.arm("f32").axes["perplexity"].value("reference_ppl")
-    assert value is not None
+    value = present(run.arm("f32").axes["perplexity"].value("reference_ppl"))
     assert 15 < value < 120  # news to it, yet prose: random words have tens of thousands, repetition about 1
 
 
@@ -99,8 +97,7 @@ def test_int4_reads_worse_than_k16v8(run: Run) -> None:
 
 def test_the_16_bit_control_costs_next_to_nothing(run: Run) -> None:
     assert run.report.control is not None
-    mean = run.report.control.axes["kld"].value("mean")
-    assert mean is not None
+    mean = present(run.report.control.axes["kld"].value("mean"))
     assert 0 < mean < 1e-4
 
 
@@ -114,8 +111,7 @@ def test_the_floor_of_a_deterministic_engine_is_zero(run: Run) -> None:
     [("f32", 8 * 64), ("k16v8", 3 * 64), ("fp8_e4m3", 2 * 64), ("q8_0", 4 * 34), ("int4", 2 * (32 + 4))],
 )
 def test_the_cache_holds_what_the_format_says(run: Run, name: str, bytes_per_pair: int) -> None:
-    ran = run.arm(name).ran
-    assert ran is not None
+    ran = present(run.arm(name).ran)
     assert ran.cache_bytes_per_token == LAYERS * KV_HEADS * bytes_per_pair
 
 
@@ -136,8 +132,7 @@ def test_sentinel_windows_replay_the_live_logits(run: Run) -> None:
 
 @pytest.mark.parametrize(("name", "low", "high"), [("f32", 0, 1e-8), ("q8_0", 3e-5, 5e-4), ("int4", 0.02, 0.08)])
 def test_last_bits_move_a_coarse_cache_and_leave_an_exact_one(run: Run, name: str, low: float, high: float) -> None:
-    floor = run.arm(name).floor
-    assert floor is not None
+    floor = present(run.arm(name).floor)
     assert floor.mean is not None
     assert low <= floor.mean <= high
     assert floor.n_positions == 2 * 255  # a quarter of six windows

@@ -9,19 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 
 from fidelab.axes.base import AxisScore
 from fidelab.axes.degeneration import Degeneration
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
-from fidelab.captures.writer import CaptureWriter
-from fidelab.core import Arm, KVSpec, Vocabulary
-from fidelab.core.serial import to_json
 from fidelab.inputs.files import DATA
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
@@ -29,7 +23,8 @@ from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
 from fidelab.results.plots import Curve, TablePlot, Texts
 from fidelab.run.api import compare
-from tests.run.harness import Done, cli, write_inputs
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, run_fake
 
 V, LENGTH, STOP = 8192, 400, 0
 AXIS = Degeneration(Degeneration.Settings())
@@ -57,15 +52,7 @@ def _capture(store: Path, name: str, texts: Sequence[Sequence[int]], failed: dic
     settings = (("n_predict", LENGTH), ("template", "raw"))
     prompts = tuple((1, 2, i) for i in range(len(texts)))
     request = Generate("degeneration", prompts, LENGTH, (STOP,), settings=settings, rows=False)
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
-    )
-    for item, ids in enumerate(texts):
-        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
-        if item in failed:
-            writer.fail(item, failed[item])
-    return Capture(writer.finish("logprobs", {}, {}))
+    return make_capture(store / name, request, texts, make_arm(name), size=V, failed=failed)
 
 
 def _score(
@@ -177,23 +164,11 @@ def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) 
 def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Eight prompts answered with prose of 300 bytes, and one arm that writes one token for ever."""
     cwd = tmp_path_factory.mktemp("degeneration")
-    write_inputs(cwd)
     ascii_prose = PROSE.encode("ascii", "ignore").decode()
     answers = [(f"prompt {i}", ascii_prose[i * 3000 : i * 3000 + 300]) for i in range(8)]
     (cwd / "answers.json").write_text(json.dumps(answers))
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "engine_args": {"answers": str(cwd / "answers.json")},
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["garbage", "short[at=90]", "exact"],
-        "text": "text.txt",
-        "prompts": "prompts.txt",
-        "axes": {"degeneration": {"n_predict": 320}, "kld": {"windows": 8, "n_ctx": 16}},
-    }
-    (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("compare", "-f", "exp.yaml", cwd=cwd)
+    axes = {"degeneration": {"n_predict": 320}, "kld": {"windows": 8, "n_ctx": 16}}
+    done = run_fake(cwd, axes, ["garbage", "short[at=90]", "exact"], engine_args={"answers": str(cwd / "answers.json")})
     assert done.code == 0, done.err
     return done
 

@@ -12,18 +12,15 @@ import pytest
 
 from fidelab.axes.base import AxisScore
 from fidelab.axes.trajectory import Trajectory
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Request
-from fidelab.captures.writer import CaptureWriter
-from fidelab.core import Arm, KVSpec, Vocabulary
-from fidelab.core.serial import to_json
+from fidelab.captures.requests import Generate
+from fidelab.core import Arm, KVSpec
+from tests.axes.captures import make_arm, make_capture
 
 V = 16
 TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
 NGRAM = {"method": "ngram", "tokens": 3, "lookup": [2, 2], "draft": "", "options": ["speculative-config"]}
-ARM = Arm("plain", "vllm", "m", "m", "0" * 64, KVSpec.parse("auto"), "float32", "cpu", 1)
+ARM = replace(make_arm("auto", "vllm"), name="plain")
 DRAFTING = replace(ARM, name="drafting", options=(("speculative-config", "{}"),))
 
 
@@ -31,16 +28,6 @@ def generate() -> Generate:
     return Generate(
         "trajectory", ((9, 8), (7, 6)), len(TEXT), (), settings=(("n_predict", len(TEXT)), ("template", "raw"))
     )
-
-
-def captured(
-    store: Path, arm: Arm, request: Request, answers: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
-) -> Capture:
-    key = capture_key(arm, request, {}, 0)
-    writer = CaptureWriter(store / arm.name, request, key, to_json(arm), Vocabulary(V, "0" * 64))
-    for item, arrays in enumerate(answers):
-        writer.add(item, {name: np.asarray(array) for name, array in arrays.items()})
-    return Capture(writer.finish("logprobs", {}, dict(facts)))
 
 
 def rows(text: Sequence[int], second: Mapping[int, tuple[int, float]]) -> dict[str, Any]:
@@ -58,8 +45,9 @@ def scored(tmp_path: Path, changed: Mapping[int, tuple[int, float]], arm: Arm = 
     """The second text parts at the places of ``changed``: token, and how far the reference has it below its own."""
     theirs = [changed[i][0] if i in changed else token for i, token in enumerate(TEXT)]
     counted = {**NGRAM, "drafts": 2, "drafted": 6, "accepted": 5, **counts}
-    ref = captured(tmp_path, ARM, generate(), [rows(TEXT, {}), rows(TEXT, changed)], {})
-    test = captured(tmp_path, arm, generate(), [rows(TEXT, {}), rows(theirs, {})], {"speculation": counted})
+    ref = make_capture(tmp_path / "ref", generate(), [rows(TEXT, {}), rows(TEXT, changed)], ARM, size=V)
+    answers = [rows(TEXT, {}), rows(theirs, {})]
+    test = make_capture(tmp_path / "test", generate(), answers, arm, size=V, facts={"speculation": counted})
     return Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
 
 
@@ -100,7 +88,8 @@ def test_speculation_that_never_drafted_is_said(tmp_path: Path) -> None:
 
 def test_an_arm_without_speculation_has_no_word_about_it(tmp_path: Path) -> None:
     ref, test = (
-        captured(tmp_path, replace(ARM, name=name), generate(), [rows(TEXT, {})] * 2, {}) for name in ("a", "b")
+        make_capture(tmp_path / name, generate(), [rows(TEXT, {})] * 2, replace(ARM, name=name), size=V)
+        for name in "ab"
     )
     score = Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
     assert score.found.flags == ()

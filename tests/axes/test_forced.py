@@ -9,19 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from numpy.typing import NDArray
 
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.forced import ForcedDecode, greedy_probe
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Forced, Generate, Request
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, KVSpec, Vocabulary, digest
+from fidelab.captures.requests import Forced, Generate
 from fidelab.core.errors import InputError
-from fidelab.core.serial import to_json
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
@@ -29,26 +23,13 @@ from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.run.api import compare
-from tests.run.harness import Done, cli, write_inputs
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, cli, run_fake, write_inputs
 
 V = 8
 GROWTH = "KL growth in 1,000 tokens"
 Rows = NDArray[np.float64]
 AXIS = ForcedDecode(ForcedDecode.Settings())
-
-
-def _capture(
-    store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]], failed: dict[int, str] | None = None
-) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
-    )
-    for item, arrays in enumerate(answers):
-        writer.add(item, arrays)
-        if failed and item in failed:
-            writer.fail(item, failed[item])
-    return Capture(writer.finish("logprobs", {}, {}))
 
 
 def _forced(*lengths: int) -> Forced:
@@ -71,7 +52,10 @@ def _kl(p: Rows, q: Rows) -> Rows:
 
 
 def _score(store: Path, request: Forced, ref: Sequence[Rows], test: Sequence[Rows]) -> AxisScore:
-    p, q = (_capture(store, name, request, _stored(rows)) for name, rows in (("f32", ref), ("int4", test)))
+    p, q = (
+        make_capture(store / name, request, _stored(rows), make_arm(name))
+        for name, rows in (("f32", ref), ("int4", test))
+    )
     return AXIS.score_parts({"kl": Pair.match(p, q)}, 0)
 
 
@@ -164,8 +148,8 @@ def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_
     [(part, request)] = AXIS.requests(_inputs("ab", "c", "d")).items()
     assert isinstance(request, Generate)
     assert (part, request.rows) == ("path", False)
-    answers = [{"ids": np.array(ids, dtype=np.int32)} for ids in ([5, 6, 0], [], [7])]
-    path = _capture(tmp_path, "f32", request, answers, {1: "empty output", 2: "NaN logits at generated token 1"})
+    failed = {1: "empty output", 2: "NaN logits at generated token 1"}
+    path = make_capture(tmp_path / "f32", request, [[5, 6, 0], [], [7]], make_arm("f32"), failed=failed)
     [(part, forced)] = AXIS.follow_up(_inputs(), {"path": path}).items()
     assert isinstance(forced, Forced)
     assert (part, forced.axis, forced.prompts) == ("kl", "forced.kl", request.prompts)
@@ -183,21 +167,8 @@ def test_a_prompt_too_long_for_the_model_names_the_setting() -> None:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Eight prompts × 12 tokens: a tilt, a fork of the text, and the reference once more."""
-    cwd = tmp_path_factory.mktemp("forced")
-    write_inputs(cwd)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["tilt[q=0.8]", "fork[at=3]", "exact"],
-        "text": "text.txt",
-        "prompts": "prompts.txt",
-        "floor": 0.25,
-        "axes": {"forced": {"n_predict": 12}},
-    }
-    (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("compare", "-f", "exp.yaml", cwd=cwd)
+    candidates = ["tilt[q=0.8]", "fork[at=3]", "exact"]
+    done = run_fake(tmp_path_factory.mktemp("forced"), {"forced": {"n_predict": 12}}, candidates, floor=0.25)
     assert done.code == 0, done.err
     return done
 
@@ -286,17 +257,13 @@ def test_the_path_of_sampled_text_says_how_it_was_drawn() -> None:
 
 def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: Path) -> None:
     pieces = [" so", " a", " b", " c", " d", " e", " f", " g"]
-    words = Vocabulary(V, digest(*pieces))
-    store_vocabulary(tmp_path, words, pieces)
     request = _forced(40)
     ref = np.zeros((40, V), dtype=np.float32)
     test = ref.copy()
     test[[8, 16], 0] = 3.0  # where the text goes on with " so", twice of five times
-    captures = []
-    for name, rows in (("f32", ref), ("int4", test)):
-        arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-        writer = CaptureWriter(tmp_path / "arm" / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
-        writer.add(0, {"logprobs": rows})
-        captures.append(Capture(writer.finish("logprobs", {}, {})))
+    captures = (
+        make_capture(tmp_path / name, request, [{"logprobs": rows}], make_arm(name), pieces=pieces)
+        for name, rows in (("f32", ref), ("int4", test))
+    )
     score = AXIS.score(Pair.match(*captures), 0)
     assert (score.found.value("turn_words_where_kl_is_high"), score.found.value("turn_words")) == (1.0, 5 / 40)

@@ -9,31 +9,27 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.gsm8k import GSM8K
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
+from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
-from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
+from tests.axes.captures import BYTES, make_arm, make_capture
 from tests.engines import tiny
-from tests.run.harness import Done, cli, write_inputs
+from tests.run.harness import Done, run_fake
 
-BYTES = [f"<0x{i:02X}>" for i in range(256)]
 STOP = 0
 
 
@@ -97,16 +93,9 @@ def test_a_prompt_beyond_the_models_limit_names_the_shots(tmp_path: Path) -> Non
 
 def _capture(store: Path, name: str, request: Generate, answers: Sequence[str | Sequence[int] | None]) -> Capture:
     """Answers as text (with the stop behind it), as ids, or none: the item failed."""
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    words = Vocabulary(len(BYTES), digest(*BYTES))
-    store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
-    for item, answer in enumerate(answers):
-        ids = [*answer.encode(), STOP] if isinstance(answer, str) else list(answer or [])
-        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
-        if not ids:
-            writer.fail(item, "empty output")
-    return Capture(writer.finish("logprobs", {}, {}))
+    ids = [[*answer.encode(), STOP] if isinstance(answer, str) else answer or [] for answer in answers]
+    failed = {item: "empty output" for item, tokens in enumerate(ids) if not tokens}
+    return make_capture(store / name, request, ids, make_arm(name), pieces=BYTES, failed=failed)
 
 
 def _pair(
@@ -270,17 +259,13 @@ def test_length_counts_own_words_where_both_give_the_same_number(tmp_path: Path)
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Forty problems that the reference answers right; one candidate forgets half of them, one writes nothing."""
     cwd = tmp_path_factory.mktemp("gsm8k")
-    write_inputs(cwd)
     numbers = [17 * i for i in range(40)]
     _problems(cwd, *numbers)
     answers = [[f"Problem {i:03}:", f" It is {n}.\n#### {n}"] for i, n in enumerate(numbers)]
     (cwd / "answers.json").write_text(json.dumps(answers))
-    (cwd / "exp.yaml").write_text(
-        "model: fake\nengine: fake\nreference: exact\ncontrol: none\ntext: text.txt\nprompts: prompts.txt\n"
-        "engine_args: {answers: answers.json}\ncandidates: [exact, 'forget[every=2]', 'forget[every=20]', missing]\n"
-        "axes:\n  gsm8k: {data: problems.jsonl, shots: 1, n_predict: 32}\n  kld: {windows: 8, n_ctx: 16}\n"
-    )
-    return cli("compare", "-f", "exp.yaml", cwd=cwd)
+    axes = {"gsm8k": {"data": "problems.jsonl", "shots": 1, "n_predict": 32}, "kld": {"windows": 8, "n_ctx": 16}}
+    candidates = ["exact", "forget[every=2]", "forget[every=20]", "missing"]
+    return run_fake(cwd, axes, candidates, engine_args={"answers": "answers.json"})
 
 
 def _axis(done: Done, name: str) -> Measurement:
@@ -307,12 +292,8 @@ def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
 
 
 def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    (tmp_path / "exp.yaml").write_text(
-        "model: fake\nengine: fake\nreference: exact\ncandidates: [exact]\naxes: {gsm8k: {data: bad.jsonl}}\n"
-    )
-    run = cli("compare", "-f", "exp.yaml", cwd=tmp_path)
+    run = run_fake(tmp_path, {"gsm8k": {"data": "bad.jsonl"}}, ["exact"])
     assert run.code == 2
     assert "bad.jsonl, line 1: 'answer' must end in #### and a number" in run.err
 
@@ -340,14 +321,10 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
     assert isinstance(request, Generate)
     engine, sink = tiny.opened(smollm2.path), tiny.Answers()
     answer = engine.answer(request, sink)
-    arm = tiny.arm(smollm2.path)
-    store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
-    writer = CaptureWriter(
-        tmp_path / "c", request, capture_key(arm, request, {}, 0), to_json(arm), tokenizer.vocabulary()
+    answers, estimator = list(sink.items.values()), str(answer.estimator)
+    capture = make_capture(
+        tmp_path / "c", request, answers, tiny.arm(smollm2.path), pieces=tokenizer.pieces(), estimator=estimator
     )
-    for item, arrays in sink.items.items():
-        writer.add(item, arrays)
-    capture = Capture(writer.finish(str(answer.estimator), {}, {}))
     score = axis.score(Pair.match(capture, capture), 0)
     [table] = [plot for plot in score.found.plots if isinstance(plot, TablePlot)]
     assert [Decimal(str(row[1])) for row in table.rows] == list(numbers)

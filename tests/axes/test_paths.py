@@ -13,17 +13,14 @@ from numpy.typing import NDArray
 
 from fidelab.axes.base import AxisScore
 from fidelab.axes.paths import Paths
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Served
-from fidelab.captures.writer import CaptureWriter
-from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import MismatchError
-from fidelab.core.serial import to_json
 from fidelab.metrics.divergence import parting
 from fidelab.results.measurement import Coordinates
 from fidelab.results.record import Report
+from tests.axes.captures import make_arm, make_capture
 from tests.run.harness import Done, cli
 
 V, N = 16, 64
@@ -46,15 +43,12 @@ BASE = _rows(0, 1.0)
 def _capture(store: Path, name: str, part: str, rows: Rows | None, engine: str, facts: Mapping[str, Any]) -> Capture:
     way = part.partition("-")[0]
     request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("n_ctx", N), ("way", way)))
-    arm = Arm(name, engine, "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    answers = [
+        rows if rows is None else {"logprobs": rows[i, FIRST[part] :].astype(np.float32)} for i in range(len(WINDOWS))
+    ]
+    failed = dict.fromkeys(range(len(WINDOWS)), "no rows") if rows is None else {}
     place = store / f"{name}-{engine}" / part
-    writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64))
-    for item in range(len(WINDOWS)):
-        if rows is None:
-            writer.fail(item, "no rows")
-        else:
-            writer.add(item, {"logprobs": rows[item, FIRST[part] :].astype(np.float32)})
-    return Capture(writer.finish("logprobs", {}, facts))
+    return make_capture(place, request, answers, make_arm(name, engine), size=V, failed=failed, facts=facts)
 
 
 ENGAGED = {"engaged": {"forwards": 4}}

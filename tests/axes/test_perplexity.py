@@ -12,26 +12,22 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import yaml
 from numpy.typing import NDArray
 
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.perplexity import Perplexity
-from fidelab.captures.container import Array
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Request
-from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.captures.requests import Prefill
 from fidelab.core.errors import InputError
-from fidelab.core.serial import to_json
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
+from tests.axes.captures import make_arm, make_capture
 from tests.engines import tiny
-from tests.run.harness import Done, cli, write_inputs
+from tests.run.harness import Done, refused, run_fake
 
 V = 8
 Rows = NDArray[np.float64]
@@ -125,30 +121,10 @@ def test_what_does_not_fit_is_said_with_its_setting(settings: dict[str, Any], li
     ],
 )
 def test_settings_that_cannot_be_exit_2_in_one_line(lines: str, says: str, tmp_path: Path) -> None:
-    done = _run(tmp_path, lines)
-    assert done.code == 2
-    assert says in done.err
-    assert done.err.strip().count("\n") == 0
+    assert says in refused(run_fake(tmp_path, {"perplexity": yaml.safe_load(lines)}, ["exact"]))
 
 
 # --------------------------------------------------------------------------------------- captures by hand
-
-
-def _capture(
-    store: Path,
-    name: str,
-    request: Request,
-    answers: Sequence[Mapping[str, Array]],
-    head: Mapping[str, Array] | None = None,
-) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    folder = store / f"{name}-{request.axis}"
-    writer = CaptureWriter(folder, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64))
-    for item, arrays in enumerate(answers):
-        writer.add(item, arrays)
-    if head is not None:
-        writer.head(store_head(store, head, None, 1.0))
-    return Capture(writer.finish("hidden" if head is not None else "logprobs", {}, {}))
 
 
 def _probe(n_ctx: int, n_windows: int = 6) -> Prefill:
@@ -166,7 +142,13 @@ def _score(tmp_path: Path, sides: Mapping[int, tuple[Sequence[Rows], Sequence[Ro
     for n_ctx, (ref, test) in sides.items():
         request = _probe(n_ctx, len(ref))
         ours, theirs = (
-            _capture(tmp_path, name, request, [{kind: x.astype(np.float32)} for x in rows], weights)
+            make_capture(
+                tmp_path / f"{name}-{n_ctx}",
+                request,
+                [{kind: x.astype(np.float32)} for x in rows],
+                make_arm(name),
+                head=weights,
+            )
             for name, rows in (("f32", ref), ("int4", test))
         )
         pairs[str(n_ctx)] = Pair.match(ours, theirs)
@@ -252,25 +234,12 @@ def test_a_record_can_be_made_of_every_figure(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- whole runs
 
 
-def _run(cwd: Path, settings: str, *kv: str, extra: str = "", axes: str = "") -> Done:
-    write_inputs(cwd)
-    (cwd / "exp.yaml").write_text(
-        f"model: fake\nengine: fake\nreference: exact\ncontrol: none\ntext: text.txt\nprompts: prompts.txt\n"
-        f"candidates: [{', '.join(kv or ['exact'])}]\naxes:\n  perplexity: {settings}\n{axes}{extra}"
-    )
-    return cli("compare", "-f", "exp.yaml", cwd=cwd)
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two contexts on the two-level family, whose reference gives every ASCII byte 1/256."""
-    kv = ["'tilt[q=0.6]'", "'tilt[q=0.7]'", "'nan-row[item=1,row=2]'", "exact", "masked"]
-    return _run(
-        tmp_path_factory.mktemp("family"),
-        "{contexts: [16, 64], windows: 8}",
-        *kv,
-        axes="  kld: {windows: 8, n_ctx: 16}\n",
-    )
+    axes = {"perplexity": {"contexts": [16, 64], "windows": 8}, "kld": {"windows": 8, "n_ctx": 16}}
+    candidates = ["tilt[q=0.6]", "tilt[q=0.7]", "nan-row[item=1,row=2]", "exact", "masked"]
+    return run_fake(tmp_path_factory.mktemp("family"), axes, candidates)
 
 
 def _axis(done: Done, name: str) -> Measurement:
@@ -328,7 +297,9 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
         assert isinstance(request, Prefill)
         sink = tiny.Answers()
         answer = engine.answer(request, sink)
-        capture = _capture(tmp_path / mode, "f32", request, list(sink.items.values()), answer.head)
+        capture = make_capture(
+            tmp_path / mode / "f32", request, list(sink.items.values()), make_arm("f32"), head=answer.head
+        )
         score = axis.score_parts({"128": Pair.match(capture, capture)}, 0)
         costs = []
         for window in request.windows:

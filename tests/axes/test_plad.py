@@ -15,23 +15,20 @@ from scipy import stats
 
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.plad import PLAD
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
+from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
-from fidelab.core.serial import to_json
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
-from tests.run.harness import Done, cli, write_inputs
+from tests.axes.captures import BYTES, make_arm, make_capture
+from tests.run.harness import Done, cli, refused, run_fake
 
-PIECES = [f"<0x{i:02X}>" for i in range(256)]
 PLAIN = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
 Cells = Mapping[tuple[int, str], int]  # (prompt, perturbation) → how many tenths of the answer change
@@ -78,14 +75,7 @@ def _probe(asked: Sequence[tuple[int, str]], n_prompts: int) -> Generate:
 def _capture(
     store: Path, name: str, request: Generate, answers: Sequence[Sequence[int]], failed: Failures | None = None
 ) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    words = Vocabulary(len(PIECES), digest(*PIECES))
-    writer = CaptureWriter(store / "arms" / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
-    for item, ids in enumerate(answers):
-        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
-    for item, reason in (failed or {}).items():
-        writer.fail(item, reason)
-    return Capture(writer.finish("logprobs", {}, {}))
+    return make_capture(store / name, request, answers, make_arm(name), pieces=BYTES, failed=failed)
 
 
 def _pair(
@@ -99,7 +89,6 @@ def _pair(
         return [_moved(cells[key]) if key in cells else PLAIN for key in asked]
 
     folder = store / f"against-{name}"
-    store_vocabulary(folder, Vocabulary(len(PIECES), digest(*PIECES)), PIECES)
     return Pair.match(
         _capture(folder, "f32", request, answers(ref)), _capture(folder, name, request, answers(test), failed)
     )
@@ -370,14 +359,11 @@ BASES, ALL, CONTROL = "fork[at=4,every=5]", "fork[at=4,every=1]", "fork[at=6,eve
 def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """The fake engine: three prompts, four perturbations each, eight tokens, no answer minds the perturbation."""
     cwd = tmp_path_factory.mktemp("plad")
-    (cwd / "prompts.txt").write_text("Find the big Castle 101.\nWrite a Happy story 102.\nExplain the tiny Jug 103.\n")
+    (cwd / "castles.txt").write_text("Find the big Castle 101.\nWrite a Happy story 102.\nExplain the tiny Jug 103.\n")
     (cwd / "answers.json").write_text(json.dumps([[f"10{i}", letter * 20] for i, letter in enumerate("xabc")]))
-    (cwd / "plad.yaml").write_text(
-        "model: fake\nengine: fake\nengine_args: {answers: answers.json}\nprompts: prompts.txt\n"
-        f"reference: exact\ncontrol: '{CONTROL}'\ncandidates: [exact, '{BASES}', '{ALL}', missing, garbage]\n"
-        "floor: 0.5\naxes: {plad: {n_predict: 8}}\n"
-    )
-    done = cli("compare", "-f", "plad.yaml", cwd=cwd)
+    candidates = ["exact", BASES, ALL, "missing", "garbage"]
+    settings = {"engine_args": {"answers": "answers.json"}, "prompts": "castles.txt", "control": CONTROL, "floor": 0.5}
+    done = run_fake(cwd, {"plad": {"n_predict": 8}}, candidates, **settings)
     assert done.code == 0, done.err
     return done
 
@@ -409,22 +395,16 @@ def test_no_output_is_a_failed_axis_that_says_so(run: Done) -> None:
 
 
 def test_constant_garbage_is_a_reason_to_fail(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    (tmp_path / "plad.yaml").write_text(
-        "model: fake\nengine: fake\ntext: text.txt\nprompts: prompts.txt\nreference: exact\ncontrol: none\n"
-        "candidates: [garbage]\nfloor: 0\naxes: {plad: {n_predict: 8}, kld: {windows: 8, n_ctx: 16}}\n"
-    )
-    verdict = cli("compare", "-f", "plad.yaml", cwd=tmp_path).arm("garbage")["verdict"]
+    axes = {"plad": {"n_predict": 8}, "kld": {"windows": 8, "n_ctx": 16}}
+    verdict = run_fake(tmp_path, axes, ["garbage"], floor=0).arm("garbage")["verdict"]
     assert verdict["band"] == "FAIL"
     assert any(fact.startswith("answers do not depend on the prompt") for fact in verdict["because"])
 
 
 def test_an_unknown_perturbation_on_the_command_line_is_one_line(run: Done) -> None:
-    done = cli("compare", "-f", "plad.yaml", "--set", "axes.plad.perturbations=[typos]", cwd=run.cwd)
-    assert done.code == 2
-    assert "unknown perturbation 'typos'" in done.err
-    assert "case" in done.err
-    assert "Traceback" not in done.err
+    line = refused(cli("compare", "-f", "experiment.yaml", "--set", "axes.plad.perturbations=[typos]", cwd=run.cwd))
+    assert "unknown perturbation 'typos'" in line
+    assert "case" in line
 
 
 @pytest.mark.long

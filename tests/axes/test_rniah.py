@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.rniah import RNIAH
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import InputError, UsageError
-from fidelab.core.serial import to_json
 from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts
 from fidelab.run.conduct import capture
-from tests.run.harness import Done, cli
+from tests.axes.captures import make_arm, make_capture
+from tests.run.harness import Done, refused, run_fake
 
 TOKENIZER = Tokenizer.load(resolve("fake"))
 
@@ -47,16 +44,10 @@ def _main(axis: RNIAH) -> Generate:
 
 def _capture(store: Path, name: str, request: Generate, answers: list[str | None]) -> Capture:
     """``None``: the item failed."""
-    arm = Arm(name, "fake", "fake", "fake", "0" * 64, KVSpec.parse("exact"), "float32", "cpu", 1)
-    vocabulary = TOKENIZER.vocabulary()
-    store_vocabulary(store, vocabulary, TOKENIZER.pieces())
-    key = capture_key(arm, request, {"name": name}, 0)
-    writer = CaptureWriter(store / name / request.axis, request, key, to_json(arm), vocabulary)
-    for item, answer in enumerate(answers):
-        writer.add(item, {"ids": np.array([*(answer or "").encode(), 0], dtype=np.int32)})
-        if answer is None:
-            writer.fail(item, "empty output")
-    return Capture(writer.finish("logprobs", {}, {}))
+    ids = [[*(answer or "").encode(), 0] for answer in answers]
+    failed = {item: "empty output" for item, answer in enumerate(answers) if answer is None}
+    arm, pieces = replace(make_arm("exact", "fake"), name=name), TOKENIZER.pieces()
+    return make_capture(store / name / request.axis, request, ids, arm, pieces=pieces, failed=failed)
 
 
 def _codes(request: Generate) -> list[str]:
@@ -282,17 +273,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (room / "answers.json").write_text(
         json.dumps([[line, line.removeprefix("The rare paint color is")] for line in lines])
     )
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "engine_args": {"answers": str(room / "answers.json")},
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["forget[every=3]", "forget[every=1]", "exact", "missing"],
-        "axes": {"rniah": {"lengths": [600, 700]}},
-    }
-    (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("compare", "-f", "run.yaml", cwd=room)
+    candidates = ["forget[every=3]", "forget[every=1]", "exact", "missing"]
+    axes = {"rniah": {"lengths": [600, 700]}}
+    return run_fake(room, axes, candidates, engine_args={"answers": str(room / "answers.json")})
 
 
 def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None:
@@ -315,17 +298,9 @@ def test_an_arm_without_output_fails(run: Done) -> None:
 
 def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "hay.txt").write_text("Too short. " * 20)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "candidates": ["tilt"],
-        "axes": {"rniah": {"lengths": [600], "haystack": "hay.txt"}},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
-    assert done.code == 2
-    assert "has 219 tokens, but 3 trials at length 600 need 728" in done.err
+    assert "has 219 tokens, but 3 trials at length 600 need 728" in refused(
+        run_fake(tmp_path, {"rniah": {"lengths": [600], "haystack": "hay.txt"}}, ["tilt"])
+    )
 
 
 @pytest.mark.long
@@ -349,15 +324,6 @@ def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_
 
 def test_the_resolved_settings_name_the_haystack_by_its_whole_path(tmp_path: Path) -> None:
     (tmp_path / "hay.txt").write_text("A plain sentence follows another one. " * 200)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["tilt"],
-        "axes": {"rniah": {"lengths": [600], "haystack": "hay.txt", "trials": 1}},
-        "floor": 0.0,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    report = cli("compare", "-f", "run.yaml", cwd=tmp_path).report
+    axes = {"rniah": {"lengths": [600], "haystack": "hay.txt", "trials": 1}}
+    report = run_fake(tmp_path, axes, ["tilt"], floor=0.0).report
     assert report["settings"]["axes"]["rniah"]["haystack"] == str(tmp_path / "hay.txt")

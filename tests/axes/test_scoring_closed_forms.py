@@ -17,34 +17,22 @@ from pydantic import ValidationError
 from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.kld import KLD
 from fidelab.axes.trajectory import Trajectory
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Prefill, Request
-from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.core.errors import InputError, UsageError
-from fidelab.core.serial import to_json
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
+from tests.axes.captures import make_arm, make_capture
+from tests.present import present
 
 V = 8
 Rows = NDArray[np.float64]
 
 
-def _capture(
-    store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]], head: Rows | None = None
-) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(
-        store / name, request, capture_key(arm, request, {}, 0), to_json(arm), Vocabulary(V, "0" * 64)
-    )
-    for item, arrays in enumerate(answers):
-        writer.add(item, arrays)
-    if head is not None:
-        writer.head(store_head(store, {"weight": head.astype(np.float32)}, None, 1.0))
-    return Capture(writer.finish("hidden" if head is not None else "logprobs", {}, {}))
+def _capture(store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]]) -> Capture:
+    return make_capture(store / name, request, answers, make_arm(name))
 
 
 def _prefill(n_windows: int, rows: int = 3) -> Prefill:
@@ -179,11 +167,9 @@ def test_the_excess_pairs_both_arms_at_the_context_where_this_one_is_worst(tmp_p
     candidate = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
     control = _at_contexts(tmp_path / "b", {8: [0.02] * 8, 16: [0.015] * 8})  # its own worst is the other context
     assert control.found.facts["n_ctx"] == 8
-    excess = candidate.excess_over(control, 0)
-    assert excess is not None
+    excess = present(candidate.excess_over(control, 0))
     assert excess.estimate == pytest.approx(0.05 - 0.015, abs=1e-6)
-    turned = control.excess_over(candidate, 0)
-    assert turned is not None
+    turned = present(control.excess_over(candidate, 0))
     assert turned.estimate == pytest.approx(0.02 - 0.01, abs=1e-6)
 
 

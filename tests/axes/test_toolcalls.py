@@ -7,28 +7,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fidelab.axes.answers import tool_calls
 from fidelab.axes.base import AxisInputs
 from fidelab.axes.toolcalls import ToolCalls, fits_schema
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
+from fidelab.core import canonical_json
 from fidelab.core.errors import UnavailableError
-from fidelab.core.serial import to_json
 from fidelab.inputs.conversations import load_traffic
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import resolve
+from tests.axes.captures import BYTES, make_arm, make_capture
 from tests.run.harness import cli, write_inputs
 
-BYTES = [f"<0x{i:02X}>" for i in range(256)]
 STOP = 0
 SCHEMA = {
     "type": "object",
@@ -82,16 +78,9 @@ def test_no_document_is_fetched_for_a_schema() -> None:
 
 
 def _capture(store: Path, name: str, request: Generate, answers: Sequence[str]) -> Capture:
-    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    words = Vocabulary(len(BYTES), digest(*BYTES))
-    store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), words)
-    for item, answer in enumerate(answers):
-        if answer:
-            writer.add(item, {"ids": np.array([*answer.encode(), STOP], dtype=np.int32)})
-        else:
-            writer.fail(item, "empty output")
-    return Capture(writer.finish("logprobs", {}, {}))
+    ids = [[*answer.encode(), STOP] if answer else None for answer in answers]
+    failed = {item: "empty output" for item, answer in enumerate(answers) if not answer}
+    return make_capture(store / name, request, ids, make_arm(name), pieces=BYTES, failed=failed)
 
 
 def _score(store: Path, ref: Sequence[str], test: Sequence[str]) -> Any:

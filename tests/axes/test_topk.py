@@ -15,14 +15,12 @@ from fidelab.axes.forced import ForcedDecode
 from fidelab.axes.kld import KLD
 from fidelab.axes.perplexity import Perplexity
 from fidelab.axes.trajectory import Trajectory
-from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
-from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, Estimator, KVSpec, Vocabulary, digest
-from fidelab.core.serial import to_json
+from fidelab.core import Estimator
 from fidelab.metrics.composite import verdict
+from tests.axes.captures import make_arm, make_capture
 
 V, ROWS = 8, 6
 PIECES = [f"<{i}>" for i in range(V)]
@@ -30,13 +28,7 @@ Rows = NDArray[np.float64]
 
 
 def _capture(store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]]) -> Capture:
-    arm = Arm(name, "openai", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    vocabulary = Vocabulary(V, digest(*PIECES))
-    store_vocabulary(store, vocabulary, PIECES)
-    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), to_json(arm), vocabulary)
-    for item, arrays in enumerate(answers):
-        writer.add(item, arrays)
-    return Capture(writer.finish("topk", {}, {}))
+    return make_capture(store / name, request, answers, make_arm(name, "openai"), pieces=PIECES, estimator="topk")
 
 
 def _logprobs(seed: int, n: int = ROWS) -> Rows:

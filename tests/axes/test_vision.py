@@ -26,6 +26,7 @@ pytest.importorskip("PIL", reason="Pillow is not installed (extra vision)")
 
 from tests.engines.test_images import true_rows
 from tests.engines.vision_server import served_vision
+from tests.present import present
 from tests.tiny_vision import make_tiny_vision
 
 SIZES = ("--dtype", "float32", "--reference", "f32", "--threads", 1, "--no-floor")
@@ -79,8 +80,7 @@ def test_a_coarse_cache_loses_behind_images_and_an_exact_one_nothing(done: Done)
     coarse, exact = done.axis("int4", "vision"), done.axis("f32", "vision")
     assert (value(exact, "mean_kl"), value(exact, "same_answers")) == (0, 1)
     assert value(coarse, "mean_kl") > 1e-3
-    metric = coarse.metric("mean_kl")
-    assert metric is not None
+    metric = present(coarse.metric("mean_kl"))
     assert metric.interval is not None
     assert metric.interval[0] < value(coarse, "mean_kl") < metric.interval[1]
     assert (coarse.cluster, coarse.n_clusters) == ("image", LIMIT)
@@ -180,8 +180,7 @@ def test_two_servers_are_compared_on_images(tmp_path: Path, llava: Path) -> None
     found = compare_servers(tmp_path, llava)
     assert found.code == 0, found.err
     vision = found.axis("rounded", "vision")
-    metric = vision.metric("mean_kl")
-    assert metric is not None
+    metric = present(vision.metric("mean_kl"))
     assert (metric.bound, metric.value is not None and metric.value > 0) == (True, True)
     assert vision.metric("dependence_kept_wrong") is None  # of bounds there is no share
     assert value(vision, "questions") == LIMIT

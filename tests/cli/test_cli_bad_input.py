@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.cli.moved import MOVED_COMMANDS, MOVED_OPTIONS
+from tests.run import harness
 from tests.run.harness import cli, write_inputs
 
 FAKE = ("compare", "fake", "--engine", "fake", "--reference", "exact")
@@ -34,11 +35,7 @@ def names(room: Path) -> list[str]:
 def refused(*words: object, cwd: Path) -> str:
     """The one line on standard error of a command that is refused and leaves nothing."""
     before = names(cwd)
-    done = cli(*words, cwd=cwd)
-    assert done.code == 2, done
-    assert done.out == ""
-    [line] = done.err.splitlines()
-    assert line.startswith("fidelab: ")
+    line = harness.refused(cli(*words, cwd=cwd))
     assert names(cwd) == before
     return line
 

@@ -23,7 +23,7 @@ from tests.golden.bundle import Bundle
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import candidate, kld_axis, sample_report
 from tests.results.diff_sample import COMPOSITE
-from tests.run.harness import Done, cli
+from tests.run.harness import Done, cli, refused
 
 WAS = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", composite=COMPOSITE)
 WORSE = candidate("fp8_e4m3", 0.3, "FAIL", 23040, "no", composite=COMPOSITE)
@@ -40,15 +40,6 @@ def write_runs(folder: Path) -> None:
 def room(tmp_path: Path) -> Path:
     write_runs(tmp_path)
     return tmp_path
-
-
-def refused(*words: object, cwd: Path) -> str:
-    """The one line on standard error of a command that is refused."""
-    done = cli(*words, cwd=cwd)
-    assert (done.code, done.out) == (2, "")
-    [line] = done.err.splitlines()
-    assert line.startswith("fidelab: ")
-    return line
 
 
 # ---------------------------------------------------------------------------------------------------- decisions
@@ -230,7 +221,7 @@ def test_bad_input_is_one_line(words: tuple[object, ...], said: str, room: Path)
         (room / f"{name}.yaml").write_text(f"rules:\n- {{{rule}}}\n")
     (room / "slowdown.yaml").write_text("baseline: {slowdown: -5%}\n")
     (room / "drop.yaml").write_text("baseline: {score_drop: 101}\n")
-    assert said in refused("check", *words, cwd=room)
+    assert said in refused(cli("check", *words, cwd=room))
 
 
 # --------------------------------------------------------------------------------------------------------- faces

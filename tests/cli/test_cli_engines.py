@@ -12,15 +12,7 @@ import pytest
 
 from fidelab.engines import ENGINES
 from fidelab.environments.environment import write_marker
-from tests.run.harness import cli
-
-
-def refused(*words: object, cwd: Path) -> str:
-    done = cli("setup", *words, cwd=cwd)
-    assert (done.code, done.out) == (2, "")
-    [line] = done.err.splitlines()
-    assert line.startswith("fidelab: ")
-    return line
+from tests.run.harness import cli, refused
 
 
 def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(cache: Path, tmp_path: Path) -> None:
@@ -55,7 +47,7 @@ def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(
 def test_what_cannot_be_is_refused_in_one_line(words: tuple[str, ...], said: str, cache: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
-    assert said in refused(*words, cwd=tmp_path)
+    assert said in refused(cli("setup", *words, cwd=tmp_path))
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 

@@ -16,7 +16,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.study import Study, StudyRow
-from tests.run.harness import Done, cli
+from tests.run.harness import Done, cli, refused
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
 ARMS = tuple(RATES)
@@ -156,11 +156,9 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     folder = write(tmp_path / "all", *arms)
     words = [word for name in ARMS for word in (f"--{name}", f"{folder}:{name}[kv:8]")]
     assert ratios(tmp_path, *words)[0].value("rho") == pytest.approx(0.9)
-    done = run(tmp_path, *words[:-1], folder)
-    assert done.code == 2
     assert (
         "several configurations (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); "
-        f"add one as {folder}:plain" in done.err
+        f"add one as {folder}:plain" in refused(run(tmp_path, *words[:-1], folder))
     )
 
 
@@ -256,28 +254,24 @@ def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
 
 def test_arms_that_were_not_measured_alike_are_refused_by_name(tmp_path: Path) -> None:
     words = four(tmp_path, both=[standard("both", context=512)])
-    done = run(tmp_path, *words)
-    assert done.code == 2
-    assert "both (" in done.err
-    assert "has no cell with context 256, output 16, arrival closed, concurrency 2, as plain has" in done.err
+    line = refused(run(tmp_path, *words))
+    assert "both (" in line
+    assert "has no cell with context 256, output 16, arrival closed, concurrency 2, as plain has" in line
 
 
 def test_a_cell_that_only_another_arm_has_is_refused_too(tmp_path: Path) -> None:
     words = four(tmp_path, both=[standard("both"), standard("both", output=32)])
-    done = run(tmp_path, *words)
-    assert done.code == 2
-    assert "plain (" in done.err
-    assert "has no cell with context 256, output 32, arrival closed, concurrency 2, as both has" in done.err
+    line = refused(run(tmp_path, *words))
+    assert "plain (" in line
+    assert "has no cell with context 256, output 32, arrival closed, concurrency 2, as both has" in line
 
 
 def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path) -> None:
     words = four(tmp_path)
     other = write(tmp_path / "other", arm(standard("both")), endpoint="chat")
-    done = run(tmp_path, *words[:-1], other)
-    assert done.code == 2
     assert (
         "plain was measured with endpoint completions, both with chat: measure all four with the same settings"
-        in done.err
+        in refused(run(tmp_path, *words[:-1], other))
     )
 
 
@@ -289,9 +283,7 @@ def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -
 
 def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:
     words = four(tmp_path)
-    done = run(tmp_path, *words[:-1], words[-3])
-    assert done.code == 2
-    assert "--speculative and --both are the same configuration" in done.err
+    assert "--speculative and --both are the same configuration" in refused(run(tmp_path, *words[:-1], words[-3]))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +302,4 @@ def test_bad_runs_are_one_line(tmp_path: Path, where: str, why: str) -> None:
     write(tmp_path / "bare", armed({}))
     failed = Measurement(status=Status.FAILED, reason="the server was not there")
     write(tmp_path / "cellless", armed({"serving": failed}))
-    done = run(tmp_path, *words[:-1], where)
-    assert done.code == 2
-    assert why in done.err
-    assert len(done.err.splitlines()) == 1
+    assert why in refused(run(tmp_path, *words[:-1], where))

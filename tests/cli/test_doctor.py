@@ -23,6 +23,7 @@ from fidelab.doctor.text import lines, show
 from fidelab.environments import host
 from fidelab.environments.environment import Environment
 from fidelab.environments.listing import Installed
+from tests.present import present
 from tests.sizes import first
 
 # Loaded by the interpreter at its start: the named packages are absent, or there and broken.
@@ -135,8 +136,7 @@ def test_json_has_the_shape_that_is_documented(well: Told) -> None:
 
 @pytest.mark.parametrize("text", ["transformers>=5.24", "transformers<5.25,>=5.24", "transformers (>=5.24,<5.25)"])
 def test_the_floor_of_a_requirement_is_read_beside_an_upper_bound(text: str) -> None:
-    match = software._REQUIREMENT.match(text)
-    assert match is not None
+    match = present(software._REQUIREMENT.match(text))
     assert (match["name"], match["floor"]) == ("transformers", "5.24")
 
 
@@ -426,8 +426,7 @@ def test_a_format_whose_values_come_back_wrong_is_broken(monkeypatch: pytest.Mon
 
     assert parts.try_format("bf16", "cpu") is None
     monkeypatch.setattr(Native, "decode", lambda self, stored, dim, dtype, scale=None: stored[0].to(dtype) * 1.01)
-    fault = parts.try_format("bf16", "cpu")
-    assert fault is not None
+    fault = present(parts.try_format("bf16", "cpu"))
     assert fault.startswith("values come back")
 
 

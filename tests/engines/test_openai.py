@@ -383,17 +383,20 @@ def test_a_server_that_is_late_fails_the_item(folder: Path, served: Served) -> N
     assert sorted(sink.items) == [1, 2]
 
 
-def test_a_server_that_is_always_busy_fails_with_its_own_words(folder: Path, served: Served) -> None:
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (429, r"none of 3 items was answered.*too busy in 5 attempts \(429: trouble 429\)"),
+        ("drop", r"127\.0\.0\.1:\d+ cannot be reached or broke off"),
+    ],
+    ids=["always busy", "dies in the middle"],
+)
+def test_a_server_that_never_answers_ends_the_probe(
+    folder: Path, served: Served, trouble: int | str, said: str
+) -> None:
     engine = opened(folder, served, concurrency="1")
-    served.trouble[:] = [429] * 100
-    with pytest.raises(EngineError, match=r"none of 3 items was answered.*too busy in 5 attempts \(429: trouble 429\)"):
-        generate(engine)
-
-
-def test_a_server_that_dies_in_the_middle_ends_the_probe(folder: Path, served: Served) -> None:
-    engine = opened(folder, served)
-    served.trouble[:] = ["drop"] * 100
-    with pytest.raises(EngineError, match=r"127\.0\.0\.1:\d+ cannot be reached or broke off"):
+    served.trouble[:] = [trouble] * 100
+    with pytest.raises(EngineError, match=said):
         generate(engine)
 
 

@@ -17,6 +17,7 @@ from fidelab.environments.environment import Environment, locate
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample
 from tests.environments.conftest import Second
+from tests.processes import alive, until
 
 EXACT = KVSpec.parse("exact")
 
@@ -124,19 +125,7 @@ def test_nothing_that_the_engine_started_is_left_behind(odd: Second) -> None:
     with ask(locate("odd", python=odd.python)) as asked:
         pid = int(asked.control_for(EXACT, "fork") or 0)
         os.kill(pid, 0)
-    for _ in range(100):
-        if not alive(pid):
-            break
-        time.sleep(0.05)
-    assert not alive(pid)
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state != "Z"  # nobody may be there to reap an orphan
+    assert until(lambda: not alive(pid))
 
 
 # ------------------------------------------------------------------------------------------ environments that fail

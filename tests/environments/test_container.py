@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,7 +25,8 @@ from fidelab.models.tiny import make_tiny
 from tests.captures import sample
 from tests.environments.conftest import ROOT, Second
 from tests.environments.fake_docker import FakeDocker
-from tests.run.harness import Done, cli, compare, write_inputs
+from tests.present import present
+from tests.run.harness import Done, cli, compare, fake_file, write_inputs
 
 IMAGE = ("--image", "engine:1")
 DIGEST = "sha256:" + "d" * 64
@@ -240,8 +240,7 @@ def test_gpus_are_handed_over_to_arms_that_run_on_one(
     environment = locate("fake", image="engine:1")
     for device, expected in (("cuda:1", flags), ("cpu", ())):
         arm = sample.ARM.__class__(**{**vars(sample.ARM), "device": device})
-        made = environment.container(arm)
-        assert made is not None
+        made = present(environment.container(arm))
         words = made.command("python3", "m")
         given = tuple(
             word
@@ -255,8 +254,7 @@ def test_gpus_are_handed_over_to_arms_that_run_on_one(
 
 def test_where_the_daemon_runs_as_the_user_its_root_is_that_user(docker: FakeDocker) -> None:
     docker.say(security="[name=seccomp,profile=builtin name=rootless name=cgroupns]")
-    made = locate("fake", image="engine:1").container()
-    assert made is not None
+    made = present(locate("fake", image="engine:1").container())
     words = made.command("python3", "m")
     assert words[words.index("--user") + 1] == "0:0"
 
@@ -361,12 +359,8 @@ def test_a_file_that_names_an_image_is_asked_for_first(
     docker: FakeDocker, room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    write_inputs(room)
-    data: dict[str, Any] = {"model": "fake", "engine": {"name": "fake", "image": "engine:1"}, "reference": "exact"}
-    data |= {"candidates": ["tilt"], "text": "text.txt", "control": "none", "floor": 0, "twins": 0}
-    data["axes"] = {"kld": {"windows": 1, "n_ctx": 16}}
-    file = room / "experiment.yaml"
-    file.write_text(yaml.safe_dump(data))
+    engine, axes = {"name": "fake", "image": "engine:1"}, {"kld": {"windows": 1, "n_ctx": 16}}
+    file = fake_file(room, engine=engine, candidates=["tilt"], axes=axes, control="none", floor=0, twins=0)
     refused(cli("compare", "-f", file, cwd=room), "image 'engine:1' is an image whose programs would be run", "--trust")
     assert docker.calls == []
     assert cli("compare", "-f", file, "--trust", file, cwd=room).code == 0

@@ -9,19 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fidelab.core import KVSpec
 from fidelab.core.errors import NotSupportedError, UsageError
-from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.formats.lloyd import levels
-
-
-def make(text: str) -> Format:
-    return create(KVSpec.parse(text).k)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+from tests.formats.samples import make, normal
 
 
 def decoded(fmt: Format, x: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fidelab.core import KVSpec
-from fidelab.formats import FORMATS, create
+from fidelab.formats import FORMATS
 from fidelab.formats.base import Format
+from tests.formats.samples import make, normal
 
 NATIVE = ["f32", "f16", "bf16"]
 FP8 = [
@@ -46,14 +46,6 @@ def cases(texts: list[str]) -> list[Any]:
 
 
 every = pytest.mark.parametrize("text", cases(ALL))
-
-
-def make(text: str) -> Format:
-    return create(KVSpec.parse(text).k)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def magnitudes(dim: int) -> Tensor:

@@ -10,22 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fidelab.core import KVSpec
-from fidelab.formats import create
-from fidelab.formats.base import Format
+from tests.formats.samples import make, normal
 
 SIZE = {"nvfp4": 16, "nvfp4[scale=per-tensor]": 16, "mxfp4": 32}
 each = pytest.mark.parametrize("text", list(SIZE))
 ONE = {"nvfp4": 0x38, "mxfp4": 127}  # the byte of scale 1
 unscaled = pytest.mark.parametrize("name", list(ONE))
-
-
-def make(text: str) -> Format:
-    return create(KVSpec.parse(text).k)
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def e2m1(code: int) -> float:

@@ -14,16 +14,14 @@ from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.formats import create
 from fidelab.formats.fp8 import Float8, fn_to_fnuz, fnuz_to_fn
+from tests.formats.samples import normal
+from tests.present import present
 
 TOP = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp8_e4m3fnuz": 240.0, "fp8_e5m2fnuz": 57344.0}
 TOP_CODE = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B, "fp8_e4m3fnuz": 0x7F, "fp8_e5m2fnuz": 0x7F}
 NAMES = list(TOP)
 both = pytest.mark.parametrize("name", NAMES)
 scaled = pytest.mark.parametrize("scale", ["per-tensor", "per-channel", "per-token-head"])
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def make(name: str, scale: str = "none") -> Float8:
@@ -106,8 +104,7 @@ def test_scale_is_none_unless_told(name: str) -> None:
 @both
 def test_per_tensor_fits_one_scale_per_batch_row(name: str) -> None:
     x = normal(3, 2, 5, 64)
-    scale = make(name, "per-tensor").fit(x)
-    assert scale is not None
+    scale = present(make(name, "per-tensor").fit(x))
     assert (scale.shape, scale.dtype) == ((3, 1, 1, 1), torch.float32)
     assert torch.equal(scale.flatten(), torch.stack([row.abs().max() for row in x]) / TOP[name])
 
@@ -115,8 +112,7 @@ def test_per_tensor_fits_one_scale_per_batch_row(name: str) -> None:
 @both
 def test_per_channel_fits_one_scale_per_head_and_channel(name: str) -> None:
     x = normal(3, 2, 5, 64)
-    scale = make(name, "per-channel").fit(x)
-    assert scale is not None
+    scale = present(make(name, "per-channel").fit(x))
     assert (scale.shape, scale.dtype) == ((3, 2, 1, 64), torch.float32)
     assert scale[1, 1, 0, 7] == x[1, 1, :, 7].abs().max() / TOP[name]
 

@@ -9,20 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
-from tests.sizes import size
-from torch import Tensor
 
 from fidelab.core import FormatSpec
 from fidelab.formats import create
 from fidelab.formats.base import Format
+from tests.formats.samples import normal
+from tests.sizes import size
 
 BITS = {f"int{bits}": bits for bits in range(2, 9)}
 QMAX = {2: 1, 3: 3, 4: 7, 5: 15, 6: 31, 7: 63, 8: 127}
 each = pytest.mark.parametrize("name", list(BITS))
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def make(name: str, group: int = 32) -> Format:

@@ -6,12 +6,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.tiny_models import model, tokens
 
 from fidelab.core import FormatSpec, KVSpec
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.kernels import options_of
 from fidelab.formats import create
+from tests.tiny_models import model, tokens
 
 pytest.importorskip("k16v8.kernels")
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from fidelab.core import FormatSpec
 from fidelab.formats import create
 from fidelab.formats.base import Parts
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+from tests.formats.samples import normal
 
 
 def encode(name: str, *values: float, dtype: torch.dtype = torch.float32) -> Parts:
@@ -25,19 +21,18 @@ def test_the_one_part_has_the_formats_type(name: str, dtype: torch.dtype) -> Non
     assert part.dtype == dtype
 
 
-def test_f16_saturates_finite_values() -> None:
-    (part,) = encode("f16", 65519.0, 65520.0, -1e30, 3.4e38)
-    assert part.flatten().tolist() == [65504.0, 65504.0, -65504.0, 65504.0]
-
-
-def test_f16_saturates_bfloat16_content() -> None:
-    (part,) = encode("f16", 65536.0, -1e30, dtype=torch.bfloat16)
-    assert part.flatten().tolist() == [65504.0, -65504.0]
-
-
-def test_bf16_saturates_finite_values() -> None:
-    (part,) = encode("bf16", 3.4e38, -3.4e38)
-    assert part.flatten().tolist() == [torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).min]
+@pytest.mark.parametrize(
+    ("stored", "values"),
+    [
+        (encode("f16", 65519.0, 65520.0, -1e30, 3.4e38), [65504.0, 65504.0, -65504.0, 65504.0]),
+        (encode("f16", 65536.0, -1e30, dtype=torch.bfloat16), [65504.0, -65504.0]),
+        (encode("bf16", 3.4e38, -3.4e38), [torch.finfo(torch.bfloat16).max, torch.finfo(torch.bfloat16).min]),
+    ],
+    ids=["f16", "f16 of bfloat16", "bf16"],
+)
+def test_finite_values_saturate(stored: tuple[torch.Tensor, ...], values: list[float]) -> None:
+    (part,) = stored
+    assert part.flatten().tolist() == values
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "bf16"])

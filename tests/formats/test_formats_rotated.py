@@ -13,9 +13,9 @@ from fidelab.core import FormatSpec, KVSpec
 from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.kernels import options_of
 from fidelab.formats import create
-from fidelab.formats.base import Format
 from fidelab.formats.known import canonical, names_of
 from fidelab.formats.weights import weight_format
+from tests.formats.samples import make, normal
 
 TEXTS = [
     "q8_0[rotate=hadamard]",
@@ -27,14 +27,6 @@ TEXTS = [
     "mxfp4[rotate=hadamard]",
     "iq4_nl[rotate=hadamard]",
 ]
-
-
-def make(text: str) -> Format:
-    return create(KVSpec.parse(text).k)
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def matrix(text: str, dim: int) -> Tensor:

@@ -43,8 +43,6 @@ from tests.golden.runs import BY_ORDER, UNTIED, GoldenRun
 
 __all__ = ["axes_and_benches", "pack", "recoded", "rows", "run", "score", "unpack", "write_files"]
 
-Named = Mapping[str, NDArray[Any]]
-
 _VOLATILE = (  # of what ran: sizes of processes, folders, versions
     "loaded_host_bytes",
     "peak_device_bytes",

@@ -137,30 +137,24 @@ def test_spread_windows_begin_where_documents_do_one_to_a_document(fake: Tokeniz
         assert len({unit for units in found.units for unit in units}) == n
 
 
-def test_chosen_documents_are_evenly_spread_over_the_text(fake: Tokenizer) -> None:
-    text = _documents(*[100] * 12)
-    assert _begins(text, make_windows(fake, text, 32, 4)) == [100, 400, 700, 1000]
-
-
-def test_a_long_document_gets_a_second_window_when_every_document_has_one(fake: Tokenizer) -> None:
-    text = _documents(40, 40, 120, 40)
-    assert _begins(text, make_windows(fake, text, 32, 5)) == [0, 40, 80, 112, 200]
+@pytest.mark.parametrize(
+    ("lengths", "n", "begins"),
+    [
+        pytest.param([100] * 12, 4, [100, 400, 700, 1000], id="chosen documents are evenly spread"),
+        pytest.param([40, 40, 120, 40], 5, [0, 40, 80, 112, 200], id="a second window when every document has one"),
+        pytest.param([24, 200], 6, [0, 32, 64, 96, 128, 160], id="a window that reaches in costs no other"),
+        pytest.param([50, 50, 28], 4, [0, 32, 64, 96], id="a text that just suffices is taken whole"),
+    ],
+)
+def test_windows_are_spread_over_documents(lengths: list[int], n: int, begins: list[int], fake: Tokenizer) -> None:
+    text = _documents(*lengths)
+    assert _begins(text, make_windows(fake, text, 32, n)) == begins
 
 
 def test_windows_over_short_documents_come_last(fake: Tokenizer) -> None:
     text = _documents(10, 10, 10, 10, 10, 50, 50)  # only the last two reach into the scored half of 32
     assert _begins(text, make_windows(fake, text, 32, 2)) == [50, 100]
     assert _begins(text, make_windows(fake, text, 32, 3)) == [0, 50, 100]
-
-
-def test_a_window_that_reaches_into_a_long_document_does_not_cost_its_others(fake: Tokenizer) -> None:
-    text = _documents(24, 200)
-    assert _begins(text, make_windows(fake, text, 32, 6)) == [0, 32, 64, 96, 128, 160]
-
-
-def test_a_text_that_just_suffices_is_taken_whole(fake: Tokenizer) -> None:
-    text = _documents(50, 50, 28)
-    assert _begins(text, make_windows(fake, text, 32, 4)) == [0, 32, 64, 96]
 
 
 def test_without_documents_windows_lie_at_even_distances(fake: Tokenizer) -> None:

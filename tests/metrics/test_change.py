@@ -64,14 +64,16 @@ def test_a_rate_has_the_interval_of_its_time(was: list[float], now: list[float])
     assert times.interval == pytest.approx((-rates.interval[1], -rates.interval[0]), rel=1e-6, abs=1e-9)
 
 
-def test_symmetric_intervals_add_by_their_squares() -> None:
-    a, b = Estimate(10, (7, 13)), Estimate(4, (0, 8))
-    assert difference_interval(a, b) == pytest.approx((6 - 5, 6 + 5))
-
-
-def test_each_side_of_a_lopsided_interval_counts_for_its_side() -> None:
-    a, b = Estimate(10, (7, 22)), Estimate(4, (-1, 8))
-    assert difference_interval(a, b) == pytest.approx((6 - math.hypot(3, 4), 6 + math.hypot(12, 5)))
+@pytest.mark.parametrize(
+    ("a", "b", "ends"),
+    [
+        (Estimate(10, (7, 13)), Estimate(4, (0, 8)), (6 - 5, 6 + 5)),
+        (Estimate(10, (7, 22)), Estimate(4, (-1, 8)), (6 - math.hypot(3, 4), 6 + math.hypot(12, 5))),
+    ],
+    ids=["symmetric", "lopsided"],
+)
+def test_intervals_add_by_the_squares_of_each_side(a: Estimate, b: Estimate, ends: tuple[float, float]) -> None:
+    assert difference_interval(a, b) == pytest.approx(ends)
 
 
 @pytest.mark.parametrize(

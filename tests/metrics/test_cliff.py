@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from fidelab.metrics.cliff import PER_BIT, asymmetry, cliff, rank_correlation
+from tests.present import present
 
 CLUSTERS = np.repeat(np.arange(8), 5)
 
@@ -53,8 +54,7 @@ def test_too_few_documents_have_no_interval() -> None:
 def test_asymmetry_is_the_ratio_of_changes_of_perplexity() -> None:
     native = np.full(len(CLUSTERS), 2.0)
     k, v = native + 1.5, native + 0.25
-    found = asymmetry(native, k, v, CLUSTERS)
-    assert found is not None
+    found = present(asymmetry(native, k, v, CLUSTERS))
     ratio, interval = found
     assert ratio == pytest.approx((np.exp(3.5) - np.exp(2)) / (np.exp(2.25) - np.exp(2)))
     assert interval == pytest.approx((ratio, ratio))
@@ -71,8 +71,7 @@ def test_row_without_a_number_is_left_out_of_all_sides() -> None:
     native = np.full(len(CLUSTERS), 2.0)
     k, v = native + 1.0, native + 0.5
     native[3], k[7] = np.nan, np.inf
-    found = asymmetry(native, k, v, CLUSTERS)
-    assert found is not None
+    found = present(asymmetry(native, k, v, CLUSTERS))
     assert found[0] == pytest.approx((np.exp(3) - np.exp(2)) / (np.exp(2.5) - np.exp(2)))
 
 
@@ -80,8 +79,7 @@ def test_rank_correlation_is_scipys() -> None:
     rng = np.random.default_rng(9)
     x = rng.integers(0, 9, 30).astype(float)
     y = x + rng.normal(0, 3, 30).round()
-    found = rank_correlation(x.tolist(), y.tolist())
-    assert found is not None
+    found = present(rank_correlation(x.tolist(), y.tolist()))
     assert found[0] == pytest.approx(spearmanr(x, y).statistic)
     assert found[1] is not None
     assert found[1][0] < found[0] < found[1][1]

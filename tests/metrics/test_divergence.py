@@ -298,8 +298,15 @@ def test_topk_keeps_common_tokens_and_puts_the_rest_into_one_bucket() -> None:
     assert bound == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.0)
 
 
-def test_topk_without_a_common_token_knows_nothing() -> None:
-    assert topk_lower_bound([1], [math.log(0.9)], [2], [math.log(0.9)]) == 0.0
+@pytest.mark.parametrize(
+    ("p", "q", "bound"),
+    [
+        pytest.param((1, math.log(0.9)), (2, math.log(0.9)), 0.0, id="without a common token nothing is known"),
+        pytest.param((0, -0.5), (0, -INF), INF, id="the candidate reports zero for a likely token"),
+    ],
+)
+def test_topk_of_single_tokens(p: tuple[int, float], q: tuple[int, float], bound: float) -> None:
+    assert topk_lower_bound([p[0]], [p[1]], [q[0]], [q[1]]) == bound
 
 
 def test_topk_mass_rounded_above_one_stays_finite() -> None:
@@ -325,10 +332,6 @@ def test_topk_charges_a_token_that_left_the_list_less_than_a_floor_of_minus_30_w
 def test_topk_with_a_broken_log_probability_is_nan(bad: float) -> None:
     assert math.isnan(topk_lower_bound([0, 1], [-0.5, bad], [0], [-0.5]))
     assert math.isnan(topk_lower_bound([0], [-0.5], [0, 1], [-0.5, bad]))
-
-
-def test_topk_is_infinite_where_the_candidate_reports_zero_for_a_likely_token() -> None:
-    assert topk_lower_bound([0], [-0.5], [0], [-INF]) == INF
 
 
 def test_topk_refuses_an_id_reported_twice() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from fidelab.metrics.intervals import (
     standard_error,
     wilson_interval,
 )
+from tests.present import present
 from tests.sizes import size
 
 Floats = NDArray[np.float64]
@@ -77,8 +79,7 @@ def coverage(runs: int, n: int, draw: Callable[[np.random.Generator], RatioItems
     weights = resample_weights(n)
     hits = 0
     for _ in range(runs):
-        interval = ratio_interval(draw(rng), weights)
-        assert interval is not None
+        interval = present(ratio_interval(draw(rng), weights))
         hits += interval[0] <= truth <= interval[1]
     return hits / runs
 
@@ -145,8 +146,7 @@ def misses(n: int, sigma: float, runs: int = size(350, 700)) -> float:
     for _ in range(runs):
         den = rng.lognormal(0.0, 0.6, n)
         items = RatioItems.of(den * rng.lognormal(-(sigma**2) / 2, sigma, n), den, np.arange(n))
-        interval = ratio_interval(items, weights, bounds=(0, math.inf))
-        assert interval is not None
+        interval = present(ratio_interval(items, weights, bounds=(0, math.inf)))
         missed += interval[1] < 1.0
     return missed / runs
 
@@ -170,8 +170,7 @@ def test_the_upper_end_is_seldom_too_low_for_skewed_costs() -> None:
     rng = np.random.default_rng(20260301)
     weights, missed = resample_weights(12), 0
     for _ in range(600):
-        interval = ratio_interval(plain(rng.exponential(size=12)), weights)
-        assert interval is not None
+        interval = present(ratio_interval(plain(rng.exponential(size=12)), weights))
         missed += interval[1] < 1.0
     assert missed / 600 <= 0.07
 
@@ -286,8 +285,7 @@ def test_shares_of_ten_prompts_cover_95_in_100() -> None:
     truth = (128 * -np.expm1(-lengths / 128)).sum() / lengths.sum()  # the mean of the smaller of both, by length
     rng, held, runs = np.random.default_rng(20260301), 0, size(200, 400)
     for _ in range(runs):
-        interval = ratio_interval(trajectory(rng), bounds=(0, 1), proportion=True)
-        assert interval is not None
+        interval = present(ratio_interval(trajectory(rng), bounds=(0, 1), proportion=True))
         held += interval[0] <= truth <= interval[1]
     assert held / runs >= 0.95
 
@@ -302,8 +300,7 @@ def documents(flips: list[int], positions: int = 500) -> RatioItems:
 def test_agreement_in_every_document_is_known_better_than_by_whole_documents(n: int) -> None:
     flips = np.random.default_rng(1).poisson(25, n)
     items = documents(flips.tolist())
-    got = ratio_interval(items, bounds=(0, 1), proportion=True)
-    assert got is not None
+    got = present(ratio_interval(items, bounds=(0, 1), proportion=True))
     share = 1 - flips.sum() / (500 * n)
     assert got[0] < share < got[1]
     assert got[0] > gaffke(1 - flips / 500, np.ones(n))[0] + 0.02
@@ -326,8 +323,7 @@ def test_intervals_of_agreement_cover_95_in_100(n: int) -> None:
     for _ in range(runs):
         flips = rng.binomial(250, np.minimum(0.04 * rng.lognormal(-0.045, 0.3, n), 1.0))
         items = RatioItems.of(np.repeat((250 - flips) / 2, 2), 125.0, np.repeat(np.arange(n), 2))
-        interval = ratio_interval(items, weights, bounds=(0, 1), proportion=True)
-        assert interval is not None
+        interval = present(ratio_interval(items, weights, bounds=(0, 1), proportion=True))
         held += interval[0] <= 0.96 <= interval[1]
     assert held / runs >= 0.94
 
@@ -483,13 +479,8 @@ def test_a_paired_interval_is_clipped_to_what_the_ratios_allow() -> None:
 COUNTS = [(0, 5), (5, 5), (1, 9), (50, 200), (199, 200)]
 
 
+@pytest.mark.parametrize(("method", "interval"), [("exact", binomial_interval), ("wilson", wilson_interval)])
 @pytest.mark.parametrize(("k", "n"), COUNTS)
-def test_clopper_pearson_is_scipys(k: int, n: int) -> None:
-    expected = stats.binomtest(k, n).proportion_ci(0.95, "exact")
-    assert binomial_interval(k, n) == pytest.approx((expected.low, expected.high))
-
-
-@pytest.mark.parametrize(("k", "n"), COUNTS)
-def test_wilson_is_scipys(k: int, n: int) -> None:
-    expected = stats.binomtest(k, n).proportion_ci(0.95, "wilson")
-    assert wilson_interval(k, n) == pytest.approx((expected.low, expected.high))
+def test_intervals_of_counts_are_scipys(k: int, n: int, method: Any, interval: Callable[..., Any]) -> None:
+    expected = stats.binomtest(k, n).proportion_ci(0.95, method)
+    assert interval(k, n) == pytest.approx((expected.low, expected.high))

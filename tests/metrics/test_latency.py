@@ -14,6 +14,7 @@ from fidelab.metrics.latency import (
     is_steady,
     prefill_rate,
 )
+from tests.present import present
 
 THREE = [[0.5, 1.0, 1.5], [0.25, 0.375, 0.5], [1.0, 3.0, 5.0]]  # two further tokens each
 
@@ -29,8 +30,7 @@ def test_isolated_decode_leaves_the_first_token_and_its_time_out() -> None:
 
 
 def test_decode_by_subtraction_takes_the_median_prefill_from_every_answer() -> None:
-    rate = decode_rate_by_subtraction([1.5, 3.0], [0.5, 0.25, 1.0], 2)
-    assert rate is not None
+    rate = present(decode_rate_by_subtraction([1.5, 3.0], [0.5, 0.25, 1.0], 2))
     assert rate.repeats == (2.0, 0.8)
 
 
@@ -42,8 +42,7 @@ def test_an_answer_no_slower_than_the_prefill_has_no_rate(total: list[float]) ->
 @given(prefill=positive, step=positive, n=st.integers(1, 50), k=st.integers(1, 5))
 def test_both_decode_methods_agree_where_nothing_is_noisy(prefill: float, step: float, n: int, k: int) -> None:
     seconds = np.tile(prefill + step * np.arange(1 + n), (k, 1))
-    by_subtraction = decode_rate_by_subtraction(seconds[:, -1], seconds[:, 0], n)
-    assert by_subtraction is not None
+    by_subtraction = present(decode_rate_by_subtraction(seconds[:, -1], seconds[:, 0], n))
     assert decode_rate_isolated(seconds).median == pytest.approx(1 / step, rel=1e-3)
     assert by_subtraction.median == pytest.approx(1 / step, rel=1e-3)
 
@@ -51,8 +50,7 @@ def test_both_decode_methods_agree_where_nothing_is_noisy(prefill: float, step: 
 def test_a_slower_start_is_in_no_decode_rate_but_in_the_one_by_subtraction_of_another_prefill() -> None:
     slow = [[2.0, 3.0, 4.0]]
     assert decode_rate_isolated(slow).median == 1.0
-    rate = decode_rate_by_subtraction([4.0], [1.0], 2)
-    assert rate is not None
+    rate = present(decode_rate_by_subtraction([4.0], [1.0], 2))
     assert rate.median == pytest.approx(2 / 3)
 
 

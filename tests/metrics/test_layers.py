@@ -67,12 +67,13 @@ def test_rows_that_the_reference_cannot_tell_are_left_out() -> None:
     assert relative_errors(ref, np.ones((2, 2))).tolist() == [1.0]
 
 
-def test_added_errors_are_the_legs_of_right_triangles() -> None:
-    assert added_errors([0.0, 3.0, 5.0, 4.0, 4.0]).tolist() == [3.0, 4.0, 0.0, 0.0]
-
-
-def test_what_becomes_infinite_adds_once() -> None:
-    assert added_errors([0.0, 1.0, math.inf, math.inf]).tolist() == [1.0, math.inf, 0.0]
+@pytest.mark.parametrize(
+    ("errors", "added"),
+    [([0.0, 3.0, 5.0, 4.0, 4.0], [3.0, 4.0, 0.0, 0.0]), ([0.0, 1.0, math.inf, math.inf], [1.0, math.inf, 0.0])],
+    ids=["legs of right triangles", "what becomes infinite adds once"],
+)
+def test_added_errors_are_the_legs_of_right_triangles(errors: list[float], added: list[float]) -> None:
+    assert added_errors(errors).tolist() == added
 
 
 def test_a_ratio_is_over_the_root_mean_square_of_the_others() -> None:

@@ -21,8 +21,16 @@ def _clusters(n: int, per_cluster: int) -> Any:
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def test_a_uniform_row_costs_the_log_of_the_vocabulary() -> None:
-    assert row_nll(np.full((3, 50), 7.0), np.array([0, 20, 49])) == pytest.approx([math.log(50)] * 3, abs=1e-15)
+@pytest.mark.parametrize(
+    ("logits", "targets", "nll"),
+    [
+        pytest.param(np.full((3, 50), 7.0), [0, 20, 49], [math.log(50)] * 3, id="the log of the vocabulary"),
+        pytest.param(np.array([[3e4, 0.0], [-3e4, 0.0]]), [0, 0], [0.0, 3e4], id="large scores do not overflow"),
+        pytest.param(np.array([[0.0, -math.inf]]), [0], [0.0], id="an impossible token elsewhere costs nothing"),
+    ],
+)
+def test_rows_cost_what_their_closed_form_says(logits: Any, targets: list[int], nll: list[float]) -> None:
+    assert row_nll(logits, np.array(targets)) == pytest.approx(nll, abs=1e-15)
 
 
 def test_nll_is_minus_log_softmax_of_the_target() -> None:
@@ -37,17 +45,9 @@ def test_the_sum_over_the_vocabulary_is_in_float64() -> None:
     assert row_nll(flat, np.array([3]))[0] == pytest.approx(math.log(n), abs=1e-12)
 
 
-def test_large_scores_do_not_overflow() -> None:
-    assert row_nll(np.array([[3e4, 0.0], [-3e4, 0.0]]), np.array([0, 0])) == pytest.approx([0.0, 3e4])
-
-
 @pytest.mark.parametrize("row", [[math.nan, 0.0], [0.0, math.inf], [-math.inf, 0.0], [-math.inf, -math.inf]])
 def test_a_broken_row_or_an_impossible_target_is_nan(row: list[float]) -> None:
     assert np.isnan(row_nll(np.array([row]), np.array([0]))).all()
-
-
-def test_an_impossible_token_elsewhere_costs_nothing() -> None:
-    assert row_nll(np.array([[0.0, -math.inf]]), np.array([0])) == pytest.approx([0.0])
 
 
 # ------------------------------------------------------------------------------------------------- pairs

@@ -61,6 +61,7 @@ from fidelab.metrics.sample_size import paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
 from fidelab.metrics.speculation import compose
 from fidelab.metrics.structure import structures
+from tests.present import present
 
 settings.register_profile("properties", settings.get_profile("busy"), derandomize=True, max_examples=60, deadline=None)
 properties = settings(settings.get_profile("properties"))
@@ -291,8 +292,7 @@ def test_an_interval_holds_its_estimate_and_knows_no_order_of_items(
     bounds = (0.0, 1.0) if share else (0.0, math.inf)
     order = np.random.default_rng(seed).permutation(len(values))
     items, moved = RatioItems.of(values, 1.0, clusters), RatioItems.of(values[order], 1.0, clusters[order])
-    estimate = ratio_estimate(items)
-    assert estimate is not None
+    estimate = present(ratio_estimate(items))
     assert ratio_estimate(moved) == pytest.approx(estimate, rel=1e-12, abs=1e-12)
     interval, again = (ratio_interval(x, bounds=bounds, proportion=share) for x in (items, moved))
     assert (interval is None) == (len({*clusters.tolist()}) < 2)
@@ -396,8 +396,7 @@ def test_intervals_cover_the_truth_in_93_of_100_at_least(
 ) -> None:
     rng, weights, held = np.random.default_rng(20261123), resample_weights(n), 0
     for _ in range(RUNS):
-        interval = draw(rng, n, weights)
-        assert interval is not None
+        interval = present(draw(rng, n, weights))
         held += interval[0] <= truth <= interval[1]
     assert held / RUNS >= 0.93
 
@@ -510,8 +509,7 @@ def test_retrieval_is_bounded_perfect_where_nothing_is_lost_and_blind_to_order(c
     interval = retrieval_interval(cells)
     if found is not None and interval is not None:
         assert 0 <= interval[0] <= found <= interval[1] <= 100
-        chance = chance_score(cells)
-        assert chance is not None
+        chance = present(chance_score(cells))
         assert 0 <= chance <= 100
     forward, backward = accuracy_difference(cells), accuracy_difference(Cells(cells.cand, cells.base, cells.cell))
     assert forward.estimate == pytest.approx(-backward.estimate, abs=1e-9)
@@ -537,8 +535,7 @@ def test_flips_do_not_depend_on_the_order_of_items_and_change_sides_with_the_arm
 @properties
 @given(st.dictionaries(st.sampled_from("abcd"), st.floats(0, 100), min_size=1), seeds)
 def test_the_composite_lies_between_its_axes_whatever_their_order(scores: dict[str, float], seed: int) -> None:
-    value = harmonic_mean(list(scores.values()))
-    assert value is not None
+    value = present(harmonic_mean(list(scores.values())))
     assert min(scores.values()) - 1e-9 <= value <= max(scores.values()) + 1e-9
     names = list(scores)
     np.random.default_rng(seed).shuffle(names)
@@ -587,11 +584,11 @@ def test_rank_correlation_is_symmetric_bounded_and_blind_to_order_and_to_monoton
     assert -1 <= found[0] <= 1
     assert found[0] == pytest.approx(other[0], abs=1e-12)
     order = np.random.default_rng(seed).permutation(len(x))
-    moved = rank_correlation([x[i] for i in order], [y[i] for i in order])
-    assert moved is not None
+    moved = present(rank_correlation([x[i] for i in order], [y[i] for i in order]))
     assert moved[0] == pytest.approx(found[0], abs=1e-12)
-    doubled = rank_correlation([2 * value for value in x], y)  # no rounding: equal values stay equal, others apart
-    assert doubled is not None
+    doubled = present(
+        rank_correlation([2 * value for value in x], y)
+    )  # no rounding: equal values stay equal, others apart
     assert doubled[0] == pytest.approx(found[0], abs=1e-12)
 
 

@@ -16,8 +16,8 @@ from fidelab.metrics.sample_size import (
     paired_spread,
     ratio_spread,
 )
+from tests.present import present
 
-Rng = np.random.Generator
 Floats = NDArray[np.float64]
 
 
@@ -31,8 +31,7 @@ def plain(values: list[float] | Floats) -> RatioItems:
 
 def test_the_spread_of_a_plain_mean_is_the_sample_sd() -> None:
     values = np.random.default_rng(0).normal(3, 2, 50)
-    found = ratio_spread(plain(values), scale=100)
-    assert found is not None
+    found = present(ratio_spread(plain(values), scale=100))
     assert found.estimate == pytest.approx(100 * values.mean())
     assert found.sd == pytest.approx(100 * values.std(ddof=1))
     assert found.clusters == 50
@@ -51,8 +50,7 @@ def test_the_spread_of_a_pair_is_the_sd_of_the_clusters_differences() -> None:
     rng = np.random.default_rng(3)
     control = rng.gamma(2, 1, 40)
     candidate = control + rng.normal(0.1, 0.01, 40)
-    found = paired_spread(plain(candidate), plain(control), scale=100)
-    assert found is not None
+    found = present(paired_spread(plain(candidate), plain(control), scale=100))
     assert found.estimate == pytest.approx(100 * (candidate - control).mean())
     assert found.sd == pytest.approx(100 * (candidate - control).std(ddof=1))
     assert found.clusters == 40
@@ -70,8 +68,7 @@ def test_the_spread_of_a_pair_of_ratios_is_that_of_its_jackknife() -> None:
 
     left = np.array([without(cluster) for cluster in range(200)])
     error = math.sqrt(199 / 200 * float(((left - left.mean()) ** 2).sum()))
-    found = paired_spread(a, b)
-    assert found is not None
+    found = present(paired_spread(a, b))
     assert found.sd / math.sqrt(200) == pytest.approx(error, rel=0.01)
 
 

@@ -5,22 +5,20 @@ import pytest
 from fidelab.metrics.serving import saturation
 
 
-def test_the_first_step_that_adds_less_than_the_threshold_saturates() -> None:
-    at, gain = saturation([1, 2, 4, 8, 16], [10, 19, 30, 31, 60])
-    assert at == 4
-    assert gain == pytest.approx(1 / 30)
-
-
-def test_a_curve_that_grows_to_its_end_does_not_saturate_and_tells_the_last_gain() -> None:
-    at, gain = saturation([32, 64], [1000, 1096])
-    assert at is None
-    assert gain == pytest.approx(0.096)
-
-
-def test_a_rate_that_falls_saturates_with_a_negative_gain() -> None:
-    at, gain = saturation([1, 2], [10, 8])
-    assert at == 1
-    assert gain == pytest.approx(-0.2)
+@pytest.mark.parametrize(
+    ("levels", "rates", "at", "gain"),
+    [
+        pytest.param([1, 2, 4, 8, 16], [10, 19, 30, 31, 60], 4, 1 / 30, id="the first step below the threshold"),
+        pytest.param([32, 64], [1000, 1096], None, 0.096, id="a curve that grows to its end does not saturate"),
+        pytest.param([1, 2], [10, 8], 1, -0.2, id="a rate that falls has a negative gain"),
+    ],
+)
+def test_the_first_step_that_adds_less_than_the_threshold_saturates(
+    levels: list[int], rates: list[float], at: int | None, gain: float
+) -> None:
+    found = saturation(levels, rates)
+    assert found[0] == at
+    assert found[1] == pytest.approx(gain)
 
 
 def test_a_step_of_exactly_the_threshold_still_pays() -> None:

@@ -21,24 +21,18 @@ def found(equal: np.ndarray, first: int = 0, failed: np.ndarray | None = None) -
     return Unmoved(kl, ITEM, POSITION, N_CTX, first).first()
 
 
-def test_rows_that_all_differ_are_no_evidence() -> None:
-    assert found(ITEM < 0) is None
-
-
-def test_a_window_of_equal_rows_is_named() -> None:
-    assert found(ITEM == 2) == "at all 32 rows of window 2 of 64 tokens"
-
-
-def test_one_row_that_differs_clears_its_window() -> None:
-    assert found((ITEM == 2) & (POSITION > ROWS)) is None
-
-
-def test_further_windows_of_equal_rows_are_counted() -> None:
-    assert found(ITEM > 0) == "at all 32 rows of window 1 of 64 tokens, and in 2 of 7 other parts"
-
-
-def test_a_quarter_of_the_positions_with_equal_rows_is_named() -> None:
-    assert found(POSITION < 40) == "at all 32 rows of positions 32 to 39 of windows of 64 tokens"
+@pytest.mark.parametrize(
+    ("equal", "said"),
+    [
+        pytest.param(ITEM < 0, None, id="no row"),
+        pytest.param((ITEM == 2) & (POSITION > ROWS), None, id="a window but for one row"),
+        pytest.param(ITEM == 2, "at all 32 rows of window 2 of 64 tokens", id="a window"),
+        pytest.param(ITEM > 0, "at all 32 rows of window 1 of 64 tokens, and in 2 of 7 other parts", id="windows"),
+        pytest.param(POSITION < 40, "at all 32 rows of positions 32 to 39 of windows of 64 tokens", id="positions"),
+    ],
+)
+def test_a_window_or_a_quarter_of_the_positions_with_equal_rows_is_named(equal: np.ndarray, said: str | None) -> None:
+    assert found(equal) == said
 
 
 def test_rows_that_a_format_is_asked_to_leave_exact_do_not_count() -> None:

@@ -196,16 +196,19 @@ def test_conversion_that_does_not_fit_the_disk_says_what_it_needs_and_leaves_not
     assert not _weights(cache)
 
 
-def test_tensor_of_another_shape_than_the_model_has_is_one_line(tmp_path: Path, cache: Path) -> None:
-    file = write_gguf(tmp_path / "x.gguf", changed={"blk.0.ffn_up.weight": (32, 32)})
-    with pytest.raises(InputError, match=r"converted.*up_proj\.weight has the shape \(32, 32\), not \(64, 32\)"):
-        pull(str(file))
-    assert not _weights(cache)
-
-
-def test_missing_tensor_is_one_line(tmp_path: Path, cache: Path) -> None:
-    file = write_gguf(tmp_path / "x.gguf", changed={"blk.0.ffn_up.weight": None})
-    with pytest.raises(InputError, match=r"1 of 11 parameters are not in the file, first model\.layers\.0\.mlp\.up"):
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((32, 32), r"converted.*up_proj\.weight has the shape \(32, 32\), not \(64, 32\)"),
+        (None, r"1 of 11 parameters are not in the file, first model\.layers\.0\.mlp\.up"),
+    ],
+    ids=["another shape", "missing"],
+)
+def test_a_tensor_that_the_model_does_not_have_so_is_one_line(
+    shape: tuple[int, ...] | None, said: str, tmp_path: Path, cache: Path
+) -> None:
+    file = write_gguf(tmp_path / "x.gguf", changed={"blk.0.ffn_up.weight": shape})
+    with pytest.raises(InputError, match=said):
         pull(str(file))
     assert not _weights(cache)
 

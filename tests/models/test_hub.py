@@ -183,19 +183,17 @@ def _ask(endpoint: str, name: str, home: Path, **environment: str) -> dict[str, 
     return answer
 
 
-def test_hub_id_is_fetched(hub: Hub, tmp_path: Path) -> None:
-    answer = _ask(hub.endpoint, REPO, tmp_path)
-    assert (answer["revision"], answer["positions"]) == (COMMITS["main"], 64)
+@pytest.mark.parametrize(("name", "revision", "positions"), [(REPO, "main", 64), (f"{REPO}@v1", "v1", 32)])
+def test_a_hub_id_is_fetched_at_its_revision(
+    name: str, revision: str, positions: int, hub: Hub, tmp_path: Path
+) -> None:
+    answer = _ask(hub.endpoint, name, tmp_path)
+    assert (answer["revision"], answer["positions"]) == (COMMITS[revision], positions)
 
 
 def test_only_data_is_fetched(hub: Hub, tmp_path: Path) -> None:
     assert _ask(hub.endpoint, REPO, tmp_path)["files"] == ["config.json", "model.safetensors"]
     assert not [path for path in hub.asked if path.endswith((".py", ".bin"))]
-
-
-def test_revision_is_taken(hub: Hub, tmp_path: Path) -> None:
-    answer = _ask(hub.endpoint, f"{REPO}@v1", tmp_path)
-    assert (answer["revision"], answer["positions"]) == (COMMITS["v1"], 32)
 
 
 def test_token_comes_from_the_environment(hub: Hub, tmp_path: Path) -> None:

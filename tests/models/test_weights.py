@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -109,31 +110,28 @@ def test_index_may_not_leave_its_folder(name: str, tmp_path: Path, make_folder: 
         weight_files(folder)
 
 
-def test_missing_shard_is_named(tmp_path: Path, make_folder: MakeFolder) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (
+            lambda folder: _index(folder, "model.safetensors", "model-2.safetensors"),
+            r"1 of 2 weight files are missing.*model-2\.safetensors",
+        ),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "weight_map"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"pytorch_model\.bin.*safetensors",
+        ),
+        (lambda folder: (folder / "model.safetensors").unlink(), r"no \*\.safetensors"),
+    ],
+    ids=["missing shard", "index without a map", "pickled weights", "no weights"],
+)
+def test_a_folder_without_all_its_weights_is_refused(
+    spoil: Callable[[Path], object], said: str, tmp_path: Path, make_folder: MakeFolder
+) -> None:
     folder = make_folder(tmp_path / "m")
-    _index(folder, "model.safetensors", "model-2.safetensors")
-    with pytest.raises(InputError, match=r"1 of 2 weight files are missing.*model-2\.safetensors"):
-        weight_files(folder)
-
-
-def test_index_without_a_map_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "m")
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(InputError, match="weight_map"):
-        weight_files(folder)
-
-
-def test_pickled_weights_are_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "m")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(InputError, match=r"pytorch_model\.bin.*safetensors"):
-        weight_files(folder)
-
-
-def test_folder_without_weights_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "m")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"no \*\.safetensors"):
+    spoil(folder)
+    with pytest.raises(InputError, match=said):
         weight_files(folder)
 
 

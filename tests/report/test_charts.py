@@ -22,6 +22,7 @@ from fidelab.report.scales import ChartAxis, Scale, scale_for
 from fidelab.report.sections import BarGroup, ReportArm
 from fidelab.report.view import FrontierPoint
 from fidelab.results.plots import Bars, Curve, Grid, Heatmap
+from tests.present import present
 
 SIZE, BARE = ChartSize(560, 330), ChartSize(560, 330, labels=False)
 positive = st.floats(1e-9, 1e3)
@@ -270,8 +271,7 @@ def test_a_band_reaches_from_the_axis_to_its_value_and_labels_of_bands_stand_apa
 @pytest.mark.parametrize(("height", "names"), [(400, ["excellent", "pass", "degraded", "fail"]), (120, ["excellent"])])
 def test_verdict_bands_are_shaded_and_named_where_there_is_room(height: int, names: list[str]) -> None:
     points = [FrontierPoint("a", 10, 0.0005, None, "x"), FrontierPoint("b", 5, 0.5, None, "x")]
-    chart = draw_frontier(points, ChartSize(560, height), rules=RULES)
-    assert chart is not None
+    chart = present(draw_frontier(points, ChartSize(560, height), rules=RULES))
     assert len(parts(chart, "rect", "zone")) == 4
     assert [label.text for label in parts(chart, "text", "rulelabel")] == names
 
@@ -301,10 +301,12 @@ def box_of(label: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
-    chart = draw_frontier(
-        (FrontierPoint("a", 100, 0.1, None, "pass"), FrontierPoint("b", 50, 0.001, None, "pass")), ChartSize(860, 380)
+    chart = present(
+        draw_frontier(
+            (FrontierPoint("a", 100, 0.1, None, "pass"), FrontierPoint("b", 50, 0.001, None, "pass")),
+            ChartSize(860, 380),
+        )
     )
-    assert chart is not None
     grid = y_ticks(chart)
     assert list(grid) == ["0.001", "0.01", "0.1"]
     place = marks(chart)
@@ -313,8 +315,7 @@ def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
 
 def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
     points = (FrontierPoint("a", 0, 0, (0, 0), "excellent"), FrontierPoint("b", 9, 1e-7, (-1e-7, 3e-7), "pass"))
-    chart = draw_frontier(points, ChartSize(860, 380))
-    assert chart is not None
+    chart = present(draw_frontier(points, ChartSize(860, 380)))
     _, _, top, bottom = ends(chart)
     assert len(parts(chart, "circle", "zero")) == 1
     levels = [
@@ -348,8 +349,7 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
         FrontierPoint("b", 20, 0.01, None, "x"),
         FrontierPoint("c", 20, 0.1, None, "x"),
     ]
-    chart = draw_frontier(points, SIZE)
-    assert chart is not None
+    chart = present(draw_frontier(points, SIZE))
     place = marks(chart)
     [step] = parts(chart, "path", "step")
     assert points_of(step.get("d", "")) == [place["a"], (place["b"][0], place["a"][1]), place["b"]]
@@ -358,8 +358,7 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
 @pytest.mark.parametrize("width", [360, 1120])
 def test_labels_cover_neither_labels_nor_points(width: int) -> None:
     points = [FrontierPoint(f"format_{n}", 1000 + 3 * n, 0.01 + n / 1e4, None, "pass") for n in range(8)]
-    chart = draw_frontier(points, ChartSize(width, 430))
-    assert chart is not None
+    chart = present(draw_frontier(points, ChartSize(width, 430)))
     boxes = [box_of(label) for label in parts(chart, "text", "name")]
     assert all(box[0] >= 0 and box[2] <= width for box in boxes)
     dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in marks(chart).values()]

@@ -9,6 +9,7 @@ import pytest
 
 from fidelab.report.standalone import frontier_svg
 from fidelab.results.record import Report
+from tests.present import present
 from tests.report.sample import hostile_report, many_arms
 from tests.report.sample_benches import bench_report, rich_report
 
@@ -17,15 +18,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 @pytest.mark.parametrize("report", [rich_report(), hostile_report(), many_arms(12)], ids=["rich", "hostile", "many"])
 def test_the_file_is_xml_with_plain_colours_and_nothing_that_runs_or_is_fetched(report: Report) -> None:
-    svg = frontier_svg(report, 900)
-    assert svg is not None
+    svg = present(frontier_svg(report, 900))
     root = ElementTree.fromstring(svg)
     assert (root.tag, root.get("width")) == (f"{SVG}svg", "900")
     tags = {element.tag.removeprefix(SVG) for element in root.iter()}
     assert tags <= {"svg", "title", "style", "rect", "text", "g", "line", "path", "circle"}
     assert not [name for element in root.iter() for name in element.attrib if name.startswith("on") or "href" in name]
-    style = root.find(f"{SVG}style")
-    assert style is not None
+    style = present(root.find(f"{SVG}style"))
     assert style.text is not None
     assert not re.search(r"var\(|--|system-ui|url\(|@", style.text)
 

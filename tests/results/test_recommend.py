@@ -14,10 +14,11 @@ from fidelab.core import KVSpec, Status
 from fidelab.metrics.composite import kl_band
 from fidelab.metrics.equivalence import Loss, certify
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
-from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
+from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord, Recommendation
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.recommend import recommend, settled, stability
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
+from tests.present import present
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
 
@@ -78,10 +79,12 @@ def report(*arms: ArmRecord) -> Report:
     )
 
 
+def advice(*arms: ArmRecord, **limits: float) -> Recommendation:
+    return present(recommend(report(*arms), **limits))
+
+
 def chosen(*arms: ArmRecord, **limits: float) -> str | None:
-    found = recommend(report(*arms), **limits)
-    assert found is not None
-    return found.arm
+    return advice(*arms, **limits).arm
 
 
 def failing(one: ArmRecord, **verdict: Any) -> ArmRecord:
@@ -98,8 +101,7 @@ BIG, SMALL, TINY, BAD = (
 
 
 def test_the_smallest_arm_of_the_best_class_is_recommended_with_its_command() -> None:
-    found = recommend(report(BIG, SMALL, TINY, BAD))
-    assert found is not None
+    found = advice(BIG, SMALL, TINY, BAD)
     assert (found.arm, found.saving, found.confidence) == ("small", 0.5, "confirmed")
     assert found.command == "vllm serve m --kv-cache-dtype small"
     assert found.stability == 1.0
@@ -111,8 +113,7 @@ def test_of_the_next_class_one_is_recommended_only_where_the_best_has_none() -> 
 
 
 def test_where_none_is_safe_it_says_which_comes_nearest() -> None:
-    found = recommend(report(BAD, arm("worse", 200, 0.3)))
-    assert found is not None
+    found = advice(BAD, arm("worse", 200, 0.3))
     assert (found.arm, found.command) == (None, None)
     assert found.text.startswith("No candidate is safe. Nearest: bad (KLD 0.2")
 
@@ -134,14 +135,12 @@ def test_where_none_is_safe_it_says_which_comes_nearest() -> None:
 )
 def test_limits_choose_the_smallest_arm_that_meets_them(limits: dict[str, float], expected: str | None) -> None:
     assert chosen(BIG, SMALL, TINY, **limits) == expected
-    found = recommend(report(BIG, SMALL, TINY), **limits)
-    assert found is not None
+    found = advice(BIG, SMALL, TINY, **limits)
     assert set(found.limits) == set(limits)
 
 
 def test_a_limit_on_a_figure_that_was_not_measured_says_so() -> None:
-    found = recommend(report(SMALL), min_tokens_per_s=10.0)
-    assert found is not None
+    found = advice(SMALL, min_tokens_per_s=10.0)
     assert found.arm is None
     assert found.others == ("small: tokens per second not measured, so --min-tokens-per-s cannot be met",)
 
@@ -149,8 +148,7 @@ def test_a_limit_on_a_figure_that_was_not_measured_says_so() -> None:
 def test_limits_on_a_run_without_a_kld_say_that_none_was_measured() -> None:
     bare = SMALL.model_copy(update={"axes": {}})
     assert recommend(report(bare)) is None
-    found = recommend(report(bare), max_kld=0.1)
-    assert found is not None
+    found = advice(bare, max_kld=0.1)
     assert found.text == (
         "No candidate is shown to be within the limits (mean KLD at most 0.1 nats), no KLD was measured"
     )
@@ -163,12 +161,10 @@ def rated(one: ArmRecord, rate: float) -> ArmRecord:
 
 def test_a_candidate_is_struck_by_one_that_is_no_larger_no_slower_and_shown_to_be_closer() -> None:
     worse = arm("worse", 750, 0.0012)
-    found = recommend(report(worse, SMALL))
-    assert found is not None
+    found = advice(worse, SMALL)
     assert [(one.arm, one.by) for one in found.dominated] == [("worse", "small")]
     assert found.others == ("worse: small is smaller and closer",)
-    slow = recommend(report(rated(worse, 100.0), rated(SMALL, 80.0)))
-    assert slow is not None
+    slow = advice(rated(worse, 100.0), rated(SMALL, 80.0))
     assert slow.dominated == ()
 
 
@@ -185,8 +181,7 @@ def test_one_up_to_a_tenth_larger_replaces_the_smallest_if_shown_to_be_twice_as_
 
 def test_of_candidates_that_cannot_be_told_apart_the_smaller_one_is_kept() -> None:
     noisy = [0.0006 * (1 + 0.3 * (-1) ** n) for n in range(24)]
-    found = recommend(report(arm("same", 750, noisy), SMALL))
-    assert found is not None
+    found = advice(arm("same", 750, noisy), SMALL)
     assert (found.arm, found.dominated) == ("small", ())
 
 
@@ -205,8 +200,7 @@ def test_an_emulated_format_is_ranked_by_what_it_would_take_packed() -> None:
 
 
 def test_a_verdict_that_other_axes_lowered_is_not_recommended() -> None:
-    found = recommend(report(BIG, failing(SMALL, band="PASS", by_kld=False, because=("lost 9 of 36",))))
-    assert found is not None
+    found = advice(BIG, failing(SMALL, band="PASS", by_kld=False, because=("lost 9 of 36",)))
     assert found.arm == "big"
     assert "small: verdict PASS, lost 9 of 36" in found.others
 
@@ -223,22 +217,19 @@ def test_a_limit_goes_over_the_klds_band_and_over_no_failed_position_or_garbage(
 def test_a_shown_loss_of_probability_excludes_and_an_undecided_one_does_not() -> None:
     assert chosen(BIG, arm("lossy", 500, 0.0006, 0.03)) == "big"
     unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
-    found = recommend(report(BIG, arm("unsteady", 500, 0.0006, unsteady)))
-    assert found is not None
+    found = advice(BIG, arm("unsteady", 500, 0.0006, unsteady))
     assert (found.arm, found.confidence) == ("unsteady", "likely")
 
 
 @pytest.mark.parametrize(("documents", "expected"), [(9, "preliminary"), (10, "confirmed")])
 def test_fewer_than_ten_documents_are_preliminary(documents: int, expected: str) -> None:
-    found = recommend(report(arm("small", 500, 0.0006, documents=documents)))
-    assert found is not None
+    found = advice(arm("small", 500, 0.0006, documents=documents))
     assert (found.arm, found.confidence) == ("small", expected)
 
 
 @pytest.mark.parametrize(("documents", "expected"), [(9, "preliminary"), (10, "confirmed")])
 def test_under_a_limit_of_ones_own_ten_documents_confirm_too(documents: int, expected: str) -> None:
-    found = recommend(report(arm("small", 500, 0.0006, documents=documents)), max_kld=0.005)
-    assert found is not None
+    found = advice(arm("small", 500, 0.0006, documents=documents), max_kld=0.005)
     assert (found.arm, found.confidence) == ("small", expected)
     said = f"preliminary: {documents} documents; at least 10 are needed to confirm"
     assert (said in found.model_dump_json()) is (expected == "preliminary")
@@ -248,14 +239,12 @@ def test_under_a_limit_of_ones_own_ten_documents_confirm_too(documents: int, exp
 def test_only_at_near_ties_is_said_where_no_confident_flip_was_seen(flips: float, expected: bool) -> None:
     kld = SMALL.axes["kld"]
     metrics = tuple(m.model_copy(update={"value": flips}) if m.key == "real_flips" else m for m in kld.metrics)
-    found = recommend(report(SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}})))
-    assert found is not None
+    found = advice(SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}}))
     assert ("only at near ties" in found.model_dump_json()) is expected
 
 
 def test_where_no_server_implements_any_format_none_is_named_instead() -> None:
-    found = recommend(report(SMALL.model_copy(update={"serve_command": None})))
-    assert found is not None
+    found = advice(SMALL.model_copy(update={"serve_command": None}))
     assert (found.arm, found.command) == ("small", None)
     assert "The best format that one can serve" not in found.model_dump_json()
 
@@ -264,15 +253,13 @@ def test_a_larger_candidate_that_is_undecided_ends_the_confirmation_and_one_show
     unsteady = [0.05 * (-1) ** n + 0.002 for n in range(24)]
     for kl, loss, expected in ((0.0006, unsteady, "likely"), (0.03, 0.0, "confirmed"), (0.3, 0.05, "confirmed")):
         first = arm("big", 750, kl, loss)
-        found = recommend(report(first, SMALL))
-        assert found is not None
+        found = advice(first, SMALL)
         assert (found.arm, found.confidence) == ("small", expected)
 
 
 def test_a_choice_that_resamples_do_not_repeat_is_too_close_to_call() -> None:
     near = arm("near", 500, [0.0002] * 12 + [0.0133] * 12)  # upper end close to the edge of its class
-    found = recommend(report(BIG, near))
-    assert found is not None
+    found = advice(BIG, near)
     assert found.stability is not None
     assert found.stability < 0.8
     assert {found.arm, found.alternative} == {"big", "near"}
@@ -290,8 +277,7 @@ def test_below_80_percent_of_resamples_the_second_choice_is_named(
 
 
 def test_reports_without_sums_by_document_get_an_answer_without_its_stability() -> None:
-    found = recommend(report(*(one.model_copy(update={"documents": ()}) for one in (BIG, SMALL))))
-    assert found is not None
+    found = advice(*(one.model_copy(update={"documents": ()}) for one in (BIG, SMALL)))
     assert (found.arm, found.stability) == ("small", None)
 
 
@@ -300,8 +286,7 @@ def test_an_upper_end_of_exactly_a_tenth_nat_is_a_fail(end: float, expected: str
     kld = TINY.axes["kld"]
     metrics = tuple(m.model_copy(update={"ci": (0.01, end)}) if m.key == "mean" else m for m in kld.metrics)
     edge = TINY.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}})
-    found = recommend(report(BIG, edge))
-    assert found is not None
+    found = advice(BIG, edge)
     assert ("tiny: verdict FAIL" in found.others) is (expected is not None)
 
 
@@ -312,8 +297,7 @@ def test_risks_name_what_other_tests_lost_and_what_they_cannot_detect() -> None:
     assert judged.state == "underpowered"
     assert claim.detectable == pytest.approx(0.30, abs=0.005)
     certificates = {**SMALL.certificates, "rniah": Certificate.of(judged, (), [flips])}
-    found = recommend(report(SMALL.model_copy(update={"certificates": certificates})))
-    assert found is not None
+    found = advice(SMALL.model_copy(update={"certificates": certificates}))
     assert "correct answers of rniah: 1 lost, 1 gained of 13" in found.risks
     assert "rniah: sample too small, only losses above 30 points are detectable" in found.risks
 
@@ -343,8 +327,7 @@ def generated(candidates: Sequence[tuple[int, float, float, int]], documents: in
 @given(candidates=CANDIDATES, documents=st.integers(2, 14))
 def test_no_recommended_configuration_is_dominated(candidates: list[Any], documents: int) -> None:
     arms = generated(candidates, documents)
-    found = recommend(report(*arms))
-    assert found is not None
+    found = advice(*arms)
     best = next((one for one in arms if one.name == found.arm), None)
     for other in arms if best is not None else ():
         assert best is not None
@@ -390,8 +373,7 @@ def looked(name: str, size: float, kl: float, *looks: int) -> ArmRecord:
 
 
 def test_candidates_that_were_asked_different_amounts_are_compared_over_what_both_read() -> None:
-    found = recommend(report(looked("large", 900, 0.004, 12, 24), looked("small", 500, 0.001, 12)))
-    assert found is not None
+    found = advice(looked("large", 900, 0.004, 12, 24), looked("small", 500, 0.001, 12))
     [dominance] = found.dominated
     a, b = arm("large", 900, 0.004, documents=12), arm("small", 500, 0.001, documents=12)
     assert (dominance.arm, dominance.by) == ("large", "small")

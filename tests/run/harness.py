@@ -7,18 +7,19 @@ import functools
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import typer.main
+import yaml
 
 from fidelab.cli import main
 from fidelab.results.measurement import Measurement
 
-__all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "same_report", "write_inputs"]
+__all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "refused", "run_fake", "same_report", "write_inputs"]
 
 SMALL = ("--engine", "fake", "--reference", "exact", "--text", "text.txt", "--prompts", "prompts.txt")
 
@@ -87,6 +88,29 @@ def compare(cwd: Path, *kv: str, flags: Sequence[object] = (), windows: int = 40
     write_inputs(cwd)
     sizes = ("--windows", windows, "--n-ctx", 16, "--n-predict", 8, "--limit", limit)
     return cli("compare", "fake", *SMALL, *sizes, *(word for name in kv for word in ("--kv", name)), *flags, cwd=cwd)
+
+
+def run_fake(cwd: Path, axes: Mapping[str, Any], candidates: Sequence[str], **settings: Any) -> Done:
+    """Compare candidates on the fake engine with ``exact``, without a control unless ``settings`` name one."""
+    given = {"control": "none", "prompts": "prompts.txt", **settings}
+    return cli("compare", "-f", fake_file(cwd, axes=axes, candidates=list(candidates), **given), cwd=cwd)
+
+
+def fake_file(cwd: Path, **settings: Any) -> Path:
+    """An experiment on the fake engine with ``exact`` as the reference, in a file beside its inputs."""
+    write_inputs(cwd)
+    experiment = {"model": "fake", "engine": "fake", "reference": "exact", "text": "text.txt", **settings}
+    path = cwd / "experiment.yaml"
+    path.write_text(yaml.safe_dump(experiment))
+    return path
+
+
+def refused(done: Done) -> str:
+    """The one line on standard error of a command that was refused, and that printed nothing else."""
+    assert (done.code, done.out) == (2, ""), done
+    [line] = done.err.splitlines()
+    assert line.startswith("fidelab: ")
+    return line
 
 
 def write_inputs(cwd: Path) -> None:

@@ -17,7 +17,7 @@ from fidelab.results.compare import compare
 from fidelab.results.record import Report
 from fidelab.run.pairing import ArmResult
 from fidelab.run.scoring import RunFacts, score_run
-from tests.run.harness import Done, cli, write_inputs
+from tests.run.harness import Done, run_fake
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})
 
@@ -29,21 +29,9 @@ def kl(q: float) -> float:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    candidates, axes = ["tilt[q=0.6]", "tilt[q=0.52]", "decay[b=0.6]"], {"kld": {"windows": 40, "n_ctx": 16}}
     room = tmp_path_factory.mktemp("attribution")
-    write_inputs(room)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "tilt[q=0.55]",
-        "candidates": ["tilt[q=0.6]", "tilt[q=0.52]", "decay[b=0.6]"],
-        "axes": {"kld": {"windows": 40, "n_ctx": 16}},
-        "text": "text.txt",
-        "floor": 0.0,
-        "keep_rows": True,
-    }
-    (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("compare", "-f", "run.yaml", cwd=room)
+    return run_fake(room, axes, candidates, control="tilt[q=0.55]", floor=0.0, keep_rows=True)
 
 
 def relabelled(done: Done, roles: dict[str, str], **changed: dict[str, Any]) -> Report:

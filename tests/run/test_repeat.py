@@ -34,7 +34,8 @@ from fidelab.run.estimate import needed_bytes
 from fidelab.run.prepare import prepare
 from fidelab.run.repeat import merge
 from tests.cli.test_cli_bad_input import refused
-from tests.run.harness import Done, axis_of, cli, compare, write_inputs
+from tests.present import present
+from tests.run.harness import Done, axis_of, cli, compare, fake_file
 from tests.sizes import first
 
 WINDOWS, ROWS, VOCAB = 4, 7, 256  # n_ctx 16, the second half scored
@@ -43,21 +44,10 @@ RARE = 1e-6  # chance that a test of random numbers fails for nothing
 
 def experiment(room: Path, *candidates: str, **more: Any) -> Path:
     """A small experiment file on the fake engine."""
-    write_inputs(room)
-    data: dict[str, Any] = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "candidates": list(candidates),
-        "axes": {"kld": {"windows": WINDOWS, "n_ctx": 16}, "trajectory": {"limit": 2, "n_predict": 4}},
-        "text": "text.txt",
-        "prompts": "prompts.txt",
-        "floor": 0,
-        **more,
-    }
-    path = room / "experiment.yaml"
-    path.write_text(json.dumps(data))
-    return path
+    axes = {"kld": {"windows": WINDOWS, "n_ctx": 16}, "trajectory": {"limit": 2, "n_predict": 4}}
+    return fake_file(
+        room, **{"candidates": list(candidates), "axes": axes, "prompts": "prompts.txt", "floor": 0, **more}
+    )
 
 
 @dataclass(frozen=True)
@@ -82,8 +72,7 @@ class Repeated:
         return next(arm for arm in self.report.candidates if arm.name == candidate).axes[axis]
 
     def repeats(self, candidate: str, axis: str, name: str = "score") -> tuple[float, ...]:
-        metric = self.axis(candidate, axis).metric(name)
-        assert metric is not None
+        metric = present(self.axis(candidate, axis).metric(name))
         return metric.repeats
 
 
@@ -122,8 +111,7 @@ def test_an_engine_without_noise_repeats_exactly(steady: Repeated) -> None:
             values = steady.repeats(arm.name, axis)
             assert (len(values), len({*values})) == (3, 1)
             assert "the same in all 3 runs" in arm.axes[axis].flags[-1].text
-    floor = steady.report.floor["kld"].metric("mean")
-    assert floor is not None
+    floor = present(steady.report.floor["kld"].metric("mean"))
     assert len(floor.repeats) == 3
 
 

@@ -17,7 +17,7 @@ from fidelab.engines.base import Support
 from fidelab.engines.fake import FakeEngine
 from fidelab.run.arms import served_name, with_kv
 from tests.environments.conftest import Second, second
-from tests.run.harness import Done, axis_of, cli, compare, write_inputs
+from tests.run.harness import Done, axis_of, cli, compare, fake_file, refused
 
 __all__ = ["second"]
 
@@ -53,25 +53,8 @@ class Served(FakeEngine):
     is_server = True
 
 
-def experiment(cwd: Path, **more: Any) -> Path:
-    write_inputs(cwd)
-    data = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "axes": AXES,
-        "text": "text.txt",
-        "floor": 0.0,
-        **more,
-    }
-    path = cwd / "experiment.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
 def run(cwd: Path, **more: Any) -> Done:
-    file = experiment(cwd, **more)
+    file = fake_file(cwd, **{"control": "none", "axes": AXES, "floor": 0.0, **more})
     return cli("compare", "-f", file, "--trust", file, cwd=cwd)
 
 
@@ -135,10 +118,7 @@ def test_an_engine_for_all_arms_that_is_not_installed_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ENGINES._table, "absent", "tests.run.test_run_arms:Absent")
-    done = run(tmp_path, engine="absent", candidates=["tilt[q=0.6]"])
-    assert done.code == 2
-    assert done.err.count("\n") == 1
-    assert "engine absent is not installed" in done.err
+    assert "engine absent is not installed" in refused(run(tmp_path, engine="absent", candidates=["tilt[q=0.6]"]))
     assert not list(tmp_path.glob("runs/2*"))
 
 
@@ -168,9 +148,7 @@ def test_what_was_forced_and_did_not_engage_fails_without_a_number_that_looks_fi
 
 def test_the_same_server_twice_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES._table, "fake", "tests.run.test_run_arms:Served")
-    done = run(tmp_path, candidates=["tilt[q=0.6]"])
-    assert done.code == 2
-    assert "which the floor does" in done.err
+    assert "which the floor does" in refused(run(tmp_path, candidates=["tilt[q=0.6]"]))
     assert run(tmp_path, candidates=["kv=exact,family=geometric"]).code == 0
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.results.record import Report
+from tests.present import present
 from tests.run.harness import Done, cli, compare
 
 
@@ -18,8 +19,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_the_terminal_begins_with_the_recommendation_of_the_report(run: Done) -> None:
-    found = Report.from_json(run.folder / "report.json").recommendation
-    assert found is not None
+    found = present(Report.from_json(run.folder / "report.json").recommendation)
     head = found.text.partition(": ")[0] if found.arm else found.text
     assert " ".join(run.out.splitlines()[2].split()).startswith(head[:40])  # below the header line
 
@@ -39,8 +39,7 @@ def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
     limit = (min(costs.values()) * max(costs.values())) ** 0.5
     done = cli("report", run.folder, "--max-kld", limit, "--max-flips", "100%", "--json", cwd=run.cwd)
     assert done.code == 0, done.err
-    found = Report.model_validate(json.loads(done.out)).recommendation
-    assert found is not None
+    found = present(Report.model_validate(json.loads(done.out)).recommendation)
     assert found.arm is None  # no arm of this engine saves anything
     assert f"mean KLD at most {limit:.4g} nats" in found.text
     reasons = json.loads(done.out)["recommendation"]

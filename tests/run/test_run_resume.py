@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from fidelab.captures.manifest import MANIFEST, dump_manifest, load_manifest
-from tests.run.harness import Done, cli, compare, same_report, write_inputs
+from tests.run.harness import Done, cli, compare, refused, same_report, write_inputs
 
 KV = "tilt[q=0.6]"
 
@@ -262,10 +262,9 @@ def test_rescoring_a_run_that_was_stopped_says_what_to_do(done: Done) -> None:
     outcomes = done.folder / "outcomes.json"
     record = json.loads(outcomes.read_text())
     outcomes.write_text(json.dumps({**record, "arms": record["arms"][:1]}))
-    found = cli("report", "--rescore", done.folder, cwd=done.cwd)
-    assert found.code == 2
-    assert f"was stopped before candidate:{KV} was run" in found.err
-    assert f"--resume {done.folder}" in found.err
+    line = refused(cli("report", "--rescore", done.folder, cwd=done.cwd))
+    assert f"was stopped before candidate:{KV} was run" in line
+    assert f"--resume {done.folder}" in line
 
 
 def test_no_run_is_without_its_settings_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

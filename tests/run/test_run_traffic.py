@@ -8,13 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from fidelab.axes.groups import by_group
 from fidelab.axes.kld import KLD_METRICS
 from fidelab.metrics.divergence import RowComparison, compare_rows
 from fidelab.results.record import Report
-from tests.run.harness import Done, cli
+from tests.run.harness import Done, cli, refused, run_fake
 
 SECRET = "swordfish"
 
@@ -51,10 +50,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_broken_line_stops_the_run_before_anything_runs(tmp_path: Path) -> None:
-    done = _compare(tmp_path)
-    assert done.code == 2
-    assert "line 13" in done.err
-    assert "--skip-bad" in done.err
+    line = refused(_compare(tmp_path))
+    assert "line 13" in line
+    assert "--skip-bad" in line
     assert not (tmp_path / "runs").exists()
 
 
@@ -99,41 +97,23 @@ def test_rescored_report_keeps_the_domains_and_no_words(run: Done) -> None:
 
 def test_recorded_answers_are_fed_instead_of_the_references(tmp_path: Path) -> None:
     _log(tmp_path)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": {"kv": "exact"},
-        "candidates": ["tilt[q=0.7]"],
-        "axes": {"forced": {"answers": "recorded", "n_predict": 5, "limit": 4}},
-        "traffic": "log.jsonl",
-        "skip_bad": True,
-    }
-    (tmp_path / "e.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("compare", "-f", "e.yaml", cwd=tmp_path)
+    axes, inputs = (
+        {"forced": {"answers": "recorded", "n_predict": 5, "limit": 4}},
+        {"text": "default", "prompts": "default"},
+    )
+    done = run_fake(tmp_path, axes, ["tilt[q=0.7]"], traffic="log.jsonl", skip_bad=True, **inputs)
     assert done.code == 0, done.err
     axis = done.axis(done.report["candidates"][0]["name"], "forced")
     assert (axis.n_items, axis.value("prompts")) == (4 * 5, 4)
 
 
 def test_recorded_answers_without_a_log_are_refused(tmp_path: Path) -> None:
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": {"kv": "exact"},
-        "candidates": ["tilt[q=0.7]"],
-        "axes": {"forced": {"answers": "recorded"}},
-    }
-    (tmp_path / "e.yaml").write_text(yaml.safe_dump(experiment))
-    done = cli("compare", "-f", "e.yaml", cwd=tmp_path)
-    assert done.code == 2
-    assert "--traffic" in done.err
+    assert "--traffic" in refused(run_fake(tmp_path, {"forced": {"answers": "recorded"}}, ["tilt[q=0.7]"]))
 
 
 @pytest.mark.parametrize("flag", [("--text", "x.txt"), ("--prompts", "x.txt")])
 def test_log_beside_another_text_is_refused(flag: tuple[str, str], tmp_path: Path) -> None:
-    done = _compare(tmp_path, *flag)
-    assert done.code == 2
-    assert "traffic gives the text and the prompts" in done.err
+    assert "traffic gives the text and the prompts" in refused(_compare(tmp_path, *flag))
 
 
 def test_groups_are_means_over_their_own_rows() -> None:

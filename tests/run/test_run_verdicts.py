@@ -14,26 +14,15 @@ from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.results.store import RunFolder
 from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _is_lossy, select_runtime_info
-from tests.run.harness import Done, axis_of, cli, compare, write_inputs
+from tests.run.harness import Done, axis_of, compare, run_fake
 
 
 @pytest.fixture(scope="module")
 def contradicted(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """``tilt`` moves mass to the lower half of the ids, where all the bytes of the text are: perplexity improves."""
-    room = tmp_path_factory.mktemp("contradicted")
-    write_inputs(room)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["tilt[q=0.66]", "tilt[q=0.34]", "tilt[q=0.55]"],
-        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "perplexity": {"contexts": [16], "windows": 40}},
-        "text": "text.txt",
-        "floor": 0.0,
-    }
-    (room / "run.yaml").write_text(json.dumps(experiment))
-    return cli("compare", "-f", "run.yaml", cwd=room)
+    axes = {"kld": {"windows": 40, "n_ctx": 16}, "perplexity": {"contexts": [16], "windows": 40}}
+    candidates = ["tilt[q=0.66]", "tilt[q=0.34]", "tilt[q=0.55]"]
+    return run_fake(tmp_path_factory.mktemp("contradicted"), axes, candidates, floor=0.0)
 
 
 def test_a_better_perplexity_under_a_small_kld_costs_nothing(contradicted: Done) -> None:
@@ -43,23 +32,12 @@ def test_a_better_perplexity_under_a_small_kld_costs_nothing(contradicted: Done)
 
 
 def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
     lines = [f"The rare paint color is {needles.codes[0]}." for needles in draw_needles(3, 1, 0, 0)]
     answers = [[line, line.removeprefix("The rare paint color is")] for line in lines]
     (tmp_path / "answers.json").write_text(json.dumps(answers))
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "engine_args": {"answers": str(tmp_path / "answers.json")},
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["forget[every=1]", "exact"],
-        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600, 700]}},
-        "text": "text.txt",
-        "floor": 0.0,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
+    axes = {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600, 700]}}
+    given = {"answers": str(tmp_path / "answers.json")}
+    done = run_fake(tmp_path, axes, ["forget[every=1]", "exact"], engine_args=given, floor=0.0)
     forgetful, same = done.arm("forget[every=1]"), done.arm("exact")
     assert axis_of(forgetful, "kld").status == axis_of(same, "kld").status == "identical"
     assert (forgetful["verdict"]["band"], same["verdict"]["band"]) == ("PASS", "EXCELLENT")
@@ -67,19 +45,8 @@ def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path)
 
 
 def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["tilt"],
-        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600]}},
-        "text": "text.txt",
-        "floor": 0.0,
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    arm = cli("compare", "-f", "run.yaml", cwd=tmp_path).arm("tilt")
+    axes = {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600]}}
+    arm = run_fake(tmp_path, axes, ["tilt"], floor=0.0).arm("tilt")
     assert (arm["status"], axis_of(arm, "rniah").status) == ("ok", "not_measurable")
     assert arm["composite"]["value"] == pytest.approx(axis_of(arm, "kld").value("score"))
     assert arm["composite"]["axes"] == ["kld"]

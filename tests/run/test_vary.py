@@ -10,7 +10,7 @@ import pytest
 from fidelab.inputs.texts import load_text
 from fidelab.models import Model
 from fidelab.run.api import compare
-from tests.run.harness import SMALL, Done, cli, write_inputs
+from tests.run.harness import SMALL, Done, cli, run_fake, write_inputs
 
 SIZES = ("--windows", 8, "--n-ctx", 16, "--control", "none", "--axes", "kld")
 
@@ -48,17 +48,7 @@ def test_a_dry_run_counts_the_cells_and_runs_none(tmp_path: Path) -> None:
 
 
 def test_the_grid_can_be_written_in_an_experiment_file(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    experiment = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "vary": {"kv": ["exact", "tilt"]},
-        "axes": {"kld": {"windows": 8, "n_ctx": 16}},
-        "text": "text.txt",
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
-    done = cli("compare", "-f", "run.yaml", cwd=tmp_path)
+    done = run_fake(tmp_path, {"kld": {"windows": 8, "n_ctx": 16}}, [], vary={"kv": ["exact", "tilt"]})
     assert done.code == 0, done.err
     assert names(done) == ["kv=exact", "kv=tilt"]
 

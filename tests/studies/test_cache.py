@@ -10,6 +10,7 @@ import pytest
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.models.tiny import make_tiny
 from fidelab.results.study import Study
+from tests.present import present
 from tests.run.harness import Done, cli
 from tests.sizes import first
 
@@ -85,8 +86,7 @@ def test_a_cell_is_what_a_comparison_says_of_an_arm_with_that_cache(
 
 
 def test_the_plan_keeps_its_budget_and_is_measured_beside_pairs_that_fit(found: Study) -> None:
-    plan = found.plan
-    assert plan is not None
+    plan = present(found.plan)
     assert plan.uniform_measured is not None
     assert plan.difference is not None
     assert plan.size <= plan.budget == 6.0
@@ -147,8 +147,7 @@ def test_a_plan_of_named_formats_is_refined_and_written_for_an_engine(room: Path
     formats = ("--kv", "q8_0", "--kv", "q4_0", "--by", "layer", "--budget", "6bits")
     done = sensitivity(room, "tiny", *formats, "--export", "plan", "--export-format", "modelopt", "--json")
     study = Study.model_validate_json(done.out)
-    plan = study.plan
-    assert plan is not None
+    plan = present(study.plan)
     assert {row.at["format"] for row in study.rows} == {"q8_0", "q4_0"}
     assert set(plan.formats.values()) <= {"native", "q8_0", "q4_0"}
     assert plan.size <= 6.0

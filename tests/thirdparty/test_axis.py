@@ -9,6 +9,7 @@ import pytest
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
+from tests.present import present
 from tests.run.harness import Done, cli
 
 SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
@@ -17,8 +18,7 @@ SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
 def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
     found = run.axis(SHORT, "length")
     assert (found.status, found.title, found.n_items, found.n_failed) == ("ok", "Length: does it write as much?", 8, 0)
-    same = found.metric("same_length")
-    assert same is not None
+    same = present(found.metric("same_length"))
     assert (same.value, same.unit, same.better) == (0.75, "share", "higher")
     assert same.interval is not None
     assert [metric.name for metric in found.headlines] == ["score"]
@@ -29,8 +29,7 @@ def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
 
 
 def test_it_is_paired_with_the_control_and_repeated_for_the_floor(run: Done) -> None:
-    excess = run.axis(SHORT, "length").metric("over_control")
-    assert excess is not None
+    excess = present(run.axis(SHORT, "length").metric("over_control"))
     assert (excess.value, excess.unit, excess.better) == (-25.0, "points", "higher")
     assert run.axis("exact", "length").status == "identical"
     assert (run.floor("length").n_items, run.floor("length").value("score")) == (2, 100.0)

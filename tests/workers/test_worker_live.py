@@ -20,8 +20,9 @@ from fidelab.core import Status
 from fidelab.workers.messages import Captured, Idle, Job, Message, Opened, ProbeTask
 from fidelab.workers.parent import Worker
 from tests.captures import sample
+from tests.processes import alive, until
 from tests.workers.conftest import make_job
-from tests.workers.test_worker_process import alive, pids, until
+from tests.workers.test_worker_process import pids
 
 Listen = Callable[[Message], None]
 Live = Callable[..., Worker]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 import fidelab.workers.parent as parent
@@ -24,22 +22,8 @@ from fidelab.workers.fork_server import ForkServer
 from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import JobOutcome, Worker
 from tests.captures import sample
+from tests.processes import alive, until
 from tests.workers.conftest import SERVER, Work, make_job
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def pids(log: str) -> list[int]:

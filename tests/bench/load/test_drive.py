@@ -32,6 +32,7 @@ from tests.bench.load.sse_server import (
     unused_port,
     well,
 )
+from tests.processes import until
 
 
 async def after_a_while(talk: Talk) -> None:
@@ -228,9 +229,7 @@ def test_an_interrupt_ends_everything(tmp_path: Path) -> None:
     )
     with serve(never) as served:
         process = subprocess.Popen([sys.executable, str(script), served.url], stderr=subprocess.PIPE)
-        end = time.monotonic() + 60
-        while served.running < 8 and time.monotonic() < end:
-            time.sleep(0.05)
+        assert until(lambda: served.running >= 8, 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert b"KeyboardInterrupt" in said

@@ -19,6 +19,7 @@ from fidelab.bench.load.exchange import Load, LoadRequest, Target
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve
+from tests.present import present
 
 Texts = Sequence[tuple[float, bytes]]
 
@@ -47,33 +48,33 @@ def sglang(
 
 
 def said(texts: Texts, started: float = 1.0, ended: float = 3.0) -> ServerReading:
-    found = understand(texts, started, ended)
-    assert found is not None
-    return found
+    return present(understand(texts, started, ended))
 
 
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def test_a_rate_is_what_the_counter_grew_by_between_interpolated_readings() -> None:
-    texts = [(0.5, vllm(0)), (1.5, vllm(100)), (2.5, vllm(300)), (3.5, vllm(340))]
-    # at 1.0: 50, at 3.0: 320
-    assert said(texts).output_rate == pytest.approx((320 - 50) / 2)
-
-
-def test_a_server_at_rest_counts_what_it_counted_when_the_load_began_and_ended() -> None:
-    texts = [(0.9, vllm(10, running=0)), (1.5, vllm(60)), (2.5, vllm(160)), (9.0, vllm(210, running=0))]
-    assert said(texts).output_rate == pytest.approx((210 - 10) / 2)
-
-
-def test_a_server_at_work_for_others_is_read_linearly() -> None:
-    texts = [(0.9, vllm(0, running=3)), (1.9, vllm(100)), (3.0, vllm(200))]
-    assert said(texts).output_rate == pytest.approx((200 - 10) / 2)
-
-
-def test_what_a_warm_up_wrote_is_not_taken_for_the_loads() -> None:
-    texts = [(0.5, vllm(0, running=0)), (1.5, vllm(100)), (3.0, vllm(200))]
-    assert said(texts).output_rate == pytest.approx((200 - 50) / 2)
+@pytest.mark.parametrize(
+    ("texts", "grown"),
+    [
+        pytest.param(
+            [(0.5, vllm(0)), (1.5, vllm(100)), (2.5, vllm(300)), (3.5, vllm(340))], 320 - 50, id="interpolated readings"
+        ),
+        pytest.param(
+            [(0.9, vllm(10, running=0)), (1.5, vllm(60)), (2.5, vllm(160)), (9.0, vllm(210, running=0))],
+            210 - 10,
+            id="at rest it counts what it counted when the load began and ended",
+        ),
+        pytest.param(
+            [(0.9, vllm(0, running=3)), (1.9, vllm(100)), (3.0, vllm(200))], 200 - 10, id="at work for others, linearly"
+        ),
+        pytest.param(
+            [(0.5, vllm(0, running=0)), (1.5, vllm(100)), (3.0, vllm(200))], 200 - 50, id="without what a warm-up wrote"
+        ),
+    ],
+)
+def test_a_rate_is_what_the_counter_grew_by_in_two_seconds(texts: list[tuple[float, bytes]], grown: float) -> None:
+    assert said(texts).output_rate == pytest.approx(grown / 2)
 
 
 def test_a_counter_of_whole_requests_that_stands_still_behind_the_begin_grew_before_it() -> None:
@@ -271,8 +272,7 @@ def test_the_last_reading_lies_behind_the_load(odd: Odd) -> None:
         started = time.monotonic()
         ended = started + 1e-3
         time.sleep(2e-3)
-    found = scraper.reading(started, ended)
-    assert found is not None
+    found = present(scraper.reading(started, ended))
     assert found.output_rate is not None
     assert len(odd.paths) == 2
 
@@ -313,8 +313,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(odd: Odd) -> None:
     with Scraper(odd.url, interval=0.01) as scraper:
         while len(odd.paths) < 5:
             time.sleep(0.01)
-    found = scraper.reading(begun, time.monotonic())
-    assert found is not None
+    found = present(scraper.reading(begun, time.monotonic()))
     assert found.samples >= 2
 
 

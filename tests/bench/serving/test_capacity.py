@@ -13,6 +13,7 @@ from fidelab.bench.serving import ServingSettings, measure_capacity, measure_ser
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.results.measurement import Measurement
 from tests.bench.load.mock import MockServer, MockSettings
+from tests.present import present
 
 
 def paced(**more: Any) -> MockSettings:
@@ -118,9 +119,7 @@ def test_preemptions_are_read_from_the_servers_own_counters() -> None:
         return f"sglang:num_running_reqs 1\nsglang:num_retracted_requests_total {count}\n".encode()
 
     for texts in ([(0.0, vllm(2)), (4.0, vllm(5))], [(0.0, sglang(2)), (4.0, sglang(5))]):
-        reading = understand(texts, 0.0, 4.0)
-        assert reading is not None
+        reading = present(understand(texts, 0.0, 4.0))
         assert reading.preemptions == 3
-    silent = understand([(0.0, b"vllm:num_requests_running 1\n"), (4.0, b"vllm:num_requests_running 1\n")], 0.0, 4.0)
-    assert silent is not None
+    silent = present(understand([(at, b"vllm:num_requests_running 1\n") for at in (0.0, 4.0)], 0.0, 4.0))
     assert silent.preemptions is None
