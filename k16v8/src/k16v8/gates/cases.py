@@ -163,7 +163,7 @@ CASES = (
     Case("verify int4", k_format="int4", v_format="int4", lengths=(40, 65), drafts=2),
     Case("verify k16v8 ragged", heads=8, lengths=(65, 4, 31, 97, 9), queries=(4, 1, 0, 3, 2), drafts=3),
     Case("verify k16v8 ragged window", window=24, lengths=(90, 66, 5), queries=(1, 5, 3), drafts=4, sinks=True),
-    Case("decode k16v8 work list", lengths=(700, 3, 40, 130), split=0, replays=2),
+    Case("decode k16v8 work list", lengths=(300, 3, 40, 130), split=0, replays=2),
     Case("decode k16v8 work list window", lengths=(300, 3, 40), window=200, split=0, sinks=True),
     Case("extend k16v8", lengths=(5, 40, 33), queries=(5, 7, 1)),
     Case("extend k16v8 ratio 7", heads=7, kv_heads=1, lengths=(50, 20), queries=(18, 20), head_dim=128),

@@ -79,7 +79,7 @@ def _attention_gates(implementation: str, device: torch.device | str, seed: int,
         passed = error <= RELATIVE_L2 and reused > 0 and evicted > 0
         yield Gate("soak", "decode through page reuse and window eviction", passed, figures)
     for mutation in MUTATIONS:
-        if implementation == "torch" and mutation.lists:
+        if (implementation == "torch" and mutation.lists) or (implementation == "triton" and mutation.in_turn):
             continue  # its decode has neither lists nor counters
         yield mutation_gate(mutation, implementation, device=device, seed=seed)
 

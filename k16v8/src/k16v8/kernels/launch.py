@@ -62,9 +62,9 @@ def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
     """Return the tile sizes of ``decode``, ``extend`` or ``write`` for a target.
 
     Its numbers rest on what the compiler says (``k16v8 compile``: spills, shared memory, buffers) and on the
-    length of the loop; only decode on sm_90 was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is extend alone:
-    FP8 keys with window, soft-cap, sinks and scales per token all at once on sm_90, the same with 16-bit keys there and
-    on sm_120, FP8 keys and values on gfx1100.  Smaller tiles cost all other calls more.
+    length of the loop; only decode on sm_90 was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is
+    extend alone: FP8 keys with window, soft-cap, sinks and scales per token all at once on sm_90, the same with 16-bit
+    keys there and on sm_120, FP8 keys and values on gfx1100.  Smaller tiles cost all other calls more.
     """
     widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_dim)]
     wide = max(widths) >= 256
