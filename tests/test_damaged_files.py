@@ -151,9 +151,6 @@ def copied(source: Path) -> Callable[[Path], Path]:
     return lambda folder: Path(shutil.copy(source, folder))
 
 
-# ------------------------------------------------------------------------------------------------ readers
-
-
 def read_profile(path: Path) -> None:
     profile = load_profile(str(path), [path])
     for variant in (None, *profile.variants):
@@ -338,9 +335,6 @@ def assail(case: Case, path: Path, n: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_file_is_read_or_refused_in_one_line_that_names_it(name: str, tmp_path: Path) -> None:
     assail(CASES[name], CASES[name].make(tmp_path), 2 * MUTATIONS)
-
-
-# ------------------------------------------------------------------------------------------ files of a run
 
 
 @pytest.fixture(scope="module")

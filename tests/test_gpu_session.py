@@ -164,9 +164,6 @@ def step(record: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- a session
-
-
 def test_steps_run_in_their_order_and_every_figure_is_in_the_record(call: Call, world: World) -> None:
     code, record = call("--minutes", "30")
     assert code == 0
@@ -280,9 +277,6 @@ def test_a_new_session_does_not_continue_the_cells_of_an_old_one(call: Call, wor
     assert not old.exists()
 
 
-# ----------------------------------------------------------------------------------------------------- installs
-
-
 def test_each_package_has_a_pip_call_of_its_own_and_a_failing_one_leaves_the_others(call: Call, world: World) -> None:
     world.codes["install-flashinfer"] = 1
     code, record = call("--minutes", "30")
@@ -314,9 +308,6 @@ def test_a_wheel_without_flash_attention_3_is_named_in_one_line(call: Call, caps
     call("--steps", "versions")
     line = "FlashAttention 3 is not measured: vllm.vllm_flash_attn has no FlashAttention 3 here: no such file\n"
     assert capsys.readouterr().err.count(line) == 1
-
-
-# ---------------------------------------------------------------------------------------------- time and resuming
 
 
 def test_resume_runs_what_did_not_pass_and_nothing_else(call: Call, world: World) -> None:
@@ -401,9 +392,6 @@ def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_ru
 
 def test_a_session_of_which_nothing_can_run_exits_with_2(call: Call) -> None:
     assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2
-
-
-# --------------------------------------------------------------------------------------------------- what is real
 
 
 def test_the_profilers_table_is_read_by_kernel() -> None:

@@ -145,9 +145,6 @@ def attack(change: Callable[[random.Random], Any], ask: Callable[[], Any], n: in
             raise AssertionError(f"change {number} ({str(what)[:300]}): {type(error).__name__}: {error}") from error
 
 
-# --------------------------------------------------------------------------------------------- captures
-
-
 @dataclass
 class Captured:
     """A capture of a stranger, and one of ours that it is scored against."""
@@ -307,9 +304,6 @@ def test_a_request_that_unpacks_to_more_than_any_request_is_refused(run: Done, t
     assert "probe.json.gz is damaged (it unpacks to more than 128 MiB)" in " ".join(done.err.split())
 
 
-# ---------------------------------------------------------------------------------------------- reports
-
-
 @pytest.fixture
 def again(run: Done, tmp_path: Path) -> Path:
     """The run's folder, to be harmed, beside its captures."""
@@ -356,9 +350,6 @@ def test_a_strangers_run_folder_is_scored_or_one_line(name: str, again: Path) ->
         return content
 
     attack(change, lambda: answered(cli("report", "--rescore", again, cwd=again)))
-
-
-# ----------------------------------------------------------------------------- settings, models, dumps
 
 
 def test_a_strangers_experiment_is_planned_or_one_line(run: Done, tmp_path: Path) -> None:

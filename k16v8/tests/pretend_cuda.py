@@ -161,8 +161,6 @@ class PretendCuda:
             self.entered.append(index)
         return before
 
-    # ---------------------------------------------------------------------------------------------- memory
-
     def pin(self, x: Tensor) -> Tensor:
         """Call the memory of a CPU tensor pinned."""
         self._pinned[x.untyped_storage().data_ptr()] = x.untyped_storage()
@@ -196,8 +194,6 @@ class PretendCuda:
         if index is None or not isinstance(x, Tensor):
             return x
         return PretendTensor(x, index)
-
-    # ---------------------------------------------------------------------------------------------- operations
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """One operation of torch's dispatcher."""

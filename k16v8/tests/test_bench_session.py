@@ -26,9 +26,6 @@ from k16v8.kernels.reference import Attention, attend
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-# -------------------------------------------------------------------------------------------------- the machine
-
-
 @pytest.mark.parametrize(
     ("cuda", "driver", "line"),
     [
@@ -109,8 +106,6 @@ def test_the_description_of_a_machine_has_what_a_session_asks(capsys: pytest.Cap
     assert found["versions"]["torch"] == torch.__version__
     assert {"vllm", "sglang", "sglang-kernel", "flashinfer-python"} <= found["versions"].keys()
 
-
-# --------------------------------------------------------------------------------------------- FlashAttention 3
 
 # As vLLM 0.32 and sglang-kernel 0.4 declare them.
 _VARLEN = (
@@ -238,9 +233,6 @@ def test_without_a_library_the_reason_names_packages_that_exist() -> None:
         flash_attention_3(CPU)
 
 
-# ------------------------------------------------------------------------------------------------- compile pool
-
-
 def test_the_pool_covers_gates_serving_and_goal_cells_on_a_gpu_and_builds_alone_without_one() -> None:
     found = units("sm_90", device="cuda")
     kinds = {unit.kind: [one.name for one in found if one.kind == unit.kind] for unit in found}
@@ -306,9 +298,6 @@ def test_the_pool_fits_the_memory_of_the_gpu() -> None:
 def test_a_target_that_does_not_exist_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert precompile.main(["--target", "sm_1"]) == 2
     assert capsys.readouterr().err.startswith("k16v8: --target sm_1: there are sm_80, ")
-
-
-# ------------------------------------------------------------------------------------------------ serving, SGLang
 
 
 def _serving(*words: str) -> subprocess.CompletedProcess[str]:

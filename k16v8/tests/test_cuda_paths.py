@@ -54,9 +54,6 @@ def named(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-# ------------------------------------------------------------------------------------------------ prompts
-
-
 @pytest.mark.parametrize("name", ["gather k16v8 chunks", "gather k16v8 window", "gather k16v8 sinks"])
 def test_a_step_with_prompts_never_makes_the_host_wait(name: str) -> None:
     case = named(name)
@@ -96,9 +93,6 @@ def test_every_list_that_is_uploaded_begins_at_16_bytes() -> None:
     assert {x.storage_offset() % 4 for x in found} == {0}
 
 
-# ------------------------------------------------------------------------------------------- Transformers
-
-
 def test_pages_of_transformers_make_the_host_wait_for_no_step_without_padding() -> None:
     built = deepcopy(paged_models.model("gemma2", dtype=torch.bfloat16))  # windows, and layers without
     with pretend_cuda() as cuda, torch.no_grad():
@@ -127,8 +121,6 @@ def test_transformers_over_pages_on_a_device_gives_the_logits_of_the_host() -> N
         found = paged_models.logits(move, K16V8Cache(there.config, implementation="torch")).cpu()
     torch.testing.assert_close(found, due)
 
-
-# ------------------------------------------------------------------------------------------------- Triton
 
 _INTERPRETED = """
 import torch

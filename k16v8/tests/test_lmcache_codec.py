@@ -46,9 +46,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
-# --------------------------------------------------------------------------------------------- what is kept
-
-
 def all_patterns(dtype: torch.dtype) -> Tensor:
     """Every 16-bit pattern, as keys and as values: NaNs with payloads, infinities, subnormals."""
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(1, 64, 8, 128)
@@ -134,9 +131,6 @@ def test_version_2_stays_what_it_was() -> None:
     assert same_bits(decode(recorded, spec), kv)
 
 
-# -------------------------------------------------------------------------------------------- what it takes
-
-
 @every_scale
 def test_a_chunk_takes_three_quarters(scale: str) -> None:
     spec = dataclasses.replace(LARGE, scale=scale)
@@ -185,8 +179,6 @@ def test_a_stream_may_be_cut_anywhere() -> None:
         assert same_bits(decode((whole[i : i + size] for i in range(0, len(whole), size)), SPEC), due)
     assert same_bits(decode([b"", memoryview(whole)[:50], bytearray(), whole[50:], b""], SPEC), due)
 
-
-# ----------------------------------------------------------------------------------------------- what is wrong
 
 MISMATCHES: dict[str, tuple[ChunkSpec, type[chunk.ChunkError]]] = {
     "model": (dataclasses.replace(SPEC, model="b/model"), chunk.ModelError),
@@ -286,8 +278,6 @@ def test_every_error_is_one_that_the_user_can_mend() -> None:
     assert chunk.CorruptError in kinds
     assert all(issubclass(kind, chunk.ChunkError) and issubclass(kind, K16V8Error) for kind in kinds)
 
-
-# -------------------------------------------------------------------------------------------------------- fuzz
 
 SMALL = {
     scale: ChunkSpec("a/model", layers=2, tokens=3, heads=1, head_dim=5, dtype=torch.bfloat16, scale=scale)

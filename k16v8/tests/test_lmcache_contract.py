@@ -67,9 +67,6 @@ def test_lmcaches_factory_refuses_options_that_cannot_be(serde: Any, options: di
         serde.create_serde_processor(serde.SerdeConfig("k16v8", options))
 
 
-# --------------------------------------------------------------------------- through the storage manager
-
-
 @contextmanager
 def storage(folder: Path, options: dict[str, object]) -> Iterator[Any]:
     """LMCache's storage manager with a small first tier and files as the second."""

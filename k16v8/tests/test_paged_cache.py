@@ -35,8 +35,6 @@ from paged_models import (
 
 kinds = pytest.mark.parametrize("kind", CAUSAL)
 
-# ------------------------------------------------------------------------------------ what attention reads
-
 
 @kinds
 def test_without_loss_the_logits_are_those_of_eager_attention(kind: str) -> None:
@@ -69,9 +67,6 @@ def test_skipped_layers_keep_the_compute_type() -> None:
     coarse: dict[str, Any] = {"k_format": "int4", "v_format": "int4"}
     assert torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 1, 2))), lossless, atol=2e-5)
     assert not torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 2))), lossless, atol=1e-2)
-
-
-# ---------------------------------------------------------------------------------------------- batches
 
 
 @pytest.mark.parametrize("kind", PADDED)
@@ -172,9 +167,6 @@ def test_padding_behind_and_between_tokens_is_skipped_too(kind: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=2e-5)
 
 
-# ----------------------------------------------------------------------------------------------- memory
-
-
 def _plain_bytes(past: DynamicCache) -> int:
     return sum(x.untyped_storage().nbytes() for layer in past.layers for x in (layer.keys, layer.values))
 
@@ -253,9 +245,6 @@ def test_memory_goes_with_the_last_reference_and_waits_for_no_collector() -> Non
         assert gone() is None
     finally:
         gc.enable()
-
-
-# ------------------------------------------------------------------------------------------ imports, Triton
 
 
 def _python(script: str) -> str:

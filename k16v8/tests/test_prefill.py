@@ -30,9 +30,6 @@ from k16v8.plugins import shared
 BOTH = Libraries("flash_attn_interface", "flash_attn")
 
 
-# ---------------------------------------------------------------------------------------------------- the plan
-
-
 def _batches() -> Iterator[tuple[list[int], list[int], int, int]]:
     draw = random.Random(0)
     for _ in range(200):
@@ -76,9 +73,6 @@ def test_layers_of_one_step_share_its_plan() -> None:
     assert batch.chunks(16, 4, 80) is not batch.chunks(16, 0, 80)
 
 
-# -------------------------------------------------------------------------------------------------- the choice
-
-
 def _cache(k: str = "bf16", v: str = "fp8_e4m3", dim: int = 128, v_dim: int | None = None) -> PagedCache:
     return PagedCache.allocate(1, 16, 8, dim, batch=1, max_blocks=1, k_format=k, v_format=v, v_dim=v_dim)
 
@@ -117,8 +111,6 @@ def test_the_way_of_a_batch(
     given: dict[str, Any] = {"cache": _cache(), "dtype": torch.bfloat16, "window": 0, "capacity": 32768} | options
     assert prefill_route(arch, libraries, max_queries=queries, **given) == route
 
-
-# ------------------------------------------------------------------------------------------- what libraries take
 
 # Signatures as documented: Dao-AILab/flash-attention (hopper/flash_attn_interface.py of 3.0, flash_attn 2.8),
 # vLLM 0.32's vllm_flash_attn, sgl_kernel 0.3.  What is asked for by name must be there.

@@ -65,9 +65,6 @@ switches = pytest.mark.parametrize("switch", SWITCHES)
 pages = pytest.mark.parametrize("page", [1, 16])
 
 
-# ------------------------------------------------------------------------------------------------ stand-ins
-
-
 class Pool:
     def __init__(self, page: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> None:
         self.size, self.page_size, self.dtype, self.device = SIZE, page, dtype, device
@@ -188,9 +185,6 @@ def runner(plugin: Any, page: int, sequences: Sequences, **changes: Any) -> Any:
         req_to_token_pool=SimpleNamespace(req_to_token=sequences.table),
         model=model,
     )
-
-
-# --------------------------------------------------------------------------------------- pool and backend
 
 
 @pages
@@ -389,8 +383,6 @@ def test_on_a_gpu_the_triton_kernels_are_asked_for_never_run_here(plugin: Any, m
         **{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "v_dim": DIM, "page": 16, "device": "cuda"},
     }
 
-
-# ------------------------------------------------------------------------------------------ what is refused
 
 LAUNCH = {
     "use_mla_backend": False,

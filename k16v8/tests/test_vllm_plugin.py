@@ -52,9 +52,6 @@ def sequence(n: int = 20) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-# -------------------------------------------------------------------------------------------------- the page
-
-
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -111,9 +108,6 @@ def test_native_keys_have_the_type_of_the_model() -> None:
 def test_a_layout_that_scatters_a_heads_bytes_is_an_error_not_a_copy() -> None:
     with pytest.raises(RuntimeError):
         pages(allocated().transpose(1, 2).contiguous().transpose(1, 2), DIM, Formats.parse("1"))
-
-
-# ------------------------------------------------------------------------------------------------- the proof
 
 
 @pytest.mark.parametrize(
@@ -193,9 +187,6 @@ def test_overlapping_storage_is_seen() -> None:
     assert not read_back(overlapping, [3, 1], key.flatten(1), value.flatten(1))["disjoint"]
 
 
-# ------------------------------------------------------------------------------------------------ the switch
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -259,9 +250,6 @@ def test_a_model_that_computes_in_32_bits_is_refused() -> None:
 def test_a_skipped_layer_keeps_the_models_own_type() -> None:
     formats = Formats.parse("int8/int4[skip-layers=1]")
     assert [formats.in_layer(layer).content_bytes(64, 64) for layer in range(3)] == [100, 256, 100]
-
-
-# --------------------------------------------------------------------------------------------- what is refused
 
 
 @pytest.mark.parametrize(

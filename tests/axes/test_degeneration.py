@@ -69,9 +69,6 @@ def _values(score: AxisScore) -> dict[str, Any]:
 CLEAN = [_text(i) for i in range(8)]
 
 
-# ----------------------------------------------------------------------------------------------- harm
-
-
 def test_clean_texts_that_differ_are_no_harm(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [_text(10 + i) for i in range(8)])
     found = _values(score)
@@ -135,9 +132,6 @@ def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> 
     assert (score.found.fails, score.found.downgrades, _values(score)["degenerate"]) == ((), (), 8)
 
 
-# ---------------------------------------------------------------------------------------- what is judged
-
-
 def test_an_answer_that_ends_is_clean(tmp_path: Path) -> None:
     found = _values(_score(tmp_path, CLEAN, [[*ids[:40], STOP] for ids in CLEAN]))
     assert (found["degenerate"], found["median length"], found["median length, reference"]) == (0, 40, LENGTH)
@@ -155,9 +149,6 @@ def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) 
     clean = dict(zip(curve.x, curve.y, strict=True))
     assert (clean[100.0], clean[200.0], clean[400.0]) == (1.0, 7 / 8, 6 / 8)
     assert table.rows[1] == (1, LENGTH, None, "clean", LENGTH, 200, "loop", "yes")
-
-
-# -------------------------------------------------------------------------------------- the fake engine
 
 
 @pytest.fixture(scope="module")
@@ -184,9 +175,6 @@ def test_around_the_onset_there_is_text(run: Done) -> None:
     first = texts.pairs[0]
     assert first.candidate == "\x07" * 64
     assert first.reference == PROSE.encode("ascii", "ignore").decode()[:64]
-
-
-# ------------------------------------------------------------------------------------- the real model
 
 
 @pytest.mark.model

@@ -63,9 +63,6 @@ def _values(score: AxisScore) -> dict[str, Any]:
     return {metric.name: metric for metric in score.found.metrics}
 
 
-# --------------------------------------------------------------------------------------------- by hand
-
-
 def test_mean_kl_is_over_all_generated_positions(tmp_path: Path) -> None:
     ref, test = [_rows(0, 5), _rows(1, 3)], [_rows(2, 5), _rows(3, 3)]
     score = _score(tmp_path, _forced(5, 3), ref, test)
@@ -135,9 +132,6 @@ def test_a_kl_that_does_not_grow_never_reaches_the_limit_and_one_beyond_it_has_a
     assert (one[GROWTH].value, one["tokens until 0.01 nats"].value) == (None, None)
 
 
-# ---------------------------------------------------------------------------------------- the questions
-
-
 def _inputs(*prompts: str, max_positions: int | None = None) -> AxisInputs:
     asked = tuple(Prompt(str(i), "user", ({"role": "user", "content": text},)) for i, text in enumerate(prompts))
     tokenizer = Tokenizer.load(resolve("fake"))
@@ -159,9 +153,6 @@ def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_
 def test_a_prompt_too_long_for_the_model_names_the_setting() -> None:
     with pytest.raises(InputError, match=r"prompt '1' has 9 tokens; with axes\.forced\.n_predict=8 .* 16 positions"):
         greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", 8, None, "raw", batch=4)
-
-
-# -------------------------------------------------------------------------------------- the fake engine
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +190,6 @@ def test_only_the_reference_writes_the_text(run: Done) -> None:
     writers = {folder.parent.name for folder in folders if folder.name.startswith("forced.path-")}
     assert len([folder for folder in folders if folder.name.startswith("forced.kl-")]) == 5
     assert [name.rsplit("-", 1)[0] for name in writers] == ["fake-fake-exact"]
-
-
-# ------------------------------------------------------------------------------------- the real model
 
 
 @pytest.mark.long

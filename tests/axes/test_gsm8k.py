@@ -43,9 +43,6 @@ def _problems(folder: Path, *numbers: int, question: str = "Problem {i:03}: what
     return file
 
 
-# ---------------------------------------------------------------------------------------------- prompts
-
-
 def _probe(tmp_path: Path, limit: int | None = None, tokenizer: Tokenizer | None = None, **settings: Any) -> Generate:
     inputs = AxisInputs(tokenizer or Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), limit)
     data = str(_problems(tmp_path, 7, 1200))
@@ -86,9 +83,6 @@ def test_a_prompt_beyond_the_models_limit_names_the_shots(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=rf"shots: 8 has {longest} tokens; .* use fewer axes\.gsm8k\.shots"):
         _probe(tmp_path, limit=longest + 255)
     assert _probe(tmp_path, limit=longest + 256)
-
-
-# --------------------------------------------------------------------------------------- captures by hand
 
 
 def _capture(store: Path, name: str, request: Generate, answers: Sequence[str | Sequence[int] | None]) -> Capture:
@@ -252,9 +246,6 @@ def test_length_counts_own_words_where_both_give_the_same_number(tmp_path: Path)
     assert found.value == pytest.approx((len(test[0]) + 1 + len(test[2]) + 1) / own, abs=0.06)
 
 
-# ------------------------------------------------------------------------------------------- whole runs
-
-
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Forty problems that the reference answers right; one candidate forgets half of them, one writes nothing."""
@@ -296,9 +287,6 @@ def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:
     run = run_fake(tmp_path, {"gsm8k": {"data": "bad.jsonl"}}, ["exact"])
     assert run.code == 2
     assert "bad.jsonl, line 1: 'answer' must end in #### and a number" in run.err
-
-
-# ------------------------------------------------------------------------------------- the embedded model
 
 
 @pytest.fixture

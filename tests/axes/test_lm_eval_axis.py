@@ -165,9 +165,6 @@ def cells(report: Report, name: str) -> dict[tuple[str, str], Any]:
     return {(str(m.cell["task"]), str(m.cell["metric"])): m.value for m in metrics if m.name == name and m.cell}
 
 
-# --------------------------------------------------------------------------------- against the harness' own model
-
-
 @pytest.mark.full
 def test_log_likelihoods_are_those_of_the_harness_own_model(
     folder: Path, report: Report, oracle: dict[str, Any]
@@ -205,9 +202,6 @@ def test_accuracies_are_those_that_the_harness_gives(report: Report, oracle: dic
     )
 
 
-# --------------------------------------------------------------------------------------------- what is compared
-
-
 def test_documents_are_paired_and_get_a_certificate(report: Report) -> None:
     arm = report.candidates[0]
     axis = arm.axes["lm-eval"]
@@ -222,9 +216,6 @@ def test_documents_are_paired_and_get_a_certificate(report: Report) -> None:
 def test_the_noise_floor_is_of_whole_documents(folder: Path, report: Report) -> None:
     assert report.floor["lm-eval"].status == "identical"
     assert report.floor["lm-eval"].n_items == 6
-
-
-# --------------------------------------------------------------------------------------------- refusals
 
 
 def settings(tasks: Path, *names: str, **changes: Any) -> LMEvalSettings:

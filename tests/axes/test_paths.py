@@ -83,9 +83,6 @@ def _ends(score: AxisScore) -> dict[str, float]:
     return {str(m.cell["way"]): m.value for m in score.found.metrics if m.name == "parts at" and m.value is not None}
 
 
-# ------------------------------------------------------------------------------------------------ where a way parts
-
-
 def test_a_way_parts_where_half_of_the_positions_from_there_on_are_above_what_is_allowed() -> None:
     kl = np.zeros((4, 60))
     kl[:, 33:] = 1.0
@@ -224,9 +221,6 @@ def test_rows_of_other_positions_are_not_paired(tmp_path: Path) -> None:
     ref, test = _arm(tmp_path, "bf16", ways), _arm(tmp_path, "int8", ways)
     with pytest.raises(MismatchError, match=r"axis 'paths\.decode' is not 'paths\.cold'"):
         Pair.match(ref["cold"], test["decode"])
-
-
-# ------------------------------------------------------------------------------------------------- on the fake engine
 
 
 def _compare(room: Path, *flags: object) -> Done:

@@ -33,9 +33,6 @@ V = 8
 Rows = NDArray[np.float64]
 
 
-# ---------------------------------------------------------------------------------------------- windows
-
-
 def _inputs(content: str, limit: int | None = None, bos: int | None = None) -> AxisInputs:
     fake = replace(Tokenizer.load(resolve("fake")), bos_id=bos)
     return AxisInputs(fake, Text("t", content, (), ""), (), limit)
@@ -122,9 +119,6 @@ def test_what_does_not_fit_is_said_with_its_setting(settings: dict[str, Any], li
 )
 def test_settings_that_cannot_be_exit_2_in_one_line(lines: str, says: str, tmp_path: Path) -> None:
     assert says in refused(run_fake(tmp_path, {"perplexity": yaml.safe_load(lines)}, ["exact"]))
-
-
-# --------------------------------------------------------------------------------------- captures by hand
 
 
 def _probe(n_ctx: int, n_windows: int = 6) -> Prefill:
@@ -231,9 +225,6 @@ def test_a_record_can_be_made_of_every_figure(tmp_path: Path) -> None:
     assert axis.value("ln_ratio") == pytest.approx(score.mean())
 
 
-# ------------------------------------------------------------------------------------------- whole runs
-
-
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two contexts on the two-level family, whose reference gives every ASCII byte 1/256."""
@@ -270,9 +261,6 @@ def test_a_better_perplexity_beside_a_large_divergence_costs_a_band(family: Done
     verdict = family.arm("tilt[q=0.7]")["verdict"]  # 0.087 nats: DEGRADED by itself
     assert verdict["band"] == "FAIL"
     assert any("perplexity seems to improve (−28.6%)" in fact for fact in verdict["because"])
-
-
-# ------------------------------------------------------------------------------------- the embedded model
 
 
 @pytest.fixture

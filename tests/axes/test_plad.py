@@ -35,9 +35,6 @@ Cells = Mapping[tuple[int, str], int]  # (prompt, perturbation) → how many ten
 Failures = Mapping[int, str]
 
 
-# ------------------------------------------------------------------------------------ captures by hand
-
-
 def _moved(tenths: int) -> list[int]:
     """An answer at a drift of so many tenths from ``PLAIN``."""
     return [*PLAIN[: 10 - tenths], *(99 for _ in range(tenths))]
@@ -218,9 +215,6 @@ def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Pa
     assert _metric(score, "prompts_answered_unlike_the_reference").value == 0.5
 
 
-# ---------------------------------------------------------------------------------------- what is shown
-
-
 def test_the_table_has_a_row_per_perturbation(tmp_path: Path) -> None:
     ref = {(p, "typo"): 1 for p in range(9)} | {(p, "case"): 5 for p in range(4)}
     test = {(p, "typo"): 3 for p in range(9)} | {(p, "case"): 5 for p in range(4)}
@@ -260,9 +254,6 @@ def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> 
     score = _score(pair)
     assert (score.found.value("score") or 100) < 100
     assert [type(plot) for plot in score.found.plots] == [TablePlot]
-
-
-# --------------------------------------------------------------------------------------- the questions
 
 
 @pytest.fixture(scope="module")
@@ -349,8 +340,6 @@ def test_the_floor_scores_prompts_of_the_same_text_too(tmp_path: Path, inputs: A
     score = axis.score(Pair.match(ref, again, subset=True), 0)
     assert (score.measurement().n_items, score.identical, score.found.value("score")) == (1, True, 100.0)
 
-
-# ----------------------------------------------------------------------------------------------- runs
 
 BASES, ALL, CONTROL = "fork[at=4,every=5]", "fork[at=4,every=1]", "fork[at=6,every=5]"
 

@@ -75,9 +75,6 @@ def _values(score: AxisScore) -> dict[str, float | None]:
     return {metric.name: metric.value for metric in score.found.metrics}
 
 
-# ---------------------------------------------------------------------------------------------- requests
-
-
 @pytest.mark.parametrize(
     ("limit", "lengths"),
     [
@@ -148,9 +145,6 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
         _axis(**settings)
 
 
-# ------------------------------------------------------------------------------------------- follow-up
-
-
 def _auto(tmp_path: Path, answers: list[str | None], lengths: list[int]) -> dict[str, Generate]:
     axis = _axis(style="auto", lengths=lengths, trials=1)
     asked = axis.requests(_inputs())
@@ -173,9 +167,6 @@ def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> Non
     found = _auto(tmp_path, ["?", "?", "?"], [600, 700])
     assert dict(found["main"].settings)["style"] == "cloze"
     assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
-
-
-# --------------------------------------------------------------------------------------------- scoring
 
 
 def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -> None:
@@ -260,9 +251,6 @@ def test_no_more_than_twelve_misses_are_shown(tmp_path: Path) -> None:
     texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).found.plots[-1]
     assert isinstance(texts, Texts)
     assert (len(texts.pairs), texts.title) == (12, "Needles lost (first 12 of 18)")
-
-
-# ---------------------------------------------------------------------------------------------- a run
 
 
 @pytest.fixture(scope="module")

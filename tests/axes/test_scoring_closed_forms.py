@@ -48,9 +48,6 @@ def _log_softmax(x: Rows) -> Rows:
     return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
 
 
-# ------------------------------------------------------------------------------------------------- kld
-
-
 def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> None:
     request = _prefill(1)
     ref, test = _rows(0, 3), _rows(1, 3)
@@ -76,9 +73,6 @@ def test_a_metric_without_an_interval_is_marked_as_proving_no_change(tmp_path: P
     found = KLD(KLD.Settings()).score(Pair.match(p, q), 0).measurement()
     caveats = {metric.name: metric.caveat for metric in found.metrics}
     assert (caveats["mean"], caveats["top-1"], caveats["median"]) == ("", "", "no interval")
-
-
-# ------------------------------------------------------------------------------------- kld, several contexts
 
 
 def _two_levels(kl: float) -> Rows:
@@ -235,9 +229,6 @@ def test_a_single_context_is_the_axis_itself(asked: object) -> None:
 def test_a_context_that_is_no_number_of_tokens_is_refused(asked: object) -> None:
     with pytest.raises(ValidationError, match="write tokens per window, at least 8, or several: 512,2048"):
         KLD.Settings.model_validate({"n_ctx": asked})
-
-
-# ------------------------------------------------------------------------------------------ trajectory
 
 
 def _generate(n: int, max_tokens: int) -> Generate:

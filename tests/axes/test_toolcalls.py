@@ -74,9 +74,6 @@ def test_no_document_is_fetched_for_a_schema() -> None:
     assert fits_schema({}, {"$ref": "http://127.0.0.1:9/schema.json"}) is False
 
 
-# ---------------------------------------------------------------------------------------------- scores
-
-
 def _capture(store: Path, name: str, request: Generate, answers: Sequence[str]) -> Capture:
     ids = [[*answer.encode(), STOP] if answer else None for answer in answers]
     failed = {item: "empty output" for item, answer in enumerate(answers) if not answer}
@@ -133,9 +130,6 @@ def test_a_reference_without_valid_calls_gives_no_figure(tmp_path: Path) -> None
 def test_the_right_answers_are_what_a_certificate_rests_on(tmp_path: Path) -> None:
     score = _score(tmp_path, [GOOD, GOOD, "no"], [GOOD, "no", GOOD])
     assert [side.tolist() for side in score.right] == [[1, 1, 0], [1, 0, 1]]
-
-
-# ------------------------------------------------------------------------------------------- whole runs
 
 
 def _log(folder: Path) -> Path:

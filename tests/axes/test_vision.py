@@ -153,9 +153,6 @@ def test_a_model_that_does_not_look_is_said_to_be_blind(tmp_path: Path) -> None:
     assert any(flag.kind == "blind" and "wrong image" in flag.text for flag in vision.flags)
 
 
-# ------------------------------------------------------------------------------------------------ servers
-
-
 def compare_servers(cwd: Path, llava: Path, **changes: Any) -> Done:
     """A server, and one whose model has rounded weights."""
     write_inputs(cwd)
@@ -195,9 +192,6 @@ def test_servers_that_score_no_chats_are_compared_by_their_answers(tmp_path: Pat
     assert 0 <= value(vision, "same_answers") <= 1
     [flag] = vision.flags
     assert "gives no log-probabilities of prompts with images" in flag.text
-
-
-# ------------------------------------------------------------------------------------------------ traffic
 
 
 @pytest.fixture
@@ -259,9 +253,6 @@ def test_an_image_that_cannot_be_used_is_named_and_can_be_left_out(
     assert f"images in 1 conversations that cannot be used: conversation c1: {said}" in found.err.replace("\n", " ")
     rest = run(tmp_path, llava, "vision", "--kv", "int4", "--dry-run", "--skip-bad", inputs=inputs)
     assert rest.code == 0, rest.err
-
-
-# ------------------------------------------------------------------------------------------------ drawing
 
 
 def test_every_drawn_question_has_an_image_of_its_own_and_a_wrong_one_with_another_answer() -> None:

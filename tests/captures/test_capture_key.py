@@ -96,9 +96,6 @@ def test_a_folder_lies_in_the_store_whatever_the_model_is_called(model: str) -> 
     assert len(folder.parts) == 3
 
 
-# -------------------------------------------------------------------------------------------- variables
-
-
 def variables(engine: str, **environment: str) -> dict[str, str]:
     return variables_of(ENGINES.load(engine), environment)
 

@@ -48,9 +48,6 @@ def findings(folder: Path, **options: Any) -> dict[str, list[Finding]]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------------ whole ones
-
-
 def _with_cache_scales(content: Synthetic) -> Synthetic:
     content.config["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     for n in range(2):
@@ -113,9 +110,6 @@ def test_nothing_is_found_in_what_transformers_writes(name: str, tmp_path: Path)
 def test_nothing_is_found_in_the_embedded_model() -> None:
     outcome = audit("smollm2-135m")
     assert (outcome.findings, outcome.method, outcome.quantized) == ((), "gguf", 211)
-
-
-# ------------------------------------------------------------------------------------------------------ planted faults
 
 
 @dataclass
@@ -928,9 +922,6 @@ def test_experts_in_mxfp4_as_gpt_oss_has_them_are_whole_or_found_by_number(tmp_p
     content.tensors[f"{experts}_scales"][2] = 255  # NaN
     [finding] = findings(content.write(tmp_path / "nan"))["experts-uncalibrated"]
     assert finding.tensors == [f"{experts}_scales[2]"]
-
-
-# --------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_verdict_is_the_exit_code_and_json_has_all_of_it(tmp_path: Path) -> None:

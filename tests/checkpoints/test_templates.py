@@ -251,9 +251,6 @@ def test_the_template_of_a_gguf_file_is_rendered(tmp_path: Path) -> None:
     assert set(findings) == {"template-unclosed-turn"}
 
 
-# --------------------------------------------------------------------------------------------------------------- sizes
-
-
 def _config(**values: Any) -> Callable[[Synthetic], None]:
     return lambda content: content.config.update(values)
 
@@ -340,9 +337,6 @@ def test_the_text_model_of_a_model_for_images_is_compared_with_its_own_configura
     assert "geometry-shapes" not in found(content.write(tmp_path / "a"))
     inner["intermediate_size"] = FFN * 3
     assert "geometry-shapes" in found(content.write(tmp_path / "b"))
-
-
-# ----------------------------------------------------------------------------------------------------------- catalogue
 
 
 def test_the_failure_catalogue_is_the_page_that_the_rules_make() -> None:

@@ -40,8 +40,6 @@ def refused(*words: object, cwd: Path) -> str:
     return line
 
 
-# ------------------------------------------------------------------------------------------ names and flags
-
 CAPACITY = ("bench", "capacity", "smollm2-135m")
 
 
@@ -150,9 +148,6 @@ def test_the_reference_itself_may_be_a_candidate(room: Path) -> None:
     assert (done.code, done.arm("exact")["status"]) == (0, "identical")
 
 
-# ----------------------------------------------------------------------------------------------- inputs
-
-
 def test_a_model_folder_without_config_says_what_one_holds(room: Path) -> None:
     (room / "model").mkdir()
     line = refused("compare", "model", "--kv", "bf16", cwd=room)
@@ -211,9 +206,6 @@ def test_prompts_beyond_the_models_limit_name_the_limit(room: Path) -> None:
     assert "beyond the model's limit of" in line
 
 
-# ----------------------------------------------------------------------------------------------- output
-
-
 @pytest.mark.parametrize("place", ["file", "file/under/it"])
 def test_an_output_folder_that_is_a_file_is_named(place: str, room: Path) -> None:
     (room / "file").write_text("mine")
@@ -234,8 +226,6 @@ def test_a_folder_that_may_not_be_written_is_named(room: Path) -> None:
     (room / "locked").mkdir(mode=0o500)
     assert "is not writable" in refused(*TILT, "--output-dir", "locked", cwd=room)
 
-
-# ----------------------------------------------------------------------------------------- settings files
 
 GOOD = "model: fake\nengine: fake\nreference: exact\ncandidates: [tilt]\n"
 
@@ -287,9 +277,6 @@ def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
     assert "is not UTF-8 (byte 7)" in refused("compare", "-f", "latin.yaml", cwd=room)
 
 
-# ------------------------------------------------------------------------------------------ folders of runs
-
-
 @pytest.mark.parametrize(
     "words",
     [("report", "--rescore"), ("report",), ("compare", "--resume")],
@@ -330,9 +317,6 @@ def test_damaged_outcomes_say_how_to_mend_them(content: str, room: Path) -> None
 def test_captures_of_a_folder_that_is_not_there(room: Path) -> None:
     line = refused("setup", "clean", "outputs", "--captures-dir", "nowhere", cwd=room)
     assert "nowhere is not a folder of captures" in line
-
-
-# -------------------------------------------------------------------------------------- in a real process
 
 
 def test_a_real_process_says_one_line_and_exits_with_2(room: Path) -> None:

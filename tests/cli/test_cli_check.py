@@ -42,9 +42,6 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# ---------------------------------------------------------------------------------------------------- decisions
-
-
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a golden run."""
@@ -114,9 +111,6 @@ def test_rules_of_a_file_are_added_to_the_flags(room: Path) -> None:
     assert (found["decision"], done.code) == ("INCONCLUSIVE", 3)
 
 
-# ------------------------------------------------------------------------------------------------------ baseline
-
-
 def test_an_equal_run_passes_against_its_baseline(room: Path) -> None:
     done = cli("check", "runs/again", "--baseline", "runs/before", cwd=room)
     assert (done.code, done.err) == (0, "")
@@ -174,9 +168,6 @@ def test_a_real_run_against_itself_passes(plain: Done) -> None:
     assert "unchanged" in done.out
 
 
-# ---------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -222,9 +213,6 @@ def test_bad_input_is_one_line(words: tuple[object, ...], said: str, room: Path)
     (room / "slowdown.yaml").write_text("baseline: {slowdown: -5%}\n")
     (room / "drop.yaml").write_text("baseline: {score_drop: 101}\n")
     assert said in refused(cli("check", *words, cwd=room))
-
-
-# --------------------------------------------------------------------------------------------------------- faces
 
 
 def test_files_are_written_beside_the_text(room: Path) -> None:

@@ -64,9 +64,6 @@ def room(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return room
 
 
-# ------------------------------------------------------------------------------------------------ every command
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -189,9 +186,6 @@ def test_a_server_that_refuses_in_hostile_words(tmp_path: Path) -> None:
         done = shown("bench", "serve", "--base-url", served.url, cwd=tmp_path)
     assert done.code == 2
     assert "answers 400: a" in done.err
-
-
-# ------------------------------------------------------------------------------------------------- a terminal
 
 
 class Terminal(io.StringIO):

@@ -84,9 +84,6 @@ def gone(pid: int) -> bool:
     return until(lambda: not alive(pid), DEADLINE)
 
 
-# ------------------------------------------------------------------------------------------------------- launch
-
-
 def test_a_detached_server_goes_on_answering(tmp_path: Path, mine: Path) -> None:
     done = launched(tmp_path, "--json")
     assert done.code == 0, done.err
@@ -246,9 +243,6 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, min
     assert not (tmp_path / "state").exists()
 
 
-# -------------------------------------------------------------------------------------------------------- check
-
-
 def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, mine: Path) -> None:
     url = url_of(launched(tmp_path, "--json"))
     same = cli("serve", "check", "mine", cwd=tmp_path)
@@ -272,9 +266,6 @@ def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, mine: P
     assert f"{url} is not a server of engine vllm: look what listens there" in refused(
         cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
     )
-
-
-# --------------------------------------------------------------------------------------------------------- stop
 
 
 def test_stop_ends_the_whole_group(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -309,9 +300,6 @@ def test_stop_asks_which_of_several(tmp_path: Path, mine: Path) -> None:
     wrong = cli("serve", "stop", "mine-2", cwd=tmp_path)
     assert (wrong.code, "unknown running server 'mine-2'" in wrong.err) == (2, True)
     assert cli("serve", "stop", "--all", cwd=tmp_path).out.startswith("mine ended")
-
-
-# -------------------------------------------------------------------------------------------------------- trust
 
 
 @pytest.mark.parametrize(
@@ -351,9 +339,6 @@ def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Pat
     assert cli("serve", "show", "mine", cwd=tmp_path).code == 0
 
 
-# ------------------------------------------------------------------------------------------ compare and bench
-
-
 def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
     sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
@@ -384,9 +369,6 @@ def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) 
     small = ("--benches", "decode", "--depths", 0, "--decode-tokens", 2, "--repeats", 1)
     done = cli("bench", "--preset", "mine", *small, cwd=tmp_path)
     assert done.report["reference"]["name"] == "mine", done.err
-
-
-# ------------------------------------------------------------------------------------------------------ listing
 
 
 def test_presets_list_has_ones_own_beside_those_of_the_package(tmp_path: Path, mine: Path) -> None:

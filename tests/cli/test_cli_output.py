@@ -62,9 +62,6 @@ def test_report_gives_the_object_when_asked(plain: Done) -> None:
     assert json.loads(shown.out) == plain.report
 
 
-# -------------------------------------------------------------------------------------------------- exit code
-
-
 def test_a_failed_arm_exits_with_1(tmp_path: Path) -> None:
     done = compare(tmp_path, "tilt", flags=["--no-floor", "--engine-arg", "crash=tilt:0"], windows=4, limit=1)
     assert done.code == 1
@@ -87,9 +84,6 @@ def test_an_axis_that_some_of_an_arms_runs_lost_is_a_fault() -> None:
     assert list(failures(flagged("spread"))) == []
     [fault] = failures(flagged("lost"))
     assert fault.endswith(": kld failed in run 2 of 3: x")
-
-
-# ----------------------------------------------------------------------------------------------- dry run
 
 
 @pytest.fixture(scope="module")

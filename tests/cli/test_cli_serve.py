@@ -58,9 +58,6 @@ def kinds(cell: dict[str, Any]) -> set[str]:
     return {flag["kind"] for flag in cell["flags"]} - {"lag"}  # that is the machine's
 
 
-# ---------------------------------------------------------------------------------------------- serve
-
-
 def test_a_load_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     with MockServer(MockSettings(itl=0.005)) as mock:
         done = serve(mock.url, "--name", "awq", "--kv", "fp8/bf16", "--warmup", 3, cwd=tmp_path)
@@ -140,9 +137,6 @@ def test_the_key_goes_to_the_server_and_into_no_file(tmp_path: Path) -> None:
     everything = done.out + done.err + "".join(path.read_text() for path in done.folder.iterdir() if path.is_file())
     assert "sesame-key" not in everything
     assert "--api-key KEY" in done.report["command"]
-
-
-# ---------------------------------------------------------------------------------------------- sweep
 
 
 def test_a_sweep_measures_every_cell_and_finds_where_the_server_saturates(tmp_path: Path) -> None:
@@ -259,9 +253,6 @@ def test_ctrl_c_keeps_the_cells_so_far(tmp_path: Path) -> None:
     cells = json.loads(report.read_text())["reference"]["benches"]["serving"]["cells"]
     assert 1 <= sum("arrival" in cell["at"] for cell in cells) < 3
     assert report.with_name("report.html").is_file()
-
-
-# ------------------------------------------------------------------------------------------- bad input
 
 
 def refused(done: Done) -> str:

@@ -100,9 +100,6 @@ def values(found: Study, key: str) -> dict[str, float]:
     return {name: value for name, value in rows.items() if value is not None}
 
 
-# ------------------------------------------------------------------------------------------------ figures
-
-
 def test_four_runs_give_the_ratio(tmp_path: Path) -> None:
     found = study(tmp_path, *four(tmp_path))
     ratio = found.rows[-1]
@@ -160,9 +157,6 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
         "several configurations (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); "
         f"add one as {folder}:plain" in refused(run(tmp_path, *words[:-1], folder))
     )
-
-
-# ----------------------------------------------------------------------------------------------- evidence
 
 
 @pytest.mark.parametrize(
@@ -247,9 +241,6 @@ def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
     assert values(found, "rate") == pytest.approx(RATES)
     assert ratio.at == {"depth": 512, "output": 32, "batch": 4, "part": "together"}
     assert {flag.kind for flag in ratio.flags} == {"not-engaged"}
-
-
-# ---------------------------------------------------------------------------------------------- bad input
 
 
 def test_arms_that_were_not_measured_alike_are_refused_by_name(tmp_path: Path) -> None:

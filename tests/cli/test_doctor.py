@@ -115,9 +115,6 @@ def well(folder: Path) -> Told:
     return Told(doctor(folder, "--json", gone=["pandas"]))
 
 
-# ------------------------------------------------------------------------------------------ a machine that works
-
-
 def test_without_an_optional_package_and_without_the_model_it_is_ready(well: Told) -> None:
     assert well.ready
     assert well.done.stderr == ""
@@ -162,9 +159,6 @@ def test_every_engine_but_the_test_engine_and_every_format_and_axis_is_tried(wel
 def test_nothing_is_written(well: Told, folder: Path) -> None:
     assert well.ready
     assert [path.name for path in folder.iterdir()] == ["hook"]  # which the test made
-
-
-# ------------------------------------------------------------------------------------------- what can be missing
 
 
 def test_without_torch_it_says_so_and_how_to_get_it(room: Path) -> None:
@@ -252,9 +246,6 @@ def test_a_package_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_versions_are_compared_as_numbers(older: str, newer: str) -> None:
     assert software.release(older) < software.release(newer)
-
-
-# ---------------------------------------------------------------------------------------------------- the machine
 
 
 def test_a_cache_that_cannot_be_written_is_broken_and_says_where(room: Path) -> None:
@@ -394,9 +385,6 @@ def test_a_gpu_is_named_with_its_memory_and_one_that_torch_cannot_use_is_a_warni
     assert (card.name, card.status) == ("gpu", "ok")
 
 
-# --------------------------------------------------------------------------------- engines, formats, axes of others
-
-
 @pytest.mark.full
 def test_an_engine_of_another_package_that_fails_is_named_and_changes_nothing_else(room: Path, well: Told) -> None:
     hook = room / "hook"
@@ -476,9 +464,6 @@ def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.Monk
     diagnosis = examine()
     assert diagnosis.reasons == ["engines: SyntaxError: expected '('"]
     assert any(check.group == "axes" for check in diagnosis.checks)
-
-
-# --------------------------------------------------------------------------------------------------- the text form
 
 
 def shown(text: Iterable[str]) -> str:

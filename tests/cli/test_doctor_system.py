@@ -161,9 +161,6 @@ def test_a_gpu_without_its_driver_is_bad(tmp_path: Path) -> None:
         assert f"modprobe {module}" in (bad.remedy or "")
 
 
-# -------------------------------------------------------------------------------------------------- versions
-
-
 def test_a_driver_older_than_the_cuda_of_torch_is_bad_in_the_environment_that_has_it(nvidia: Machine) -> None:
     nvidia.write("/proc/driver/nvidia/version", NVRM.format("575.51.03"))
     nvidia.package("sglang", "torch-2.9.0", "nvidia_cuda_runtime_cu12-12.8.90")
@@ -220,9 +217,6 @@ def test_a_row_of_the_table_holds_at_its_versions_and_not_without_one_of_them(pa
         assert not pair.matching_versions({**facts, name: ()}, {})
     if pair.variable:
         assert not pair.matching_versions(facts, dict([pair.variable]))
-
-
-# -------------------------------------------------------------------------------------------------- the command
 
 
 def test_no_line_is_longer_than_80_columns_and_each_finding_says_what_to_do(amd: Machine) -> None:

@@ -34,9 +34,6 @@ def change(text: str, of: str = VLLM) -> dict[str, Any]:
     return fields
 
 
-# --------------------------------------------------------------------------------------------- the command
-
-
 def test_flags_of_vllm_are_options_fields_and_words_that_go_into_no_arm() -> None:
     found = settings(VLLM)
     assert (found["model"], found["engine"], found["dtype"]) == ("owner/m", "vllm", "float16")
@@ -188,9 +185,6 @@ def test_a_missing_file_is_said() -> None:
 
 def test_signs_of_a_shell_in_quotes_are_values() -> None:
     assert settings("vllm serve m --x 'a;b|$(c)'")["engine_args"]["x"] == "a;b|$(c)"
-
-
-# ------------------------------------------------------------------------------------------------ changes
 
 
 @pytest.mark.parametrize(

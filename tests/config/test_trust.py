@@ -87,9 +87,6 @@ def refused(done: Done, *said: str) -> str:
     return line
 
 
-# -------------------------------------------------------------------------------------------------- programs
-
-
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry-run"])
 @pytest.mark.parametrize("where", PROGRAMS)
 def test_a_program_of_a_file_is_named_and_not_started(where: str, flags: tuple[str, ...], room: Path) -> None:
@@ -160,9 +157,6 @@ def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
     assert cli("compare", "-f", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
     line = write(room, candidates=[LINE])
     assert cli("compare", "-f", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
-
-
-# ---------------------------------------------------------------------------------------------------- options
 
 
 UNKNOWN = {
@@ -249,9 +243,6 @@ def test_a_servers_command_in_a_file_is_asked_about(command: str, said: str, roo
     assert said not in cli(*words, "--trust", "serve.sh", cwd=room).err
 
 
-# -------------------------------------------------------------------------------------------------- run folders
-
-
 def started(room: Path, *flags: str) -> Path:
     """The folder of a run that this user started by flags."""
     sizes = ("--axes", "kld", "--windows", "1", "--n-ctx", "16", "--text", "text.txt", "--no-floor")
@@ -333,9 +324,6 @@ def test_where_nothing_can_be_remembered_the_person_is_asked_again(room: Path, m
     folder = started(room)
     refused(cli("compare", "--resume", folder, cwd=room), "text ")
     assert cli("compare", "--resume", folder, "--trust", folder, cwd=room).code == 0
-
-
-# ----------------------------------------------------------------------------------------------- keys and files
 
 
 def test_a_variable_of_a_file_goes_to_no_host(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:

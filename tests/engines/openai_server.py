@@ -76,8 +76,6 @@ class Served:
         longest = max((len([*pairs]) for pairs in equal), default=0)
         return min(longest, len(prompt) - 1 if most is None else most)
 
-    # ---------------------------------------------------------------------------------------- the model
-
     def logprobs(self, context: Sequence[int]) -> dict[int, float]:
         """All V log-probabilities behind a context, the likeliest first."""
         best = next_token(context)
@@ -214,8 +212,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._json({"detail": "Not Found"}, 404)
 
-    # ------------------------------------------------------------------------------------- completions
-
     def _completions(self, body: dict[str, Any]) -> None:
         served = self.served
         served.requests.append(body)
@@ -292,8 +288,6 @@ class _Handler(BaseHTTPRequestHandler):
             events.append({"choices": [], "usage": usage})
         self._events(events)
 
-    # ------------------------------------------------------------------------------------------ SGLang
-
     def _generate(self, body: dict[str, Any]) -> None:
         served = self.served
         served.requests.append(body)
@@ -324,8 +318,6 @@ class _Handler(BaseHTTPRequestHandler):
             )
         else:
             self._json({"text": "", "output_ids": ids, "meta_info": meta})
-
-    # -------------------------------------------------------------------------------------------- HTTP
 
     def _let_in(self) -> bool:
         given = self.headers.get("Authorization")

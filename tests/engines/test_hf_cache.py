@@ -68,9 +68,6 @@ def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-# ------------------------------------------------------------------------------------ what attention reads
-
-
 class RoundTrip(DynamicCache):  # type: ignore[misc]
     """The oracle: Transformers' own cache, handed what the formats make of each key and value."""
 
@@ -123,9 +120,6 @@ def test_a_fitted_scale_does_not_look_at_left_padding(kv: str) -> None:
     mask = torch.tensor([[False] * 3 + [True] * 5])
     alone = EncodedStore(formats(kv)[0]).write(content)
     assert torch.equal(EncodedStore(formats(kv)[0], mask).write(padded)[:, :, 3:], alone)
-
-
-# -------------------------------------------------------------------------------------- what memory holds
 
 
 def promised(kind: str, kv: str, batch: int, tokens: int) -> int:
@@ -216,9 +210,6 @@ def test_memory_goes_with_the_last_reference_and_waits_for_no_collector() -> Non
         assert gone() is None
     finally:
         gc.enable()
-
-
-# ------------------------------------------------------------------------------- batches, and what is refused
 
 
 @pytest.mark.parametrize("kind", ["mistral", "falcon_h1", "inkling2", "qwen3_next"])

@@ -32,9 +32,6 @@ def forwards(engine: Any) -> list[dict[str, Any]]:
     return seen
 
 
-# -------------------------------------------------------------------------------------- batches and padding
-
-
 HEAD = tiny.tokens(20, 7)
 SHARING = tuple((*HEAD, *tiny.tokens(n, 30 + n)) for n in (3, 9, 1, 9))
 
@@ -114,9 +111,6 @@ def test_no_batch_is_larger_than_asked(checkpoint: Checkpoint) -> None:
     assert max(kwargs["input_ids"].shape[0] for kwargs in seen) == 3
 
 
-# ---------------------------------------------------------------------------------------- tokens and states
-
-
 @kinds
 def test_the_plain_format_gives_the_tokens_of_transformers_own_generate(kind: str, checkpoint: Checkpoint) -> None:
     sink = Answers()
@@ -177,9 +171,6 @@ def test_progress_and_facts_count_prompts_and_generated_tokens(checkpoint: Check
         read + 4 * (NEW - 1),
         4 * (NEW - 1),
     )  # the last token is generated, but not processed
-
-
-# ------------------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize("estimator", ["hidden", "logprobs"])

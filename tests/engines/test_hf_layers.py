@@ -43,9 +43,6 @@ def answered(engine: HFEngine, request: Layerwise) -> list[dict[str, Tensor]]:
     return [{name: torch.from_numpy(to_float32(x)) for name, x in sink.items[i].items()} for i in sorted(sink.items)]
 
 
-# ------------------------------------------------------------------------------------------------- states
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_those_that_transformers_tells(kind: str, checkpoint: Checkpoint) -> None:
     """Its own list ends behind the final norm, so the last layer's is compared through that of the head."""
@@ -89,9 +86,6 @@ def test_estimator_logprobs_has_states_all_the_same(checkpoint: Checkpoint) -> N
     assert torch.equal(plain[0]["states"], other[0]["states"])
 
 
-# ----------------------------------------------------------------------------------------------- q, k, v
-
-
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
@@ -131,9 +125,6 @@ def test_keys_and_values_are_those_before_the_cache(checkpoint: Checkpoint) -> N
     assert all(torch.equal(plain[name], coarse[name]) for name in plain)
 
 
-# ----------------------------------------------------------------------------------- nothing stays behind
-
-
 def _hooks(engine: HFEngine) -> int:
     modules = list(engine._model.module.modules())
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
@@ -169,9 +160,6 @@ def test_a_forward_that_fails_leaves_no_hook_either(
     assert transformers.AttentionInterface.get_interface is interface
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("kind", "layer", "said"),
     [
@@ -199,9 +187,6 @@ def test_layers_that_run_twice_are_refused(checkpoint: Checkpoint) -> None:
     engine._model.module.model.layers[1] = engine._model.module.model.layers[0]
     with pytest.raises(NotSupportedError, match="did not run once each, in order"):
         engine.answer(STATES, Answers())
-
-
-# ------------------------------------------------------------------------------------------ planted faults
 
 
 def _deep(layer: int, window: int = 9) -> Any:
@@ -278,9 +263,6 @@ def test_an_equally_coarse_cache_has_no_layer_that_stands_out(kv: str, tmp_path:
     found = _parting(tmp_path, _deep(3), 3, kv)
     assert found.stand_out == ()
     assert found.begins == 0
-
-
-# ------------------------------------------------------------------------------------------------- jitter
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", torch.int32), ("bfloat16", torch.int16)])

@@ -113,9 +113,6 @@ def judged(path: Path, ran: RuntimeInfo, kv: str = "int8") -> tuple[Status, str 
     return engaged(ArmResult("candidate:x", tiny.arm(path, kv), Status.OK, ran=ran.record()))
 
 
-# ------------------------------------------------------------------------------------- what was looked at
-
-
 def test_every_layer_is_observed_in_the_first_prefill(deep: Path) -> None:
     one = Prefill("kld", WINDOWS.windows[:1], 0, 38, ((0,) * 39,))
     assert ran_with(deep, None, one).more["observed"] == {"layers": [9, 9], "prefills": [1, 1], "steps": [0, 0]}
@@ -168,9 +165,6 @@ def test_the_seed_of_a_capture_is_that_of_its_key(deep: Path) -> None:
     key = capture_key(arm, WINDOWS, {}, 0)
     assert seed_of(key) == seed_of(dict(reversed(key.items())))
     assert seed_of(key) != seed_of(capture_key(arm, WINDOWS, {}, 1))
-
-
-# -------------------------------------------------------------------------- formats that run in part alone
 
 
 @pytest.mark.parametrize(
@@ -236,8 +230,6 @@ def test_decode_steps_of_formats_that_keep_tokens_exact_are_shown(
     assert judged(deep, ran, kv) == (Status.OK, None)
     assert set(ran.more["proof"].values()) == {"shown"}
 
-
-# -------------------------------------------------------------------------------------- through the worker
 
 FOREIGN = """
 from transformers import AttentionInterface

@@ -62,9 +62,6 @@ def copy(source: Path, folder: Path) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------- models refused
-
-
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -191,9 +188,6 @@ def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
     assert not (tmp_path / "ran").exists()
 
 
-# ----------------------------------------------------------------------------------------- settings refused
-
-
 def test_an_attention_that_the_machine_lacks_is_refused(checkpoint: Checkpoint) -> None:
     assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
 
@@ -261,9 +255,6 @@ def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -
     assert HFEngine.supports(tiny.arm(Path("nowhere"))).ok
 
 
-# ------------------------------------------------------------------------------------------------ what ran
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ran_reports_what_the_cache_was_seen_to_hold(kind: str, checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint(kind), "f16/int4[group=8]")
@@ -320,9 +311,6 @@ def test_a_quantized_checkpoint_that_transformers_cannot_load_is_not_supported_a
     assert re.search(said, support.reason)
     assert "fidelab checkpoint convert" in support.reason
     assert "\n" not in support.reason
-
-
-# ------------------------------------------------------------------------------------------- on a GPU
 
 
 def test_weights_are_loaded_straight_to_a_gpu_and_to_the_cpu_as_before(

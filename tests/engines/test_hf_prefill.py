@@ -48,9 +48,6 @@ def edited(checkpoint: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------- states
-
-
 @kinds
 def test_stored_states_and_head_replay_the_models_own_logits(kind: str, checkpoint: Checkpoint) -> None:
     request, sink = windows(), Answers()
@@ -183,9 +180,6 @@ def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint:
     assert answer.facts["sentinel_cosine"] >= 0.9999
 
 
-# -------------------------------------------------------------------------------------- 16 bits, and the head
-
-
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "phi", "qwen3_next"])
 def test_a_bfloat16_model_stores_the_bits_of_its_states_and_its_head(kind: str, checkpoint: Checkpoint) -> None:
     engine, sink = tiny.opened(checkpoint(kind), "bf16", "bfloat16"), Answers()
@@ -209,9 +203,6 @@ def test_a_16_bit_head_loaded_in_float32_is_stored_in_16_bits_without_loss(
     longer = tiny.opened(checkpoint("phi")).answer(windows(), Answers()).head
     assert longer is not None
     assert not any(isinstance(array, BFloat16) for array in longer.values())
-
-
-# ---------------------------------------------------------------------------------------------- sentinels
 
 
 PROBES: dict[str, Request] = {
@@ -243,9 +234,6 @@ def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_rep
     assert answer.facts["sentinel_kl"] > 1e-3
 
 
-# ----------------------------------------------------------------------------------------------- logprobs
-
-
 @pytest.mark.parametrize("kind", ["gemma2", "cohere", "phi", "bloom"])
 def test_live_log_probabilities_agree_with_the_replay_of_states(kind: str, checkpoint: Checkpoint) -> None:
     states, rows = Answers(), Answers()
@@ -258,9 +246,6 @@ def test_live_log_probabilities_agree_with_the_replay_of_states(kind: str, check
         assert stored.dtype == np.float16
         expected = tiny.replayed(answer, states.items[item]).log_softmax(-1)
         torch.testing.assert_close(torch.from_numpy(to_float32(stored)), expected, rtol=1e-3, atol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------- size
 
 
 def test_a_capture_of_states_takes_d_times_two_bytes_per_position(tmp_path: Path) -> None:

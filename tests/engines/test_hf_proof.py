@@ -60,9 +60,6 @@ def not_engaged(path: Path, kv: str, dtype: str = "float32", **options: str) -> 
     return reason
 
 
-# ------------------------------------------------------------------------------------ what is as it should be
-
-
 def of_a_push(names: Iterable[str], push: set[str]) -> list[Any]:
     """All names; those that a push leaves out under the marker ``long``."""
     every = list(names)
@@ -103,9 +100,6 @@ def test_what_our_kernels_read_is_told_from_their_output(query: Request, dequant
         ran = asked(checkpoint(kind), kv, query, "bfloat16", attention="k16v8", dequant=dequant)
         assert ran.more["proof"] == SHOWN
         assert f"{ran.k_format}/{ran.v_format}" == kv
-
-
-# --------------------------------------------------------------------------- what does not reach attention
 
 
 def untouched(layers: tuple[int, ...], calls: list[int]) -> Callable[[EncodedStore, Tensor], Tensor]:
@@ -236,9 +230,6 @@ def test_kernels_that_read_something_else_than_their_pages_are_not_engaged(
     assert f"read untouched {word}" in reason or "is off by" in reason
 
 
-# --------------------------------------------------------------------------- what is stored is something else
-
-
 def test_a_bit_that_changes_after_decoding_is_seen(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     write = EncodedStore.write
 
@@ -350,8 +341,6 @@ def test_what_was_refuted_in_one_probe_stays_so_in_the_next(
     engine.answer(PREFILL, Answers())
     assert engine.runtime_info().k_format is None
 
-
-# ------------------------------------------------------------------------------------- through the worker
 
 SHIM = """
 from transformers import AttentionInterface

@@ -89,8 +89,6 @@ def test_a_cache_that_is_not_cut_back_is_not_engaged(checkpoint: Checkpoint, mon
     assert facts["not_engaged"] == "48 tokens were found in the prefix cache, not 32 (1 to a block)"
 
 
-# ------------------------------------------------------------------------------------- faults, through the worker
-
 SHIM = """
 import torch
 from fidelab.engines.hf.cache import EncodedStore

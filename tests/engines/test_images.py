@@ -112,9 +112,6 @@ def answered(engine: HFEngine | OpenAIEngine, request: ImageForced | ImageGenera
     return sink, engine.answer(request, sink)
 
 
-# ---------------------------------------------------------------------------------------------- requests
-
-
 def test_an_image_is_part_of_the_request_and_of_its_key(llava: Path) -> None:
     request = Asked(llava).forced()
     assert request_from_record(json.loads(json.dumps(request_record(request)))) == request
@@ -139,9 +136,6 @@ def test_a_record_that_is_no_request_with_images_is_refused(llava: Path, change:
 
 def _fields(request: ImageForced) -> dict[str, Any]:
     return {name: value for name, value in vars(request).items() if name != "kind"}
-
-
-# ---------------------------------------------------------------------------------------------------- hf
 
 
 def test_rows_behind_an_image_are_those_of_transformers(llava: Path) -> None:
@@ -227,9 +221,6 @@ def test_positions_in_rows_and_columns_are_the_models_own(tmp_path: Path, monkey
     inputs = _processed(processor, asked.text, RIGHT)
     whole = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0]
     assert ids(generated.items[0]) == whole[inputs["input_ids"].shape[1] :].tolist()
-
-
-# ------------------------------------------------------------------------------------------------ openai
 
 
 def remote(folder: Path, served: Served) -> OpenAIEngine:

@@ -170,9 +170,6 @@ def test_the_worst_layer_counts_and_skipped_layers_are_told_by_what_they_hold() 
     assert not k16v8.holds_pair(KVSpec.parse("bf16/int8"), SEEN)
 
 
-# ------------------------------------------------------------------------------------------------------ vLLM
-
-
 LAYER = {"dtype": "bfloat16", "label": f"{K16V8} (torch)"}
 
 
@@ -219,9 +216,6 @@ def test_what_the_backend_lacks_is_said_before_anything_loads(
 ) -> None:
     (tmp_path / "config.json").write_text(config)
     assert reason in vllm_backend._k16v8_cannot(asked, shape_of(str(tmp_path)))
-
-
-# ---------------------------------------------------------------------------------------------------- SGLang
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,6 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
     return Prefill("kld", windows, first, last, tuple((0,) * (last - first + 1) for _ in windows))
 
 
-# ------------------------------------------------------------------------------------ without the library
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -215,9 +212,6 @@ def test_an_arm_names_the_form_that_its_engine_loads(engine: type[Engine], tiny_
     file = Path(tiny_model.name)
     expected = (file, file_sha256(file)) if engine is LlamaCppEngine else (tiny_model.path, tiny_model.weights)
     assert (Path(arm.path), arm.weights) == expected
-
-
-# --------------------------------------------------------------------------------------- a one-layer model
 
 
 @pytest.fixture(scope="module")
@@ -413,8 +407,6 @@ def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
     assert rows(answers, 1).shape[0] == 2
 
 
-# -------------------------------------------------------------------------------------- the cache read back
-
 BLOCKS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 GIVEN = np.random.default_rng(5).standard_normal((4, 128)).astype(np.float32)
 
@@ -510,9 +502,6 @@ def test_the_saved_state_shows_what_the_cache_holds(kv: str, flash: str, tiny: P
 )
 def test_flash_attention_reads_float16_whatever_holds_it(kv: str, flash: str, lossless: bool) -> None:
     assert LlamaCppEngine.lossless(asked(Path("m.gguf"), kv, flash_attn=flash)) is lossless
-
-
-# --------------------------------------------------------------------------------------- the embedded model
 
 
 @pytest.fixture(scope="module")

@@ -81,9 +81,6 @@ def row(sink: Answers, item: int, at: int) -> dict[int, float]:
     return {token: value for token, value in zip(tokens, logprobs, strict=True) if token >= 0}
 
 
-# ------------------------------------------------------------------------------------------------ greedy text
-
-
 @pytest.mark.parametrize("server", [Served(), Served(owner="sglang"), Served(owner="me", scores=None)])
 def test_ids_are_those_that_the_server_generated(folder: Path, server: Served) -> None:
     with serving(server):
@@ -159,9 +156,6 @@ def test_a_bos_that_the_server_adds_is_not_sent_twice(folder: Path) -> None:
     assert answer.facts["prompts_read_otherwise"] == 0
 
 
-# ------------------------------------------------------------------------------------- distributions of prompts
-
-
 @pytest.mark.parametrize(
     "server",
     [
@@ -232,9 +226,6 @@ def test_an_echo_of_other_tokens_fails_the_window(folder: Path) -> None:
     split = tuple("é".encode())[:1]  # half a character: as text it is another token
     with serving(Served(scores="echo", takes_ids=False)) as server, pytest.raises(EngineError, match="other tokens"):
         prefill(opened(folder, server), (*WINDOW[:5], *split, *WINDOW[5:]))
-
-
-# --------------------------------------------------------------------------------------------------- timing
 
 
 @pytest.mark.parametrize("owner", ["vllm", "sglang"])
@@ -311,9 +302,6 @@ def test_tokens_whose_times_are_not_known_are_no_measurement(folder: Path, serve
             engine.answer(Timed("decode", PROMPTS, n=5), Answers())
 
 
-# ----------------------------------------------------------------------------------------------- engagement
-
-
 @pytest.mark.parametrize(
     ("server", "asked", "found"),
     [
@@ -342,9 +330,6 @@ def test_the_servers_tokenizer_is_asked_where_it_can_be(folder: Path, served: Se
     engine = opened(folder, served)
     assert engine.tokenize("some text") == encode("some text")
     assert engine.runtime_info().record()["tokenizer"] == "server"
-
-
-# ---------------------------------------------------------------------------------------------------- trouble
 
 
 @pytest.mark.parametrize("trouble", [[429, 503], ["drop"], [503, "drop", 429]])
@@ -476,9 +461,6 @@ def test_the_module_needs_no_network_to_be_asked() -> None:
     assert "as-served" in known.kv_names()
     assert known.versions() == {"openai": "1"}
     assert os.environ.get("OPENAI_API_KEY") is None
-
-
-# -------------------------------------------------------------------------------------- as servers compute
 
 
 def way(engine: OpenAIEngine, name: str, size: int = 0, others: tuple[Tokens, ...] = ()) -> tuple[Answers, Answer]:

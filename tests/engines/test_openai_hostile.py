@@ -201,9 +201,6 @@ def test_a_key_that_no_header_carries_is_refused_without_repeating_it() -> None:
         assert key not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------- the key
-
-
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "as it is": lambda key: key,
     "percent": lambda key: "".join(f"%{ord(char):02X}" for char in key),
@@ -276,9 +273,6 @@ def test_a_text_that_repeats_the_key_is_not_captured(folder: Path, monkeypatch: 
         )
 
 
-# ----------------------------------------------------------------------------------------------- who it says it is
-
-
 def hostile_identity(said: str, owner: str = "vllm") -> Script:
     """A server that says the same of everything."""
     labels = f'vllm:cache_config_info{{cache_dtype="{said}",block_size="{"9" * 5000}",x="{said}"}} 1\n'
@@ -331,9 +325,6 @@ def test_labels_without_end_take_no_time() -> None:
 
     with serve(script) as served:
         assert identify(client(served.url, timeout=SOON), None).kv is None
-
-
-# ------------------------------------------------------------------------------------------------- captures
 
 
 def test_more_tokens_than_asked_fail_the_item(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

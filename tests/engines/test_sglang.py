@@ -39,9 +39,6 @@ def arm(kv: str = "auto", device: str = "cpu", dtype: str = "bfloat16", **option
     return Arm(kv, "sglang", "m", "/models/m", "0" * 8, KVSpec.parse(kv), dtype, device, 1, named)
 
 
-# ---------------------------------------------------------------------------------------------- settings
-
-
 @pytest.mark.parametrize(
     "options", [{"tp": "0"}, {"mem_fraction_static": "2"}, {"cuda_graph": "perhaps"}, {"chunked_prefill_size": "-2"}]
 )
@@ -99,9 +96,6 @@ def test_formats_take_no_options(kv: str) -> None:
         SGLangEngine.check_kv(KVSpec.parse(kv))
 
 
-# ------------------------------------------------------------------------------------------ what was found
-
-
 def described(dtype: str = "bfloat16", **changes: Any) -> dict[str, Any]:
     cache: dict[str, Any] = {
         "dtype": dtype,
@@ -146,9 +140,6 @@ def test_a_format_is_claimed_where_the_storage_proves_it(asked: str, about: dict
 )
 def test_the_record_says_where_scales_come_from(about: dict[str, Any], source: str, granularity: str) -> None:
     assert _scales(about) == {"scale_source": source, "scale_granularity": granularity}
-
-
-# --------------------------------------------------------------------------------------------- the plug-in
 
 
 class Mode:
@@ -292,9 +283,6 @@ def test_states_that_are_missing_are_an_error_with_its_cause_written_down(schedu
     assert "2 hidden states for 3 tokens" in (scheduler.folder / "failure.txt").read_text()
 
 
-# ------------------------------------------------------------------------------------------ what is written
-
-
 def _sliced(parameter: Tensor) -> None:
     parameter.data[1:].copy_(torch.ones(1, 2))
 
@@ -320,9 +308,6 @@ def test_whatever_way_a_parameter_is_written_is_seen(write: Callable[[Any], None
         _ = model["b"] @ model["b"]
     assert ledger.untouched() == ["b"]
     assert ThreadPoolExecutor.submit.__qualname__ == "ThreadPoolExecutor.submit"
-
-
-# -------------------------------------------------------------------------------------------- speculation
 
 
 def test_what_drafts_is_read_from_sglangs_own_options() -> None:

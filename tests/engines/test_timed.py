@@ -36,8 +36,6 @@ PROMPTS = ((5, 6, 7), (40, 41, 42, 43, 44))
 EQUAL = tuple((i, i + 1, i + 2) for i in range(5, 10))
 N = 4
 
-# ------------------------------------------------------------------------------------------------ the clock
-
 
 class Clock:
     """Stands still but for the work of :meth:`decode`: 8 s to get ready, a second per prompt token, 0.5 s per step."""
@@ -110,9 +108,6 @@ def test_no_token_is_decoded_that_is_not_timed(n: int, clock: Clock) -> None:
 def test_an_answer_that_ends_early_is_an_error_and_not_a_shorter_one(clock: Clock) -> None:
     with pytest.raises(EngineError, match="ended after 2 of 4 tokens"):
         time_prompts(Timed("decode", PROMPTS, 3), Answers(), lambda prompt: islice(clock.decode(prompt), 2))
-
-
-# ---------------------------------------------------------------------------------------------- the engines
 
 
 def plain(values: Any) -> list[int]:
@@ -248,9 +243,6 @@ def test_more_prompts_than_llama_cpp_takes_together_are_refused(tmp_path: Path) 
     engine = llama(tmp_path, **{"n-batch": "4"})
     with pytest.raises(NotSupportedError, match="at most 4 prompts together here, not 5"):
         engine.answer(Timed("decode", EQUAL, N, batch=5), Answers())
-
-
-# --------------------------------------------------------------------------------------------- the captures
 
 
 def worked(arm: Arm, request: Timed, store: Path) -> Capture:

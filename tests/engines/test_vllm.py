@@ -36,9 +36,6 @@ def asked(kv: str = "auto", path: Path = Path("m"), **options: str) -> Arm:
     return Arm(kv, "vllm", path.name, str(path), "0" * 8, KVSpec.parse(kv), "bfloat16", "cpu", 1, named)
 
 
-# --------------------------------------------------------------------------------------------- the contract
-
-
 @pytest.mark.parametrize(
     ("option", "said"),
     [
@@ -156,9 +153,6 @@ def test_what_is_read_back_answers_what_is_stored_and_leaves_open_what_attention
 ) -> None:
     proof = read_back_proof(matches, 0.999, "its kernels read the cache themselves")
     assert proof == {"received": "open: its kernels read the cache themselves", "stored": stored, "named": named}
-
-
-# ---------------------------------------------------------------------------------------------- the capture
 
 
 class Model(nn.Module):
@@ -352,9 +346,6 @@ def test_the_plug_in_does_nothing_outside_our_workers(monkeypatch: pytest.Monkey
     register()
 
 
-# -------------------------------------------------------------------------------------------------- read back
-
-
 def layer(kv_cache_dtype: str, scale: float = 1.0) -> Any:
     return SimpleNamespace(kv_cache_dtype=kv_cache_dtype, _k_scale_float=scale, _v_scale_float=scale)
 
@@ -413,9 +404,6 @@ def test_more_numbers_than_were_written_are_not_what_was_written() -> None:
 def test_what_cannot_be_decoded_is_not_judged() -> None:
     held = torch.zeros(4, 4, dtype=torch.int8)
     assert compared(held, layer("int8_per_token_head"))["matches"] is None
-
-
-# ------------------------------------------------------------------------------------------- timed groups
 
 
 class _Small(VLLMModel):

@@ -129,8 +129,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---------------------------------------------------------------------------------------- runners V1 and V2
-
 both = pytest.mark.parametrize("worker", [FirstWorker, Worker], ids=["v1", "v2"])
 
 
@@ -242,9 +240,6 @@ def test_an_unknown_runner_is_refused() -> None:
         VLLMEngine.supports(asked("auto", model_runner="v3"))
 
 
-# -------------------------------------------------------------------------------------------------- blocks
-
-
 @pytest.mark.parametrize(
     ("of_manager", "of_kernel", "expected"),
     [
@@ -300,9 +295,6 @@ def test_a_hybrids_cache_is_read_back_from_the_kernels_blocks(
     hook._given, hook._handles = {"a": (key, value)}, []
     hook._compare("r1")
     assert hook.read_back["matches"] == 1.0
-
-
-# ------------------------------------------------------------------------------------------------- queries
 
 
 @pytest.mark.parametrize(

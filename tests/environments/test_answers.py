@@ -47,9 +47,6 @@ def stand_in(tmp_path: Path, text: str) -> Environment:
     return Environment("fake", str(script))
 
 
-# ------------------------------------------------------------------------------------------------- the same answers
-
-
 def test_another_interpreter_gives_the_answers_of_this_one(there: EngineAnswers) -> None:
     arm = replace(sample.ARM, engine="fake", kv=KVSpec.parse("exact"), options=())
     refused = replace(arm, kv=KVSpec.parse("refused"))
@@ -85,9 +82,6 @@ def test_an_error_leaves_the_process_able_to_answer(there: EngineAnswers) -> Non
     with pytest.raises(UsageError):
         there.check_kv(KVSpec.parse("tilt[z=1]"))
     there.check_kv(EXACT)
-
-
-# ------------------------------------------------------------------------------------------------ engines that fail
 
 
 def test_a_missing_engine_says_what_the_engine_says(strange: EngineAnswers) -> None:
@@ -126,9 +120,6 @@ def test_nothing_that_the_engine_started_is_left_behind(odd: Second) -> None:
         pid = int(asked.control_for(EXACT, "fork") or 0)
         os.kill(pid, 0)
     assert until(lambda: not alive(pid))
-
-
-# ------------------------------------------------------------------------------------------ environments that fail
 
 
 def failure(environment: Environment, limit: float = 20) -> str:

@@ -60,9 +60,6 @@ def refused(done: Done, *said: str) -> None:
     assert not list((done.cwd / "runs").glob("2*"))
 
 
-# --------------------------------------------------------------------------------------------------- whole runs
-
-
 FLAGS = (*IMAGE, "--no-floor", "--threads", "1")
 
 
@@ -187,9 +184,6 @@ def test_a_file_that_an_option_names_is_seen(docker: FakeDocker, room: Path) -> 
     assert done.arm("exact")["status"] == "identical"
 
 
-# ----------------------------------------------------------------------------------------------------- its end
-
-
 def test_a_worker_that_is_ended_leaves_no_container(docker: FakeDocker, room: Path) -> None:
     flags = [*IMAGE, "--no-floor", "--engine-arg", "hang=tilt[q=0.6]:1", "--deadline", "5"]
     done = compare(room, "tilt[q=0.6]", flags=flags, windows=4, limit=2)
@@ -211,9 +205,6 @@ def test_an_engine_that_does_not_answer_leaves_no_container(docker: FakeDocker, 
     with pytest.raises(EngineError, match=message), ask(environment, limit=2.0):
         pass
     assert docker.alive() == []
-
-
-# -------------------------------------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize(
@@ -304,9 +295,6 @@ def test_links_out_of_a_folder_are_followed_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "model" / "inside").symlink_to("weights")
     (tmp_path / "model" / "broken").symlink_to("/no/such/file")
     assert set(link_targets(tmp_path / "model")) == {str(tmp_path / name) for name in ("model", "step", "blob")}
-
-
-# --------------------------------------------------------------------------------------------------- bad input
 
 
 def test_an_image_that_is_not_there_is_one_line_that_says_how_to_pull(docker: FakeDocker, room: Path) -> None:

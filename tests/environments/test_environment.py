@@ -34,9 +34,6 @@ def made(cache: Path, name: str) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- which interpreter
-
-
 def test_an_engine_that_needs_no_package_runs_in_this_interpreter() -> None:
     found = locate("fake")
     assert found.is_current
@@ -92,9 +89,6 @@ def test_an_environment_that_was_not_completed_is_passed_over(cache: Path) -> No
     assert locate("vllm").python == str(folder / "bin" / "python")
 
 
-# -------------------------------------------------------------------------------------------------- shims
-
-
 @pytest.mark.parametrize("name", ["absent", "file"])
 def test_a_shim_folder_must_be_one(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -116,9 +110,6 @@ def test_shims_come_before_what_the_user_has_on_pythonpath_and_behind_fidelab(
 
 def test_this_interpreter_keeps_its_pythonpath() -> None:
     assert locate("fake").variables() == {"PYTHONSAFEPATH": "1"}
-
-
-# ----------------------------------------------------------------------------------------------------------- link
 
 
 def test_an_environment_sees_fidelab_and_none_of_the_packages_that_it_needs(second: Second) -> None:

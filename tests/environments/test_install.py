@@ -103,9 +103,6 @@ def beside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.parent.iterdir())
 
 
-# --------------------------------------------------------------------------------------------------------- for real
-
-
 def test_an_environment_is_made_found_asked_and_removed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = environment.engines_dir() / "odd"
     said: list[str] = []
@@ -174,9 +171,6 @@ def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
     found = install(recipe(Step((str(wheel),))), tmp_path / "odd", sleeps_when_idle, python=str(bare))
     assert locate("odd", python=found.python) == found
     assert read_marker(tmp_path / "odd") is not None
-
-
-# ------------------------------------------------------------------------------------------------ whole or not at all
 
 
 def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(
@@ -270,9 +264,6 @@ def test_a_recipe_is_known_by_what_it_installs_and_not_by_its_words() -> None:
     assert len({plain.sha256, *(other.sha256 for other in others)}) == 1 + len(others)
 
 
-# ----------------------------------------------------------------------------------------------- seconds that are left
-
-
 def test_the_time_left_is_that_of_the_step_and_those_after_it(
     tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,9 +313,6 @@ def test_a_build_for_another_device_is_not_kept(tmp_path: Path, quick: None) -> 
     with pytest.raises(EngineError, match=r"^odd-cpu: what pip found is built for None, not for hip: set an index$"):
         install(recipe(build="hip", hint="set an index"), tmp_path / "odd", sleeps_when_idle)
     assert not (tmp_path / "odd").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------- the trial
 
 
 def rebuilt(monkeypatch: pytest.MonkeyPatch, native: dict[str, str]) -> list[tuple[list[str], str]]:
@@ -604,9 +592,6 @@ except RuntimeError as error:
     assert done.stdout == "sgl_kernel.silu is an import stand-in: it must not be called\n"
 
 
-# --------------------------------------------------------------------------------------------- what is not ours
-
-
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_what_is_not_ours_is_neither_filled_nor_removed(what: str, tmp_path: Path) -> None:
     target = tmp_path / "mine"
@@ -629,9 +614,6 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"cannot write .*pass another --path"):
         install(recipe(), tmp_path / "file" / "odd", sleeps_when_idle)
-
-
-# ---------------------------------------------------------------------------------------------- listing, recipes
 
 
 def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
@@ -723,9 +705,6 @@ def test_the_command_that_installs_an_engine_is_for_this_machine(
     seen: Callable[[str], str] = lambda built: built if built == device else "cpu"  # noqa: E731
     monkeypatch.setattr(recipes, "device", seen)
     assert recipes.install_command("vllm") == f"fidelab setup install {command}"
-
-
-# ------------------------------------------------------------------------------------- asked at once, kept, stopped
 
 
 def made(native: str) -> Path:

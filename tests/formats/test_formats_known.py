@@ -90,9 +90,6 @@ def test_other_layouts_of_one_size_are_no_parts_of_a_format() -> None:
     assert names_of((torch.zeros(1, 1, 1, 31),), 32, torch.zeros(1, 1, 1, 32)) == []
 
 
-# ------------------------------------------------------------------------------------------ known vectors
-
-
 @pytest.mark.parametrize("name", FORMATS.names())
 def test_a_format_encodes_the_known_vector_as_recorded(name: str) -> None:
     assert encodes_like(create(FormatSpec(name)).encode) == name

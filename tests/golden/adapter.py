@@ -59,9 +59,6 @@ def axes_and_benches() -> list[str]:
     return [*AXES.built_in, *BENCHES.built_in]
 
 
-# --------------------------------------------------------------------------------------------- making a run
-
-
 def run(golden: GoldenRun, room: Path) -> Bundle:
     """Run the experiment in an empty folder with the real engine."""
     write_files(golden.files, room)
@@ -178,9 +175,6 @@ def _model(kind: str, folder: Path) -> Path:
     from tests.tiny_models import model
 
     return save(model(kind), folder)
-
-
-# --------------------------------------------------------------------------------------- captures → bundle
 
 
 def pack(
@@ -311,9 +305,6 @@ def recoded(bundle: Bundle, room: Path) -> Bundle:
     return packed
 
 
-# --------------------------------------------------------------------------------------- bundle → captures
-
-
 def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
     """What every arm left, with captures written by the present writer into a folder."""
     text = bundle.text
@@ -405,9 +396,6 @@ def _benches(experiment: Experiment, records: Sequence[Mapping[str, Any]], bundl
     return found
 
 
-# ----------------------------------------------------------------------------------------------- scoring
-
-
 def _experiment(bundle: Bundle) -> Experiment:
     return Experiment.model_validate(bundle.text["experiment"])
 
@@ -427,8 +415,6 @@ def offline(room: Path) -> Iterator[None]:
     with mock.patch.dict(os.environ, settings):
         yield
 
-
-# --------------------------------------------------------------------------------------------- report → rows
 
 _MEANS = (
     "mean",
@@ -569,9 +555,6 @@ def _measurement(add: Any, arm: str, source: str, found: Measurement) -> None:
         add(arm, source, "curve: weighted sum", sum(n * y for n, y in enumerate(known, 1)), kind="float", cell=cell)
 
 
-# --------------------------------------------------------------------------------------------- other sums
-
-
 def exact_head(patch: Any) -> None:
     """Let logits come from a product in float64."""
     from fidelab.axes import rows as axis_rows
@@ -585,9 +568,6 @@ def exact_head(patch: Any) -> None:
 
 def _float64(states: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(states.astype(np.float64) @ weight.astype(np.float64)).astype(np.float32)
-
-
-# ------------------------------------------------------------------------------- audit, physics, sensitivity
 
 
 def audit_faults() -> list[str]:
@@ -682,9 +662,6 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
             budget=settings["budget"],
         )
     return dict(json.loads(study.to_json()))
-
-
-# ------------------------------------------------------------------------------------------ planted breaks
 
 
 def plants() -> Mapping[str, tuple[str, Any]]:

@@ -22,9 +22,6 @@ __all__ = ["figures", "main"]
 Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell, value
 
 
-# ------------------------------------------------------------------------------------------- distributions
-
-
 def compare(p: Array | None, q: Array | None, targets: Sequence[int]) -> dict[str, Array]:
     """Columns [n] that compare rows p of the reference with rows q of the arm; ``bad`` rows are in no figure."""
     n, after = len(targets), np.asarray(targets)
@@ -150,9 +147,6 @@ def forced(c: Mapping[str, Array], test: Side) -> dict[str, float]:
     if start >= 0.01 or slope > 0:
         found["tokens until 0.01 nats"] = 0.0 if start >= 0.01 else (0.01 - start) / slope
     return found
-
-
-# ------------------------------------------------------------------------------------------------ an arm
 
 
 def perplexity(part: str, c: Mapping[str, Array]) -> Iterator[tuple[str, str, float]]:

@@ -22,9 +22,6 @@ def mcnemar(b: int, c: int) -> float:
     return min(1.0, 2 * tail)
 
 
-# ------------------------------------------------------------------------------------------ generated text
-
-
 def prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 

@@ -72,9 +72,6 @@ def curve(axis: Measurement, key: str) -> Curve:
     return next(plot for plot in axis.plots if isinstance(plot, Curve) and plot.key == key)
 
 
-# ---------------------------------------------------------------------------------------------- figures
-
-
 def test_figures_are_those_of_the_closed_form(tmp_path: Path) -> None:
     ref, test, kl = dumps(tmp_path)
     arm, axis = only(run(tmp_path, ref, test))
@@ -214,9 +211,6 @@ def test_rows_that_all_equal_the_reference_are_no_result(tmp_path: Path) -> None
     assert arm.verdict.band is None
 
 
-# ------------------------------------------------------------------------------------------- the run left
-
-
 def test_several_candidates_are_ordered_by_paired_differences(tmp_path: Path) -> None:
     ref, bad, _ = dumps(tmp_path, tilt=lambda _i: 2.0)
     good = save(tmp_path / "good", [tilted(log_probs(i), 0.5)[0] for i in range(24)])
@@ -247,9 +241,6 @@ def test_the_command_leaves_a_run_that_the_report_command_shows(tmp_path: Path) 
     again = cli("report", done.folder, "--json", cwd=tmp_path)
     assert json.loads(again.out) == done.report
     assert (done.folder / "report.html").stat().st_size > 1000
-
-
-# -------------------------------------------------------------------------------------------- bad input
 
 
 def refused(folder: Path, ref: Path, test: Path, kind: type[FidelabError]) -> str:

@@ -49,9 +49,6 @@ def compared(arm: ArmRecord) -> dict[str, tuple[Any, ...]]:
     return {str(name): tuple(rest) for name, *rest in panel.rows}
 
 
-# ------------------------------------------------------------------------------------------------ scores
-
-
 def test_a_candidate_that_stops_early_scores_62_5_by_their_definition_and_50_by_ours(tmp_path: Path) -> None:
     arm = candidate(tmp_path, refract_report())
     axis = arm.axes["trajectory"]
@@ -149,9 +146,6 @@ def test_a_perturbation_of_one_prompt_is_no_unit_of_its_own(tmp_path: Path) -> N
 def test_a_drift_that_is_no_number_is_counted_as_failed(tmp_path: Path) -> None:
     axis = candidate(tmp_path, with_axis("plad", per_prompt=[drift(0.5, 0.2), drift(math.nan, 0.2)])).axes["plad"]
     assert (axis.n_items, axis.n_failed, axis.value("score")) == (2, 1, 100.0)
-
-
-# --------------------------------------------------------------------------------- composite and verdict
 
 
 def of_scores(trajectory: float, kld: float, rniah: float, plad: float) -> dict[str, Any]:
@@ -263,9 +257,6 @@ def test_lengths_beside_token_ids_must_be_theirs(tmp_path: Path) -> None:
     assert any("fact-7" in note for note in imported(tmp_path, with_axis("gtm", per_prompt=[lying])).notes)
 
 
-# ------------------------------------------------------------------------------------- what it comes from
-
-
 def test_the_report_says_what_it_was_imported_from(tmp_path: Path) -> None:
     result = imported(tmp_path, refract_report())
     facts = result.report.environment["imported"]
@@ -305,9 +296,6 @@ def test_what_comes_in_is_a_run_that_the_report_command_shows(tmp_path: Path) ->
 def test_a_lone_surrogate_does_not_stop_the_import(tmp_path: Path) -> None:
     report = refract_report(model="broken \ud800 name")
     assert candidate(tmp_path, report).model == "broken ? name"
-
-
-# -------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(
@@ -355,9 +343,6 @@ def test_what_is_no_json_is_refused_in_one_line(content: bytes, said: str, tmp_p
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "none.json: cannot read the report" in refused(cli("import", "refract", "none.json", cwd=tmp_path))
-
-
-# --------------------------------------------------------------------------------------- their own examples
 
 
 @pytest.mark.skipif(not EXAMPLES.is_dir(), reason="REFRACT's example reports are not beside this checkout")

@@ -56,9 +56,6 @@ def _file(tmp_path: Path, *records: Any, name: str = "log.jsonl") -> Path:
     return file
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
 def test_openai_requests_batch_bodies_and_plain_text_are_read(tmp_path: Path, fake: Tokenizer) -> None:
     file = _file(
         tmp_path,
@@ -209,9 +206,6 @@ def test_domain_is_what_a_conversation_looks_like(content: str, domain: str) -> 
     assert domain_of([{"role": "user", "content": content}]) == domain
 
 
-# -------------------------------------------------------------------------------------------- rendering
-
-
 def test_every_conversation_is_a_document_in_the_models_own_template(tmp_path: Path, chat: Tokenizer) -> None:
     file = _file(tmp_path, {"messages": [_USER, _ANSWER]}, {"messages": [_USER], "domain": "d"})
     text = traffic_text(load_traffic(file, chat))
@@ -261,9 +255,6 @@ def test_rendered_words_of_a_log_are_kept_nowhere(tmp_path: Path, monkeypatch: p
     kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert kept
     assert not any(secret.encode() in path.read_bytes() for path in kept)
-
-
-# ---------------------------------------------------------------------------------------------- domains
 
 
 def test_own_domains_are_eight_with_documents_enough_for_intervals(chat: Tokenizer) -> None:

@@ -33,9 +33,6 @@ def _load(tmp_path: Path, content: str) -> Text:
     return load_text(file)
 
 
-# ------------------------------------------------------------------------------------------------- texts
-
-
 def test_text_keeps_its_bytes(tmp_path: Path) -> None:
     text = _load(tmp_path, "a\r\nb\n")
     assert text.content == "a\r\nb\n"
@@ -70,9 +67,6 @@ def test_other_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_bytes(b"ab\nc\nd\xe9f\n")
     with pytest.raises(InputError, match=r"not UTF-8: byte 0xe9 in line 3 \(byte 6 of the file\)"):
         load_text(tmp_path / "t.txt")
-
-
-# ----------------------------------------------------------------------------------------------- windows
 
 
 def test_windows_are_cut_from_the_text_tokenised_once(fake: Tokenizer) -> None:

@@ -28,8 +28,6 @@ def _line(question: str = "How many?", answer: str = "Two.\n#### 2", **more: obj
     return json.dumps({"question": question, "answer": answer, **more}) + "\n"
 
 
-# ----------------------------------------------------------------------------------------------- answers
-
 ANSWERS = [
     ("He has 3 + 4 = 7 left.\n#### 7", "7"),
     ("####18", "18"),
@@ -105,9 +103,6 @@ def test_a_question_of_the_models_own_ends_its_answer() -> None:
     assert truncate_answer("The Question: is easy") == "The Question: is easy"
 
 
-# ----------------------------------------------------------------------------------------------- problems
-
-
 def test_problems_are_read_with_their_gold_numbers(tmp_path: Path) -> None:
     source = _file(tmp_path, "\ufeff" + _line() + "\n" + _line(" Next? ", "x\n#### 1,200 ", id="b"))
     first, second = load_problems(source)
@@ -179,9 +174,6 @@ def test_every_gold_answer_of_the_official_test_set_is_read() -> None:
     assert all(extract_answer(problem.answer) == problem.gold for problem in problems)
     assert all(problem.gold == problem.gold.to_integral_value() for problem in problems)
     assert {shot.question for shot in load_shots(8)}.isdisjoint(problem.question for problem in problems)
-
-
-# ------------------------------------------------------------------------------------------------- shots
 
 
 def test_every_step_of_the_worked_examples_is_right() -> None:

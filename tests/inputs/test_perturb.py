@@ -153,9 +153,6 @@ def test_differences_of_a_text_without_spaces_stay_short() -> None:
     assert before[201] + before[200] in shown
 
 
-# ---------------------------------------------------------------------------------------------- tables
-
-
 def _takes_an(word: str) -> bool:
     return word[0] in "aeiou" and not re.match(r"u[st][eiu]", word)  # useful, usual, utilise
 

@@ -177,9 +177,6 @@ def test_embedded_model_chats_with_its_own_system_prompt(smollm2: Model) -> None
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-# --------------------------------------------------------------------------------------------- remembered
-
-
 def again(tokenizer: Tokenizer) -> Tokenizer:
     return Tokenizer.load(resolve(str(tokenizer.model.path)))
 

@@ -25,9 +25,6 @@ def _chat(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.chat([{"role": "user", "content": text}]))
 
 
-# ---------------------------------------------------------------------------------------------- prompts
-
-
 @given(st.integers(2, 300), st.integers(1, 40), st.integers(0, 40), st.integers(0, 2**32))
 def test_random_prompts_are_exact_ordinary_and_differ_from_the_first_token_on(
     vocab: int, length: int, count: int, seed: int
@@ -93,9 +90,6 @@ def test_words_stand_for_tokens_where_there_is_no_tokenizer() -> None:
     texts = word_prompts([5, 64], 0)
     assert [len(text.split()) for text in texts] == [5, 64]
     assert all(text.isascii() and text.islower() for text in texts)
-
-
-# --------------------------------------------------------------------------------------------- arrivals
 
 
 def test_constant_arrivals_come_at_equal_gaps_from_zero() -> None:

@@ -83,9 +83,6 @@ def test_no_folder_of_this_machine_is_exported() -> None:
     assert "somebody" not in json.dumps(lm_eval_results(report, one))
 
 
-# ---------------------------------------------------------------------------------------------------------- the hub
-
-
 def parts_of(card: str) -> tuple[dict[str, Any], str]:
     """The metadata of a model card, and its text."""
     _, head, body = card.split("---\n", 2)
@@ -155,9 +152,6 @@ def test_files_that_are_there_are_not_replaced(made: Done, tmp_path: Path) -> No
     done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", "card", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert (tmp_path / "card" / "README.md").read_text() == card
-
-
-# ------------------------------------------------------------------------------------------------- which arm, where
 
 
 def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> None:

@@ -83,9 +83,6 @@ def test_the_version_is_the_engines_and_not_pythons() -> None:
     assert found == {"a": "transformers 5.24.0", "b": "0.32.0", "c": ""}
 
 
-# -------------------------------------------------------------------------------------------------------- ranks
-
-
 def test_arms_whose_intervals_overlap_share_ranks_and_others_do_not() -> None:
     board = rank([report("r", arm("c", (0.5, (0.4, 0.6))), arm("a", (0.1, (0.05, 0.2))), arm("b", (0.15, (0.1, 0.3))))])
     assert ranks(board) == [("a", 1, 2), ("b", 1, 2), ("c", 3, 3)]
@@ -139,9 +136,6 @@ def test_arms_without_a_figure_are_named_with_their_reason() -> None:
     assert board.faults == []
 
 
-# ------------------------------------------------------------------------------------------------------- groups
-
-
 ONE = (0.1, (0.05, 0.2))
 
 
@@ -177,9 +171,6 @@ def test_a_figure_beside_the_ranked_one_is_left_out_where_its_conditions_differ(
 def test_an_axis_that_no_report_has_is_refused_by_what_there_is() -> None:
     with pytest.raises(InputError, match="no report has a figure of rniah; there are: kld"):
         rank([report("r", arm("a", ONE))], "rniah")
-
-
-# -------------------------------------------------------------------------------------------------------- faces
 
 
 def test_the_page_holds_every_row() -> None:

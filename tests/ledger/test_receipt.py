@@ -79,9 +79,6 @@ def run_of(cwd: Path) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------- what it says
-
-
 def test_an_untouched_receipt_is_verified_and_its_numbers_are_computed_again(receipt: Path, runs: Path) -> None:
     done = cli("share", "verify", "receipt.json", "--json", cwd=runs)
     [entry] = json.loads(done.out)["receipts"]
@@ -118,9 +115,6 @@ def test_no_text_and_no_folder_of_this_machine_is_in_it(receipt: Path, runs: Pat
     assert str(runs.parent.parent) not in text
     assert "text.txt" in text
     assert all(found["plots"] == [] for found in candidate(plain_of(receipt))["axes"].values())
-
-
-# ------------------------------------------------------------------------------------------------- what is caught
 
 
 def test_any_altered_digit_is_caught(receipt: Path, tmp_path: Path) -> None:
@@ -218,9 +212,6 @@ def test_what_is_no_receipt_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "x is not a receipt" in refused(cli("share", "verify", "x", cwd=tmp_path))
     (tmp_path / "x").write_text("")
     assert cli("share", "verify", "x", cwd=tmp_path).code == 2
-
-
-# --------------------------------------------------------------------------------------------------- corrections
 
 
 def test_a_receipt_is_never_replaced(receipt: Path, runs: Path) -> None:

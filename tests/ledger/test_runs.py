@@ -45,9 +45,6 @@ def copy_run(cwd: Path, name: str, created: str, capture: str = "captures") -> P
     return copied
 
 
-# -------------------------------------------------------------------------------------------------- the index
-
-
 def test_a_row_says_what_the_report_says_and_how_many_bytes_lie_on_disk(runs: Path) -> None:
     run, row = run_of(runs), only(runs / "runs")
     report = json.loads((run / "report.json").read_text())
@@ -109,9 +106,6 @@ def test_experiments_that_are_no_run_are_listed_by_their_kind_and_runs_inside_th
     assert rows[f"{outer.name}/inner"].kind == "run"
 
 
-# ---------------------------------------------------------------------------------------------------- commands
-
-
 def test_list_filters_by_model_engine_and_time(runs: Path) -> None:
     copy_run(runs, "20200101-000000-old", "2020-01-01T00:00:00Z")
 
@@ -153,9 +147,6 @@ def test_show_tells_on_what_a_run_was_made(runs: Path) -> None:
     assert made["packages"].keys() >= {"torch", "numpy"}
     assert made["arm exact"]["versions"] == {"fake": "1"}
     assert len(made["arm exact"]["weights_sha256"]) == 64
-
-
-# -------------------------------------------------------------------------------------------------- cleaning up
 
 
 def captures(cwd: Path) -> set[str]:
@@ -215,9 +206,6 @@ def test_gc_removes_nothing_outside_the_folder(runs: Path) -> None:
     assert len(only(runs / "runs").existing_captures()) > 0
     cli("setup", "clean", "outputs", "--older-than", "30", "--remove", cwd=runs)
     assert list((runs / "shared").glob("*/*/manifest.json"))
-
-
-# ---------------------------------------------------------------------------------------------------- provenance
 
 
 def test_gpus_and_their_driver_are_read_from_the_kernel(tmp_path: Path) -> None:

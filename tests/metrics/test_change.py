@@ -36,9 +36,6 @@ def estimates() -> st.SearchStrategy[Estimate]:
     return st.builds(lambda value, down, up: Estimate(value, (value - down, value + up)), costs, reach, reach)
 
 
-# -------------------------------------------------------------------------------------------------- closed forms
-
-
 @pytest.mark.parametrize(
     ("was", "now"), [([3.0, 3.1, 2.9, 3.3], [4.0, 4.4]), ([1.0, 1.0], [2.0, 2.5, 2.1]), ([9, 11], [5, 7])]
 )
@@ -112,9 +109,6 @@ def test_single_values_count_beyond_twice_the_allowance_exact_ones_beyond_it(
     was: float, now: float, allowance: Allowance, exact: bool, verdict: str
 ) -> None:
     assert judge_values(was, now, allowance, exact=exact) == verdict
-
-
-# ---------------------------------------------------------------------------------------------------- properties
 
 
 @given(costs, costs, st.floats(0, 100), allowances, st.booleans())

@@ -30,9 +30,6 @@ def point(value: float) -> tuple[float, float]:
     return value, value
 
 
-# ------------------------------------------------------------------------------------------- composite
-
-
 @pytest.mark.parametrize(
     ("scores", "value"),
     [
@@ -150,9 +147,6 @@ def test_the_interval_stays_within_0_and_100_and_holds_the_value() -> None:
     assert got.interval is not None
     assert got.value is not None
     assert 0.0 <= got.interval[0] <= got.value <= got.interval[1] <= 100.0
-
-
-# --------------------------------------------------------------------------------------------- verdict
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,6 @@ VOCAB = 16384
 _PIECE = re.compile(r" ?[A-Za-z]{1,5}|\n+ *|\d|.")  # about as long as a language model's tokens
 
 
-# ----------------------------------------------------------------------------------------------- corpora
-
-
 @cache
 def _vocabulary() -> dict[str, int]:
     return {}
@@ -99,9 +96,6 @@ def _floor(kinds: int) -> float:
 
 def _onset(ids: Sequence[int], prompt: Sequence[int], kinds: int = 4) -> Onset | None:
     return degeneration_onset(ids, prompt, VOCAB, _floor(kinds))
-
-
-# ------------------------------------------------------------------------------------ the promise, on texts
 
 
 def _loop(prefix: list[int], rng: random.Random) -> list[int]:
@@ -183,9 +177,6 @@ def test_a_text_too_short_to_judge_is_clean() -> None:
     assert degeneration_onset([5] * (WINDOW - 1), [], 100, 0.3) is None
 
 
-# ------------------------------------------------------------------------------------------------- loops
-
-
 def test_a_loop_begins_where_the_definition_says() -> None:
     def by_definition(ids: list[int]) -> int | None:
         for start in range(len(ids)):
@@ -207,9 +198,6 @@ def test_three_cycles_are_a_loop_and_two_are_not(cycles: int, found: int | None)
     assert loop_onset([*range(1000, 1010), *(list(range(50)) * cycles)]) == found
 
 
-# -------------------------------------------------------------------------------------------- repetition
-
-
 def test_ratios_count_the_distinct_tokens_of_each_window() -> None:
     ids = [random.Random(0).randrange(40) for _ in range(300)] + [3] * 80
     expected = [len(set(ids[i : i + WINDOW])) / WINDOW for i in range(len(ids) - WINDOW + 1)]
@@ -226,9 +214,6 @@ def test_repetition_is_judged_by_the_references_own_repetition() -> None:
     ids = [x for i in range(60) for x in (*range(8), 100 + i)]  # 8 + 7 or 8 distinct of 64
     assert repetition_onset(ids, 0.3) == 0
     assert repetition_onset(ids, 0.2) is None
-
-
-# ------------------------------------------------------------------------------------------------- noise
 
 
 def test_the_language_model_behind_the_noise_score_is_a_distribution() -> None:
@@ -250,9 +235,6 @@ def test_thirty_nats_of_evidence_are_needed() -> None:
     assert noise_onset(ids[: needed - 2], [], VOCAB) is None
 
 
-# --------------------------------------------------------------------------------------------- comparison
-
-
 @pytest.mark.parametrize(
     ("this", "other", "earlier"),
     [(None, None, False), (None, 5, False), (700, None, True), (67, 100, True), (68, 100, False), (200, 100, False)],
@@ -265,9 +247,6 @@ def test_earlier_means_by_more_than_32_tokens(this: int | None, other: int | Non
 def test_the_clean_share_falls_at_each_onset() -> None:
     onsets = [Onset(0, "noise"), Onset(10, "loop"), None, None]
     assert still_clean(onsets, [0, 1, 10, 11, 999]).tolist() == [1.0, 0.75, 0.75, 0.5, 0.5]
-
-
-# -------------------------------------------------------------------------------------------- change-point
 
 
 def test_a_jump_of_the_kl_is_found_within_8_tokens() -> None:

@@ -60,9 +60,6 @@ def oracle(ref: Scores, test: Scores) -> Floats:
     return total
 
 
-# ------------------------------------------------------------------------------------------------- head
-
-
 def test_head_is_a_float32_product_with_bias_scale_and_softcap() -> None:
     rng = np.random.default_rng(0)
     hidden, weight, bias = rng.normal(size=(5, 8)), rng.normal(size=(11, 8)), rng.normal(size=11)
@@ -78,9 +75,6 @@ def test_head_keeps_only_the_first_ids_of_a_cut_vocabulary() -> None:
     head = Head(rng.standard_normal((11, 8), dtype=np.float32), rng.standard_normal(11, dtype=np.float32))
     hidden = rng.standard_normal((3, 8), dtype=np.float32)
     np.testing.assert_allclose(head_logits(hidden, head, vocab=7), head_logits(hidden, head)[:, :7], rtol=1e-5)
-
-
-# --------------------------------------------------------------------------------------------------- KL
 
 
 @pytest.mark.parametrize("noise", [1e-5, 0.01, 0.1, 1.0])
@@ -130,8 +124,6 @@ def test_inputs_are_left_as_they_were() -> None:
     np.testing.assert_array_equal(test, before[1])
 
 
-# ------------------------------------------------------------------------------------------------ failed
-
 BAD_ROWS = {
     "NaN in the reference": ([0.0, NAN, 1.0], [0.0, 0.5, 1.0]),
     "NaN in the test": ([0.0, 0.5, 1.0], [0.0, NAN, 1.0]),
@@ -171,9 +163,6 @@ def test_p_zero_where_q_is_positive_costs_only_the_mass_q_puts_there() -> None:
     assert got.kl[0] == pytest.approx(math.log(1.5), abs=1e-6)
 
 
-# ---------------------------------------------------------------------------------------- cut vocabulary
-
-
 @pytest.mark.parametrize("longer", ["reference", "test"])
 def test_the_probability_that_is_cut_off_with_ids_of_one_side_alone_is_kept(longer: str) -> None:
     ref, test = random_pair(40, 11)
@@ -189,9 +178,6 @@ def test_what_is_cut_away_cannot_fail_a_row() -> None:
     got = compare(rows([0.0, 1.0, NAN]), rows([0.0, 1.0]))
     assert not got.failed[0]
     assert got.kl[0] == 0.0
-
-
-# ------------------------------------------------------------------------------------- the other columns
 
 
 def test_columns_hold_top1_confidence_dp_and_both_nll() -> None:
@@ -221,9 +207,6 @@ def test_a_broken_test_row_keeps_the_references_columns() -> None:
     assert got.confidence[0] == pytest.approx(math.e / (1 + math.e))
     assert np.isfinite(got.nll_ref[0])
     assert np.isnan([got.nll_test[0], got.dp[0]]).all()
-
-
-# ----------------------------------------------------------------------------------- the other divergences
 
 
 def probabilities(scores: Scores) -> Floats:
@@ -289,9 +272,6 @@ def test_top_tokens_far_below_a_certain_one_are_found() -> None:
     assert compare(ref, test).overlap[0] == pytest.approx(0.1)
 
 
-# ------------------------------------------------------------------------------------------------- top-k
-
-
 def test_topk_keeps_common_tokens_and_puts_the_rest_into_one_bucket() -> None:
     # P = .5 .3 | .2, Q = .4 .4 | .2 over tokens 7, 8; 9 is on one side only and joins the bucket
     bound = topk_lower_bound([7, 8, 9], np.log([0.5, 0.3, 0.1]), [8, 7], np.log([0.4, 0.4]))
@@ -337,9 +317,6 @@ def test_topk_with_a_broken_log_probability_is_nan(bad: float) -> None:
 def test_topk_refuses_an_id_reported_twice() -> None:
     with pytest.raises(ValueError, match="twice"):
         topk_lower_bound([0, 0], [-1.0, -1.0], [0], [-1.0])
-
-
-# --------------------------------------------------------------------------------------------- summaries
 
 
 @pytest.mark.parametrize(
@@ -476,9 +453,6 @@ def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
     assert got.means[-1] == 3.0
 
 
-# ------------------------------------------------------------------------------------------------ floored top-k
-
-
 def test_a_token_that_leaves_the_other_sides_list_is_charged_the_floor() -> None:
     p, q = np.log([[0.9, 0.099, 0.001]]), np.log([[0.9, 0.001, 0.099]])
     # the union is {0, 1, 2}; token 1 is listed by P alone, token 2 by Q alone
@@ -500,9 +474,6 @@ def test_a_broken_row_has_no_floored_kl() -> None:
     ref, test = random_pair(3, 11)
     test[1, 4] = NAN
     assert np.isnan(floored_topk(ref, test, 5)).tolist() == [False, True, False]
-
-
-# ------------------------------------------------------------------------------------- other divergences, summarised
 
 
 def test_rollout_length_is_where_half_of_the_effective_sample_size_is_left() -> None:

@@ -34,9 +34,6 @@ def plain(values: Floats | list[float]) -> RatioItems:
     return RatioItems.of(values, 1.0, np.arange(len(values)))
 
 
-# ------------------------------------------------------------------------------------------------ items
-
-
 def test_items_sum_by_unit_in_the_order_of_the_ids() -> None:
     got = RatioItems.of([1.0, 2.0, 4.0], [1.0, 1.0, 3.0], ["b", "a", "b"]).by_cluster()
     assert got.clusters.tolist() == ["a", "b"]
@@ -63,15 +60,9 @@ def test_failed_items_are_refused_not_dropped(num: list[float], den: float) -> N
         RatioItems.of(num, den, [0, 1])
 
 
-# -------------------------------------------------------------------------------------------- resamples
-
-
 def test_the_interval_of_equal_items_is_equal_whether_given_seed_or_resamples() -> None:
     items = plain(np.random.default_rng(0).exponential(size=30))
     assert ratio_interval(items, 5) == ratio_interval(items, resample_weights(30, seed=5))
-
-
-# --------------------------------------------------------------------------------------------- coverage
 
 
 def coverage(runs: int, n: int, draw: Callable[[np.random.Generator], RatioItems], truth: float) -> float:
@@ -102,9 +93,6 @@ def test_correlated_items_are_covered_because_clusters_are_resampled() -> None:
         return RatioItems.of(values, 1.0, clusters)
 
     assert 0.91 <= coverage(size(200, 300), 40, draw, 3.0) <= 0.98
-
-
-# ----------------------------------------------------------------------------------- interval, its rules
 
 
 def by_hand(values: NDArray[np.float64], weights: NDArray[np.float64], upper: float = 0.025) -> tuple[float, float]:
@@ -339,9 +327,6 @@ def test_a_proportion_without_finite_bounds_is_refused(bounds: tuple[float, floa
         ratio_interval(plain([1.0, 0.0]), bounds=bounds, proportion=True)
 
 
-# ------------------------------------------------------------------------------------------------ paired
-
-
 @pytest.mark.parametrize("n", [12, 40])
 def test_a_small_consistent_shift_shows_where_separate_intervals_overlap(n: int) -> None:
     rng = np.random.default_rng(6)
@@ -473,8 +458,6 @@ def test_a_paired_interval_is_clipped_to_what_the_ratios_allow() -> None:
     assert got.interval is not None
     assert got.interval[0] == -1.0
 
-
-# ------------------------------------------------------------------------------------------------ counts
 
 COUNTS = [(0, 5), (5, 5), (1, 9), (50, 200), (199, 200)]
 

@@ -48,9 +48,6 @@ def planted(layer: int, size: float, ground: float = 0.0) -> Parting:
     return part(curve(stream(noise)))
 
 
-# ------------------------------------------------------------------------------------------------- errors
-
-
 def test_a_rows_error_is_relative_to_its_own_norm() -> None:
     ref = np.array([[3.0, 4.0], [300.0, 400.0]])
     assert relative_errors(ref, ref + np.array([0.0, 1.0])) == pytest.approx([0.2, 0.002])
@@ -83,9 +80,6 @@ def test_a_ratio_is_over_the_root_mean_square_of_the_others() -> None:
     assert outlier_ratios([0.0, 2.0, 0.0]).tolist() == [0.0, math.inf, 0.0]
     assert outlier_ratios([2.0]).tolist() == [0.0]
     assert outlier_ratios([1.0, math.inf]).tolist() == [0.0, math.inf]
-
-
-# -------------------------------------------------------------------------------------------------- rule
 
 
 @pytest.mark.parametrize("layer", [0, 1, LAYERS // 2, LAYERS - 1])

@@ -18,9 +18,6 @@ def _clusters(n: int, per_cluster: int) -> Any:
     return np.arange(n) // per_cluster
 
 
-# ------------------------------------------------------------------------------------------------- rows
-
-
 @pytest.mark.parametrize(
     ("logits", "targets", "nll"),
     [
@@ -48,9 +45,6 @@ def test_the_sum_over_the_vocabulary_is_in_float64() -> None:
 @pytest.mark.parametrize("row", [[math.nan, 0.0], [0.0, math.inf], [-math.inf, 0.0], [-math.inf, -math.inf]])
 def test_a_broken_row_or_an_impossible_target_is_nan(row: list[float]) -> None:
     assert np.isnan(row_nll(np.array([row]), np.array([0]))).all()
-
-
-# ------------------------------------------------------------------------------------------------- pairs
 
 
 def test_log_ratio_is_the_log_of_the_ratio_of_perplexities() -> None:

@@ -111,9 +111,6 @@ def same(found: Any, expected: Any, tolerance: float = 1e-9) -> bool:
     return bool(np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True))
 
 
-# ---------------------------------------------------------------------------------- divergences of rows
-
-
 @properties
 @given(score_pairs())
 def test_divergences_are_not_negative_and_stay_below_their_bounds(pair: tuple[Floats, Floats]) -> None:
@@ -221,9 +218,6 @@ def test_the_bound_of_reported_tokens_is_below_the_kl_and_blind_to_numbering(
     assert (floored_topk(ref, ref, k) == 0).all()
 
 
-# -------------------------------------------------------------------------------------------- summaries
-
-
 @properties
 @given(several(), st.booleans(), seeds)
 def test_summaries_of_rows_do_not_depend_on_their_order(
@@ -277,9 +271,6 @@ def test_perplexities_of_swapped_arms_change_sides(drawn: tuple[Floats, Floats, 
     equal = compare_nll(ref, ref, clusters)
     assert equal.log_ratio == 0
     assert equal.interval in (None, (0.0, 0.0))
-
-
-# -------------------------------------------------------------------------------------------- intervals
 
 
 @properties
@@ -401,9 +392,6 @@ def test_intervals_cover_the_truth_in_93_of_100_at_least(
     assert held / RUNS >= 0.93
 
 
-# ------------------------------------------------------------------------------------ texts and answers
-
-
 @properties
 @given(st.lists(st.tuples(tokens, tokens), max_size=8), seeds)
 def test_agreement_of_answers_is_symmetric_bounded_and_blind_to_order_and_numbering(
@@ -486,9 +474,6 @@ def test_every_token_has_one_kind_of_structure_however_a_text_is_cut(pieces: lis
         assert kind in (inside or {""})
 
 
-# --------------------------------------------------------------------------- scores of tasks and verdicts
-
-
 @st.composite
 def trials(draw: st.DrawFn) -> Cells:
     """Trials of retrieval in a few cells."""
@@ -546,9 +531,6 @@ def test_the_composite_lies_between_its_axes_whatever_their_order(scores: dict[s
     assert found.band == again.band
     assert found.interval is not None
     assert found.interval[0] - 1e-9 <= value <= found.interval[1] + 1e-9
-
-
-# ------------------------------------------------------------------------------------ layers and serving
 
 
 @properties

@@ -152,9 +152,6 @@ def test_the_score_is_what_a_loop_over_cells_gives() -> None:
         assert retrieval_score(_cells(*zip(base, cand, strict=True))) == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------- chance
-
-
 @pytest.mark.parametrize("compat", [None, "refract"])
 def test_the_chance_score_is_the_mean_over_all_ways_to_swap_the_answers(compat: str | None) -> None:
     cells = _cells(([1, 1, 0], [0, 1, 1]), ([0, 0.5], [1, 0]), ([0, 0], [0, 1]), ([1], [1]))
@@ -163,9 +160,6 @@ def test_the_chance_score_is_the_mean_over_all_ways_to_swap_the_answers(compat: 
         swapped = Cells(np.where(swaps, cells.cand, cells.base), np.where(swaps, cells.base, cells.cand), cells.cell)
         scores.append(retrieval_score(swapped, compat))
     assert chance_score(cells, compat=compat) == pytest.approx(np.mean([s for s in scores if s is not None]), abs=1.0)
-
-
-# ------------------------------------------------------------------------------------------- intervals
 
 
 @pytest.mark.parametrize("lost", [0, 3, 9, 27])
@@ -213,9 +207,6 @@ def test_compat_narrows_the_interval_by_the_share_of_informative_cells() -> None
     cells = _cells(([1] * 3, [1, 1, 0]), ([0] * 3, [0] * 3))
     low, high = retrieval_interval(cells) or (0, 0)
     assert retrieval_interval(cells, compat="refract") == pytest.approx((100 - (100 - low) / 2, 100 - (100 - high) / 2))
-
-
-# ------------------------------------------------------------------------------------------ differences
 
 
 def test_the_difference_is_over_all_cells_and_has_a_sign() -> None:

@@ -26,9 +26,6 @@ def plain(values: list[float] | Floats) -> RatioItems:
     return RatioItems.of(values, 1.0, np.arange(len(values)))
 
 
-# --------------------------------------------------------------------------------------------- the spread
-
-
 def test_the_spread_of_a_plain_mean_is_the_sample_sd() -> None:
     values = np.random.default_rng(0).normal(3, 2, 50)
     found = present(ratio_spread(plain(values), scale=100))
@@ -41,9 +38,6 @@ def test_one_unit_has_no_spread() -> None:
     one = RatioItems.of([1.0, 2.0], 1.0, [7, 7])
     assert ratio_spread(one) is None
     assert paired_spread(one, one) is None
-
-
-# ------------------------------------------------------------------------------------------------ pairs
 
 
 def test_the_spread_of_a_pair_is_the_sd_of_the_clusters_differences() -> None:
@@ -70,9 +64,6 @@ def test_the_spread_of_a_pair_of_ratios_is_that_of_its_jackknife() -> None:
     error = math.sqrt(199 / 200 * float(((left - left.mean()) ** 2).sum()))
     found = present(paired_spread(a, b))
     assert found.sd / math.sqrt(200) == pytest.approx(error, rel=0.01)
-
-
-# ------------------------------------------------------------------------------------ all clusters agree
 
 
 @pytest.mark.parametrize(("precision", "n"), [(0.05, 72), (0.1, 36), (0.01, 368), (0.99, 2)])

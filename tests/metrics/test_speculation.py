@@ -80,9 +80,6 @@ def test_rates_that_cannot_be_are_refused_by_the_arms_name(bad: list[float]) -> 
         compose([1.0], [1.0], bad, [1.0])
 
 
-# ------------------------------------------------------------------------------------------------- acceptance
-
-
 def test_prompt_lookup_takes_the_longest_n_gram_and_its_first_occurrence() -> None:
     assert looked_up([7, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], (1, 3), 2) == [3, 9]
     assert looked_up([7, 1, 2, 3, 9, 8, 2, 4, 5, 8, 2], (1, 2), 2) == [4, 5]  # (8, 2) before (2,)

@@ -69,9 +69,6 @@ def truth(folder: Path) -> Tensor:
     return log_probs(opened(HFEngine, folder, "f32", "float32"))
 
 
-# ---------------------------------------------------------------------------------------------- the files
-
-
 def test_equal_arguments_give_equal_bytes_and_another_seed_other_weights(folder: Path, tmp_path: Path) -> None:
     again, other = content(make_tiny(tmp_path / "again")), content(make_tiny(tmp_path / "other", seed=1))
     assert again == content(folder)
@@ -122,9 +119,6 @@ def test_sizes_that_fit_no_model_are_named(sizes: dict[str, int], said: str, tmp
     with pytest.raises(UsageError, match=said):
         make_tiny(tmp_path / "none", **sizes)
     assert not (tmp_path / "none").exists()
-
-
-# --------------------------------------------------------------------------------------------- the engines
 
 
 def test_no_parameter_is_left_unfilled_and_a_token_takes_the_bytes_of_its_heads(folder: Path) -> None:

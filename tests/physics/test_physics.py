@@ -34,9 +34,6 @@ QWEN, MISTRAL, LLAMA = (
 )
 
 
-# ------------------------------------------------------------------------------------------------- shapes
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shape_is_what_the_architecture_caches(kind: str, tmp_path: Path) -> None:
     KINDS[kind].config().save_pretrained(tmp_path)
@@ -140,9 +137,6 @@ def test_a_configuration_without_what_is_needed_names_it(words: dict[str, object
         model_geometry(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------- bytes and bounds
-
-
 def test_bytes_per_token_are_those_of_known_models() -> None:
     assert [QWEN.token_bytes(kv) for kv in (BF16, K16V8)] == [57_344, 43_008]
     assert [LLAMA.token_bytes(kv) for kv in (BF16, K16V8)] == [131_072, 98_304]
@@ -210,9 +204,6 @@ def test_bounds_follow_from_bytes_and_operations() -> None:
     assert rate == pytest.approx(989e12 / (2 * 7.616e9), rel=1e-4)
     assert QWEN.prefill_rate(1, h100)[1] == "memory"
     assert QWEN.prefill_rate(8192, h100)[1] == "compute"
-
-
-# ------------------------------------------------------------------------------------------ devices, commands
 
 
 @pytest.fixture

@@ -62,8 +62,6 @@ class Contract:
             whole = said[f"prefill.{item}.hidden"]  # in one piece: chunks round otherwise in the last bits
             torch.testing.assert_close(serving[f"served.{item}.hidden"], whole, rtol=1e-4, atol=1e-4)
 
-    # ------------------------------------------------------------------------------------------- decoding
-
     def test_greedy_tokens_are_the_engines_own(self, said: Said) -> None:
         for item, own in enumerate(said.plain["own"]["generated"]):
             assert said[f"generate.{item}.ids"].tolist() == own
@@ -121,8 +119,6 @@ class Contract:
         assert (said["together.0.seconds"].diff() >= 0).all()
         facts = said.plain["facts"]["together"]
         assert (facts["tokens"], facts["generated"]) == (4 * 9 + 4 * 6, 4 * 6)
-
-    # ------------------------------------------------------------------------------------------- opening
 
     def test_opening_is_told_apart(self, said: Said) -> None:
         assert said.plain["phases"][:2] == ["import", "weights"]

@@ -91,8 +91,6 @@ def test_where_no_reference_is_named_it_is_f16_and_its_control_runs(tmp_path: Pa
     assert all(0 < (done.axis(arm, "kld").value("mean") or 0) < 0.02 for arm in ("control", "q8_0"))
 
 
-# ------------------------------------------------------------------------------------------------ ways of serving
-
 SHIM = """
 import ctypes
 import numpy as np

@@ -67,9 +67,6 @@ class TestContract(Contract):
     unfilled: ClassVar[str] = "model.layers.1.mlp.gate_up_proj.weight"
 
 
-# ------------------------------------------------------------------------------------------------ states
-
-
 def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> None:
     theirs = torch.tensor(said.plain["own"]["logprobs"], dtype=torch.float64)[PREFILL.first :]
     torch.testing.assert_close(said.logprobs("prefill.0.hidden"), theirs, rtol=0, atol=1e-4)
@@ -85,9 +82,6 @@ def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None
     assert chunked.plain["ran"]["chunked_prefill"] == 32
     for name in ("prefill.0.hidden", "prefill.1.hidden", "prefill.2.hidden", "forced.2.hidden"):
         torch.testing.assert_close(chunked[name], said[name], rtol=1e-4, atol=1e-4)
-
-
-# ------------------------------------------------------------------------------------- what ran, what not
 
 
 def test_the_record_says_what_ran(said: Said) -> None:

@@ -61,9 +61,6 @@ class TestContract(Contract):
     unfilled: ClassVar[str] = "model.layers.1.mlp.down_proj.weight"
 
 
-# ------------------------------------------------------------------------------------------------ states
-
-
 def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> None:
     ours = said.logprobs("prefill.0.hidden")
     for row, theirs in zip(ours, said.plain["own"]["prompt_logprobs"][PREFILL.first :], strict=False):
@@ -90,9 +87,6 @@ def test_what_does_not_fit_is_said_in_one_line(said: Said) -> None:
         "long": "600 tokens are more than this arm's 512: raise max-model-len",
         "crowd": "17 sequences are more than this arm's 16 at once: raise max-num-seqs",
     }
-
-
-# ------------------------------------------------------------------------------------------------ formats
 
 
 def test_the_record_says_what_ran(said: Said) -> None:
@@ -169,9 +163,6 @@ def test_formats_that_the_kernel_misreads_are_refused_before_anything_runs(
 def test_another_attention_backend_than_asked_for_is_an_error(run: Run) -> None:
     error = run(attention_backend="TORCH_SDPA").plain["error"]
     assert error == "attention-backend=TORCH_SDPA was asked for, vLLM runs CPU_ATTN"
-
-
-# --------------------------------------------------------------------------------------------- whole runs
 
 
 @pytest.mark.model

@@ -91,9 +91,6 @@ def column(report: Report, name: str, head: str) -> Sequence[str]:
     return [row[head] for row in table(report, name)]
 
 
-# ------------------------------------------------------------------------------------------------------ numbers
-
-
 def test_amounts_have_three_digits_and_no_more_than_whole_ones_from_a_thousand_on() -> None:
     values = (None, 0, 0.0123, 24.39, 331.6, 999.6, 12345.6)
     assert [format_amount(value) for value in values] == ["–", "0", "0.0123", "24.4", "332", "1,000", "12,346"]
@@ -103,9 +100,6 @@ def test_ratios_and_mebibytes_and_lengths_read_as_people_write_them() -> None:
     assert [format_ratio(value) for value in (None, 1.0, 0.987, 12.3)] == ["–", "1.00×", "0.99×", "12.3×"]
     assert format_mib(1536 * MIB) == "1,536"
     assert [format_tokens(n) for n in (0, 100, 1024, 1000, 131072)] == ["0", "100", "1k", "1,000", "128k"]
-
-
-# -------------------------------------------------------------------------------------------------- the summary
 
 
 def test_the_summary_takes_what_stands_for_the_first_arm_and_the_ratio_to_the_reference() -> None:
@@ -178,9 +172,6 @@ def test_time_taken_alone_is_no_bench() -> None:
     assert view.performance is None
     assert view.fidelity
     assert [table.rows for table in view.tables if table.key == "timing"] == [(("bf16", "2.00", "9.00"),)]
-
-
-# -------------------------------------------------------------------------------------------------- per bench
 
 
 def test_a_speed_has_its_spread_its_ratio_and_says_where_it_is_not_steady() -> None:
@@ -272,9 +263,6 @@ def test_loads_of_another_shape_have_a_table_of_their_own() -> None:
     assert [(row["context"], row["saturation"]) for row in rows] == [("128", "32"), ("32,768", "–")]
 
 
-# ------------------------------------------------------------------------------------------------------ the text
-
-
 @pytest.mark.parametrize("width", [80, 100, 140])
 @pytest.mark.parametrize(
     "report", [rich_report(), bench_report("bf16", "k16v8"), bench_report()], ids=["rich", "two", "one"]
@@ -350,9 +338,6 @@ def test_hostile_text_is_literal_and_on_one_line() -> None:
     assert "[bold]" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
-
-
-# ---------------------------------------------------------------------------------------------------- Markdown
 
 
 def test_markdown_has_the_summary_and_names_no_server() -> None:

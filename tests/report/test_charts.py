@@ -96,9 +96,6 @@ def points_of(d: str) -> list[tuple[float, float]]:
     return corners
 
 
-# ----------------------------------------------------------------------------------------------- scales
-
-
 @pytest.mark.parametrize(("value", "place"), [(1e-4, 300), (1e-2, 200), (1, 100), (1e-9, 300), (50, 100), (0, 300)])
 def test_a_log_scale_puts_equal_ratios_at_equal_distances(value: float, place: float) -> None:
     assert Scale(1e-4, 1, 300, 100, log=True)(value) == place
@@ -154,9 +151,6 @@ def test_log_ticks_are_decades_or_finer_in_a_short_range() -> None:
     lower = Scale(1e-9, 1, 0, 60, log=True)
     assert [tick.label for tick in lower.ticks(3)] == ["1e-9", "1e-6", "1e-3", "1e0"]  # one form on an axis
     assert [tick.label for tick in short.ticks(6)] == ["0.02", "0.05", "0.1", "0.2"]
-
-
-# ------------------------------------------------------------------------------------------------ lines
 
 
 def test_a_line_runs_through_its_values() -> None:
@@ -280,9 +274,6 @@ def test_24_candidates_look_different() -> None:
     assert len({line_style("candidate", n) for n in range(24)}) == 24
 
 
-# --------------------------------------------------------------------------------------------- frontier
-
-
 def marks(chart: Chart | None) -> dict[str, tuple[float, float]]:
     """Arm → the place of its point."""
     assert chart is not None
@@ -366,9 +357,6 @@ def test_labels_cover_neither_labels_nor_points(width: int) -> None:
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
 
 
-# ------------------------------------------------------------------------------------------------- bars
-
-
 def test_parts_of_a_bar_follow_each_other_in_proportion_and_keep_their_colours() -> None:
     words = {"key": "k", "title": "t", "y_label": "seconds", "labels": ("",)}
     both = Bars.model_validate({**words, "parts": {"p": (1.0,), "q": (3.0,)}, "totals": (4.2,)})
@@ -387,9 +375,6 @@ def test_parts_of_a_bar_follow_each_other_in_proportion_and_keep_their_colours()
     assert len(figures) == 2
     assert all(number(text, "x") + LETTER * 4 <= 560 for text in figures)
     assert number(alone, "y") - number(first, "y") > number(first, "height")
-
-
-# --------------------------------------------------------------------------------------------- heat map
 
 
 def heatmap(values: tuple[tuple[float | None, ...], ...], signed: bool = False) -> Heatmap:

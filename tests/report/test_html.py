@@ -84,9 +84,6 @@ def report_of(**axes: Measurement) -> Report:
     return sample_report(candidates=(candidate("q8_0", 0.02, "PASS", 100, "safe", axes=axes),))
 
 
-# ------------------------------------------------------------------------------------------- standing alone
-
-
 @pytest.mark.parametrize("report", [hostile_report(), hostile_benches()], ids=["axes", "benches"])
 def test_hostile_text_adds_no_tag_and_no_handler(report: Report) -> None:
     page, plain = Page(report), Page(rich_report())
@@ -145,9 +142,6 @@ def test_a_page_of_20_arms_and_many_positions_stays_small(tmp_path: Path) -> Non
     report = many_arms(20)
     write_positions(tmp_path, positions_for(report))
     assert write_html(report, tmp_path / "report.html").stat().st_size < 1e6
-
-
-# -------------------------------------------------------------------------------------------------- content
 
 
 @pytest.mark.parametrize("word", OUTCOMES)
@@ -257,9 +251,6 @@ def test_few_lines_are_named_directly_and_many_in_a_legend() -> None:
     few, many = Page(many_arms(3)).source, Page(many_arms(12)).source
     assert 'class="legend spare"' in few
     assert 'class="legend spare"' not in many
-
-
-# -------------------------------------------------------------------------------------------------- benches
 
 
 def test_flags_are_numbered_footnotes_below_their_table() -> None:

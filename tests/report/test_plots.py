@@ -50,9 +50,6 @@ def place(drawing: Drawing, value: float) -> float:
     return bottom + (top - bottom) * (value - low) / (high - low)
 
 
-# ------------------------------------------------------------------------------------------------- scales
-
-
 def test_points_lie_on_the_ticks_of_their_lengths_and_between_the_grid_lines_of_their_rates() -> None:
     rates = (3000.0, 2250.0, 1000.0)
     drawing = drawn(curve((128, 2048, 8192), rates))
@@ -114,9 +111,6 @@ def test_everything_lies_inside_the_drawing() -> None:
                 assert all(left <= x <= right and top <= y <= bottom for x, y in places), drawing.key
 
 
-# ------------------------------------------------------------------------------------------ arms and series
-
-
 def test_curves_of_one_key_share_a_chart() -> None:
     chart = drawings(sample_report(), "axis")["by_length"].charts[0]
     assert [stroke.get("data-arm") for stroke in parts(chart, "g", "stroke")] == ["candidate0", "candidate1"]
@@ -165,9 +159,6 @@ def test_many_lines_leave_the_names_of_their_points_out_of_the_narrow_chart() ->
     assert not parts(narrow, "text", "tag")
 
 
-# ------------------------------------------------------------------------------------------------ mean KLs
-
-
 def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_no_line() -> None:
     drawing = drawings(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)}), "axis")["position"]
     for chart in drawing.charts:
@@ -179,9 +170,6 @@ def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_no_line() -> 
 def test_a_line_of_zeros_has_no_place_on_a_logarithmic_axis() -> None:
     found = {arm for _, arm, _ in drawings(sample_report(), "axis")["position"].legend}
     assert found == {"control", "candidate0", "candidate1", "candidate2"}  # the identical candidate is left out
-
-
-# ---------------------------------------------------------------------------------------------------- bars
 
 
 def test_cold_and_warm_starts_of_every_arm_are_bars() -> None:

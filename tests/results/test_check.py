@@ -41,9 +41,6 @@ def with_bench(*metrics: Metric) -> Report:
     return run({"decode": measured(*metrics)})
 
 
-# -------------------------------------------------------------------------------------------------- intervals
-
-
 @pytest.mark.parametrize(
     ("limits", "decision"),
     [
@@ -131,9 +128,6 @@ def test_a_format_that_was_not_applied_does_not_pass() -> None:
     assert (found.decision, found.reason) == ("INCONCLUSIVE", "stored bf16")
 
 
-# ------------------------------------------------------------------------------------------------ sample size
-
-
 def test_the_sample_size_finds_the_distance_to_the_limit_with_the_power_of_certificates() -> None:
     n = 16
     half = critical_value(n) * 0.02 / math.sqrt(n)
@@ -184,8 +178,6 @@ def test_where_no_practical_sample_decides_that_is_said(report: Report, rule: di
     assert (found.decision, found.needed) == ("INCONCLUSIVE", None)
     assert found.reason == "no sample of a practical size would decide"
 
-
-# ------------------------------------------------------------------------------------------ rules and tiers
 
 GO, NO_GO, OPEN = {"max": 1}, {"max": 0.001}, {"max": 0.01}
 

@@ -157,9 +157,6 @@ def test_a_smaller_pool_is_no_gain() -> None:
     assert (change.outcome, change.counts, change.doubt) == ("cannot tell", False, "neither side is better")
 
 
-# ---------------------------------------------------------------------------------------------------------- axes
-
-
 @pytest.mark.parametrize(
     ("now", "half", "limits", "verdict"),
     [
@@ -231,9 +228,6 @@ def test_what_neither_side_measured_is_said() -> None:
     assert compare(report, report).unmeasured == ("q8_0: out of memory",)
 
 
-# ---------------------------------------------------------------------------------------------------- robustness
-
-
 @pytest.mark.parametrize(("a", "b"), [(5e-324, 1e308), (0.0, 1e308), (0.0, 0.0)])
 def test_numbers_that_no_ratio_holds_are_written_as_json(a: float, b: float) -> None:
     def extreme(value: float) -> Report:
@@ -250,9 +244,6 @@ def test_a_change_of_top1_agreement_is_judged_by_intervals() -> None:
     )
     found = next(change for change in compare(was, now).changes if change.metric == "top1")
     assert (found.basis, found.outcome) == ("intervals", "regressed")
-
-
-# ------------------------------------------------------------------------------------------- last bits
 
 
 def shaken(mean: float, floor: float | None, processor: str = "one") -> Report:

@@ -358,9 +358,6 @@ def test_a_candidate_whose_verdict_is_fail_never_changes_the_choice(candidates: 
     assert [getattr(before, name) for name in named] == [getattr(after, name) for name in named]
 
 
-# ---------------------------------------------------------------------------------------------------- looks
-
-
 def looked(name: str, size: float, kl: float, *looks: int) -> ArmRecord:
     """A candidate that was asked so many documents after each look, two windows to a document."""
     *before, last = (arm(name, size, kl, documents=n) for n in looks)

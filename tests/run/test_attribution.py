@@ -130,8 +130,6 @@ def test_the_page_and_the_terminal_show_the_three_and_their_differences(done: Do
         assert word in out.getvalue()
 
 
-# ------------------------------------------------------------------------------------- other kernel paths
-
 PATHS: dict[str, dict[str, Any]] = {
     "reference": {"engine": "hf", "attention": "sdpa"},
     "control": {"engine": "hf", "attention": "sdpa"},

@@ -134,9 +134,6 @@ def test_a_pack_tells_nothing_of_folders(local: Done, packed: Path) -> None:
         assert str(Path.home()) not in file.read_text()
 
 
-# ------------------------------------------------------------------------------------------------------- bad packs
-
-
 def manifest_of(pack: Path) -> dict[str, Any]:
     return dict(json.loads((pack / "manifest.json").read_text()))
 
@@ -258,9 +255,6 @@ def test_what_takes_the_reference_itself_is_refused(
     assert says in refused(borrow(tmp_path, packed, *flags))
 
 
-# -------------------------------------------------------------------------------------------------------- packing
-
-
 def test_a_reference_whose_rows_are_gone_cannot_be_packed(tmp_path: Path) -> None:
     done = compare(tmp_path, KV, windows=12)  # log-probabilities, dropped once compared
     assert "capture again with --keep-rows" in refused(
@@ -296,9 +290,6 @@ def test_a_borrowed_reference_is_not_packed_again(packed: Path, tmp_path: Path) 
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- auto
-
-
 def test_auto_finds_the_pack_of_the_model_in_a_folder_of_packs(pack: Path, tmp_path: Path) -> None:
     shutil.copytree(pack, pack.parent / "packs" / "a")
     change(pack.parent / "packs" / "a", checkpoint_sha256="0" * 64)
@@ -321,9 +312,6 @@ def test_auto_runs_the_reference_where_no_place_has_one_and_names_places_that_ca
     assert "leave out --windows" not in done.err
     assert "none of 2 places has one" in done.err
     assert "broken: manifest.json is damaged" in done.err
-
-
-# ------------------------------------------------------------------------------------------------ between machines
 
 
 def elsewhere(run: Path, to: Path) -> Path:

@@ -223,9 +223,6 @@ def test_no_finished_capture_is_lost_and_the_resumed_report_is_that_of_an_undist
     print(f"{kills} kills in {seed - SEED} histories")
 
 
-# ------------------------------------------------------------------------------------- disks and folders
-
-
 def command(chaos: Chaos, *words: object, **more: Any) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, which never ends in a traceback."""
     line = [sys.executable, "-m", "fidelab", *map(str, words)]
@@ -284,9 +281,6 @@ def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
         assert done.returncode == 2, writing
         assert "Read-only file system" in done.stderr, writing
     assert {path: path.read_bytes() for path in chaos.room.rglob("[!.]*") if path.is_file()} == before
-
-
-# ----------------------------------------------------------------------------------------- other runs beside
 
 
 def test_two_runs_that_share_one_store_at_once_are_both_right(chaos: Chaos) -> None:

@@ -126,9 +126,6 @@ def test_a_run_leaves_rates_for_the_next_estimate(tmp_path: Path) -> None:
     assert set(prepare(again).estimate().sources) == {"its last run here"}
 
 
-# --------------------------------------------------------------------------------------------- --dry-run
-
-
 def test_a_dry_run_says_what_takes_the_time_and_where_its_rates_are_from(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     words = ("compare", "fake", *SMALL, "--kv", "tilt", "--axes", "kld,forced", "--windows", 4, "--n-ctx", 16)

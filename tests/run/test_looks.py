@@ -86,9 +86,6 @@ def _sums(done: Done, name: str, windows: int) -> DocumentSums:
     return next(sums for sums in _record(done, name).documents if sums.windows == windows)
 
 
-# ------------------------------------------------------------------------------------------------ who is asked
-
-
 def test_a_decided_candidate_is_asked_no_more_and_an_undecided_one_is(looked: Done) -> None:
     assert _read(looked) == READ
     later = [(arm, captures) for arm, captures in _asked(looked) if captures != ["kld"]]
@@ -134,9 +131,6 @@ def test_a_quick_run_looks_as_well(tmp_path: Path) -> None:
     assert json.loads(done.out)["tokens"] == (8 + 8 + 2) * 512
 
 
-# ------------------------------------------------------------------------------------------------ what is read
-
-
 TEXT = Text("t", "".join(f"line {i} of a text\n" for i in range(400)), (), "")
 
 
@@ -173,9 +167,6 @@ def test_windows_of_a_look_and_those_before_it_are_evenly_spread() -> None:
 
 def test_the_first_look_has_the_longest_context() -> None:
     assert {"64", "256"} <= _windows((8, 16), n_ctx=(64, 256)).keys()
-
-
-# ------------------------------------------------------------------------------------------------ figures
 
 
 def test_several_looks_have_the_figures_of_one_capture_of_their_windows(looked: Done, fixed: Done) -> None:
@@ -218,9 +209,6 @@ def test_a_difference_of_arms_with_other_looks_is_over_the_windows_that_both_rea
     expected = paired_difference(a, b, looked.report["settings"]["seed"])
     assert found["difference"] == pytest.approx(expected.estimate, abs=1e-9)
     assert found["ci"] == pytest.approx(expected.interval, abs=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------ resumed and failed
 
 
 @pytest.mark.parametrize(("flags", "again"), [(("--keep-rows",), []), ((), ["kld.+1", "kld.+2"])])
@@ -286,9 +274,6 @@ def test_after_a_failure_of_the_reference_the_looks_before_it_stay(looked: Done,
     [expected] = certify([replace(loss, alpha=LOOK_ALPHAS[1])], done.report["settings"]["seed"]).claims
     [claim, _] = _record(done, VARIES).certificates["kld"].claims
     assert claim.ci == pytest.approx(expected.interval, rel=1e-6)
-
-
-# ------------------------------------------------------------------------------------------------ time and words
 
 
 def test_no_look_begins_that_would_end_beyond_the_budget(tmp_path: Path) -> None:

@@ -59,9 +59,6 @@ def _hf(tmp_path: Path, tiny: Path, **change: Any) -> Settings:
     return resolve_experiment(validate({**base, **change}, "test"))
 
 
-# ------------------------------------------------------------------------------------------------ arms
-
-
 def test_k16v8_is_native_keys_and_unscaled_fp8_values(tmp_path: Path, tiny: Path) -> None:
     [arm] = _hf(tmp_path, tiny, candidates=["k16v8"]).candidates
     assert (arm.kv.label, str(arm.kv.k), str(arm.kv.v)) == ("k16v8", "bf16", "fp8_e4m3")
@@ -132,9 +129,6 @@ def test_what_cannot_be_is_found_before_anything_runs(
 ) -> None:
     with pytest.raises(error, match=words.replace("[", r"\[")):
         _settings(tmp_path, **change)
-
-
-# ------------------------------------------------------------------------------------------- attention
 
 
 def _on_gpu(tmp_path: Path, tiny: Path, *formats: str, reference: str = "bf16", **options: str) -> list[Arm]:
@@ -234,9 +228,6 @@ def test_a_reference_that_names_its_attention_leaves_the_others_a_path_without(t
     assert found == {"control:auto": {}}
 
 
-# ------------------------------------------------------------------------------------------------ jobs
-
-
 def test_jobs_run_reference_first_and_floor_last(tmp_path: Path) -> None:
     plan = _plan(tmp_path, control="tilt[q=0.51]", candidates=["tilt", "exact"])
     assert [job.role for job in plan.jobs] == ["reference", "control", "candidate:tilt", "candidate:exact", "floor"]
@@ -325,9 +316,6 @@ def test_captures_made_with_other_heads_that_draft_are_other_captures(
     assert not _folders(tmp_path) & before
 
 
-# ------------------------------------------------------------------------------------------- GGUF files
-
-
 def _gguf(tmp_path: Path, file: Path, **change: Any) -> Experiment:
     base = {
         "model": str(file),
@@ -379,9 +367,6 @@ def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: 
     file = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
     with pytest.raises(InputError, match="cannot be converted for Transformers"):
         prepare(_gguf(tmp_path, file))
-
-
-# ------------------------------------------------------------------------------------------------ cluster
 
 
 @pytest.fixture

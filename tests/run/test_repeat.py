@@ -101,9 +101,6 @@ def shaky(tmp_path_factory: pytest.TempPathFactory) -> Repeated:
     return repeat(room, "tilt[q=0.6]", runs=4, engine_args={"noise": 0.5}, axes=kld)
 
 
-# -------------------------------------------------------------------------------------------- whole repeats
-
-
 def test_an_engine_without_noise_repeats_exactly(steady: Repeated) -> None:
     assert steady.done.code == 0, steady.done.err
     for arm in steady.report.candidates:
@@ -189,9 +186,6 @@ def test_a_flag_and_a_runs_settings_file_repeat_as_well(room: Path) -> None:
     assert len(found.repeats("tilt", "kld")) == len(found.runs) == 2
 
 
-# ----------------------------------------------------------------------------------------------- noise
-
-
 def simulated(noise: float, draws: int) -> np.ndarray[Any, Any]:
     """Mean KL (nats) of noisy two-level rows, p = 0.5 against 0.6, over as many rows as a run has; float64."""
     random = np.random.default_rng(0)
@@ -247,9 +241,6 @@ def test_noise_of_the_fake_engine_is_gaussian_normalised_and_new_in_every_row() 
     assert len({row.tobytes() for row in [*rows, *noisy_rows()]}) == 12
 
 
-# --------------------------------------------------------------------------------------- arms that fail
-
-
 def test_an_arm_that_fails_in_one_run_is_named_and_the_others_count(
     room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,9 +263,6 @@ def test_reports_of_two_experiments_are_refused(steady: Repeated) -> None:
     other = report.model_copy(update={"candidates": report.candidates[:1], "run_id": "other"})
     with pytest.raises(InputError, match="run other has other candidates or axes"):
         merge([report, other])
-
-
-# ------------------------------------------------------------------------------------------ being stopped
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
@@ -334,9 +322,6 @@ def test_going_on_with_one_run_of_a_repeat_alone_keeps_to_its_own_captures(room:
     assert done.code == 0, done.err
     assert captures_of(run) == used
     assert state(found.folder / "captures") == before
-
-
-# ---------------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize(

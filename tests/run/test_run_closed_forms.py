@@ -28,9 +28,6 @@ def geometric(a: float, b: float) -> float:
     return math.log(z_b / z_a) + (b - a) * float((x * np.exp(-a * x)).sum() / z_a)
 
 
-# --------------------------------------------------------------------------------------------------- KLD
-
-
 def test_what_another_tool_would_make_of_the_captures_stands_beside_the_truth(tmp_path: Path) -> None:
     flags = ("--set", "axes.kld.compat=refract", "--set", "axes.kld.k=256")
     done = compare(tmp_path, "tilt[q=0.6]", flags=flags, windows=8)
@@ -116,9 +113,6 @@ def test_verdicts_follow_the_mean(grand: Done) -> None:
     assert bands == {"control": "EXCELLENT", "tilt[q=0.6]": "PASS", "tilt[q=0.9]": "FAIL", "masked": "FAIL"}
 
 
-# ------------------------------------------------------------------------------------------- control, floor
-
-
 @pytest.mark.parametrize("q", [0.6, 0.9])
 def test_excess_is_the_divergence_beyond_the_controls(q: float, grand: Done) -> None:
     found = grand.axis(f"tilt[q={q}]", "kld").metric("over_control")
@@ -153,9 +147,6 @@ def test_a_candidate_that_is_the_reference_is_identical_in_two_real_captures(gra
     [folder] = (grand.cwd / "runs" / "captures").glob("fake-fake-exact-*")
     assert sorted(path.name[-2:] for path in folder.glob("kld-*")) == ["r0", "r1", "r2"]
     assert len({path.name[:-3] for path in folder.glob("kld-*")}) == 3
-
-
-# ---------------------------------------------------------------------------------------------- trajectory
 
 
 def forks(run: Done, arm: str) -> tuple[TextPair, ...]:
@@ -215,9 +206,6 @@ def test_an_arm_that_answers_no_prompt_is_never_called_safe(grand: Done) -> None
     assert (found.status, found.n_failed, found.value("score")) == ("failed", 8, None)
     assert (arm["verdict"]["band"], arm["composite"]) == ("FAIL", None)
     assert arm["verdict"]["sentence"].startswith("do not use, trajectory: no item was usable")
-
-
-# -------------------------------------------------------------------------------------- proof of engagement
 
 
 def test_a_format_that_was_ignored_is_not_engaged_and_has_no_score(grand: Done) -> None:

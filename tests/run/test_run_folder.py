@@ -28,9 +28,6 @@ def rows(run: Done) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-# -------------------------------------------------------------------------------------------- report.json
-
-
 def test_json_output_is_one_object_and_nothing_else(grand: Done) -> None:
     assert json.loads(grand.out) == grand.report
 
@@ -97,9 +94,6 @@ def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
     assert (moved / "report.json").read_bytes() == before
 
 
-# ---------------------------------------------------------------------------------------- positions.parquet
-
-
 def test_positions_hold_a_row_per_scored_position_and_arm(grand: Done) -> None:
     table = rows(grand)
     scored = [arm for arm in (grand.arm("control"), *grand.report["candidates"]) if axis_of(arm, "kld").n_items]
@@ -120,9 +114,6 @@ def test_positions_agree_with_the_reports_mean_and_failures(arm: str, grand: Don
         assert sum(usable) / len(usable) == pytest.approx(axis_of(record, "kld").value("mean"), rel=1e-12)
     else:
         assert axis_of(record, "kld").value("mean") is None
-
-
-# ------------------------------------------------------------------------------------------- other files
 
 
 def test_events_are_json_lines_that_tell_the_runs_story(grand: Done) -> None:
@@ -196,9 +187,6 @@ def test_the_same_run_twice_gives_the_same_report(plain: Done, tmp_path: Path) -
     assert again == first
 
 
-# ------------------------------------------------------------------------------------------------ the API
-
-
 def test_the_api_runs_the_same_job(plain: Done, tmp_path: Path) -> None:
     report = fidelab.compare(
         "fake",
@@ -267,9 +255,6 @@ def test_the_api_prints_on_request_how_far_it_is(tmp_path: Path, capsys: pytest.
     assert lines[-1] == "fidelab: 100% scoring"
     assert len(lines) == len(set(lines))
     assert any(line.endswith("% tilt") for line in lines)
-
-
-# ------------------------------------------------------------------------------------- the report again
 
 
 def test_a_report_is_found_by_its_folder_by_its_file_and_as_the_latest(plain: Done, tmp_path: Path) -> None:

@@ -124,9 +124,6 @@ def test_saved_outputs_that_are_damaged_are_removed(captured: dict[str, Path], t
         assert victim.exists() == there
 
 
-# ----------------------------------------------------------------------------------------------- refusals
-
-
 def refused(found: Done) -> str:
     assert found.code == 2
     assert found.out == ""

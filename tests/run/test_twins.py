@@ -43,9 +43,6 @@ def done(room: Path) -> Done:
     return cli("compare", "./tiny", *kv, *SIZES, cwd=room)
 
 
-# ------------------------------------------------------------------------------------------------ plan
-
-
 def twins(room: Path, *candidates: Any, **change: Any) -> list[PlannedJob]:
     data = {"model": str(room / "tiny"), "reference": "f32", "dtype": "float32", "text": str(room / "text.txt")}
     axes = {"kld": {"windows": 8, "n_ctx": 32}, "perplexity": {"contexts": [32], "windows": 4}}
@@ -79,9 +76,6 @@ def test_the_dry_run_names_twins_and_counts_their_tokens(room: Path) -> None:
     plan = json.loads(cli("compare", "./tiny", "--kv", "int4", *SIZES, "--dry-run", "--json", cwd=room).out)
     by_role = {job["role"]: job["tokens"] for job in plan["jobs"]}
     assert by_role["twin:int4"] == by_role["floor"] == 2 * 32
-
-
-# --------------------------------------------------------------------------------------------- figures
 
 
 def rows(capture: Capture, item: int) -> NDArray[np.float64]:
@@ -131,9 +125,6 @@ def test_scoring_again_gives_the_same_floors(done: Done) -> None:
     before = floors(done)
     assert cli("report", "--rescore", done.folder, cwd=done.cwd).code == 0
     assert floors(done) == before
-
-
-# ---------------------------------------------------------------------- captures of known distributions
 
 
 @pytest.fixture(scope="module")

@@ -53,9 +53,6 @@ def test_the_grid_can_be_written_in_an_experiment_file(tmp_path: Path) -> None:
     assert names(done) == ["kv=exact", "kv=tilt"]
 
 
-# ------------------------------------------------------------------------------------------ the real model
-
-
 @pytest.mark.long
 @pytest.mark.model
 def test_on_a_real_model_the_format_costs_far_more_than_the_attention(smollm2: Model, tmp_path: Path) -> None:

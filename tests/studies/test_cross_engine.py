@@ -86,9 +86,6 @@ def row(found: Study, name: str, part: str, **at: Any) -> StudyRow:
     return measured
 
 
-# ------------------------------------------------------------------------------------------------ figures
-
-
 @pytest.mark.parametrize(("other", "reference", "p", "q"), [("two", "one", 0.5, 0.55), ("one", "two", 0.55, 0.5)])
 def test_the_references_are_compared_in_both_directions(
     found: Study, other: str, reference: str, p: float, q: float
@@ -127,9 +124,6 @@ def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, in
 
 def test_the_floor_is_the_references_own(found: Study) -> None:
     assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
-
-
-# ----------------------------------------------------------------------------------------------- failures
 
 
 def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: Study) -> None:
@@ -179,9 +173,6 @@ def test_bad_settings_are_one_line_before_anything_runs(tmp_path: Path, change: 
     assert not (done.cwd / "runs").exists()
 
 
-# ------------------------------------------------------------------------------------- files and the table
-
-
 def test_the_resolved_file_repeats_the_experiment(done: Done, found: Study, tmp_path: Path) -> None:
     again = cli(
         "compare", "-f", done.folder / "config.resolved.yaml", "--json", "--set", f"output_dir={tmp_path}", cwd=tmp_path
@@ -204,9 +195,6 @@ def test_the_tables_say_every_figure(found: Study) -> None:
         assert said in text
     assert "two candidate: not supported: the fake engine refuses this format" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-# ------------------------------------------------------------------------------------------------ profiles
 
 
 @pytest.mark.parametrize("name", experiments())

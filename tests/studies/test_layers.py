@@ -51,9 +51,6 @@ def done(room: Path) -> Done:
     return bisect(room, "--kv", f"int4[skip-layers={SKIP_OTHERS}]", "--json")
 
 
-# ------------------------------------------------------------------------------------------------ findings
-
-
 def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
     assert done.code == 0, done.err
     found = Study.model_validate_json(done.out)
@@ -143,9 +140,6 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
     assert (found.arms["candidate"].status, "floor" in found.arms, found.rows) == ("not_supported", False, ())
 
 
-# ----------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -172,9 +166,6 @@ def test_bad_input_is_one_line_before_anything_runs(words: tuple[object, ...], s
     [line] = done.err.splitlines()
     assert said in line
     assert before == (sorted((room / "runs").glob("2*")) if (room / "runs").exists() else [])
-
-
-# ------------------------------------------------------------------------------------------------- report
 
 
 def _rendered(study: Study) -> str:

@@ -91,9 +91,6 @@ def record(done: Done) -> dict[str, Any]:
     return record_of(done.cwd)
 
 
-# ------------------------------------------------------------------------------------------------- conductor
-
-
 def test_a_failed_stage_fails_the_profile_and_stops_no_other(done: Done, record: dict[str, Any]) -> None:
     assert done.code == 1
     assert [(row["at"]["name"], row["status"]) for row in rows(record, "stage")] == [
@@ -244,9 +241,6 @@ def test_a_dry_run_tells_the_seconds_and_the_disk_space_of_an_experiment(tmp_pat
     ]
 
 
-# ------------------------------------------------------------------------------------------------- needs and figures
-
-
 @pytest.mark.parametrize(
     ("needs", "need"),
     [
@@ -291,9 +285,6 @@ def test_a_figure_is_found_by_keys_places_and_conditions() -> None:
     assert find_figure(data, "arms[name=b].m")[2] == "no item with name=b"
     assert find_figure(data, "arms[name=a].z")[2] == "no 'z' in what the stage printed"
     assert find_figure({"axis": {"reason": "no data", "metrics": []}}, "axis.metrics[name=x]")[2] == "no data"
-
-
-# ------------------------------------------------------------------------------------------------- bad input
 
 
 STAGE = {"name": "s", "command": ["setup", "formats"]}
@@ -348,9 +339,6 @@ def test_a_file_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
 
 def test_run_says_how_a_profile_is_run(tmp_path: Path) -> None:
     assert "decode is a profile: fidelab reproduce decode" in cli("compare", "-f", "decode", cwd=tmp_path).err
-
-
-# ------------------------------------------------------------------------------------------------- shipped profiles
 
 
 def test_all_profiles_are_listed(tmp_path: Path) -> None:

@@ -102,8 +102,6 @@ def test_exchanges_that_help_are_put_together_where_that_helps_more() -> None:
     assert rows.mean == pytest.approx(0.7)
 
 
-# ------------------------------------------------------------------------------------------------ exports
-
 SKIPPING = Recipe.of({"0": "native", "1": "fp8_e4m3", "2": "fp8_e4m3", "3": "native", "4": "native", "5": "native"})
 SIDES = Recipe.of(
     {"0.keys": "q8_0", "0.values": "q8_0", "1.keys": "q4_0", "1.values": "q4_0"}

@@ -113,8 +113,6 @@ def test_an_exit_is_put_in_words(code: int, said: str) -> None:
     assert said in explain_exit(code)
 
 
-# ------------------------------------------------------------------------------------------------------------ crashes
-
 DUMP = """\
 loading
 Fatal Python error: Segmentation fault

@@ -94,9 +94,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-# --------------------------------------------------------------------------------------------- round after round
-
-
 def test_one_model_answers_round_after_round(live: Live) -> None:
     said: list[Message] = []
     with live(listen=said.append) as worker:
@@ -145,9 +142,6 @@ def test_a_worker_that_was_never_asked_starts_no_process(live: Live, tmp_path: P
     assert list(tmp_path.glob("*.log")) == []
 
 
-# --------------------------------------------------------------------------------------------------- what it took
-
-
 def test_phases_run_from_the_start_of_the_process_to_the_loaded_model(live: Live) -> None:
     with live(engine="fake") as worker:
         assert worker.ask()
@@ -181,9 +175,6 @@ def test_work_of_all_rounds_counts_towards_the_deadline(live: Live, clock: Clock
         assert worker.outcome.reason == "not finished within the deadline of 1000 s (--deadline)"
         assert not ask(worker, 3)
         assert worker.finish() is worker.outcome
-
-
-# ------------------------------------------------------------------------------------------------------ the end
 
 
 def test_a_worker_that_dies_while_it_waits_is_an_outcome_that_keeps_what_it_answered(live: Live) -> None:
@@ -221,9 +212,6 @@ def test_leaving_ends_a_worker_that_waits_and_all_its_processes(
         with pytest.raises(error):
             use()
     assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "worker-0.log").read_text())))
-
-
-# -------------------------------------------------------------------------------------------------- device memory
 
 
 def test_device_memory_is_waited_for_when_the_last_worker_that_held_some_has_ended(

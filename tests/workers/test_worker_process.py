@@ -32,9 +32,6 @@ def pids(log: str) -> list[int]:
     return [int(words[words.index(name) + 1]) for name in ("grandchild", "worker")]
 
 
-# ----------------------------------------------------------------------------------------- what goes well
-
-
 def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
     done = work()
     assert (done.outcome.status, done.outcome.reason) == (Status.OK, None)
@@ -105,9 +102,6 @@ def test_a_worker_does_not_import_from_the_users_folder(
     (tmp_path / "gzip.py").write_text("raise RuntimeError('taken from the wrong place')")
     monkeypatch.chdir(tmp_path)
     assert work().outcome.reason is None
-
-
-# ------------------------------------------------------------------------------------------ what goes wrong
 
 
 def test_prints_of_an_engine_go_to_the_log_and_not_into_the_messages(work: Work) -> None:
@@ -230,9 +224,6 @@ def test_a_worker_that_was_ended_leaves_no_half_capture(way: str, work: Work) ->
     assert [path for path in done.store.rglob("*") if path.is_file()] == []
 
 
-# ------------------------------------------------------------------------------------------- what remains
-
-
 def test_the_engines_own_processes_die_at_the_deadline(work: Work) -> None:
     done = work("spawn", deadline=3.0)
     grandchild, worker = pids(done.log)
@@ -327,9 +318,6 @@ def test_a_worker_that_writes_without_end_does_not_fill_the_disk(work: Work, mon
     assert done.log.startswith("babble 0\n")
     assert "bytes were left out here by fidelab" in done.log
     assert "babble 399999\n" in done.log
-
-
-# ------------------------------------------------------------------------------------------- forked workers
 
 
 @pytest.fixture

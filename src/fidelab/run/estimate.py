@@ -40,7 +40,7 @@ _FALLBACK_DEVICE = "RTX-4090"  # rates of a GPU that the table of devices does n
 _UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
 _SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second of a CPU
-_MIN_FP64_RATE = 1e12  # operations per second of a GPU without a figure
+_SCORING_PASSES = 160  # float32 numbers per logit of a pair that a GPU moves or waits for: measured on an H200
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
 # ---------------------------------------------------------------------------------------------- work and rates
@@ -345,16 +345,18 @@ def estimate_job(job: PlannedJob, timings: Timings, planned: PlannedJob | None =
 
 def _scoring(jobs: Iterable[PlannedJob]) -> float:
     """Default seconds of scoring the jobs' captures: rows are compared over the vocabulary, pair by pair."""
-    operations = 0.0
+    products = logits = 0.0
     for job in jobs:
         compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced | Served)]
         rows = 0 if job.role == "reference" else sum(map(_rows, compared))
+        logits += rows * job.resolved.model.vocab_size
         width = 4 * job.resolved.model.hidden_size if job.resolved.estimator is Estimator.HIDDEN else 8
-        operations += rows * job.resolved.model.vocab_size * width
-    rate = _SCORING_RATE
-    if graphics().get("gpus"):  # which scores in float64
-        rate = _COMPUTE * _gpu("cuda").compute.get("fp64", _MIN_FP64_RATE)
-    return _SCORING_START + operations / rate
+        products += rows * job.resolved.model.vocab_size * width
+    if not graphics().get("gpus"):
+        return _SCORING_START + products / _SCORING_RATE
+    gpu = _gpu("cuda")
+    moved = 4 * _SCORING_PASSES * logits / (_BANDWIDTH * gpu.bandwidth)
+    return _SCORING_START + products / (_COMPUTE * gpu.flops("bf16")) + moved
 
 
 def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -70,9 +70,6 @@ def in_flight(exchanges: list[Exchange]) -> int:
     return int(np.max(np.cumsum([change for _, change in changes])))
 
 
-# --------------------------------------------------------------------------------------------------- closed loop
-
-
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_a_closed_loop_keeps_its_concurrency_and_never_exceeds_it(concurrency: int) -> None:
     with serve(together(concurrency)) as served:
@@ -118,9 +115,6 @@ def test_what_still_flies_after_the_drain_is_aborted_and_keeps_its_events() -> N
     assert time.monotonic() - began < 30
 
 
-# ----------------------------------------------------------------------------------------------------- open loop
-
-
 def test_an_open_loop_sends_nothing_early_and_everything_in_order() -> None:
     with serve(after_a_while) as served:
         result = drive(Target(served.url), Load(due(30, 0.007), open_loop=True))
@@ -160,9 +154,6 @@ def test_the_measured_part_of_an_open_loop_begins_when_its_first_request_is_due(
         result = drive(Target(served.url), Load(due(20, 0.01), open_loop=True, warmup=5))
     assert [one.warmup for one in result.exchanges] == [True] * 5 + [False] * 15
     assert result.exchanges[5].due == pytest.approx(result.started)
-
-
-# ---------------------------------------------------------------------------------------------------- the client
 
 
 def test_the_client_counts_its_own_lag_and_time() -> None:

@@ -51,9 +51,6 @@ def said(texts: Texts, started: float = 1.0, ended: float = 3.0) -> ServerReadin
     return present(understand(texts, started, ended))
 
 
-# ------------------------------------------------------------------------------------------------ figures
-
-
 @pytest.mark.parametrize(
     ("texts", "grown"),
     [
@@ -172,9 +169,6 @@ def test_ranks_of_one_engine_and_priorities_are_not_counted_twice() -> None:
     assert said([(2.0, sglang(1, extra=other))]).running_max == 3
 
 
-# -------------------------------------------------------------------------------------------- speculation
-
-
 def spec(drafts: float, drafted: float, accepted: float, suffix: str = "_total") -> bytes:
     pairs = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": accepted}
     text = "".join(f'vllm:spec_decode_num_{name}{suffix}{{engine="0"}} {value}\n' for name, value in pairs.items())
@@ -204,8 +198,6 @@ def test_sglang_tells_the_length_and_what_follows_from_its_count_of_verification
 def test_sglang_without_speculation_shows_a_length_of_zero() -> None:
     assert said([(1.0, sglang(1)), (3.0, sglang(1))]).speculation == SpeculationReading(drafted=0, accepted=0)
 
-
-# --------------------------------------------------------------------------------------------- real servers
 
 Answer = Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]
 

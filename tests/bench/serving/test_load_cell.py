@@ -55,9 +55,6 @@ def kinds(load: CellResult) -> list[str]:
     return [flag.kind for flag in load.cell.flags]
 
 
-# --------------------------------------------------------------------------------------------- figures
-
-
 def test_a_hundred_tokens_in_4_1_seconds_are_24_4_per_second() -> None:
     whole = exchange(0, 0.0, ttft=0.14, gap=0.04, tokens=100)
     assert whole.ended == pytest.approx(4.1)
@@ -143,9 +140,6 @@ def test_the_clients_own_part_is_recorded() -> None:
     load = load_cell(ASKED, [drive(row(2), lag=np.array([0.0, 0.001, 0.002]))])
     client = load.cell.facts["client"]
     assert client == pytest.approx({"lag_p50": 1, "lag_p99": 1.98, "cpu_seconds": 0.5})
-
-
-# ------------------------------------------------------------------------------------------- validity
 
 
 @pytest.mark.parametrize(("counted", "valid"), [(105, True), (106, False), (94, False), (200, False)])
@@ -251,9 +245,6 @@ def test_random_gaps_are_not_the_clients_fault() -> None:
     assert load_cell(asked, [_opened(0.0, 1.0, 2.0, rate=1.0)]).cell.valid
 
 
-# --------------------------------------------------------------------------------------------- server
-
-
 @pytest.mark.parametrize(("theirs", "flagged"), [(1.0, False), (0.92, False), (1.2, True), (0.8, True)])
 def test_another_rate_of_the_server_is_flagged(theirs: float, flagged: bool) -> None:
     server = ServerReading("vllm", output_rate=theirs * 20 / 2.8, samples=9)
@@ -291,9 +282,6 @@ def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:
 def test_a_long_load_is_compared_by_the_servers_own_rate() -> None:
     read = ServerReading("vllm", output_rate=7.0, samples=30)
     assert compare_counts(drive(row(2), server=read), ServerReading("vllm", 99.0), 5.0).server is read
-
-
-# ------------------------------------------------------------------------------------------ saturation
 
 
 def _cell(concurrency: int, rate: float, context: int = 128, valid: bool = True) -> CellResult:
