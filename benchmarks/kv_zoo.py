@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from fidelab.captures.requests import Prefill, Recached
+from fidelab.captures.requests import Prefill, RoundedCache
 from fidelab.checkpoints.fragile import make_fragile
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
@@ -122,7 +122,7 @@ def measure(model: str, arguments: argparse.Namespace, folder: Path) -> dict[str
     assert isinstance(asked, Prefill)
     study = OpenStudy.begin("kv-zoo", prepared, "", None)
     rules = [f"*:{pair}" for pair in PAIRS]
-    answers = ask(study, asked, "kv-zoo", rules, "zoo", Recached)
+    answers = ask(study, asked, "kv-zoo", rules, "zoo", RoundedCache)
     found = answers.rows(rules)
     return {pair: found[rule] for pair, rule in zip(PAIRS, rules, strict=True)}
 

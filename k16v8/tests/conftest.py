@@ -15,8 +15,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their o
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A last cache that a few inputs fill, and a bandwidth that takes no time."""
-    from k16v8.bench import conduct, run
+    from k16v8.bench import run, session
     from k16v8.bench.timing import Bandwidth
 
     monkeypatch.setattr(run, "last_level_cache", lambda device: 1 << 15)
-    monkeypatch.setattr(conduct, "bandwidth", lambda device, seconds: Bandwidth(2e10, 1e10))
+    monkeypatch.setattr(session, "bandwidth", lambda device, seconds: Bandwidth(2e10, 1e10))

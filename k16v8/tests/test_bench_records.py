@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from command import Done, assert_one_line, command
-from k16v8.bench import conduct
 from k16v8.bench import run as bench
-from k16v8.bench.conduct import bench_kernels
+from k16v8.bench import session
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
 from k16v8.bench.run import Settings, run_one
+from k16v8.bench.session import bench_kernels
 from k16v8.bench.shapes import Cell
 from k16v8.errors import EngineError, InputError, OutputError, UsageError
 from small_bench import DECODE, EXTEND, OURS, SETTINGS, TINY
@@ -136,7 +136,7 @@ def test_a_record_of_another_kind_or_machine_is_not_gone_on_with(
         bench_kernels(SETTINGS, [TINY], record_path, resume=True)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", f'{{"schema": "{conduct.SCHEMA}"}}'])
+@pytest.mark.parametrize("content", [None, "{", "[]", f'{{"schema": "{session.SCHEMA}"}}'])
 def test_a_file_that_is_no_record_is_an_error_of_one_line(content: str | None, record_path: Path) -> None:
     if content is not None:
         record_path.parent.mkdir()
@@ -266,7 +266,7 @@ def test_cuda_without_a_gpu_is_one_line() -> None:
 
 @pytest.mark.usefixtures("_in_tmp")
 def test_a_record_is_gone_on_with_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conduct, "run", lambda settings, cells, record, save: len(list(cells)))
+    monkeypatch.setattr(session, "run", lambda settings, cells, record, save: len(list(cells)))
     for flag in ("--output", "--resume"):
         done = _run("--geometry", "tiny", flag, "results/a.json")
         assert done.exit_code == 0, done

@@ -21,6 +21,7 @@ from k16v8.bench.contenders import flash_attention_3, flash_attention_3_call
 from k16v8.bench.precompile import units
 from k16v8.bench.shapes import geometry
 from k16v8.errors import NotSupportedError
+from k16v8.kernels import prefill
 from k16v8.kernels.reference import Attention, attend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -226,6 +227,21 @@ def test_a_wheel_without_flash_attention_3_leaves_it_to_the_next_library_or_says
     assert str(caught.value) == line
     _module(monkeypatch, "sgl_kernel.flash_attn", is_fa3_supported=lambda device: True)
     assert flash_attention_3(CUDA) == "sgl_kernel.flash_attn"
+
+
+def test_a_vllm_whose_other_parts_do_not_load_leaves_flash_attention_3_to_the_next_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def supported(version: int) -> bool:
+        raise ModuleNotFoundError("No module named 'vllm._C'")
+
+    _module(monkeypatch, "vllm.vllm_flash_attn", is_fa_version_supported=supported, flash_attn_varlen_func=None)
+    _module(monkeypatch, "sgl_kernel.flash_attn", is_fa3_supported=lambda device: True)
+    assert flash_attention_3(CUDA) == "sgl_kernel.flash_attn"
+    monkeypatch.setattr(prefill, "find_spec", lambda name: name)
+    prefill.installed.cache_clear()
+    assert prefill.installed().fa3 == ""
+    prefill.installed.cache_clear()
 
 
 def test_without_a_library_the_reason_names_packages_that_exist() -> None:

@@ -51,7 +51,7 @@ def test_amax_is_that_of_transformers_own_cache_over_the_same_windows(room: Path
     rows = json.loads(done.out)
     folders = [path.parent for path in (room / "runs" / "captures").rglob("manifest.json")]
     asked = [json.loads(gzip.decompress((folder / "probe.json.gz").read_bytes())) for folder in folders]
-    [windows] = [probe["windows"] for probe in asked if probe["kind"] == "recached"]
+    [windows] = [probe["windows"] for probe in asked if probe["kind"] == "roundedcache"]
     assert [len(window) for window in windows] == [64, 64, 64]
     model = AutoModelForCausalLM.from_pretrained(room / "tiny", dtype=torch.bfloat16)
     with torch.inference_mode():

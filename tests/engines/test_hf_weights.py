@@ -63,7 +63,7 @@ def test_each_weight_holds_the_values_of_its_format(llama: Path) -> None:
     assert torch.equal(before[name], after[name])
 
 
-def test_an_arm_with_rounded_weights_answers_as_a_checkpoint_that_was_rounded_before(
+def test_an_arm_with_roundedweights_answers_as_a_checkpoint_that_was_rounded_before(
     llama: Path, tmp_path: Path
 ) -> None:
     for file in llama.iterdir():

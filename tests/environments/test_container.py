@@ -17,9 +17,9 @@ from fidelab.core.errors import EngineError
 from fidelab.core.registry import Registry
 from fidelab.engines import ENGINES
 from fidelab.environments import container
-from fidelab.environments.answers import ask
 from fidelab.environments.container import existing_paths, find_image, link_targets
 from fidelab.environments.environment import locate
+from fidelab.environments.queries import ask
 from fidelab.environments.trial import Trial, try_out
 from fidelab.models.tiny import make_tiny
 from tests.captures import sample

@@ -25,10 +25,10 @@ from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
 from fidelab.environments import listing as listing_module
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
 from fidelab.environments.install import Stage, install, remove
 from fidelab.environments.listing import listing
+from fidelab.environments.queries import ask
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.environments.trial import try_out
 from fidelab.models.cache import cache_dir

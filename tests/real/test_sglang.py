@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fidelab.captures.requests import Timed
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
+from fidelab.environments.queries import ask
 from fidelab.models import Model
 from tests.real import faults, harness
 from tests.real.contract import Contract

@@ -12,8 +12,8 @@ import torch
 from fidelab import compare
 from fidelab.captures.requests import Forced, Request
 from fidelab.core.errors import UsageError
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
+from fidelab.environments.queries import ask
 from fidelab.results.record import ArmRecord
 from tests.engines import tiny
 from tests.real import harness

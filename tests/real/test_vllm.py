@@ -10,8 +10,8 @@ import torch
 
 from fidelab import compare
 from fidelab.captures.requests import Timed
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
+from fidelab.environments.queries import ask
 from fidelab.models import Model
 from fidelab.studies.recipes import Recipe
 from tests.real import faults, harness

@@ -325,7 +325,7 @@ def test_the_weights_of_arms_are_told_by_size() -> None:
     )
 
 
-def test_rounded_weights_have_the_size_of_their_format_and_are_called_simulated() -> None:
+def test_roundedweights_have_the_size_of_their_format_and_are_called_simulated() -> None:
     ran = RuntimeRecord(weight_bytes=256 * 2**20, simulated_weight_bytes=72 * 2**20)
     reference = arm("bf16", ran=RuntimeRecord(weight_bytes=256 * 2**20))
     view = build_view(sample_report(reference=reference, control=None, candidates=[arm("int4", ran=ran)]))

@@ -55,7 +55,7 @@ def arms(done: Done) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_arms_of_rounded_weights_and_of_other_checkpoints_stand_beside_each_other(folder: Path) -> None:
+def test_arms_of_roundedweights_and_of_other_checkpoints_stand_beside_each_other(folder: Path) -> None:
     done = run(
         folder,
         "weights=int4[group=32]",
@@ -96,7 +96,7 @@ def arm(weights: str) -> Arm:
     return Arm(weights, "hf", "m", "/m", "0" * 64, KVSpec.parse("bf16"), "bfloat16", "cpu", 1, options)
 
 
-def test_rounded_weights_are_other_weights_for_twins_and_fingerprints() -> None:
+def test_roundedweights_are_other_weights_for_twins_and_fingerprints() -> None:
     texts = ("", "int4", "int4[group=64]")
     assert len({arm(text).fingerprint() for text in texts}) == 3
     assert len({family(arm(text)) for text in texts}) == 3

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Reweighted, Served
+from fidelab.captures.requests import Prefill, RoundedWeights, Served
 from fidelab.core import Estimator, digest
 from fidelab.core.errors import MismatchError
 
@@ -53,7 +53,7 @@ class Pair:
                 "(top-k gives only a lower bound)"
             )
         _check_id_kind(ref, test, where)
-        whole = Prefill | Served | Reweighted
+        whole = Prefill | Served | RoundedWeights
         if isinstance(ref.request, whole) and isinstance(test.request, whole):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
             if rows != other:

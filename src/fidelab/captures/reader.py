@@ -24,9 +24,9 @@ from fidelab.captures.requests import (
     Forced,
     Layerwise,
     Prefill,
-    Recached,
     Request,
-    Reweighted,
+    RoundedCache,
+    RoundedWeights,
     Served,
     Timed,
     request_from_record,
@@ -303,7 +303,7 @@ def _fault(capture: Capture, item: int) -> str:
         return "has a negative token id"
     if ("topk_ids" in arrays or "topk_logprobs" in arrays) and shapes.get("topk_ids") != shapes.get("topk_logprobs"):
         return "has other ids than log-probabilities"
-    rows = Prefill | Forced | Served | Reweighted | Recached
+    rows = Prefill | Forced | Served | RoundedWeights | RoundedCache
     if isinstance(capture.request, rows) and not ({"topk_ids", *map(str, Estimator)} & {*names} or capture.against):
         return "" if capture.items[item]["failed"] is not None else "has no rows"
     if isinstance(capture.request, Layerwise) and capture.request.tensors == "states":

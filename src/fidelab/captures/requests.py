@@ -307,7 +307,7 @@ class Served(_Request):
 
 
 @dataclass(frozen=True)
-class Reweighted(_Request):
+class RoundedWeights(_Request):
     """Request for next-token distributions, as of :class:`Prefill`, with other weights for this answer only.
 
     ``weights`` has the form of the option of that name (``int4[only=down_proj]``); ``native`` rounds nothing.  The
@@ -322,7 +322,7 @@ class Reweighted(_Request):
     weights: str
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="reweighted", init=False)
+    kind: str = field(default="roundedweights", init=False)
     _PER_ITEM = ("windows", "units")
 
     @property
@@ -332,7 +332,7 @@ class Reweighted(_Request):
 
 
 @dataclass(frozen=True)
-class Recached(_Request):
+class RoundedCache(_Request):
     """Request for next-token distributions, as of :class:`Prefill`, with rounded keys and values in some layers.
 
     ``kv``: rules ``PLACE:K/V`` with semicolons between: ``*:int4/native``, ``3:int4/int4`` (a layer),
@@ -348,7 +348,7 @@ class Recached(_Request):
     kv: str
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="recached", init=False)
+    kind: str = field(default="roundedcache", init=False)
     _PER_ITEM = ("windows", "units")
 
     @property
@@ -357,7 +357,18 @@ class Recached(_Request):
         return self.last - self.first + 1
 
 
-Request = Prefill | Generate | Forced | Timed | Layerwise | Served | Reweighted | Recached | ImageGenerate | ImageForced
+Request = (
+    Prefill
+    | Generate
+    | Forced
+    | Timed
+    | Layerwise
+    | Served
+    | RoundedWeights
+    | RoundedCache
+    | ImageGenerate
+    | ImageForced
+)
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -420,9 +431,9 @@ def _is_sound(request: Request, name: str) -> bool:
         case (ImageGenerate() | ImageForced()) as shown, "shows":
             last = max(chain.from_iterable(value), default=-1)
             return len(value) == len(shown.prompts) and last < len(shown.images)
-        case ((Prefill(windows=windows) | Reweighted(windows=windows) | Recached(windows=windows)), "units"):
+        case ((Prefill(windows=windows) | RoundedWeights(windows=windows) | RoundedCache(windows=windows)), "units"):
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
-        case ((Prefill() | Layerwise() | Served() | Reweighted() | Recached()), "windows"):
+        case ((Prefill() | Layerwise() | Served() | RoundedWeights() | RoundedCache()), "windows"):
             rows = _are_ids((request.first, request.last)) and request.first <= request.last
             return rows and all(request.last < len(window) for window in value)
         case Forced(prompts=prompts), "continuations":

@@ -196,8 +196,8 @@ def _listed(versions: Mapping[str, str]) -> str:
 
 def _formats(engine: str) -> list[DoctorCheck]:
     """Check the formats of a built-in engine; fidelab's formats are tried on a small tensor."""
-    from fidelab.environments.answers import ask
     from fidelab.environments.environment import Environment
+    from fidelab.environments.queries import ask
 
     with ask(Environment(engine, sys.executable)) as asked:
         return [_refused(engine, kv, why) or _format(engine, kv) for kv, why in asked.formats().items()]

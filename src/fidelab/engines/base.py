@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Recached, Request, Reweighted, Served, Tokens
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, RoundedCache, RoundedWeights, Served, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
@@ -349,7 +349,7 @@ class Engine(ABC):
         if head is not None and head.sentinels:
             cosines, divergences = zip(*head.sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-        whole = Prefill | Forced | Served | Reweighted | Recached
+        whole = Prefill | Forced | Served | RoundedWeights | RoundedCache
         rows = request.rows if isinstance(request, Generate) else isinstance(request, whole)
         fields = head.fields() if head is not None and rows else {}
         return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})

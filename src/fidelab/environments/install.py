@@ -23,9 +23,9 @@ from typing import IO
 from fidelab.core import digest
 from fidelab.core.errors import EngineError, OutputError, UsageError
 from fidelab.engines import ENGINES
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
+from fidelab.environments.queries import ask
 from fidelab.environments.recipes import Recipe, data_path
 from fidelab.environments.trial import try_out
 from fidelab.models.cache import cache_dir

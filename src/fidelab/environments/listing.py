@@ -14,7 +14,6 @@ from pathlib import Path
 from fidelab.core.errors import EngineError, FidelabError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
-from fidelab.environments.answers import About, EngineAnswers, start
 from fidelab.environments.container import find_image
 from fidelab.environments.environment import (
     MARKER,
@@ -25,6 +24,7 @@ from fidelab.environments.environment import (
     recipe_shims,
     update_command,
 )
+from fidelab.environments.queries import About, EngineAnswers, start
 from fidelab.environments.recipes import install_command, variants
 from fidelab.models.cache import cache_dir
 

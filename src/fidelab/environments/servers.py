@@ -23,7 +23,7 @@ from fidelab.core import digest, read_file, slug, state_dir, strict_json
 from fidelab.core.errors import EngineError, OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.openai.http import Client, Refused
-from fidelab.workers.causes import explain, explain_exit
+from fidelab.workers.failures import explain, explain_exit
 
 _GRACE_SECONDS = 15.0  # seconds between asking a server to end and killing its group
 _PAUSE = 0.2  # seconds between two looks whether it answers

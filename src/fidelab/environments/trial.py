@@ -26,8 +26,8 @@ from fidelab.core.errors import CaptureError, FidelabError
 from fidelab.core.serial import to_json
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
-from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
+from fidelab.environments.queries import ask
 from fidelab.models.cache import cache_dir
 from fidelab.workers.messages import Job, ProbeTask
 from fidelab.workers.parent import Worker

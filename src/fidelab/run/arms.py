@@ -17,7 +17,7 @@ from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.weights import NATIVE, WEIGHTS, rounding_of
 from fidelab.engines.variables import check_env
-from fidelab.environments.answers import EngineAnswers
+from fidelab.environments.queries import EngineAnswers
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.run.deploy import engine_class

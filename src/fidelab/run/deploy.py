@@ -16,8 +16,8 @@ from fidelab.core.errors import EngineError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
-from fidelab.environments.answers import Assumed, EngineAnswers, ask
 from fidelab.environments.environment import Environment, locate
+from fidelab.environments.queries import Assumed, EngineAnswers, ask
 from fidelab.models import Model
 
 _STOCK = "stock"

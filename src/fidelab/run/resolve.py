@@ -22,8 +22,8 @@ from fidelab.core.errors import EngineError, InputError, OutputError, Unavailabl
 from fidelab.engines.base import Engine, Support
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
-from fidelab.environments.answers import EngineAnswers
 from fidelab.environments.container import existing_paths
+from fidelab.environments.queries import EngineAnswers
 from fidelab.ledger.reference import Pack
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.weights import content_sha256

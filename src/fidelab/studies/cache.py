@@ -15,7 +15,7 @@ import numpy as np
 
 import fidelab
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Recached, Tokens
+from fidelab.captures.requests import Prefill, RoundedCache, Tokens
 from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, KVSpec
@@ -91,7 +91,7 @@ class _Cache(Question):
     """The question: keys, values and both at every width, and in FP8; by ``by`` single layers or heads."""
 
     kind = "kv-sensitivity"
-    request = Recached
+    request = RoundedCache
     columns = ("side", "place", "format", "delta_nll", "kld", "top1")
     statistics: _Statistics
     widths: Sequence[int]
@@ -530,7 +530,7 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     windows: tuple[Tokens, ...] = tuple(tuple(ids[at : at + n_ctx]) for at in starts)[:most]
     last = len(windows[0]) - 1
     request = Prefill("kv-statistics", windows, last, last, tuple((i,) for i in range(len(windows))))
-    [path] = ask(study, request, request.axis, [], "statistics", Recached).result.captures.values()
+    [path] = ask(study, request, request.axis, [], "statistics", RoundedCache).result.captures.values()
     facts = Capture(path).manifest["facts"]
     found = facts.get("statistics")
     if not found or not found[0]["layers"]:

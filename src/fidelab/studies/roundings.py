@@ -16,7 +16,7 @@ import numpy as np
 
 from fidelab.axes.rows import compare_many
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Recached, Reweighted
+from fidelab.captures.requests import Prefill, RoundedCache, RoundedWeights
 from fidelab.core import Status, digest
 from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines.hf.weights import NATIVE
@@ -151,7 +151,7 @@ def ask(
     axis: str,
     texts: Sequence[str],
     log: str,
-    kind: type[Reweighted] | type[Recached],
+    kind: type[RoundedWeights] | type[RoundedCache],
 ) -> Answers:
     """Ask one process for the native answer and all roundings, of weights or of keys and values.
 
@@ -239,7 +239,7 @@ class Question(ABC):
     """Particulars of one study of roundings; ``by``: the unit that is rounded at a time."""
 
     kind: ClassVar[StudyKind]
-    request: ClassVar[type[Reweighted] | type[Recached]]
+    request: ClassVar[type[RoundedWeights] | type[RoundedCache]]
     columns: ClassVar[tuple[str, ...]]
     title: str
     by: str

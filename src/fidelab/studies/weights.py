@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fidelab.captures.requests import Reweighted
+from fidelab.captures.requests import RoundedWeights
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, parse_bytes
 from fidelab.core.errors import NotSupportedError, UsageError
@@ -63,7 +63,7 @@ class _Weights(Question):
     """The question: every group in every format."""
 
     kind = "sensitivity"
-    request = Reweighted
+    request = RoundedWeights
     columns = ("group", "format", "kld", "top1", "bytes")
     groups: Sequence[_Group]
     specs: Mapping[FormatSpec, WeightFormat]

@@ -19,7 +19,7 @@ from typing import Any, Self
 from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.core.errors import EngineError
-from fidelab.workers.causes import crashed_in_code, explain, explain_exit, split_dump
+from fidelab.workers.failures import crashed_in_code, explain, explain_exit, split_dump
 from fidelab.workers.fork_server import Forked
 from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (

@@ -331,13 +331,21 @@ def flash_attention_3(device: torch.device) -> str:
     if device.type != "cuda":
         raise NotSupportedError("FlashAttention 3 is for GPUs")
     for name, library in found.items():
-        if name == _VLLM and not library.is_fa_version_supported(3):
-            reasons.append(f"{name} has no FlashAttention 3 here: {library.fa_version_unsupported_reason(3)}")
+        if name == _VLLM and (reason := _vllm_refusal(library)):
+            reasons.append(f"{name} has no FlashAttention 3 here: {reason}")
         elif name == _SGL and not library.is_fa3_supported(device):
             reasons.append(f"{name} has FlashAttention 3 for compute capability 9.0 alone")
         else:
             return name
     raise NotSupportedError("; ".join(reasons))
+
+
+def _vllm_refusal(library: Any) -> str:
+    """Reason why vLLM's FlashAttention 3 does not run here; it asks vLLM's platform, parts of which may not load."""
+    try:
+        return "" if library.is_fa_version_supported(3) else str(library.fa_version_unsupported_reason(3))
+    except (ImportError, OSError, RuntimeError) as error:
+        return one_line(error)
 
 
 def _flash_attn_3(cell: Cell, pair: str, draw: Draw, *, kernels: str, paged: bool) -> Work:

@@ -79,10 +79,10 @@ def run(options: argparse.Namespace) -> int:
     """
     import torch
 
-    from k16v8.bench.conduct import bench_kernels
     from k16v8.bench.contenders import CONTENDERS
     from k16v8.bench.machine import describe, slug
     from k16v8.bench.run import Settings
+    from k16v8.bench.session import bench_kernels
     from k16v8.bench.shapes import cells, expert_geometry, geometry, weight_cells
     from k16v8.bench.weights import WEIGHT_CONTENDERS
 

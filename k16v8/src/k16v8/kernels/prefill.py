@@ -99,7 +99,10 @@ def installed() -> Libraries:
 def _vllm_version(version: int) -> str:
     if find_spec("vllm") is None or not _importable(_VLLM):
         return ""
-    return _VLLM if import_module(_VLLM).is_fa_version_supported(version) else ""
+    try:
+        return _VLLM if import_module(_VLLM).is_fa_version_supported(version) else ""
+    except (ImportError, OSError, RuntimeError):  # it asks vLLM's platform, another part of which may not load
+        return ""
 
 
 def _importable(name: str) -> bool:

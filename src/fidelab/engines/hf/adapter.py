@@ -27,9 +27,9 @@ from fidelab.captures.requests import (
     ImageGenerate,
     Layerwise,
     Prefill,
-    Recached,
     Request,
-    Reweighted,
+    RoundedCache,
+    RoundedWeights,
     Served,
     Timed,
     Tokens,
@@ -71,7 +71,7 @@ from fidelab.formats import FORMATS, create
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fidelab.engines.hf.reweighted import Reweighing
+    from fidelab.engines.hf.rounded import Rounding
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
     "device-map": (bool, "a device, auto, balanced …, or a JSON object of modules and devices"),
@@ -156,7 +156,10 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {*("layerwise", "served", "reweighted", "recached"), *IMAGE_KINDS}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {
+        *("layerwise", "served", "roundedweights", "roundedcache"),
+        *IMAGE_KINDS,
+    }
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -222,7 +225,7 @@ class HFEngine(Engine):
         self._arm = arm
         self._model = HFModel(arm, self.mark, _loading(arm), self.seed)
         self._jittered: int | None = None
-        self._reweighing: Reweighing | None = None
+        self._rounding: Rounding | None = None
         if seed := dict(arm.options).get("jitter"):
             from fidelab.engines.hf.layers import jitter
             from fidelab.engines.hf.structure import decoder_layers
@@ -234,7 +237,7 @@ class HFEngine(Engine):
 
     def answer(self, request: Request, sink: Sink) -> Answer:
         # A look takes time, and wants all layers.
-        self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | Reweighted | Recached))
+        self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | RoundedWeights | RoundedCache))
         return self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
 
     def runtime_info(self) -> RuntimeInfo:
@@ -364,13 +367,13 @@ class HFEngine(Engine):
 
         return answer_served(self._model, request, sink)
 
-    def _reweighted(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
-        from fidelab.engines.hf.reweighted import Reweighing
+    def _roundedweights(self, request: RoundedWeights | RoundedCache, sink: Sink) -> dict[str, Any]:
+        from fidelab.engines.hf.rounded import Rounding
 
-        self._reweighing = self._reweighing or Reweighing(self._model)
-        return self._reweighing.answer(request, sink)
+        self._rounding = self._rounding or Rounding(self._model)
+        return self._rounding.answer(request, sink)
 
-    _recached = _reweighted
+    _roundedcache = _roundedweights
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
         return time_prompts(request, sink, self._decode)

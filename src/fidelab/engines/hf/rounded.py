@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from fidelab.captures.requests import Recached, Reweighted, Tokens
+from fidelab.captures.requests import RoundedCache, RoundedWeights, Tokens
 from fidelab.core import KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.engines.base import Sink
@@ -34,7 +34,7 @@ from fidelab.formats.weights import weight_format
 _SHARE = 4  # kept states take at most 1 / 4 of the memory that is available
 
 
-class Reweighing:
+class Rounding:
     """One model, and the states kept between its answers."""
 
     def __init__(self, model: HFModel) -> None:
@@ -44,7 +44,7 @@ class Reweighing:
         self._kept: dict[Tokens, list[Tensor]] = {}  # input of each layer [tokens, d]
         self._reusable: bool | None = None
 
-    def answer(self, request: Reweighted | Recached, sink: Sink) -> dict[str, Any]:
+    def answer(self, request: RoundedWeights | RoundedCache, sink: Sink) -> dict[str, Any]:
         """Store the rows of each window. Returns the facts ``tokens`` and ``from_layer``, the lowest computed layer.
 
         With native keys and values the facts include ``statistics``, see :meth:`_Rounded.statistics`.
@@ -55,7 +55,7 @@ class Reweighing:
         """
         chosen: list[tuple[ModelWeight, Any]] = []
         rounds: _Rounds | None = None
-        if isinstance(request, Recached):
+        if isinstance(request, RoundedCache):
             rounds = _Rounds(request.kv, len(self._layers), self._model)
             first, native = rounds.first, not rounds.places
         else:
@@ -154,7 +154,7 @@ class Reweighing:
             self._kept[window] = entering
         return states[0], logits
 
-    def _fits_memory(self, request: Reweighted | Recached) -> bool:
+    def _fits_memory(self, request: RoundedWeights | RoundedCache) -> bool:
         """Whether the states of all windows have room."""
         tokens = sum(map(len, request.windows))
         width = self._model.config.hidden_size
@@ -191,7 +191,7 @@ class _Sides:
 
 
 class _Rounds:
-    """Keys and values to round, read from the rules of a :class:`Recached` request.
+    """Keys and values to round, read from the rules of a :class:`RoundedCache` request.
 
     ``places``: layer, and head or ``None`` for all of them → formats; ``first``: the lowest layer; ``attention``: the
     attention these formats need, ``None`` for that of the model.

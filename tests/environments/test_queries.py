@@ -12,8 +12,8 @@ import pytest
 
 from fidelab.core import KVSpec
 from fidelab.core.errors import EngineError, FidelabError, InputError, UsageError
-from fidelab.environments.answers import EngineAnswers, ask
 from fidelab.environments.environment import Environment, locate
+from fidelab.environments.queries import EngineAnswers, ask
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample
 from tests.environments.conftest import Second

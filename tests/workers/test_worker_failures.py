@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from fidelab.workers.causes import explain, explain_exit, split_dump
+from fidelab.workers.failures import explain, explain_exit, split_dump
 
 
 @pytest.mark.parametrize(
