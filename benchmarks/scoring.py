@@ -34,7 +34,7 @@ MODELS = {  # parameters, vocabulary, width and GPUs: the models' config.json an
     "Llama-3.1-70B": (70.6e9, 128_256, 8192, 4),
 }
 COMPUTE, BANDWIDTH = 0.4, 0.7  # shares of published rates, as in the planner
-SIDE_PASSES, PAIR_PASSES = 7, 50  # float32 numbers read or written per logit: of a side's logits, of a comparison
+PASSES = 160  # float32 numbers per logit of a pair that a GPU moves or waits for, as the planner has it from an H200
 
 
 def main() -> None:
@@ -75,12 +75,11 @@ def _print_projected() -> None:
     """Seconds of two arms and their comparison on H100s, by the device table; nothing of it was measured."""
     gpu = find_device("H100")
     compute, memory = COMPUTE * gpu.flops("bf16"), BANDWIDTH * gpu.bandwidth
-    plain = COMPUTE * gpu.flops("fp64")  # the data sheet gives float32 the rate of float64's matrix units
     print("| projected for H100, not measured | GPUs | prefill of two arms, s | head, s | comparison, s |")
     for name, (parameters, vocabulary, width, gpus) in MODELS.items():
         logits = PROJECTED_ROWS * vocabulary
         prefill = 2 * 2 * parameters * PROJECTED_ROWS / (gpus * compute)
-        head, passes = 2 * 2 * width * logits / plain, 4 * (2 * SIDE_PASSES + PAIR_PASSES) * logits / memory
+        head, passes = 2 * 2 * width * logits / compute, 4 * PASSES * logits / memory
         print(f"| {name} | {gpus} | {prefill:.0f} | {head:.0f} | {passes:.1f} |")
 
 
