@@ -11,7 +11,7 @@ as it lies in memory; codes are widened in registers.
 Softmax statistics and the accumulation of P·V are float32, also across splits.
 
 **Merging.** Each program stores its split's result and adds 1 to the counter of its sequence and KV head.  The one that
-finds all others counted merges all splits, in their order, so that sums do not depend on who is last.  It sets the
+finds all others counted merges all splits, in a fixed order, so that sums do not depend on who is last.  It sets the
 counter back to 0 for the next launch or replay, which begins after this one has ended.  Sequences of one split need
 neither counter nor stored results.
 
