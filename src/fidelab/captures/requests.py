@@ -378,7 +378,9 @@ _TENSORS = ("states", "qkv")
 
 def request_record(request: Request) -> dict[str, Any]:
     """Return the request as plain data, for job files."""
-    return {**asdict(request), "settings": dict(request.settings)}
+    values = {one.name: getattr(request, one.name) for one in fields(request)}  # asdict would copy every token
+    values |= {name: asdict(value) for name, value in values.items() if isinstance(value, Sampling)}
+    return {**values, "settings": dict(request.settings)}
 
 
 def request_hash(request: Request) -> str:

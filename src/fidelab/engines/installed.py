@@ -79,7 +79,7 @@ def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
     ]
     roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d.files or [])]
     roots += filter(None, map(package_folder, ("fidelab", "k16v8")))
-    files += [path for root in roots for path in _python_files(root)]
+    files += [root / name for root in roots for name in _python_files(root)]
     boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
     return digest(
         canonical_json([sys.version, sys.executable, boot, gpu_files(), shims(), dict(variables)]), *_stats(files)
@@ -178,9 +178,9 @@ def _added(distribution: metadata.Distribution, files: Sequence[metadata.Package
     listed = {str(file) for file in files}
     base = Path(str(distribution.locate_file("")))
     for root in _roots(files):
-        for path in _python_files(base / root):
-            if (name := path.relative_to(base).as_posix()) not in listed:
-                yield name
+        for name in _python_files(base / root):
+            if (found := f"{root}/{name}") not in listed:
+                yield found
 
 
 def _roots(files: Sequence[metadata.PackagePath]) -> set[str]:
@@ -190,17 +190,18 @@ def _roots(files: Sequence[metadata.PackagePath]) -> set[str]:
 
 def _content(folder: Path) -> str:
     parts: list[bytes | str] = []
-    for path in _python_files(folder):
-        parts += [path.relative_to(folder).as_posix(), path.read_bytes()]
+    for name in _python_files(folder):
+        parts += [name, (folder / name).read_bytes()]
     return digest(*parts)
 
 
-def _python_files(folder: Path) -> list[Path]:
-    """Python files of a folder in a fixed order, without hidden folders and environments inside it."""
+def _python_files(folder: Path) -> list[str]:
+    """Python files of a folder, relative to it, in a fixed order, without hidden folders and environments inside."""
     sources = []
     for place, folders, files in os.walk(folder):
         folders[:] = [
             name for name in folders if not name.startswith(".") and not Path(place, name, "pyvenv.cfg").exists()
         ]
-        sources += [Path(place, name) for name in files if name.endswith(".py")]
+        inside = place[len(str(folder)) + 1 :].replace(os.sep, "/")
+        sources += [f"{inside}/{name}".lstrip("/") for name in files if name.endswith(".py")]
     return sorted(sources)
