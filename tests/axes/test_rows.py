@@ -50,7 +50,7 @@ def test_rows_against_many_captures_are_those_of_each_pair(
     kind: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "numpy":
-        monkeypatch.setattr(rows, "_cpu_scorer", lambda: None)
+        monkeypatch.setattr(rows, "_cpu_scorer", rows.NumpyScorer)
         monkeypatch.setattr(rows, "CHUNK", 7)
     ref = captured(tmp_path, "bf16", 0.0, kind)
     tests = [captured(tmp_path, name, 0.1, kind) for name in ("int8", "int4", "q8_0")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,9 @@ from fidelab.metrics.divergence import (
 )
 
 if TYPE_CHECKING:
-    from fidelab.metrics.scorer import TileScorer
+    from fidelab.metrics.scorer import States, TileScorer
+
+    Scorer: TypeAlias = "TileScorer | NumpyScorer"
 
 _MAX_UNSHARED_MASS = 1e-3  # more probability than this on ids that one side lacks: not identical
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
@@ -147,15 +149,15 @@ def compare_many(
     tests: Sequence[tuple[Capture, int]],
     item: int,
     targets: NDArray[np.int64],
-    scorer: TileScorer | None = None,
+    scorer: Scorer | None = None,
     *,
     kl_only: bool = False,
 ) -> list[RowComparison]:
     """Compare all rows of one item with the items of many captures, all of which hold hidden states.
 
-    Figures equal those of :func:`compare_item` up to the order of float32 sums.  Reference logits are computed once.
-    ``scorer``: by default one on the CPU, or numpy if torch is not installed.  ``kl_only``: leave out the other
-    divergences.
+    Reference logits are computed once.  Figures equal those of :func:`compare_item`, with torch up to the order of
+    float32 sums.  ``scorer``: by default torch on the CPU, or numpy if it is not installed.  ``kl_only``: leave out
+    the other divergences.
 
     Raises:
         CaptureError: If a capture has no hidden states, or its head and its states differ in width.
@@ -163,14 +165,11 @@ def compare_many(
     n = len(targets)
     whole = [(test, t) for test, t in tests if item_rows(ref, item) == item_rows(test, t) == n > 0]
     sides = [_states(capture, index) for capture, index in ((ref, item), *whole)]
-    if scorer := scorer or _cpu_scorer():
-        found = iter(scorer.compare(sides[0], sides[1:], targets, kl_only=kl_only))
-    else:
-        found = iter([_compared(sides[0], side, targets, kl_only) for side in sides[1:]])
+    found = iter((scorer or _cpu_scorer()).compare(sides[0], sides[1:], targets, kl_only=kl_only))
     return [next(found) if test in whole else _none(n) for test in tests]
 
 
-def _states(capture: Capture, item: int) -> tuple[NDArray[np.float32], Head]:
+def _states(capture: Capture, item: int) -> States:
     """Return the states ``[n, d]`` of an item, and the head that belongs to them."""
     if capture.estimator is not Estimator.HIDDEN or capture.head is None:
         raise CaptureError(f"capture {capture.folder} holds no hidden states with a head")
@@ -182,28 +181,31 @@ def _states(capture: Capture, item: int) -> tuple[NDArray[np.float32], Head]:
     return states, head
 
 
-def _compared(
-    ref: tuple[NDArray[np.float32], Head],
-    test: tuple[NDArray[np.float32], Head],
-    targets: NDArray[np.int64],
-    kl_only: bool,
-) -> RowComparison:
-    parts = []
-    for start in range(0, len(targets), CHUNK):
-        at = slice(start, start + CHUNK)
-        p, q = (head_logits(states[at], head) for states, head in (ref, test))
-        parts.append(compare_rows(p, q, targets[at], usable_cores(), kl_only=kl_only))
-    return RowComparison.concat(parts)
+class NumpyScorer:
+    """Compares states by numpy, as :func:`compare_item` does."""
+
+    def compare(
+        self, ref: States, tests: Sequence[States], targets: NDArray[np.int64], *, kl_only: bool = False
+    ) -> list[RowComparison]:
+        """Compare the states of each test with the reference's; as :meth:`TileScorer.compare`."""
+        parts: list[list[RowComparison]] = [[] for _ in tests]
+        for start in range(0, len(targets), CHUNK):
+            at = slice(start, start + CHUNK)
+            p = head_logits(ref[0][at], ref[1])
+            for part, (states, head) in zip(parts, tests, strict=True):
+                q = head_logits(states[at], head)
+                part.append(compare_rows(p, q, targets[at], usable_cores(), kl_only=kl_only))
+        return [RowComparison.concat(part) for part in parts]
 
 
 @lru_cache(maxsize=1)
-def _cpu_scorer() -> TileScorer | None:
+def _cpu_scorer() -> Scorer:
     try:
         import torch
 
         from fidelab.metrics.scorer import TileScorer
     except ImportError:
-        return None
+        return NumpyScorer()
     return TileScorer(usable_cores(), torch.device("cpu"))
 
 

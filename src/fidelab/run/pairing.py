@@ -34,7 +34,7 @@ from fidelab.run import tiles
 from fidelab.run.build import FLOOR, TWIN, base_of
 from fidelab.run.cluster import Cluster, Lost, Needs
 from fidelab.run.resolve import load_axis
-from fidelab.run.tiles import Asked, Figures, compare_in_process, is_comparable, operations
+from fidelab.run.tiles import Asked, Figures, compare_here, compare_in_process, is_comparable, operations
 
 UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
@@ -277,8 +277,8 @@ class Scorer:
         }
 
     def compare_ahead(self, results: Sequence[ArmResult]) -> None:
-        """Compare the rows of hidden states of all arms at once, where that is worth a process of its own."""
-        asked = []
+        """Compare the rows of hidden states of all arms at once."""
+        asked: dict[bool, list[Asked]] = {True: [], False: []}  # whether they are worth a process of their own
         for name, captures in self._reference.items():
             for part, ref in captures.items():
                 tests = []
@@ -289,8 +289,7 @@ class Scorer:
                     try:
                         test = Capture(folder, verify=False)
                         pair = Pair.match(ref, test, subset=_is_part(result))
-                        worthwhile = is_comparable(ref, test) and operations(ref) >= tiles.MIN_OPERATIONS
-                        if worthwhile and next(iter(self.axes[name].compared(pair)), None):
+                        if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
                             tests.append((folder, _is_part(result)))
                     except (
                         FidelabError,
@@ -299,9 +298,17 @@ class Scorer:
                     ) as error:  # scoring meets it again, and says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
-                    asked.append(Asked(name, self.experiment.axes[name], ref.folder, tests))
-        if asked:
-            self._figures = compare_in_process(asked, self.experiment.threads or usable_cores())
+                    many = operations(ref) >= tiles.MIN_OPERATIONS
+                    asked[many].append(Asked(name, self.experiment.axes[name], ref.folder, tests))
+        figures: dict[tuple[Path, Path], Mapping[int, Mapping[str, Any]]] = {}
+        if asked[True]:
+            figures |= compare_in_process(asked[True], self.experiment.threads or usable_cores())
+        for one in asked[False]:
+            try:
+                figures |= compare_here(one)
+            except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:  # as above
+                _LOGGER.debug("%s is not compared ahead: %s", one.axis, error)
+        self._figures = figures
 
     def measure(self, result: ArmResult) -> Measured:
         scores: dict[str, AxisScore] = {}

@@ -1,4 +1,4 @@
-"""Rows of hidden states of all arms compared at once, in a process of their own, with torch.
+"""Rows of hidden states of all arms compared at once: many in a process of their own with torch, few by numpy here.
 
 Of each item the reference's logits are computed once for all arms.  The process may use a device, which engines have
 left by then, and gives its memory back when it ends.  ``python -m fidelab.run.tiles TICKET FIGURES`` is that process.
@@ -15,17 +15,20 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.axes.base import Axis
-from fidelab.axes.rows import compare_many, figures_of, item_rows
+from fidelab.axes.rows import NumpyScorer, compare_many, figures_of, item_rows
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Estimator
 from fidelab.run.resolve import load_axis
+
+if TYPE_CHECKING:
+    from fidelab.axes.rows import Scorer
 
 Figures = Mapping[tuple[Path, Path], Mapping[int, Mapping[str, NDArray[np.generic]]]]
 """Columns of rows, by test item, of pairs of folders of captures."""
@@ -88,24 +91,37 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
         return figures
 
 
+def compare_here(asked: Asked) -> Figures:
+    """Return the figures of all rows that ``asked`` names, by numpy and in this process."""
+    figures: dict[tuple[Path, Path], dict[int, Mapping[str, NDArray[np.generic]]]] = {}
+    for k, t, columns in _compare(asked, NumpyScorer()):
+        figures.setdefault((asked.ref, asked.tests[k][0]), {})[t] = columns
+    return figures
+
+
 def main(ticket: str, found: str) -> None:
     """Compare the captures that a ticket names, and write the columns under the names ``group.test.item.column``."""
     from fidelab.metrics.scorer import TileScorer
 
-    asked = json.loads(Path(ticket).read_text("utf-8"))
-    scorer = TileScorer(asked["threads"], say=lambda line: print(line, flush=True))
+    given = json.loads(Path(ticket).read_text("utf-8"))
+    scorer = TileScorer(given["threads"], say=lambda line: print(line, flush=True))
     columns: dict[str, Any] = {}
-    for group, one in enumerate(asked["groups"]):
-        axis = load_axis(one["axis"], one["settings"])
-        ref = Capture(Path(one["ref"]), verify=False)
-        tests = [(Capture(Path(folder), verify=False), bool(partial)) for folder, partial in one["tests"]]
-        pairs = [Pair.match(ref, test, subset=partial) for test, partial in tests]
-        for item, some, targets in _by_item(axis, pairs):
-            rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, targets, scorer)
-            for (k, t), comparison in zip(some, rows, strict=True):
-                for name, column in figures_of(comparison).items():
-                    columns[f"{group}.{k}.{t}.{name}"] = column
+    for group, one in enumerate(given["groups"]):
+        tests = [(Path(folder), bool(partial)) for folder, partial in one["tests"]]
+        asked = Asked(one["axis"], one["settings"], Path(one["ref"]), tests)
+        for k, t, figures in _compare(asked, scorer):
+            columns |= {f"{group}.{k}.{t}.{name}": column for name, column in figures.items()}
     np.savez(found, **columns)
+
+
+def _compare(asked: Asked, scorer: Scorer) -> Iterator[tuple[int, int, Mapping[str, NDArray[Any]]]]:
+    """Number of the test, its item, and the columns of its rows."""
+    axis, ref = load_axis(asked.axis, asked.settings), Capture(asked.ref, verify=False)
+    pairs = [Pair.match(ref, Capture(folder, verify=False), subset=partial) for folder, partial in asked.tests]
+    for item, some, targets in _by_item(axis, pairs):
+        rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, targets, scorer)
+        for (k, t), comparison in zip(some, rows, strict=True):
+            yield k, t, figures_of(comparison)
 
 
 def _by_item(axis: Axis, pairs: Iterable[Pair]) -> Iterator[tuple[int, list[tuple[int, int]], NDArray[np.int64]]]:
