@@ -73,11 +73,17 @@ def test_mean_divergences_are_those_of_a_float64_product(kind: str, of_head: dic
         assert_same(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["f32", "bf16"])
 @pytest.mark.parametrize("of_head", HEADS)
-def test_a_device_gives_the_figures_of_the_definition_and_mixes_with_no_other(of_head: dict[str, Any]) -> None:
-    ref, *tests = sides("f32", **of_head)
+def test_a_device_gives_the_figures_of_the_definition_and_mixes_with_no_other(
+    of_head: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scorer, "_EXACT_WIDTH", 24)
+    ref, *tests = sides(kind, **of_head)
     with pretend_cuda():
-        found = TileScorer(1, CUDA).compare(ref, tests, TARGETS)
+        device = TileScorer(1, CUDA)
+        found = device.compare(ref, tests, TARGETS)
+    assert {head._exact for head in device._heads.values()} == {kind == "bf16"}
     for test, rows in zip(tests, found, strict=True):
         assert_same(rows, exact(ref, test))
 
