@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,20 +25,49 @@ from fidelab.captures.container import Array, BFloat16, array_bytes, write_tenso
 from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest, load_manifest
 from fidelab.captures.reader import is_complete
 from fidelab.captures.requests import Request, request_record, token_hashes
-from fidelab.core import Vocabulary, canonical_json, finite
+from fidelab.core import Estimator, Vocabulary, canonical_json, finite
 from fidelab.core.errors import CaptureError
 
 _PART_BYTES = 32 << 20
 _STALE_SECONDS = 86_400  # a file untouched for a day has no writer, even if its process number is in use
 
 
+class Comparer(Protocol):
+    """Compares the parts of a capture that is being written with another capture, and replaces rows by figures.
+
+    ``against``: digest of the other capture's key.
+    """
+
+    against: str
+
+    def begin(self, folder: Path, part: int, items: list[int]) -> None:
+        """Begin to compare a part of the capture in ``folder``, which holds log-probabilities of these items."""
+
+    def result(self) -> tuple[str, int]:
+        """Wait for the comparison; return the SHA-256 and size of the new part, or no hash if the part keeps its rows.
+
+        Raises:
+            FidelabError: If nobody compares any more.
+        """
+
+
 class CaptureWriter:
-    """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory."""
+    """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory.
+
+    With a ``comparer``, at most one part on disk holds rows that were not compared.
+    """
 
     def __init__(
-        self, target: Path, request: Request, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
+        self,
+        target: Path,
+        request: Request,
+        key: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        vocabulary: Vocabulary,
+        comparer: Comparer | None = None,
     ) -> None:
         self._target = target
+        self._comparer, self._comparing, self._against = comparer, False, ""
         self._head: dict[str, Any] | None = None
         self._manifest: dict[str, Any] = {
             "schema": SCHEMA,
@@ -93,30 +122,17 @@ class CaptureWriter:
         """Write the manifest, flush to disk and move the folder to its place.
 
         ``against``: key digest (:func:`~fidelab.captures.manifest.key_digest`) of the capture with which the figures,
-        stored in place of rows, compare this one.
+        stored in place of rows, compare this one; by default that of the comparer, if it compared a part.
         """
         self._flush()
+        self._await_comparison()
+        against = against or self._against
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
             raise CaptureError(
                 f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}"
             )
-        manifest = {
-            **self._manifest,
-            "estimator": estimator,
-            "head": self._head,
-            "items": self._items,
-            "files": self._files,
-            "ran": finite(ran),
-            "facts": finite(facts),
-            **({"against": against} if against else {}),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        path = self._folder / MANIFEST
-        with path.open("w", encoding="utf-8") as file:
-            file.write(dump_manifest(manifest))
-            file.flush()
-            os.fsync(file.fileno())
+        self._write_manifest(estimator, self._items, self._files, ran=finite(ran), facts=finite(facts), against=against)
         self._take_place(against)
         return self._target
 
@@ -132,10 +148,53 @@ class CaptureWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        name = f"part-{len(self._files) - 1:05d}.safetensors"
+        self._await_comparison()
+        part = len(self._files) - 1
+        name = f"part-{part:05d}.safetensors"
         sha, size = write_tensors(self._folder / name, self._pending)
         self._files.append({"name": name, "sha256": sha, "bytes": size})
+        split = [array.split(".", 1) for array in self._pending]
         self._pending, self._pending_bytes = {}, 0
+        if self._comparer is not None and any(array == Estimator.LOGPROBS for _, array in split):
+            if not (self._folder / MANIFEST).exists():  # so that the folder can be read already
+                unanswered = [{"hash": item["hash"], "failed": "not answered yet"} for item in self._items]
+                self._write_manifest(Estimator.LOGPROBS, unanswered, self._files[:1])
+            self._comparer.begin(self._folder, part, [*dict.fromkeys(int(item) for item, _ in split)])
+            self._comparing = True
+
+    def _await_comparison(self) -> None:
+        if self._comparer is not None and self._comparing:
+            sha, size = self._comparer.result()
+            self._comparing = False
+            if sha:
+                self._files[-1] |= {"sha256": sha, "bytes": size}
+                self._against = self._comparer.against
+
+    def _write_manifest(
+        self,
+        estimator: str,
+        items: Sequence[Mapping[str, Any]],
+        files: Sequence[Mapping[str, Any]],
+        *,
+        ran: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        against: str = "",
+    ) -> None:
+        manifest = {
+            **self._manifest,
+            "estimator": estimator,
+            "head": self._head,
+            "items": items,
+            "files": files,
+            "ran": ran or {},
+            "facts": facts or {},
+            **({"against": against} if against else {}),
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(dump_manifest(manifest))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _take_place(self, against: str) -> None:
         """Rename the folder to the target.

@@ -102,7 +102,7 @@ def run_job(
     log: Path,
     env: Mapping[str, str],
     deadline: float | None,
-    listen: Callable[[Message], None],
+    listen: Callable[[Message], object],
     lost: Callable[[str], None],
     command: Sequence[str],
     asker: Sequence[str] | None = None,
@@ -139,7 +139,7 @@ def _answered(
     job: Job,
     needs: Needs,
     how: Mapping[str, Any],
-    listen: Callable[[Message], None],
+    listen: Callable[[Message], object],
     lost: Callable[[str], None],
     first: int,
 ) -> JobOutcome:
@@ -170,7 +170,12 @@ def _answered(
 
 
 def _submitted(
-    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], messages: Path, listen: Callable[[Message], None]
+    cluster: Cluster,
+    job: Job,
+    needs: Needs,
+    how: Mapping[str, Any],
+    messages: Path,
+    listen: Callable[[Message], object],
 ) -> JobOutcome:
     store = Path(job.store)
     store.mkdir(parents=True, exist_ok=True)
@@ -197,7 +202,7 @@ def _submitted(
         marker.unlink(missing_ok=True)
 
 
-def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
+def _hear(messages: Path, heard: int, listen: Callable[[Message], object]) -> int:
     """Report the lines after byte ``heard``; return the offset of the end."""
     with suppress(OSError), messages.open("rb") as file:
         file.seek(heard)
@@ -210,7 +215,7 @@ def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
     return heard
 
 
-def _numbered(listen: Callable[[Message], None], numbers: Sequence[int]) -> Callable[[Message], None]:
+def _numbered(listen: Callable[[Message], object], numbers: Sequence[int]) -> Callable[[Message], None]:
     """Messages about the tasks as they are numbered among all of a job."""
 
     def tell(message: Message) -> None:
