@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array, TensorFile, write_tensors
 from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.reader import ROWS, Capture, find_captures
 from fidelab.captures.writer import CaptureWriter, abandoned, store_head, store_vocabulary
 from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
-_ROWS = {"hidden", "logprobs"}
 _IN_USE = "in-use"  # lock file; each arm's folder has one byte of it
 _UNREFERENCED_SECONDS = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _CAPTURE_NAME = re.compile(r".+-[0-9a-f]{12}-r\d+")  # names by manifest.capture_folder
@@ -71,11 +70,6 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
     return removed
 
 
-def has_rows(capture: Capture) -> bool:
-    """Return whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
-    return any(_ROWS & {*capture.names(item)} for item in range(len(capture.items)))
-
-
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
     """Replace the test side's rows (log-probabilities or hidden states) by figures; both captures keep their keys.
 
@@ -91,7 +85,7 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     try:
         found = dict(figures)
         for item, record in enumerate(test.items):
-            rows = _ROWS & {*test.names(item)}
+            rows = ROWS & {*test.names(item)}
             if rows and item not in found:
                 raise CaptureError(f"capture {test.folder}: item {item} was not compared, and its rows are kept")
             if arrays := _without_rows(test, item, found[item] if rows else {}):
@@ -129,7 +123,7 @@ def drop_part_rows(test: Capture, part: int, figures: Mapping[int, Mapping[str, 
 
 def _without_rows(test: Capture, item: int, columns: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
     """Return the arrays of an item with figures in the place of rows."""
-    arrays: dict[str, Array] = {name: test.array(item, name) for name in test.names(item) if name not in _ROWS}
+    arrays: dict[str, Array] = {name: test.array(item, name) for name in test.names(item) if name not in ROWS}
     return arrays | {f"{FIGURES}{name}": np.asarray(column) for name, column in columns.items()}
 
 

@@ -22,13 +22,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
-from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest, load_manifest
-from fidelab.captures.reader import is_complete
+from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest
+from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request, request_record, token_hashes
 from fidelab.core import Estimator, Vocabulary, canonical_json, finite
 from fidelab.core.errors import CaptureError
 
-_PART_BYTES = 32 << 20
+PART_BYTES = 32 << 20
+"""A part ends with the item that reaches this size."""
 _STALE_SECONDS = 86_400  # a file untouched for a day has no writer, even if its process number is in use
 
 
@@ -107,7 +108,7 @@ class CaptureWriter:
             copy: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
             self._pending[f"{item}.{name}"] = copy
             self._pending_bytes += array_bytes(copy)
-        if self._pending_bytes >= _PART_BYTES:
+        if self._pending_bytes >= PART_BYTES:
             self._flush()
 
     def fail(self, item: int, reason: str) -> None:
@@ -199,7 +200,7 @@ class CaptureWriter:
     def _take_place(self, against: str) -> None:
         """Rename the folder to the target.
 
-        A folder that exists there is replaced if it is damaged, or has rows where this one has none or the reverse.
+        A folder that exists there is replaced if it is damaged, or has rows where this one has figures or the reverse.
         Otherwise it is a racing writer's and stays: its key promises equal content, and another process may be reading
         it.
         """
@@ -207,10 +208,11 @@ class CaptureWriter:
         for last in (False, False, True):
             try:
                 if self._target.exists():
-                    same = is_complete(self._target, self._manifest["key"])
-                    if same and load_manifest(self._target).get("against", "") == against:
-                        self.abort()
-                        return
+                    if is_complete(self._target, self._manifest["key"]):
+                        there = Capture(self._target, verify=False)
+                        if there.against == against and not (against and there.has_rows()):
+                            self.abort()
+                            return
                     self._target.rename(old)
                 self._folder.rename(self._target)
                 return
