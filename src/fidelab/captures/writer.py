@@ -133,7 +133,8 @@ class CaptureWriter:
             raise CaptureError(
                 f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}"
             )
-        self._write_manifest(estimator, self._items, self._files, ran=finite(ran), facts=finite(facts), against=against)
+        compared = {"against": against} if against else {}
+        self._write_manifest(estimator=estimator, items=self._items, ran=finite(ran), facts=finite(facts), **compared)
         self._take_place(against)
         return self._target
 
@@ -154,13 +155,14 @@ class CaptureWriter:
         name = f"part-{part:05d}.safetensors"
         sha, size = write_tensors(self._folder / name, self._pending)
         self._files.append({"name": name, "sha256": sha, "bytes": size})
-        split = [array.split(".", 1) for array in self._pending]
+        has_rows = any(array.endswith(f".{Estimator.LOGPROBS}") for array in self._pending)
         self._pending, self._pending_bytes = {}, 0
-        if self._comparer is not None and any(array == Estimator.LOGPROBS for _, array in split):
+        if self._comparer is not None and has_rows:
             if not (self._folder / MANIFEST).exists():  # so that the folder can be read already
                 unanswered = [{"hash": item["hash"], "failed": "not answered yet"} for item in self._items]
-                self._write_manifest(Estimator.LOGPROBS, unanswered, self._files[:1])
-            self._comparer.begin(self._folder, part, [*dict.fromkeys(int(item) for item, _ in split)])
+                self._write_manifest(estimator=Estimator.LOGPROBS, items=unanswered, ran={}, facts={})
+            here = [n for n, item in enumerate(self._items) if item.get("parts") == part + 1]
+            self._comparer.begin(self._folder, part, here)
             self._comparing = True
 
     def _await_comparison(self) -> None:
@@ -171,27 +173,9 @@ class CaptureWriter:
                 self._files[-1] |= {"sha256": sha, "bytes": size}
                 self._against = self._comparer.against
 
-    def _write_manifest(
-        self,
-        estimator: str,
-        items: Sequence[Mapping[str, Any]],
-        files: Sequence[Mapping[str, Any]],
-        *,
-        ran: Mapping[str, Any] | None = None,
-        facts: Mapping[str, Any] | None = None,
-        against: str = "",
-    ) -> None:
-        manifest = {
-            **self._manifest,
-            "estimator": estimator,
-            "head": self._head,
-            "items": items,
-            "files": files,
-            "ran": ran or {},
-            "facts": facts or {},
-            **({"against": against} if against else {}),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+    def _write_manifest(self, **fields: Any) -> None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        manifest = {**self._manifest, "head": self._head, "files": self._files, "created": created, **fields}
         with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
             file.write(dump_manifest(manifest))
             file.flush()

@@ -249,8 +249,10 @@ class Worker:
             self._note(reply)
             if self._done:  # only the exit remains
                 end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
+            began = time.monotonic()
             if answer := self._listen(reply):
                 self._send(answer)
+                end = end and end + time.monotonic() - began  # a comparison is no work of the child's
             if isinstance(reply, Idle):
                 return True
 
