@@ -18,9 +18,12 @@ import pytest
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.store import drop_part_rows, drop_rows
+from fidelab.config.experiment import validate
 from fidelab.core.errors import CaptureError
 from fidelab.run.build import PlannedJob
+from fidelab.run.estimate import needed_bytes
 from fidelab.run.pairing import ArmResult
+from fidelab.run.prepare import prepare
 from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inputs
 
@@ -214,3 +217,20 @@ def test_rows_without_figures_are_not_lost(kept: Done, tmp_path: Path) -> None:
         drop_rows(pair, [(0, {"kl": np.zeros(7)})])
     assert files == {path: path.read_bytes() for path in pair.test.folder.iterdir()}
     assert not list(pair.test.folder.parent.glob(".partial-*"))
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_disk_is_planned_for_the_reference_and_for_a_part_of_the_candidate_that_answers(
+    candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fidelab.run.estimate.PART_BYTES", 0)
+    settings = {
+        **{"model": "fake", "engine": "fake", "reference": {"kv": "exact"}, "control": "none", "floor": 0},
+        **{"text": "text.txt", "axes": {"kld": {"n_ctx": 16, "windows": 8}}},
+        "candidates": [{"kv": f"tilt[q=0.{n + 6}]"} for n in range(candidates)],
+    }
+    kept = needed_bytes(prepare(validate({**settings, "keep_rows": True}, "test")).plan)
+    arm = kept // (1 + candidates)
+    assert needed_bytes(prepare(validate(settings, "test")).plan) == arm + arm // 8
