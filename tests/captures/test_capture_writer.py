@@ -246,6 +246,7 @@ class _Comparing:
 
     def __init__(self, kept: tuple[int, ...] = ()) -> None:
         self.with_rows: list[int] = []
+        self.n_results = 0
         self._kept, self._new = kept, ("", 0)
 
     def begin(self, folder: Path, part: int, items: list[int]) -> None:
@@ -257,6 +258,7 @@ class _Comparing:
         self._new = ("", 0) if part in self._kept else drop_part_rows(capture, part, figures)
 
     def result(self) -> tuple[str, int]:
+        self.n_results += 1
         return self._new
 
 
@@ -283,3 +285,15 @@ def test_a_part_that_could_not_be_compared_keeps_its_rows(tmp_path: Path, monkey
     target = out.finish("logprobs", {}, {})
     assert [Capture(target).names(item) for item in range(3)] == [["figures.kl"], ["logprobs"], ["figures.kl"]]
     assert is_complete(target)
+
+
+def test_a_capture_that_is_given_up_leaves_no_result_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PART_BYTES", 1)
+    comparing = _Comparing()
+    out = sample.writer(tmp_path, comparer=comparing)
+    out.add(0, sample.rows(0))
+    out.abort()
+    assert comparing.n_results == len(comparing.with_rows) == 1
+    assert partials(tmp_path) == []

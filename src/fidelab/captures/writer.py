@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_man
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request, request_record, token_hashes
 from fidelab.core import Estimator, Vocabulary, canonical_json, finite
-from fidelab.core.errors import CaptureError
+from fidelab.core.errors import CaptureError, FidelabError
 
 PART_BYTES = 32 << 20
 """A part ends with the item that reaches this size."""
@@ -140,6 +140,8 @@ class CaptureWriter:
 
     def abort(self) -> None:
         """Remove everything that was written so far."""
+        with suppress(FidelabError):  # the result of a comparison is not to be taken for that of the next capture's
+            self._await_comparison()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _item(self, item: int) -> dict[str, Any]:

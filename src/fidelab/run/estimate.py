@@ -418,7 +418,7 @@ def needed_bytes(plan: Plan) -> int:
         else:
             per_item = (sizes[c.axis] // len(c.request.items()) for c in job.captures if c.axis in sizes)
             passing = max(passing, min(sum(sizes.values()), PART_BYTES + max(per_item, default=0)))
-        if sizes and estimator is Estimator.HIDDEN:
+        if any(sizes.values()) and estimator is Estimator.HIDDEN:
             heads[model.weights] = model.head_bytes * (2 if wide else 1)
     has_heads = any((plan.settings.captures_dir / "heads").glob("*.safetensors"))
     return need + passing + (0 if has_heads else sum(heads.values()))
