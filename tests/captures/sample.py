@@ -20,6 +20,7 @@ from fidelab.core.serial import to_json
 
 PIECES = [f"<{i}>" for i in range(8)]
 ARM = Arm("bf16", "fake", "owner/model", "here", "w" * 8, KVSpec.parse("bf16"), "float32", "cpu", 2, (("a", "1"),))
+AGAINST = "a" * 64
 WINDOWS = Prefill(
     "kld",
     ((1, 2, 3, 4), (5, 6, 7, 1), (2, 4, 6, 3)),
@@ -51,7 +52,7 @@ def writer(
     key = capture_key(arm, request, {"fake": "1"}, n)
     words = vocabulary(pieces)
     store_vocabulary(store, words, pieces)
-    return CaptureWriter(capture_folder(store, arm, request, key), request, key, to_json(arm), words, comparer)
+    return CaptureWriter(capture_folder(store, arm, request, key), request, key, to_json(arm), words, AGAINST, comparer)
 
 
 def write(

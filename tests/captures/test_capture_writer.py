@@ -242,8 +242,6 @@ def test_equal_answers_give_equal_bytes_but_for_the_time(tmp_path: Path) -> None
 class _Comparing:
     """Puts figures in the place of rows, except in the parts ``kept``; counts the parts that hold rows."""
 
-    against = "a" * 64
-
     def __init__(self, kept: tuple[int, ...] = ()) -> None:
         self.with_rows: list[int] = []
         self.n_results = 0
@@ -272,7 +270,7 @@ def test_at_most_one_part_on_disk_holds_rows_that_were_not_compared(
         out.add(item, sample.rows(item))
     capture = Capture(out.finish("logprobs", {}, {}))
     assert comparing.with_rows == [1, 1, 1]
-    assert capture.against == comparing.against
+    assert capture.against == sample.AGAINST
     assert [capture.names(item) for item in range(3)] == [["figures.kl"]] * 3
     assert [np.asarray(capture.array(item, "figures.kl"))[0] for item in range(3)] == [0, 1, 2]
 
@@ -297,3 +295,16 @@ def test_a_capture_that_is_given_up_leaves_no_result_for_the_next(
     out.abort()
     assert comparing.n_results == len(comparing.with_rows) == 1
     assert partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_writer_of_rows_and_one_of_figures_the_second_leaves_what_the_first_wrote(
+    first: bool, tmp_path: Path
+) -> None:
+    """Either serves both, and one may be read already."""
+    for compared in (first, not first):
+        out = sample.writer(tmp_path, comparer=_Comparing() if compared else None)
+        for item in range(3):
+            out.add(item, sample.rows(item))
+        target = out.finish("logprobs", {}, {})
+    assert Capture(target).has_rows() is not first

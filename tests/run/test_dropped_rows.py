@@ -97,7 +97,7 @@ def test_a_part_that_cannot_be_compared_at_once_is_compared_later(
         return drop_part_rows(*args)
 
     monkeypatch.setattr("fidelab.captures.writer.PART_BYTES", 1)
-    monkeypatch.setattr("fidelab.run.pairing.drop_part_rows", full)
+    monkeypatch.setattr("fidelab.run.comparing.drop_part_rows", full)
     done = _run(tmp_path)
     assert next(calls) > 100
     assert _scored(done) == _scored(kept)

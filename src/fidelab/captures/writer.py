@@ -34,12 +34,7 @@ _STALE_SECONDS = 86_400  # a file untouched for a day has no writer, even if its
 
 
 class Comparer(Protocol):
-    """Compares the parts of a capture that is being written with another capture, and replaces rows by figures.
-
-    ``against``: digest of the other capture's key.
-    """
-
-    against: str
+    """Compares the parts of a capture that is being written with another capture, and replaces rows by figures."""
 
     def begin(self, folder: Path, part: int, items: list[int]) -> None:
         """Begin to compare a part of the capture in ``folder``, which holds log-probabilities of these items."""
@@ -55,7 +50,9 @@ class Comparer(Protocol):
 class CaptureWriter:
     """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory.
 
-    With a ``comparer``, at most one part on disk holds rows that were not compared.
+    ``against``: digest of the key (:func:`~fidelab.captures.manifest.key_digest`) of the capture whose comparison with
+    this one may stand in place of rows; empty: rows are wanted.  With a ``comparer``, which compares with that capture,
+    at most one part on disk holds rows that were not compared.
     """
 
     def __init__(
@@ -65,10 +62,12 @@ class CaptureWriter:
         key: Mapping[str, Any],
         asked: Mapping[str, Any],
         vocabulary: Vocabulary,
+        against: str = "",
         comparer: Comparer | None = None,
     ) -> None:
         self._target = target
-        self._comparer, self._comparing, self._against = comparer, False, ""
+        self._against, self._comparer = against, comparer
+        self._comparing = self._compared = False
         self._head: dict[str, Any] | None = None
         self._manifest: dict[str, Any] = {
             "schema": SCHEMA,
@@ -122,18 +121,18 @@ class CaptureWriter:
     def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
         """Write the manifest, flush to disk and move the folder to its place.
 
-        ``against``: key digest (:func:`~fidelab.captures.manifest.key_digest`) of the capture with which the figures,
-        stored in place of rows, compare this one; by default that of the comparer, if it compared a part.
+        ``against``: digest of the key of the capture with which the caller's figures compare this one.  They take the
+        place of rows that are there.
         """
         self._flush()
         self._await_comparison()
-        against = against or self._against
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
             raise CaptureError(
                 f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}"
             )
-        compared = {"against": against} if against else {}
+        other = against or (self._against if self._compared else "")
+        compared = {"against": other} if other else {}
         self._write_manifest(estimator=estimator, items=self._items, ran=finite(ran), facts=finite(facts), **compared)
         self._take_place(against)
         return self._target
@@ -173,7 +172,7 @@ class CaptureWriter:
             self._comparing = False
             if sha:
                 self._files[-1] |= {"sha256": sha, "bytes": size}
-                self._against = self._comparer.against
+                self._compared = True
 
     def _write_manifest(self, **fields: Any) -> None:
         created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -186,9 +185,9 @@ class CaptureWriter:
     def _take_place(self, against: str) -> None:
         """Rename the folder to the target.
 
-        A folder that exists there is replaced if it is damaged, or has rows where this one has figures or the reverse.
-        Otherwise it is a racing writer's and stays: its key promises equal content, and another process may be reading
-        it.
+        A folder that exists there is replaced if it is damaged, or has rows in the place of the caller's figures
+        (``against``), or figures that cannot stand for rows.  Otherwise it is a racing writer's and stays: its key
+        promises equal content, and another process may be reading it.
         """
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
@@ -196,7 +195,8 @@ class CaptureWriter:
                 if self._target.exists():
                     if is_complete(self._target, self._manifest["key"]):
                         there = Capture(self._target, verify=False)
-                        if there.against == against and not (against and there.has_rows()):
+                        welcome = {against} if against else {"", self._against}
+                        if there.against in welcome and not (against and there.has_rows()):
                             self.abort()
                             return
                     self._target.rename(old)

@@ -66,8 +66,9 @@ class PlannedCapture:
 
     def task(self, *, compared: bool = False) -> ProbeTask:
         """Return the task for a worker; ``compared``: rows that no other arm waits for are compared as they come."""
-        against = self.against if compared and not self.readers else ""
-        return ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key), against)
+        against = "" if self.readers else self.against
+        task = ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key), against)
+        return replace(task, compared=compared and bool(against))
 
     @property
     def tokens(self) -> int:

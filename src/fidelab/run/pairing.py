@@ -19,7 +19,7 @@ from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.manifest import key_digest, load_manifest
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
-from fidelab.captures.store import Readers, drop_part_rows, drop_rows
+from fidelab.captures.store import Readers, drop_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
@@ -31,11 +31,10 @@ from fidelab.metrics.unmoved import Unmoved
 from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
 from fidelab.run import tiles
-from fidelab.run.build import FLOOR, TWIN, PlannedCapture, base_of
+from fidelab.run.build import FLOOR, TWIN, base_of
 from fidelab.run.cluster import Cluster, Lost, Needs
 from fidelab.run.resolve import load_axis
 from fidelab.run.tiles import Asked, Figures, compare_in_process, is_comparable, operations
-from fidelab.workers.messages import Compared, Written
 
 UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
@@ -219,36 +218,11 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
                     continue
                 if test.against and not test.has_rows():
                     continue
-                pair = Pair.match(ref, test, subset=_is_part(result.role))
+                pair = Pair.match(ref, test, subset=_is_part(result))
                 if (figures := axis.figures(pair)) is not None:
                     drop_rows(pair, figures)
             except (FidelabError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring meets it again, and says it
                 _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
-
-
-class RowComparer:
-    """Compares the rows of arms with their bases' while they answer, one part of a capture at a time."""
-
-    def __init__(self, axes: Mapping[str, Axis]) -> None:
-        self._axes = axes
-        self._pair: Pair | None = None  # the last one, as far as its parts were written
-
-    def compare(self, role: str, planned: PlannedCapture, written: Written) -> Compared:
-        """Replace a part's rows by figures; a part that cannot be compared keeps them, and scoring says why."""
-        try:
-            folder = planned.folder.with_name(Path(written.folder).name)
-            if self._pair is None or self._pair.test.folder != folder:
-                ref, test = Capture(planned.base or planned.folder), Capture(folder, verify=False)
-                self._pair = Pair.match(ref, test, subset=_is_part(role))
-            pair = self._pair
-            for item in written.items:
-                pair.test.items[item] |= {"failed": None, "parts": written.part + 1}
-            here = replace(pair, items=tuple((r, t) for r, t in pair.items if t in written.items))
-            figures = self._axes[planned.axis.partition(".")[0]].figures(here)
-            return Compared() if figures is None else Compared(*drop_part_rows(pair.test, written.part, dict(figures)))
-        except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:
-            _LOGGER.debug("%s, %s keeps its rows: %s", role, planned.axis, error)
-            return Compared()
 
 
 @dataclass(frozen=True)
@@ -316,10 +290,10 @@ class Scorer:
                         continue
                     try:
                         test = Capture(folder, verify=False)
-                        pair = Pair.match(ref, test, subset=_is_part(result.role))
+                        pair = Pair.match(ref, test, subset=_is_part(result))
                         worthwhile = is_comparable(ref, test) and operations(ref) >= tiles.MIN_OPERATIONS
                         if worthwhile and next(iter(self.axes[name].compared(pair)), None):
-                            tests.append((folder, _is_part(result.role)))
+                            tests.append((folder, _is_part(result)))
                     except (
                         FidelabError,
                         OSError,
@@ -345,7 +319,7 @@ class Scorer:
             if (why := self._refused(axis, name, result)) is not None:
                 failures[name] = (Status.NOT_MEASURABLE, why)
                 continue
-            if _is_part(result.role) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+            if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
                 scores[name] = self._score(axis, name, result)
@@ -410,7 +384,7 @@ class Scorer:
             first = self.by_role[self._role]
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
-        partial = _is_part(result.role)
+        partial = _is_part(result)
         parts = parts_of(name, result.captures)
         failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
         theirs = parts_of(name, self.by_role[self._role].failures)
@@ -450,9 +424,9 @@ class Scorer:
             ) from error
 
 
-def _is_part(role: str) -> bool:
+def _is_part(result: ArmResult) -> bool:
     """Whether the arm answers only some of the items, as a repeat or a twin does."""
-    return role.partition(":")[0] in (FLOOR, TWIN)
+    return result.role.partition(":")[0] in (FLOOR, TWIN)
 
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:

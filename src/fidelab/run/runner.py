@@ -26,9 +26,10 @@ from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.run.cluster import Cluster, Needs, run_job
+from fidelab.run.comparing import RowComparer
 from fidelab.run.deploy import ResolvedArm, engine_class
 from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
-from fidelab.run.pairing import ArmResult, RowComparer, select_runtime_info
+from fidelab.run.pairing import ArmResult, select_runtime_info
 from fidelab.run.resolve import Settings
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import (
@@ -308,7 +309,7 @@ class Asking:
 
             def hear(received: Message) -> Message | None:
                 if isinstance(received, Written):
-                    return comparer.compare(job.role, missing[received.index], received)
+                    return comparer.compare(missing[received.index], received)
                 with self._lock:
                     self._hear(job, missing, clocked, received)
                 return None

@@ -104,8 +104,7 @@ class _Sink:
 class _Parts:
     """The parent compares the parts of a task's capture (:class:`~fidelab.captures.writer.Comparer`)."""
 
-    def __init__(self, index: int, against: str, outbox: _Outbox, replies: Replies) -> None:
-        self.against = against
+    def __init__(self, index: int, outbox: _Outbox, replies: Replies) -> None:
         self._index, self._outbox, self._replies = index, outbox, replies
 
     def begin(self, folder: Path, part: int, items: list[int]) -> None:
@@ -235,8 +234,9 @@ class _Answering:
         if request.kind not in self._engine.kinds and not isinstance(request, Served):
             raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
-        parts = _Parts(index, task.against, self._outbox, self._replies) if task.against else None
-        writer = CaptureWriter(Path(task.target), request, task.key, to_json(self._arm), vocabulary, parts)
+        parts = _Parts(index, self._outbox, self._replies) if task.compared else None
+        asked = to_json(self._arm)
+        writer = CaptureWriter(Path(task.target), request, task.key, asked, vocabulary, task.against, parts)
         try:
             answer = self._answered(request, writer)
             if answer.head is not None:

@@ -23,8 +23,8 @@ _DEEPEST = 32  # objects and lists within one another
 class ProbeTask:
     """One request to answer: its record, the place of the capture, and the capture's key.
 
-    ``seed``: seed of the engine's proof of engagement.  ``against``: digest of the key of the capture with which the
-    parent compares rows as they are written; empty: rows are kept.
+    ``seed``: seed of the engine's proof of engagement.  ``against``: digest of the key of the capture whose comparison
+    with this one may stand for rows.  ``compared``: the parent makes it as rows are written.
     """
 
     request: Mapping[str, Any]
@@ -32,6 +32,7 @@ class ProbeTask:
     key: Mapping[str, Any]
     seed: int = 0
     against: str = ""
+    compared: bool = False
 
 
 @dataclass(frozen=True)
