@@ -161,10 +161,6 @@ class Capture:
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self.pieces())
 
-    def part_path(self, index: int) -> Path:
-        """Return the file of one part."""
-        return self.folder / f"part-{index:05d}.safetensors"
-
     def close(self) -> None:
         """Forget the mapped files, which are opened again when they are read."""
         self._parts.clear()
@@ -252,7 +248,7 @@ class Capture:
 
     def _part(self, index: int) -> TensorFile:
         if index not in self._parts:
-            self._parts[index] = TensorFile(self.part_path(index))
+            self._parts[index] = TensorFile(self.folder / f"part-{index:05d}.safetensors")
         return self._parts[index]
 
     def _shared_file(self, kind: str, name: str) -> Path:

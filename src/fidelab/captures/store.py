@@ -105,7 +105,7 @@ def drop_part_rows(test: Capture, part: int, figures: Mapping[int, Mapping[str, 
 
     ``figures``: columns ``[rows]`` of each item of the part.
     """
-    path = test.part_path(part)
+    path = test.folder / f"part-{part:05d}.safetensors"
     new = path.with_suffix(".new")
     tensors = {
         f"{item}.{name}": array

@@ -67,8 +67,8 @@ class PlannedCapture:
     def task(self, *, compared: bool = False) -> ProbeTask:
         """Return the task for a worker; ``compared``: rows that no other arm waits for are compared as they come."""
         against = "" if self.readers else self.against
-        task = ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key), against)
-        return replace(task, compared=compared and bool(against))
+        record, seed = request_record(self.request), seed_of(self.key)
+        return ProbeTask(record, str(self.folder), self.key, seed, against, compared and against != "")
 
     @property
     def tokens(self) -> int:
