@@ -14,12 +14,13 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.manifest import MANIFEST, capture_folder, capture_key, dump_manifest
 from fidelab.captures.requests import Generate, Prefill, Request
-from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
+from fidelab.captures.writer import CaptureWriter, Comparer, store_head, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.core.serial import to_json
 
 PIECES = [f"<{i}>" for i in range(8)]
 ARM = Arm("bf16", "fake", "owner/model", "here", "w" * 8, KVSpec.parse("bf16"), "float32", "cpu", 2, (("a", "1"),))
+AGAINST = "a" * 64
 WINDOWS = Prefill(
     "kld",
     ((1, 2, 3, 4), (5, 6, 7, 1), (2, 4, 6, 3)),
@@ -40,13 +41,18 @@ def rows(item: int, width: int = 8) -> dict[str, Array]:
 
 
 def writer(
-    store: Path, arm: Arm = ARM, request: Request = WINDOWS, pieces: Sequence[str] = PIECES, n: int = 0
+    store: Path,
+    arm: Arm = ARM,
+    request: Request = WINDOWS,
+    pieces: Sequence[str] = PIECES,
+    n: int = 0,
+    comparer: Comparer | None = None,
 ) -> CaptureWriter:
     """An open writer; its vocabulary is stored."""
     key = capture_key(arm, request, {"fake": "1"}, n)
     words = vocabulary(pieces)
     store_vocabulary(store, words, pieces)
-    return CaptureWriter(capture_folder(store, arm, request, key), request, key, to_json(arm), words)
+    return CaptureWriter(capture_folder(store, arm, request, key), request, key, to_json(arm), words, AGAINST, comparer)
 
 
 def write(

@@ -20,6 +20,7 @@ from fidelab.captures.container import TensorFile
 from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.reader import Capture, find_captures, is_complete
 from fidelab.captures.requests import Prefill
+from fidelab.captures.store import drop_part_rows
 from fidelab.captures.writer import abandoned, store_head, store_vocabulary
 from fidelab.core.errors import CaptureError
 from tests.captures import sample
@@ -29,7 +30,7 @@ import os, sys, time
 from pathlib import Path
 import fidelab.captures.writer as w
 from tests.captures import sample
-w._PART_BYTES = 1
+w.PART_BYTES = 1
 store, moment = Path(sys.argv[1]), sys.argv[2]
 out = sample.writer(store)
 stop = lambda *a, **k: (print("now", flush=True), time.sleep(600))
@@ -142,7 +143,7 @@ def test_two_writers_of_one_capture_both_end_well(tmp_path: Path) -> None:
 
 
 def test_memory_stays_at_a_part_and_an_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(writer_module, "PART_BYTES", 1 << 20)
     request = Prefill("kld", tuple((i, 1, 2) for i in range(200)), 0, 1, tuple((0, 0) for _ in range(200)))
     out = sample.writer(tmp_path, request=request)
     tracemalloc.start()
@@ -236,3 +237,74 @@ def test_equal_answers_give_equal_bytes_but_for_the_time(tmp_path: Path) -> None
     assert {k: v for k, v in first.items() if k != "manifest.json"} == {
         k: v for k, v in second.items() if k != "manifest.json"
     }
+
+
+class _Comparing:
+    """Puts figures in the place of rows, except in the parts ``kept``; counts the parts that hold rows."""
+
+    def __init__(self, kept: tuple[int, ...] = ()) -> None:
+        self.with_rows: list[int] = []
+        self.n_results = 0
+        self._kept, self._new = kept, ("", 0)
+
+    def begin(self, folder: Path, part: int, items: list[int]) -> None:
+        self.with_rows.append(sum("logprobs" in str(TensorFile(path).names()) for path in folder.glob("part-*")))
+        capture = Capture(folder, verify=False)
+        for item in items:
+            capture.items[item] |= {"failed": None, "parts": part + 1}
+        figures = {item: {"kl": np.full(2, float(item))} for item in items}
+        self._new = ("", 0) if part in self._kept else drop_part_rows(capture, part, figures)
+
+    def result(self) -> tuple[str, int]:
+        self.n_results += 1
+        return self._new
+
+
+def test_at_most_one_part_on_disk_holds_rows_that_were_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PART_BYTES", 1)
+    comparing = _Comparing()
+    out = sample.writer(tmp_path, comparer=comparing)
+    for item in (2, 0, 1):
+        out.add(item, sample.rows(item))
+    capture = Capture(out.finish("logprobs", {}, {}))
+    assert comparing.with_rows == [1, 1, 1]
+    assert capture.against == sample.AGAINST
+    assert [capture.names(item) for item in range(3)] == [["figures.kl"]] * 3
+    assert [np.asarray(capture.array(item, "figures.kl"))[0] for item in range(3)] == [0, 1, 2]
+
+
+def test_a_part_that_could_not_be_compared_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "PART_BYTES", 1)
+    out = sample.writer(tmp_path, comparer=_Comparing(kept=(1,)))
+    for item in range(3):
+        out.add(item, sample.rows(item))
+    target = out.finish("logprobs", {}, {})
+    assert [Capture(target).names(item) for item in range(3)] == [["figures.kl"], ["logprobs"], ["figures.kl"]]
+    assert is_complete(target)
+
+
+def test_a_capture_that_is_given_up_leaves_no_result_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "PART_BYTES", 1)
+    comparing = _Comparing()
+    out = sample.writer(tmp_path, comparer=comparing)
+    out.add(0, sample.rows(0))
+    out.abort()
+    assert comparing.n_results == len(comparing.with_rows) == 1
+    assert partials(tmp_path) == []
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_writer_of_rows_and_one_of_figures_the_second_leaves_what_the_first_wrote(
+    first: bool, tmp_path: Path
+) -> None:
+    """Either serves both, and one may be read already."""
+    for compared in (first, not first):
+        out = sample.writer(tmp_path, comparer=_Comparing() if compared else None)
+        for item in range(3):
+            out.add(item, sample.rows(item))
+        target = out.finish("logprobs", {}, {})
+    assert Capture(target).has_rows() is not first

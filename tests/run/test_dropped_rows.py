@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.store import drop_rows
+from fidelab.captures.store import drop_part_rows, drop_rows
+from fidelab.config.experiment import validate
 from fidelab.core.errors import CaptureError
+from fidelab.run.build import PlannedJob
+from fidelab.run.estimate import needed_bytes
+from fidelab.run.pairing import ArmResult
+from fidelab.run.prepare import prepare
+from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inputs
 
 ARMS = ("tilt[q=0.6]", "tilt[q=0.9]", "nan-row[item=3,row=2]", "small-vocab[cut=16,q=0.5]")
@@ -58,6 +67,41 @@ def _scored(done: Done) -> dict[str, object]:
 def test_no_capture_keeps_rows(kept: Done, dropped: Done) -> None:
     assert not any("logprobs" in capture.names(0) for capture in _captures(dropped).values())
     assert any("logprobs" in capture.names(0) for capture in _captures(kept).values())
+
+
+def test_rows_of_candidates_are_gone_when_they_have_answered(
+    kept: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of parts that hold a window each."""
+    with_rows = set[str]()
+
+    def ended(_self: Silent, job: PlannedJob, result: ArmResult) -> None:
+        captures = map(Capture, result.captures.values())
+        with_rows.update(job.role for capture in captures if capture.has_rows())
+
+    monkeypatch.setattr("fidelab.captures.writer.PART_BYTES", 1)
+    monkeypatch.setattr("fidelab.cli.progress.watcher", Silent)
+    monkeypatch.setattr(Silent, "job_ended", ended)
+    assert _scored(_run(tmp_path)) == _scored(kept)
+    assert with_rows == {"reference"}
+
+
+def test_a_part_that_cannot_be_compared_at_once_is_compared_later(
+    kept: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def full(*args: Any) -> tuple[str, int]:
+        if next(calls) % 5 == 1:
+            raise OSError(errno.ENOSPC, "no space left")
+        return drop_part_rows(*args)
+
+    monkeypatch.setattr("fidelab.captures.writer.PART_BYTES", 1)
+    monkeypatch.setattr("fidelab.run.comparing.drop_part_rows", full)
+    done = _run(tmp_path)
+    assert next(calls) > 100
+    assert _scored(done) == _scored(kept)
+    assert not any(capture.has_rows() for capture in _captures(done).values())
 
 
 def test_reference_is_asked_again_for_a_new_candidate_alone(tmp_path: Path) -> None:
@@ -173,3 +217,20 @@ def test_rows_without_figures_are_not_lost(kept: Done, tmp_path: Path) -> None:
         drop_rows(pair, [(0, {"kl": np.zeros(7)})])
     assert files == {path: path.read_bytes() for path in pair.test.folder.iterdir()}
     assert not list(pair.test.folder.parent.glob(".partial-*"))
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_disk_is_planned_for_the_reference_and_for_a_part_of_the_candidate_that_answers(
+    candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fidelab.run.estimate.PART_BYTES", 0)
+    settings = {
+        **{"model": "fake", "engine": "fake", "reference": {"kv": "exact"}, "control": "none", "floor": 0},
+        **{"text": "text.txt", "axes": {"kld": {"n_ctx": 16, "windows": 8}}},
+        "candidates": [{"kv": f"tilt[q=0.{n + 6}]"} for n in range(candidates)],
+    }
+    kept = needed_bytes(prepare(validate({**settings, "keep_rows": True}, "test")).plan)
+    arm = kept // (1 + candidates)
+    assert needed_bytes(prepare(validate(settings, "test")).plan) == arm + arm // 8

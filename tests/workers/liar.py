@@ -33,6 +33,10 @@ def captured(**changes: Any) -> dict[str, Any]:
     return {"type": "Captured", "index": 0, "path": "/nowhere", "seconds": 0.1, **changes}
 
 
+def written(**changes: Any) -> dict[str, Any]:
+    return {"type": "Written", "index": 0, "folder": "/nowhere", "part": 0, "items": [0], **changes}
+
+
 def done(**ran: Any) -> dict[str, Any]:
     return {"type": "Done", "ran": {"versions": {"fake": "1"}, "device": "cpu", **ran}}
 
@@ -100,6 +104,9 @@ SAYS: Mapping[str, Callable[[], None]] = {
     "no-greeting": said(OPENED, IDLE, DONE),
     "sends-a-job": met({"type": "Job", "arm": {}, "store": "", "tasks": [], "vocabulary": {}}),
     "sends-more": met({"type": "More", "tasks": []}),
+    "sends-compared": met({"type": "Compared", "sha256": "", "size": 0}),
+    "wrote-of-another-task": met(written(index=99)),
+    "wrote-elsewhere": met(written(folder="/etc", part=-1, items=[-1, 99]), IDLE, DONE),
     "seconds-of-text": met({**OPENED, "seconds": "soon"}),
     "opened-twice": met(OPENED),
     "negative-seconds": met({"type": "Captured", "index": 0, "path": "", "seconds": -1}),

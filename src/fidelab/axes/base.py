@@ -329,7 +329,8 @@ class Axis:
 
         Once all pairs are compared, they replace the test side's rows; for a reference, those that compare it
         with itself
-        (:meth:`~fidelab.captures.reader.Capture.figures`).
+        (:meth:`~fidelab.captures.reader.Capture.figures`).  ``pair`` may hold only some of the items: rows are compared
+        while an arm answers.
         """
         return None
 

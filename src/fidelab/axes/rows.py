@@ -80,7 +80,7 @@ def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -
 def item_rows(capture: Capture, item: int) -> int:
     """Return the number of rows stored for an item; 0 if it failed."""
     name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
-    if capture.against:
+    if capture.against and name not in capture.names(item):
         name = next((name for name in capture.names(item) if name.startswith(FIGURES)), name)
     return capture.array_shape(item, name)[0] if name in capture.names(item) else 0
 
@@ -89,7 +89,7 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> NDArray[np.flo
     """Return the unnormalised log scores ``[stop - start, V]`` (float32) of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
         raise CaptureError(f"capture {capture.folder} holds only the top tokens, not rows over the vocabulary")
-    if capture.against:
+    if capture.against and str(capture.estimator) not in capture.names(item):
         why = "holds figures in the place of rows over the vocabulary"
         raise CaptureError(f"capture {capture.folder} {why}; capture again with --keep-rows")
     rows = capture.floats(item, str(capture.estimator), start, stop)

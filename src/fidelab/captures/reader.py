@@ -35,6 +35,8 @@ from fidelab.captures.requests import (
 from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
 from fidelab.core.errors import CaptureError
 
+ROWS = frozenset((Estimator.HIDDEN, Estimator.LOGPROBS))
+"""Names of arrays that are rows over the vocabulary, or become such."""
 MAX_LOGPROB = 1e-3  # nats: rounding may raise a log-probability above 0 by this much
 MAX_MASS = 1.01  # rounding may raise the sum of a row's probabilities to this
 _MAX_UNPACKED_BYTES = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
@@ -159,6 +161,10 @@ class Capture:
     def _detokenizer(self) -> Detokenizer:
         return Detokenizer(self.pieces())
 
+    def close(self) -> None:
+        """Forget the mapped files, which are opened again when they are read."""
+        self._parts.clear()
+
     def array(self, item: int, name: str) -> Array:
         """Return one stored array of one item.
 
@@ -194,6 +200,10 @@ class Capture:
         prefix = f"{item}."
         stored = self._part(self.items[item]["parts"] - 1).names()
         return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
+
+    def has_rows(self) -> bool:
+        """Return whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
+        return any(ROWS & {*self.names(item)} for item in range(len(self.items)))
 
     def figures(self, item: int, ref: Capture) -> dict[str, NDArray[Any]]:
         """Return the figures that replace an item's rows: columns ``[rows]`` that compare these rows with ``ref``.

@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.container import Array, TensorFile
+from fidelab.captures.container import Array, TensorFile, write_tensors
 from fidelab.captures.manifest import FIGURES, PARTIAL, key_digest
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.reader import ROWS, Capture, find_captures
 from fidelab.captures.writer import CaptureWriter, abandoned, store_head, store_vocabulary
 from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
 
-_ROWS = {"hidden", "logprobs"}
 _IN_USE = "in-use"  # lock file; each arm's folder has one byte of it
 _UNREFERENCED_SECONDS = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _CAPTURE_NAME = re.compile(r".+-[0-9a-f]{12}-r\d+")  # names by manifest.capture_folder
@@ -71,11 +70,6 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
     return removed
 
 
-def has_rows(capture: Capture) -> bool:
-    """Return whether an item has rows over the vocabulary, as log-probabilities or as hidden states."""
-    return any(_ROWS & {*capture.names(item)} for item in range(len(capture.items)))
-
-
 def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]]]]) -> None:
     """Replace the test side's rows (log-probabilities or hidden states) by figures; both captures keep their keys.
 
@@ -91,14 +85,10 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     try:
         found = dict(figures)
         for item, record in enumerate(test.items):
-            names = test.names(item)
-            rows = _ROWS & {*names}
+            rows = ROWS & {*test.names(item)}
             if rows and item not in found:
                 raise CaptureError(f"capture {test.folder}: item {item} was not compared, and its rows are kept")
-            arrays: dict[str, Array] = {name: test.array(item, name) for name in names if name not in _ROWS}
-            if rows:
-                arrays |= {f"{FIGURES}{name}": np.asarray(column) for name, column in found[item].items()}
-            if arrays:
+            if arrays := _without_rows(test, item, found[item] if rows else {}):
                 writer.add(item, arrays)
             if record["failed"] is not None:
                 writer.fail(item, record["failed"])
@@ -108,6 +98,33 @@ def drop_rows(pair: Pair, figures: Iterable[tuple[int, Mapping[str, NDArray[Any]
     except BaseException:
         writer.abort()
         raise
+
+
+def drop_part_rows(test: Capture, part: int, figures: Mapping[int, Mapping[str, NDArray[Any]]]) -> tuple[str, int]:
+    """Replace the rows of a part of a capture that is being written by figures; return the file's SHA-256 and size.
+
+    ``figures``: columns ``[rows]`` of each item of the part.
+    """
+    path = test.folder / f"part-{part:05d}.safetensors"
+    new = path.with_suffix(".new")
+    tensors = {
+        f"{item}.{name}": array
+        for item, columns in figures.items()
+        for name, array in _without_rows(test, item, columns).items()
+    }
+    try:
+        sha, size = write_tensors(new, tensors)
+        test.close()  # the old file's bytes are free once nothing maps it
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+    return sha, size
+
+
+def _without_rows(test: Capture, item: int, columns: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
+    """Return the arrays of an item with figures in the place of rows."""
+    arrays: dict[str, Array] = {name: test.array(item, name) for name in test.names(item) if name not in ROWS}
+    return arrays | {f"{FIGURES}{name}": np.asarray(column) for name, column in columns.items()}
 
 
 class Readers:

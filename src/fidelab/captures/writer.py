@@ -15,30 +15,59 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
-from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest, load_manifest
-from fidelab.captures.reader import is_complete
+from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest
+from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request, request_record, token_hashes
-from fidelab.core import Vocabulary, canonical_json, finite
-from fidelab.core.errors import CaptureError
+from fidelab.core import Estimator, Vocabulary, canonical_json, finite
+from fidelab.core.errors import CaptureError, FidelabError
 
-_PART_BYTES = 32 << 20
+PART_BYTES = 32 << 20
+"""A part ends with the item that reaches this size."""
 _STALE_SECONDS = 86_400  # a file untouched for a day has no writer, even if its process number is in use
 
 
+class Comparer(Protocol):
+    """Compares the parts of a capture that is being written with another capture, and replaces rows by figures."""
+
+    def begin(self, folder: Path, part: int, items: list[int]) -> None:
+        """Begin to compare a part of the capture in ``folder``, which holds log-probabilities of these items."""
+
+    def result(self) -> tuple[str, int]:
+        """Wait for the comparison; return the SHA-256 and size of the new part, or no hash if the part keeps its rows.
+
+        Raises:
+            FidelabError: If nobody compares any more.
+        """
+
+
 class CaptureWriter:
-    """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory."""
+    """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory.
+
+    ``against``: digest of the key (:func:`~fidelab.captures.manifest.key_digest`) of the capture whose comparison with
+    this one may stand in place of rows; empty: rows are wanted.  With a ``comparer``, which compares with that capture,
+    at most one part on disk holds rows that were not compared.
+    """
 
     def __init__(
-        self, target: Path, request: Request, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
+        self,
+        target: Path,
+        request: Request,
+        key: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        vocabulary: Vocabulary,
+        against: str = "",
+        comparer: Comparer | None = None,
     ) -> None:
         self._target = target
+        self._against, self._comparer = against, comparer
+        self._comparing = self._compared = False
         self._head: dict[str, Any] | None = None
         self._manifest: dict[str, Any] = {
             "schema": SCHEMA,
@@ -78,7 +107,7 @@ class CaptureWriter:
             copy: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
             self._pending[f"{item}.{name}"] = copy
             self._pending_bytes += array_bytes(copy)
-        if self._pending_bytes >= _PART_BYTES:
+        if self._pending_bytes >= PART_BYTES:
             self._flush()
 
     def fail(self, item: int, reason: str) -> None:
@@ -92,36 +121,26 @@ class CaptureWriter:
     def finish(self, estimator: str, ran: Mapping[str, Any], facts: Mapping[str, Any], against: str = "") -> Path:
         """Write the manifest, flush to disk and move the folder to its place.
 
-        ``against``: key digest (:func:`~fidelab.captures.manifest.key_digest`) of the capture with which the figures,
-        stored in place of rows, compare this one.
+        ``against``: digest of the key of the capture with which the caller's figures compare this one.  They take the
+        place of rows that are there.
         """
         self._flush()
+        self._await_comparison()
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
             raise CaptureError(
                 f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}"
             )
-        manifest = {
-            **self._manifest,
-            "estimator": estimator,
-            "head": self._head,
-            "items": self._items,
-            "files": self._files,
-            "ran": finite(ran),
-            "facts": finite(facts),
-            **({"against": against} if against else {}),
-            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
-        path = self._folder / MANIFEST
-        with path.open("w", encoding="utf-8") as file:
-            file.write(dump_manifest(manifest))
-            file.flush()
-            os.fsync(file.fileno())
+        other = against or (self._against if self._compared else "")
+        compared = {"against": other} if other else {}
+        self._write_manifest(estimator=estimator, items=self._items, ran=finite(ran), facts=finite(facts), **compared)
         self._take_place(against)
         return self._target
 
     def abort(self) -> None:
         """Remove everything that was written so far."""
+        with suppress(FidelabError):  # the result of a comparison is not to be taken for that of the next capture's
+            self._await_comparison()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _item(self, item: int) -> dict[str, Any]:
@@ -132,26 +151,54 @@ class CaptureWriter:
     def _flush(self) -> None:
         if not self._pending:
             return
-        name = f"part-{len(self._files) - 1:05d}.safetensors"
+        self._await_comparison()
+        part = len(self._files) - 1
+        name = f"part-{part:05d}.safetensors"
         sha, size = write_tensors(self._folder / name, self._pending)
         self._files.append({"name": name, "sha256": sha, "bytes": size})
+        has_rows = any(array.endswith(f".{Estimator.LOGPROBS}") for array in self._pending)
         self._pending, self._pending_bytes = {}, 0
+        if self._comparer is not None and has_rows:
+            if not (self._folder / MANIFEST).exists():  # so that the folder can be read already
+                unanswered = [{"hash": item["hash"], "failed": "not answered yet"} for item in self._items]
+                self._write_manifest(estimator=Estimator.LOGPROBS, items=unanswered, ran={}, facts={})
+            here = [n for n, item in enumerate(self._items) if item.get("parts") == part + 1]
+            self._comparer.begin(self._folder, part, here)
+            self._comparing = True
+
+    def _await_comparison(self) -> None:
+        if self._comparer is not None and self._comparing:
+            sha, size = self._comparer.result()
+            self._comparing = False
+            if sha:
+                self._files[-1] |= {"sha256": sha, "bytes": size}
+                self._compared = True
+
+    def _write_manifest(self, **fields: Any) -> None:
+        created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        manifest = {**self._manifest, "head": self._head, "files": self._files, "created": created, **fields}
+        with (self._folder / MANIFEST).open("w", encoding="utf-8") as file:
+            file.write(dump_manifest(manifest))
+            file.flush()
+            os.fsync(file.fileno())
 
     def _take_place(self, against: str) -> None:
         """Rename the folder to the target.
 
-        A folder that exists there is replaced if it is damaged, or has rows where this one has none or the reverse.
-        Otherwise it is a racing writer's and stays: its key promises equal content, and another process may be reading
-        it.
+        A folder that exists there is replaced if it is damaged, or has rows in the place of the caller's figures
+        (``against``), or figures that cannot stand for rows.  Otherwise it is a racing writer's and stays: its key
+        promises equal content, and another process may be reading it.
         """
         old = self._folder.with_name(f"{self._folder.name}-old")
         for last in (False, False, True):
             try:
                 if self._target.exists():
-                    same = is_complete(self._target, self._manifest["key"])
-                    if same and load_manifest(self._target).get("against", "") == against:
-                        self.abort()
-                        return
+                    if is_complete(self._target, self._manifest["key"]):
+                        there = Capture(self._target, verify=False)
+                        welcome = {against} if against else {"", self._against}
+                        if there.against in welcome and not (against and there.has_rows()):
+                            self.abort()
+                            return
                     self._target.rename(old)
                 self._folder.rename(self._target)
                 return

@@ -32,8 +32,8 @@ class PlannedCapture:
     """One capture of one arm: the request, the replicate, and the folder.
 
     ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).  ``against``: digest of the
-    key of the capture that it will be compared with; empty: of none, or rows are kept.  ``readers``: the captures of
-    the plan that will be compared with this one.
+    key of the capture that it will be compared with; empty: of none, or rows are kept.  ``base``: that capture's
+    folder.  ``readers``: the captures of the plan that will be compared with this one.
     """
 
     axis: str
@@ -41,6 +41,7 @@ class PlannedCapture:
     key: Mapping[str, Any]
     folder: Path
     against: str = ""
+    base: Path | None = None
     readers: tuple[PlannedCapture, ...] = ()
 
     def is_complete(self) -> bool:
@@ -63,9 +64,11 @@ class PlannedCapture:
         """Digest of the key of the capture whose figures replace rows; empty: rows are there."""
         return str(load_manifest(self.folder).get("against", ""))
 
-    def task(self) -> ProbeTask:
-        """Return the task for a worker."""
-        return ProbeTask(request_record(self.request), str(self.folder), self.key, seed_of(self.key))
+    def task(self, *, compared: bool = False) -> ProbeTask:
+        """Return the task for a worker; ``compared``: rows that no other arm waits for are compared as they come."""
+        against = "" if self.readers else self.against
+        record, seed = request_record(self.request), seed_of(self.key)
+        return ProbeTask(record, str(self.folder), self.key, seed, against, compared and against != "")
 
     @property
     def tokens(self) -> int:
@@ -223,15 +226,16 @@ def base_of(role: str) -> str:
     return {"reference": "", EXACT: EXACT if name else "", TWIN: f"candidate:{name}"}.get(kind, "reference")
 
 
-def _against(settings: Settings, job: PlannedJob, asked: Request) -> str:
-    """See :class:`PlannedCapture`."""
+def _against(settings: Settings, job: PlannedJob, asked: Request) -> tuple[str, Path | None]:
+    """Return ``against`` and ``base`` of a :class:`PlannedCapture`."""
     arm = settings.roles.get(base_of(job.role))
     if arm is None or settings.experiment.keep_rows:
-        return ""
+        return "", None
     base = settings.resolved[arm.name]
     first = job.replicate - _offset(settings, job)
     replicate = first + _offset(settings, PlannedJob(base_of(job.role), base, ()))
-    return key_digest(capture_key(base.arm, asked, base.versions, replicate))
+    key = capture_key(base.arm, asked, base.versions, replicate)
+    return key_digest(key), capture_folder(settings.captures_dir, base.arm, asked, key)
 
 
 def linked(jobs: Sequence[PlannedJob]) -> tuple[PlannedJob, ...]:
@@ -274,5 +278,5 @@ def with_probes(
                 continue
             key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
-            captures.append(PlannedCapture(request.axis, request, key, folder, _against(settings, job, asked)))
+            captures.append(PlannedCapture(request.axis, request, key, folder, *_against(settings, job, asked)))
     return replace(job, captures=tuple(captures), refused=refused)

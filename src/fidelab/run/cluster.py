@@ -34,6 +34,7 @@ from fidelab.engines.variables import NODE_PROCESS
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
 from fidelab.workers.parent import JobOutcome, Worker
 
+_Listen = Callable[[Message], object]
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
@@ -102,7 +103,7 @@ def run_job(
     log: Path,
     env: Mapping[str, str],
     deadline: float | None,
-    listen: Callable[[Message], None],
+    listen: _Listen,
     lost: Callable[[str], None],
     command: Sequence[str],
     asker: Sequence[str] | None = None,
@@ -139,7 +140,7 @@ def _answered(
     job: Job,
     needs: Needs,
     how: Mapping[str, Any],
-    listen: Callable[[Message], None],
+    listen: _Listen,
     lost: Callable[[str], None],
     first: int,
 ) -> JobOutcome:
@@ -170,7 +171,7 @@ def _answered(
 
 
 def _submitted(
-    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], messages: Path, listen: Callable[[Message], None]
+    cluster: Cluster, job: Job, needs: Needs, how: Mapping[str, Any], messages: Path, listen: _Listen
 ) -> JobOutcome:
     store = Path(job.store)
     store.mkdir(parents=True, exist_ok=True)
@@ -197,7 +198,7 @@ def _submitted(
         marker.unlink(missing_ok=True)
 
 
-def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
+def _hear(messages: Path, heard: int, listen: _Listen) -> int:
     """Report the lines after byte ``heard``; return the offset of the end."""
     with suppress(OSError), messages.open("rb") as file:
         file.seek(heard)
@@ -210,7 +211,7 @@ def _hear(messages: Path, heard: int, listen: Callable[[Message], None]) -> int:
     return heard
 
 
-def _numbered(listen: Callable[[Message], None], numbers: Sequence[int]) -> Callable[[Message], None]:
+def _numbered(listen: _Listen, numbers: Sequence[int]) -> _Listen:
     """Messages about the tasks as they are numbered among all of a job."""
 
     def tell(message: Message) -> None:

@@ -245,7 +245,7 @@ def _conduct(
         with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
                 ahead.start()
-            asking = prepared.asking(listener, folder.event, cluster=cluster)
+            asking = prepared.asking(listener, folder.event, cluster=cluster, readers=readers)
             asking.pace.expect({job.role: job.seconds for job in expected.jobs})
             asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
             asking.pace.expect({"scoring": expected.scoring})

@@ -19,6 +19,7 @@ from typing import Any
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
+from fidelab.captures.writer import PART_BYTES
 from fidelab.core import Arm, Estimator, strict_json
 from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
@@ -398,10 +399,11 @@ def conversion_bytes(plan: Plan) -> int:
 def needed_bytes(plan: Plan) -> int:
     """Return the bytes, at most, of the captures that are still to be made, output heads included.
 
-    An arm's rows are kept until it and its twin are compared, and the reference's until all are. With keep_rows all are
-    kept.
+    Rows of log-probabilities go part by part as they are compared with the reference's; those of an arm whose twin is
+    to come, and on a cluster those of all arms, wait until all are.  With keep_rows all are kept.
     """
     need, passing, heads = 0, 0, {}
+    experiment = plan.settings.experiment
     for job in plan.jobs:
         model, estimator = job.resolved.model, job.resolved.estimator
         # llama.cpp, which reads GGUF files, computes states in 32 bits
@@ -411,13 +413,14 @@ def needed_bytes(plan: Plan) -> int:
             Estimator.LOGPROBS: model.vocab_size * 2,
             Estimator.TOPK: _TOPK_BYTES,
         }[estimator]
-        here = row * sum(_rows(capture.request) for capture in job.missing())
-        waits = not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs)
-        if plan.settings.experiment.keep_rows or waits or estimator is not Estimator.LOGPROBS:
-            need += here
+        sizes = {capture.axis: row * _rows(capture.request) for capture in job.missing()}
+        stay = experiment.keep_rows or experiment.executor.name != "local" or estimator is not Estimator.LOGPROBS
+        if stay or not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs):
+            need += sum(sizes.values())
         else:
-            passing = max(passing, here)
-        if here and estimator is Estimator.HIDDEN:
+            per_item = (sizes[c.axis] // len(c.request.items()) for c in job.captures if c.axis in sizes)
+            passing = max(passing, min(sum(sizes.values()), PART_BYTES + max(per_item, default=0)))
+        if any(sizes.values()) and estimator is Estimator.HIDDEN:
             heads[model.weights] = model.head_bytes * (2 if wide else 1)
     has_heads = any((plan.settings.captures_dir / "heads").glob("*.safetensors"))
     return need + passing + (0 if has_heads else sum(heads.values()))

@@ -19,7 +19,7 @@ from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.manifest import key_digest, load_manifest
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
-from fidelab.captures.store import Readers, drop_rows, has_rows
+from fidelab.captures.store import Readers, drop_rows
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
@@ -153,10 +153,10 @@ def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
     """Whether all captures of this name hold what compares them with the base's."""
     try:
         own = key_digest(load_manifest(base)["key"])
-        theirs = [load_manifest(reader.captures[name]) for reader in readers if name in reader.captures]
+        theirs = [Capture(reader.captures[name], verify=False) for reader in readers if name in reader.captures]
     except CaptureError:
         return False
-    return {manifest.get("against") for manifest in theirs} == {own}
+    return {capture.against for capture in theirs} == {own} and not any(capture.has_rows() for capture in theirs)
 
 
 def drop_rows_on_cluster(
@@ -214,7 +214,9 @@ def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimato
                 continue
             try:
                 ref, test = Capture(theirs[part]), Capture(folder)
-                if not {ref.estimator, test.estimator} & {*estimators} or test.against or not has_rows(ref):
+                if not {ref.estimator, test.estimator} & {*estimators} or not ref.has_rows():
+                    continue
+                if test.against and not test.has_rows():
                     continue
                 pair = Pair.match(ref, test, subset=_is_part(result))
                 if (figures := axis.figures(pair)) is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import AxisInputs
+from fidelab.captures.store import Readers
 from fidelab.config.load import expand, expand_existing
 from fidelab.config.schema import Experiment
 from fidelab.core import Status
@@ -56,11 +57,17 @@ class Prepared:
         return estimate(self.plan, self.inputs, BenchPlan(self.settings, self.inputs.tokenizer).expected(results))
 
     def asking(
-        self, listener: Listener, event: Callable[..., None], *, fresh: bool = False, cluster: Cluster | None = None
+        self,
+        listener: Listener,
+        event: Callable[..., None],
+        *,
+        fresh: bool = False,
+        cluster: Cluster | None = None,
+        readers: Readers | None = None,
     ) -> Asking:
         """Return the runner of the plan's jobs; ``fresh``: each in a new interpreter, imports included."""
         servers = None if fresh else self.servers
-        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster)
+        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster, readers)
 
 
 def prepare(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, check_answers
 from fidelab.captures.requests import Request
+from fidelab.captures.store import Readers
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Arm, Status
 from fidelab.core.errors import CaptureError, UsageError
@@ -25,6 +26,7 @@ from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.run.cluster import Cluster, Needs, run_job
+from fidelab.run.comparing import RowComparer
 from fidelab.run.deploy import ResolvedArm, engine_class
 from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.run.pairing import ArmResult, select_runtime_info
@@ -38,6 +40,7 @@ from fidelab.workers.messages import (
     ProbeFailed,
     ProbeTask,
     Progress,
+    Written,
     check_runtime_info,
 )
 from fidelab.workers.parent import JobOutcome, Spawn, Worker
@@ -218,7 +221,7 @@ class Asking:
 
     ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
     starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: cluster that runs the
-    jobs, if any.
+    jobs, if any.  ``readers``: of the run's captures; with them, rows that no other run reads go as they are compared.
     """
 
     def __init__(
@@ -230,8 +233,10 @@ class Asking:
         listener: Listener,
         event: Callable[..., None],
         cluster: Cluster | None = None,
+        readers: Readers | None = None,
     ) -> None:
         self._settings = settings
+        self._readers = readers if cluster is None else None
         self._cluster = cluster
         self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
         self._inputs = inputs
@@ -300,9 +305,14 @@ class Asking:
                 self.pace.capture(clocked.begin(first))
                 return [capture.task() for capture in added]
 
-            def hear(received: Message) -> None:
+            comparer = RowComparer(self._settings.axes)
+
+            def hear(received: Message) -> Message | None:
+                if isinstance(received, Written):
+                    return comparer.compare(missing[received.index], received)
                 with self._lock:
                     self._hear(job, missing, clocked, received)
+                return None
 
             with self._lock:
                 message, process = self._message(job, missing), self._process(job, log)
@@ -386,10 +396,14 @@ class Asking:
         store, tokenizer = self._settings.captures_dir, self._tokenizer(job.resolved.model)
         vocabulary = tokenizer.vocabulary()
         store_vocabulary(store, vocabulary, tokenizer.pieces())
+        compared = False
+        if missing and self._readers is not None:
+            with self._readers.alone(missing[0].folder.parent) as compared:
+                pass  # a run that begins to read them later keeps its own rows
         return Job(
             arm=to_json(job.arm),
             store=str(store),
-            tasks=[capture.task() for capture in missing],
+            tasks=[capture.task(compared=compared) for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
             sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with

@@ -33,6 +33,7 @@ from fidelab.workers.memory import peak_bytes, resident_bytes
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
+    Compared,
     Done,
     Failed,
     Hello,
@@ -44,11 +45,13 @@ from fidelab.workers.messages import (
     ProbeFailed,
     ProbeTask,
     Progress,
+    Written,
     decode,
     encode,
 )
 
 Further = queue.SimpleQueue[list[ProbeTask]]
+Replies = queue.SimpleQueue[Compared | None]  # None: the parent is gone
 
 ORPHANED = 3  # exit code of a child whose parent went away
 _PROGRESS_EVERY = 0.2  # seconds between progress messages
@@ -98,6 +101,23 @@ class _Sink:
         self._outbox.progress(tokens, decoded)
 
 
+class _Parts:
+    """The parent compares the parts of a task's capture (:class:`~fidelab.captures.writer.Comparer`)."""
+
+    def __init__(self, index: int, outbox: _Outbox, replies: Replies) -> None:
+        self._index, self._outbox, self._replies = index, outbox, replies
+
+    def begin(self, folder: Path, part: int, items: list[int]) -> None:
+        self._outbox.send(Written(self._index, str(folder), part, items))
+
+    def result(self) -> tuple[str, int]:
+        reply = self._replies.get()
+        if reply is None:
+            self._replies.put(None)
+            raise EngineError("the process that compares rows is gone")
+        return reply.sha256, reply.size
+
+
 def main() -> int:
     """Answer on standard input and output. Returns the exit code."""
     _watch_crashes()
@@ -121,9 +141,10 @@ def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[
         box.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
         return 1
     further: Further = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(os.dup(inbox.fileno()), further, on_end), daemon=True).start()
+    replies: Replies = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(os.dup(inbox.fileno()), further, replies, on_end), daemon=True).start()
     try:
-        _work(job, box, further)
+        _work(job, box, further, replies)
     except NotSupportedError as error:
         box.send(Failed(Status.NOT_SUPPORTED, str(error)))
         return 1
@@ -146,7 +167,7 @@ def _watch_crashes() -> None:
     faulthandler.enable()
 
 
-def _work(job: Job, outbox: _Outbox, further: Further) -> None:
+def _work(job: Job, outbox: _Outbox, further: Further, replies: Replies) -> None:
     started = time.monotonic()
     os.environ.update(job.env)
     arm = from_json(Arm, job.arm)
@@ -163,7 +184,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     if job.sample_text:
         _check_tokenizer(engine, job)
     outbox.send(Opened(time.monotonic() - started, phases))
-    answering = _Answering(engine, arm, job, {"variables": variables, "loaded_host_bytes": loaded}, outbox)
+    answering = _Answering(engine, arm, job, {"variables": variables, "loaded_host_bytes": loaded}, outbox, replies)
     tasks = job.tasks
     while True:
         for task in tasks:
@@ -181,8 +202,10 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
 class _Answering:
     """Answers tasks one after another.  ``facts``: fields of the record that were known when the model was loaded."""
 
-    def __init__(self, engine: Engine, arm: Arm, job: Job, facts: Mapping[str, Any], outbox: _Outbox) -> None:
-        self._engine, self._arm, self._job, self._outbox = engine, arm, job, outbox
+    def __init__(
+        self, engine: Engine, arm: Arm, job: Job, facts: Mapping[str, Any], outbox: _Outbox, replies: Replies
+    ) -> None:
+        self._engine, self._arm, self._job, self._outbox, self._replies = engine, arm, job, outbox, replies
         self._facts = facts
         self._stored: tuple[Answer, dict[str, Any]] | None = None  # the last head that was written, and its record
         self._index = 0
@@ -192,7 +215,7 @@ class _Answering:
         began, index = time.monotonic(), self._index
         self._index += 1
         try:
-            path = self._answer(task)
+            path = self._answer(task, index)
         except Exception as error:
             traceback.print_exc(file=self._outbox.log)
             self._outbox.flush()
@@ -206,12 +229,14 @@ class _Answering:
         memory = {**self._facts, "peak_host_bytes": peak_bytes(), "peak_device_bytes": self._engine.peak_device_bytes()}
         return {**self._engine.runtime_info().record(), **self._job.about, **memory}
 
-    def _answer(self, task: ProbeTask) -> Path:
+    def _answer(self, task: ProbeTask, index: int) -> Path:
         request, self._engine.seed = request_from_record(task.request), task.seed
         if request.kind not in self._engine.kinds and not isinstance(request, Served):
             raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
-        writer = CaptureWriter(Path(task.target), request, task.key, to_json(self._arm), vocabulary)
+        parts = _Parts(index, self._outbox, self._replies) if task.compared else None
+        asked = to_json(self._arm)
+        writer = CaptureWriter(Path(task.target), request, task.key, asked, vocabulary, task.against, parts)
         try:
             answer = self._answered(request, writer)
             if answer.head is not None:
@@ -273,8 +298,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
-    """Put further tasks into the queue, and none when the inbox ends; closes the descriptor then.
+def _listen(inbox: int, further: Further, replies: Replies, on_end: Callable[[], None]) -> None:
+    """Put further tasks and replies into their queues, and none when the inbox ends; closes the descriptor then.
 
     The parent holds standard input open; its death, by SIGKILL too, closes it.  The descriptor is read directly: a
     thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
@@ -286,9 +311,12 @@ def _listen(inbox: int, further: Further, on_end: Callable[[], None]) -> None:
             match decode(line):
                 case More(tasks=tasks):
                     further.put(tasks)
+                case Compared() as reply:
+                    replies.put(reply)
     os.close(inbox)
     on_end()
     further.put([])
+    replies.put(None)
 
 
 def _exit_orphaned() -> None:

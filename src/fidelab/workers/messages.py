@@ -15,7 +15,7 @@ from fidelab.core.errors import EngineError
 from fidelab.core.runtime import invalid_runtime_fields
 from fidelab.core.serial import from_json, to_json
 
-PROTOCOL = 9
+PROTOCOL = 10
 _DEEPEST = 32  # objects and lists within one another
 
 
@@ -23,13 +23,16 @@ _DEEPEST = 32  # objects and lists within one another
 class ProbeTask:
     """One request to answer: its record, the place of the capture, and the capture's key.
 
-    ``seed``: seed of the engine's proof of engagement.
+    ``seed``: seed of the engine's proof of engagement.  ``against``: digest of the key of the capture whose comparison
+    with this one may stand for rows.  ``compared``: the parent makes it as rows are written.
     """
 
     request: Mapping[str, Any]
     target: str
     key: Mapping[str, Any]
     seed: int = 0
+    against: str = ""
+    compared: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,30 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Written:
+    """Child → parent: a part of task ``index`` is in ``folder`` and holds rows of ``items``.
+
+    The next part is written after a :class:`Compared`.
+    """
+
+    index: int
+    folder: str
+    part: int
+    items: list[int]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Parent → child: figures replaced the rows of a part, whose file has this hash and size now.
+
+    Without a hash, the part keeps its rows.
+    """
+
+    sha256: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True)
 class Captured:
     """Child → parent: the capture of task ``index`` is in place."""
 
@@ -123,7 +150,7 @@ class Done:
     ran: Mapping[str, Any]
 
 
-Message = Job | Hello | Opened | Progress | Captured | ProbeFailed | Idle | More | Failed | Done
+Message = Job | Hello | Opened | Progress | Written | Compared | Captured | ProbeFailed | Idle | More | Failed | Done
 _TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 

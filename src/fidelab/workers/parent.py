@@ -25,6 +25,7 @@ from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
+    Compared,
     Done,
     Failed,
     Hello,
@@ -35,6 +36,7 @@ from fidelab.workers.messages import (
     Opened,
     ProbeFailed,
     ProbeTask,
+    Written,
     decode,
     encode,
 )
@@ -94,7 +96,7 @@ class Worker:
         log: file that receives everything the worker prints.
         env: variables set on top of this process' environment (thread counts).
         deadline: seconds for everything, load included, counted while the worker is at work; ``None`` for no limit.
-        listen: called with every message, in the thread that calls :meth:`ask`.
+        listen: called with every message, in the thread that calls :meth:`ask`. What it returns is sent to the child.
         command: command that starts the child in the engine's environment.
         end: ends the child where signals do not reach it, as in a container.
         spawn: starts the child without ``command``, with the same variables.
@@ -108,7 +110,7 @@ class Worker:
         log: Path,
         env: Mapping[str, str],
         deadline: float | None,
-        listen: Callable[[Message], None],
+        listen: Callable[[Message], Message | None],
         command: Sequence[str] = _CHILD,
         end: Callable[[], None] | None = None,
         spawn: Spawn | None = None,
@@ -247,7 +249,10 @@ class Worker:
             self._note(reply)
             if self._done:  # only the exit remains
                 end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
-            self._listen(reply)
+            began = time.monotonic()
+            if answer := self._listen(reply):
+                self._send(answer)
+                end = end and end + time.monotonic() - began  # a comparison is no work of the child's
             if isinstance(reply, Idle):
                 return True
 
@@ -260,13 +265,15 @@ class Worker:
         known = {*self.outcome.captured, *self.outcome.failed}
         fault = ""
         match message:
-            case Job() | More():
+            case Job() | More() | Compared():
                 fault = "is for workers to receive"
             case Hello() if self._greeted:
                 fault = "came twice"
             case Opened() if self.outcome.load_seconds is not None:
                 fault = "came twice"
-            case Captured(index=index) | ProbeFailed(index=index) if index in known or index >= len(self._targets):
+            case Captured(index=index) | ProbeFailed(index=index) | Written(index=index) if (
+                index in known or index >= len(self._targets)
+            ):
                 fault = f"is about task {index}, which was not asked or is answered"
             case Failed(kind=kind) if kind not in (Status.FAILED, Status.NOT_SUPPORTED):
                 fault = f"names the status {kind}"

@@ -1,0 +1,44 @@
+"""Compare the rows of an arm with its base's while it answers, so that only the base's are stored in full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from fidelab.axes.base import Axis
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.store import drop_part_rows
+from fidelab.core.errors import FidelabError
+from fidelab.run.build import PlannedCapture
+from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS
+from fidelab.workers.messages import Compared, Written
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class RowComparer:
+    """Compares the captures of one arm, part by part as they are written."""
+
+    def __init__(self, axes: Mapping[str, Axis]) -> None:
+        self._axes = axes
+        self._pair: Pair | None = None  # of the capture that is being written, as far as it is known
+
+    def compare(self, planned: PlannedCapture, written: Written) -> Compared:
+        """Replace a part's rows by figures; a part that cannot be compared keeps them, and scoring says why."""
+        try:
+            folder = planned.folder.with_name(Path(written.folder).name)
+            if self._pair is None or self._pair.test.folder != folder:
+                ref, test = Capture(planned.base or planned.folder), Capture(folder, verify=False)
+                self._pair = Pair.match(ref, test, subset=True)
+            pair = self._pair
+            for item in written.items:
+                pair.test.items[item] |= {"failed": None, "parts": written.part + 1}
+            here = replace(pair, items=tuple((r, t) for r, t in pair.items if t in written.items))
+            figures = self._axes[planned.axis.partition(".")[0]].figures(here)
+            return Compared() if figures is None else Compared(*drop_part_rows(pair.test, written.part, dict(figures)))
+        except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:
+            _LOGGER.debug("%s keeps its rows: %s", planned.folder, error)
+            return Compared()
