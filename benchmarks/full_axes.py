@@ -50,7 +50,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fidelab.cli.axes import axis_settings
     from fidelab.config.experiment import validate
     from fidelab.config.load import apply_overrides
-    from fidelab.run.conduct import execute
+    from fidelab.run.pipeline import execute
 
     data = {
         "model": "smollm2-135m",

@@ -15,7 +15,7 @@ from fidelab.models import Model
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
 from fidelab.run.api import compare
-from fidelab.run.conduct import rescore
+from fidelab.run.pipeline import rescore
 from tests.present import present
 
 pytestmark = [pytest.mark.model, pytest.mark.long, pytest.mark.processes]

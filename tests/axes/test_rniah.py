@@ -21,7 +21,7 @@ from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts
-from fidelab.run.conduct import capture
+from fidelab.run.pipeline import capture
 from tests.axes.captures import make_arm, make_capture
 from tests.run.harness import Done, refused, run_fake
 

@@ -18,8 +18,8 @@ from fidelab.environments.environment import locate
 from fidelab.environments.install import Stage
 from fidelab.models import resolve
 from fidelab.run.build import PlannedJob
-from fidelab.run.conduct import execute
 from fidelab.run.deploy import ResolvedArm
+from fidelab.run.pipeline import execute
 from tests.run.harness import write_inputs
 
 

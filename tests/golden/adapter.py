@@ -34,8 +34,8 @@ from fidelab.inputs.traffic import random_prompts
 from fidelab.results.measurement import Measurement, label
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, Report
-from fidelab.run.conduct import execute, read_outcomes
 from fidelab.run.pairing import ArmResult
+from fidelab.run.pipeline import execute, read_outcomes
 from fidelab.run.scoring import RunFacts, score_run
 from tests.golden.bundle import Bundle
 from tests.golden.rows import Kind, Row, number

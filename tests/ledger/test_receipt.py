@@ -21,7 +21,7 @@ from fidelab.ledger import receipt as ledger
 from fidelab.ledger.receipt import Verified, json_schema
 from fidelab.results.record import Report
 from fidelab.results.study import Study
-from fidelab.run.conduct import recompute
+from fidelab.run.pipeline import recompute
 from fidelab.studies.leaderboard import rank
 from tests.run.harness import Done, cli, refused
 

@@ -19,7 +19,7 @@ from fidelab.ledger.reference import json_schema
 from fidelab.results.record import Borrowed, MachineDifference, Report
 from fidelab.results.store import RunFolder
 from fidelab.results.verdict import judged, widened
-from fidelab.run.conduct import rescore
+from fidelab.run.pipeline import rescore
 from tests.run.harness import Done, cli, compare, refused
 
 HIDDEN = ("--engine-arg", "estimator=hidden")

@@ -15,7 +15,7 @@ from fidelab.cli.progress import _remaining_seconds
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import canonical_json
-from fidelab.run.conduct import execute
+from fidelab.run.pipeline import execute
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, cli, write_inputs

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fidelab.results.measurement import Definition, Metric
-from fidelab.run.conduct import rescore
+from fidelab.run.pipeline import rescore
 from tests.run.harness import SMALL, cli, write_inputs
 
 

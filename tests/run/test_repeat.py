@@ -19,7 +19,7 @@ import psutil
 import pytest
 from scipy.stats import chi2
 
-import fidelab.run.conduct
+import fidelab.run.pipeline
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.config.experiment import load
@@ -244,7 +244,7 @@ def test_noise_of_the_fake_engine_is_gaussian_normalised_and_new_in_every_row() 
 def test_an_arm_that_fails_in_one_run_is_named_and_the_others_count(
     room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = fidelab.run.conduct.execute
+    true = fidelab.run.pipeline.execute
 
     def execute(wanted: Experiment, *, replicate: int, **rest: Any) -> tuple[Report, RunFolder]:
         options = {"crash": "tilt:1"} if replicate == 200 else {}

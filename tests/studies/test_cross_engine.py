@@ -16,7 +16,7 @@ from fidelab.config.cross import CrossEngine, validate_cross
 from fidelab.config.profiles import experiments
 from fidelab.report.study import render_study
 from fidelab.results.study import Study, StudyRow
-from fidelab.run.conduct import Interrupted
+from fidelab.run.pipeline import Interrupted
 from fidelab.studies.cross_engine import run_cross
 from tests.run.harness import Done, cli, write_inputs
 

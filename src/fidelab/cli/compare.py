@@ -415,7 +415,7 @@ def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[s
     On some axes, the requests to candidates depend on the reference's answers.
     """
     from fidelab.cli.progress import watcher
-    from fidelab.run.conduct import capture
+    from fidelab.run.pipeline import capture
 
     follow = None if reference is None or not Path(reference).is_dir() else Path(reference)
     arms = [*([reference or {"kv": None}] if follow is None else []), *candidates]

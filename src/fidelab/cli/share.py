@@ -66,7 +66,7 @@ def verify(
     """
     from fidelab.core.errors import UsageError
     from fidelab.ledger import receipt as ledger
-    from fidelab.run.conduct import recompute
+    from fidelab.run.pipeline import recompute
 
     if run is not None and len(receipts) > 1:
         raise UsageError("--run is the run of one receipt: verify the others by themselves")

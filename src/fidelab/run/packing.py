@@ -23,9 +23,9 @@ from fidelab.results.record import MachineDifference
 from fidelab.results.store import RunFolder
 from fidelab.run.attribution import measure_diagnostic
 from fidelab.run.borrow import HUB, split_place
-from fidelab.run.conduct import read_outcomes
 from fidelab.run.deploy import engine_class
 from fidelab.run.pairing import ArmResult
+from fidelab.run.pipeline import read_outcomes
 from fidelab.run.scoring import RunFacts
 
 

@@ -34,7 +34,7 @@ from fidelab.models.resolve import path as model_path
 from fidelab.report.html import write_html
 from fidelab.results.recommend import recommended
 from fidelab.results.record import Report
-from fidelab.run.conduct import execute
+from fidelab.run.pipeline import execute
 from fidelab.run.runner import Listener
 from fidelab.run.signals import terminate_as_interrupt
 

@@ -24,8 +24,8 @@ from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.run.conduct import Interrupted, execute, first_replicate, rescore, resume
 from fidelab.run.estimate import check_disk
+from fidelab.run.pipeline import Interrupted, execute, first_replicate, rescore, resume
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
 

@@ -34,10 +34,10 @@ from fidelab.results.numbers import counted
 from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
-from fidelab.run.conduct import execute, read_outcomes
 from fidelab.run.deploy import engine_class
 from fidelab.run.estimate import Estimate
 from fidelab.run.pairing import ArmResult, Scorer
+from fidelab.run.pipeline import execute, read_outcomes
 from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.resolve import load_axis, load_bench
 from fidelab.run.runner import Listener

@@ -39,7 +39,7 @@ from fidelab.results.record import write_atomically
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record
-from fidelab.run.conduct import Interrupted
+from fidelab.run.pipeline import Interrupted
 from fidelab.run.signals import terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
 
@@ -189,7 +189,7 @@ def _lacks_data(name: str) -> str:
     return ""
 
 
-# --------------------------------------------------------------------------------------------------------- conduct
+# --------------------------------------------------------------------------------------------------------- running
 
 
 def run_profile(
@@ -214,7 +214,7 @@ def run_profile(
     label = re.sub(r"[^A-Za-z0-9.-]+", "-", label.rpartition("-.")[2])
     folder = RunFolder.create(output_dir.absolute() / "profiles", label, text)
     trust_content(folder.config, text.encode())
-    return _conduct(resolved, folder.path, only, command, watch), folder.path
+    return _run_jobs(resolved, folder.path, only, command, watch), folder.path
 
 
 def resume_profile(
@@ -241,7 +241,7 @@ def resume_profile(
         raise InputError(f"{folder} is not a run of a profile: it has no {CONFIG}") from None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
         raise InputError(f"{file} cannot be read: {one_line(str(error))[:200]}") from None
-    return _conduct(resolved, folder, only, command, watch)
+    return _run_jobs(resolved, folder, only, command, watch)
 
 
 def stage_command(stage: Stage, folder: Path) -> list[str]:
@@ -361,7 +361,7 @@ def _with_program(words: list[str]) -> list[str]:
     return words if words[:1] == ["k16v8"] else ["fidelab", *words]
 
 
-def _conduct(
+def _run_jobs(
     resolved: Resolved, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
 ) -> Study:
     machine = Machine(folder)

@@ -15,8 +15,8 @@ from fidelab.bench.base import CellResult
 from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Exchange, Load, ServerRefusedError
 from fidelab.bench.load_cell import Drive
-from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact, cache_room
+from fidelab.bench.serving.measure import ServingWatch
 from fidelab.core import Status
 from fidelab.core.errors import InputError
 from fidelab.metrics.serving import count_good

@@ -11,8 +11,8 @@ from typing import Any
 import fidelab
 from fidelab.bench.base import CellResult
 from fidelab.bench.load_cell import Drive
-from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact
+from fidelab.bench.serving.measure import ServingWatch
 from fidelab.config.load import dump
 from fidelab.core import KVSpec, Status, slug, usable_cores
 from fidelab.report.html import write_html

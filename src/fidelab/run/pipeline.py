@@ -1,4 +1,4 @@
-"""The conductor: plan, run, score, store, report.  Read this first.
+"""A whole run: plan, run, score, store, report.  Read this first.
 
 Steps of a run: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
 runs in a fresh process that writes captures; captures are scored into a report.  Everything between the first and the
@@ -82,7 +82,7 @@ def execute(
         folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
         remember(prepared.settings.experiment, config, folder.config)
         facts = RunFacts(folder.run_id, created, command, _environment())
-        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -105,7 +105,7 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
         prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
         _check_placed(prepared.settings)
         folder.event("resumed")
-        return _conduct(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -225,7 +225,7 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _conduct(
+def _run_jobs(
     prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
 ) -> Report:
     plan = prepared.plan
