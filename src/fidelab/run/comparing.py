@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fidelab.axes.base import Axis
+from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.store import drop_part_rows
-from fidelab.core.errors import FidelabError
+from fidelab.core.errors import CaptureError, FidelabError
 from fidelab.run.build import PlannedCapture
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS
 from fidelab.workers.messages import Compared, Written
@@ -30,6 +31,8 @@ class RowComparer:
         """Replace a part's rows by figures; a part that cannot be compared keeps them, and scoring says why."""
         try:
             folder = planned.folder.with_name(Path(written.folder).name)
+            if not folder.name.startswith(PARTIAL):  # a worker's word: no other folder is read or changed
+                raise CaptureError(f"{written.folder} is no capture that is being written")
             if self._pair is None or self._pair.test.folder != folder:
                 ref, test = Capture(planned.base or planned.folder), Capture(folder, verify=False)
                 self._pair = Pair.match(ref, test, subset=True)
