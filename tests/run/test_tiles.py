@@ -37,10 +37,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return cli("compare", "./tiny", "--reference", "bf16", "--kv", "int4", "--kv", "int8", *SIZES, cwd=room)
 
 
-def scored(done: Done) -> Report:
+def scored(done: Done, figures: tiles.Figures | None = None) -> Report:
     arms = json.loads((done.folder / "outcomes.json").read_text())["arms"]
     experiment = Experiment.model_validate(done.report["settings"])
-    return score_run(experiment, FACTS, [ArmResult.from_record(arm, done.folder) for arm in arms]).report
+    results = [ArmResult.from_record(arm, done.folder) for arm in arms]
+    return score_run(experiment, FACTS, results, figures=figures).report
 
 
 def mean_kl(report: Report) -> list[float | None]:
@@ -78,6 +79,14 @@ def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monke
     assert len(asked) == 1
     assert len(asked[0]) == 3  # of both candidates and the floor
     assert after == pytest.approx(before, rel=1e-4, abs=1e-8)
+
+
+def test_what_an_earlier_look_compared_is_not_compared_again(done: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: tiles.Figures = {}
+    before = mean_kl(scored(done, figures))
+    assert len(figures) == 3  # of both candidates and the floor
+    monkeypatch.setattr("fidelab.run.pairing.compare_here", None)  # an error, if it were called
+    assert mean_kl(scored(done, figures)) == before
 
 
 @pytest.mark.parametrize("candidate", ["int8", "int4"])

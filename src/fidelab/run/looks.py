@@ -17,6 +17,7 @@ from fidelab.run.pairing import ArmResult
 from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.resolve import Settings
 from fidelab.run.scoring import RunFacts, score_run
+from fidelab.run.tiles import Figures
 
 
 def n_looks(settings: Settings) -> int:
@@ -102,16 +103,17 @@ def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
     return {job.role: estimate_job(job, timings).seconds for job in jobs}
 
 
-def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult]) -> list[str]:
+def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult], figures: Figures) -> list[str]:
     """Return the roles of the candidates that more of the text can decide, by the axes that look several times.
 
-    The result is empty if the reference failed, since there is nothing to compare with.
+    The result is empty if the reference failed, since there is nothing to compare with.  ``figures``: of pairs that
+    were compared; those of this look are added.
     """
     experiment = plan.settings.experiment
     looking = {name: experiment.axes[name] for name, axis in plan.settings.axes.items() if axis.n_looks > 1}
     experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
     arms = [_of_axes(result, looking) for result in results if result.role.startswith(("reference", "candidate:"))]
-    report = score_run(experiment, facts, arms).report
+    report = score_run(experiment, facts, arms, figures=figures).report
     done = settled(report, **experiment.limits.model_dump(exclude={"margin"}))
     able = {result.role for result in arms if result.status is Status.OK}
     if "reference" not in able:

@@ -246,7 +246,8 @@ class Scorer:
     """Pairs every arm's captures with the reference's and scores the pairs.
 
     ``reference``: role of the arm that all others are compared with.  ``strict``: captures that must not be compared
-    raise; otherwise they are a failure of that arm on that axis.
+    raise; otherwise they are a failure of that arm on that axis.  ``figures``: of pairs that an earlier look compared;
+    those of this one are added.
     """
 
     def __init__(
@@ -257,6 +258,7 @@ class Scorer:
         *,
         strict: bool,
         reference: str = "reference",
+        figures: Figures | None = None,
     ) -> None:
         self.experiment = experiment
         self.strict = strict
@@ -268,7 +270,7 @@ class Scorer:
         self._reference: dict[str, dict[str, Capture]] = {
             name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
         }
-        self._figures: Figures = {}
+        self._figures: Figures = {} if figures is None else figures
 
     def comparability(self) -> dict[str, Any]:
         return {
@@ -288,6 +290,8 @@ class Scorer:
                     folder = parts_of(name, result.captures).get(part)
                     if folder is None or name in self.unavailable or engaged(result)[0] is not Status.OK:
                         continue
+                    if (ref.folder, folder) in self._figures:
+                        continue
                     try:
                         test = Capture(folder, verify=False)
                         pair = Pair.match(ref, test, subset=_is_part(result))
@@ -302,15 +306,13 @@ class Scorer:
                 if tests:
                     many = operations(ref) >= tiles.MIN_OPERATIONS
                     asked[many].append(Asked(name, self.experiment.axes[name], ref.folder, tests))
-        figures: dict[tuple[Path, Path], Mapping[int, Mapping[str, Any]]] = {}
         if asked[True]:
-            figures |= compare_in_process(asked[True], self.experiment.threads or usable_cores())
+            self._figures |= compare_in_process(asked[True], self.experiment.threads or usable_cores())
         for one in asked[False]:
             try:
-                figures |= compare_here(one)
+                self._figures |= compare_here(one)
             except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:  # as above
                 _LOGGER.debug("%s is not compared ahead: %s", one.axis, error)
-        self._figures = figures
 
     def measure(self, result: ArmResult) -> Measured:
         scores: dict[str, AxisScore] = {}

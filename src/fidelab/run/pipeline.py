@@ -46,6 +46,7 @@ from fidelab.run.resolve import Settings
 from fidelab.run.runner import Listener, Silent, needs_of
 from fidelab.run.scoring import RunFacts, Scored, score_run
 from fidelab.run.signals import terminate_as_interrupt
+from fidelab.run.tiles import Figures
 from fidelab.workers.fork_server import ForkServers
 
 
@@ -233,6 +234,7 @@ def _run_jobs(
     after = expected.scoring + sum(expected.benches.values())
     facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=_borrowed(plan.settings.pack))
     results: list[ArmResult] = []
+    figures: Figures = {}  # rows are compared once, however many looks there are
     folder.event(
         "planned",
         jobs=[job.role for job in plan.jobs],
@@ -255,7 +257,7 @@ def _run_jobs(
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
             _keep(answered, results, plan, folder, facts, cluster, readers)
             for look in range(1, n_looks(plan.settings)):
-                if not (more := undecided(plan, facts, _every(plan, results))):
+                if not (more := undecided(plan, facts, _every(plan, results), figures)):
                     break
                 jobs = plan.at_look({"reference", *more}, look)
                 seconds = seconds_of(jobs)
@@ -278,7 +280,7 @@ def _run_jobs(
             began = time.monotonic()
             if not plan.settings.experiment.keep_rows and cluster is not None:
                 drop_rows_on_cluster(cluster, plan.settings.experiment.axes, results, folder.path, readers)
-            scored = score_run(plan.settings.experiment, facts, _every(plan, results))
+            scored = score_run(plan.settings.experiment, facts, _every(plan, results), figures=figures)
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
                 drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)

@@ -36,6 +36,7 @@ from fidelab.run.arms import serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
+from fidelab.run.tiles import Figures
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
 
@@ -69,17 +70,25 @@ class Scored:
     positions: Sequence[tuple[str, Mapping[str, Any]]]
 
 
-def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, strict: bool = False) -> Scored:
+def score_run(
+    experiment: Experiment,
+    facts: RunFacts,
+    results: Sequence[ArmResult],
+    *,
+    strict: bool = False,
+    figures: Figures | None = None,
+) -> Scored:
     """Score every arm against the reference, control and floor included.
 
-    If the reference failed, no candidate has scores. A failed candidate does not affect the others.
+    If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``strict`` and
+    ``figures``: as of :class:`~fidelab.run.pairing.Scorer`.
 
     Raises:
         MismatchError: If ``strict`` and two captures must not be compared.
         MissingPackageError: If SciPy is not installed.
     """
     require("scipy", "scoring")
-    scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
+    scorer = Scorer(experiment, results, facts.unavailable, strict=strict, figures=figures)
     reference = scorer.by_role["reference"]
     status, reason = engaged(reference)
     control = scorer.by_role.get(CONTROL)

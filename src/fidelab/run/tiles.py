@@ -30,7 +30,7 @@ from fidelab.run.resolve import load_axis
 if TYPE_CHECKING:
     from fidelab.axes.rows import Scorer
 
-Figures = Mapping[tuple[Path, Path], Mapping[int, Mapping[str, NDArray[np.generic]]]]
+Figures = dict[tuple[Path, Path], dict[int, dict[str, NDArray[Any]]]]
 """Columns of rows, by test item, of pairs of folders of captures."""
 
 MIN_OPERATIONS = 1.5e11
@@ -81,7 +81,7 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             _LOGGER.warning("scoring goes on without torch: %s", why)
             return {}
-        figures: dict[tuple[Path, Path], dict[int, dict[str, NDArray[np.generic]]]] = {}
+        figures: Figures = {}
         with np.load(found, allow_pickle=False) as columns:
             for name in columns.files:
                 group, test, item, column = name.split(".")
@@ -93,10 +93,10 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
 
 def compare_here(asked: Asked) -> Figures:
     """Return the figures of all rows that ``asked`` names, by numpy and in this process."""
-    figures: dict[tuple[Path, Path], dict[int, Mapping[str, NDArray[np.generic]]]] = {}
+    figures: list[dict[int, dict[str, NDArray[Any]]]] = [{} for _ in asked.tests]
     for k, t, columns in _compare(asked, NumpyScorer()):
-        figures.setdefault((asked.ref, asked.tests[k][0]), {})[t] = columns
-    return figures
+        figures[k][t] = columns
+    return {(asked.ref, folder): found for (folder, _), found in zip(asked.tests, figures, strict=True)}
 
 
 def main(ticket: str, found: str) -> None:
@@ -114,7 +114,7 @@ def main(ticket: str, found: str) -> None:
     np.savez(found, **columns)
 
 
-def _compare(asked: Asked, scorer: Scorer) -> Iterator[tuple[int, int, Mapping[str, NDArray[Any]]]]:
+def _compare(asked: Asked, scorer: Scorer) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
     """Number of the test, its item, and the columns of its rows."""
     axis, ref = load_axis(asked.axis, asked.settings), Capture(asked.ref, verify=False)
     pairs = [Pair.match(ref, Capture(folder, verify=False), subset=partial) for folder, partial in asked.tests]
