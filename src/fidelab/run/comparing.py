@@ -32,7 +32,7 @@ class RowComparer:
         try:
             folder = planned.folder.with_name(Path(written.folder).name)
             if not folder.name.startswith(PARTIAL):  # a worker's word: no other folder is read or changed
-                raise CaptureError(f"{written.folder} is no capture that is being written")
+                raise CaptureError(f"{written.folder} is not the folder of an unfinished capture")
             if self._pair is None or self._pair.test.folder != folder:
                 ref, test = Capture(planned.base or planned.folder), Capture(folder, verify=False)
                 self._pair = Pair.match(ref, test, subset=True)
