@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
 from fidelab.cli.progress import _remaining_seconds
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
-from fidelab.core import canonical_json
+from fidelab.core import Estimator, canonical_json
+from fidelab.run import estimate
 from fidelab.run.pipeline import execute
 from fidelab.run.prepare import prepare
 from fidelab.run.runner import Silent
@@ -172,3 +175,18 @@ def test_a_dry_run_of_a_cross_engine_file_counts_every_engine_and_runs_none(tmp_
     assert plan["tokens"] == sum(job["tokens"] for job in plan["engines"]["one"]["jobs"]) > 0
     assert "cannot run: " in done.out
     assert not list(tmp_path.glob("runs"))
+
+
+@pytest.mark.parametrize(("candidates", "measured"), [(1, 8.4), (4, 26.4)])
+def test_scoring_on_a_gpu_is_expected_to_take_what_an_h200_took(
+    candidates: int, measured: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """204,800 rows of Qwen3-8B's vocabulary and width (benchmarks/RESULTS.md), from the table's rates."""
+    window = (tuple(range(2049)),)
+    rows = Prefill("kld", window * 100, 0, 2047, ((0,) * 2048,) * 100)
+    model = SimpleNamespace(vocab_size=151_936, hidden_size=4096)
+    resolved = SimpleNamespace(model=model, estimator=Estimator.HIDDEN)
+    job = SimpleNamespace(role="candidate:x", resolved=resolved, captures=[SimpleNamespace(request=rows)])
+    monkeypatch.setattr(estimate, "graphics", lambda: {"gpus": ["NVIDIA H200"]})
+    expected = estimate._scoring(cast(Any, [job] * candidates)) - estimate._scoring([])
+    assert expected == pytest.approx(measured, rel=0.35)

@@ -235,6 +235,7 @@ def _run_jobs(
     facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=_borrowed(plan.settings.pack))
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
+    looked = 0.0  # seconds in which looks compared them
     folder.event(
         "planned",
         jobs=[job.role for job in plan.jobs],
@@ -257,7 +258,10 @@ def _run_jobs(
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
             _keep(answered, results, plan, folder, facts, cluster, readers)
             for look in range(1, n_looks(plan.settings)):
-                if not (more := undecided(plan, facts, _every(plan, results), figures)):
+                began = time.monotonic()
+                more = undecided(plan, facts, _every(plan, results), figures)
+                looked += time.monotonic() - began
+                if not more:
                     break
                 jobs = plan.at_look({"reference", *more}, look)
                 seconds = seconds_of(jobs)
@@ -285,7 +289,7 @@ def _run_jobs(
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
                 drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
             if all(result.status is Status.OK for result in results):
-                Timings().add_scoring((time.monotonic() - began) / expected.scoring)
+                Timings().add_scoring((looked + time.monotonic() - began) / expected.scoring)
             return report
     except KeyboardInterrupt:
         folder.event("interrupted")
