@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from k16v8.gates.mutations import MUTATIONS
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 _COMMAND = "from k16v8.cli import main; raise SystemExit(main())"
@@ -35,6 +37,8 @@ def test_every_gate_passes_under_the_interpreter() -> None:
     record: dict[str, Any] = json.loads(done.stdout)
     assert record["passed"]
     assert {gate["group"] for gate in record["gates"]} == {"attention", "writer", "paper", "soak", "mutation"}
+    asked = [gate["name"] for gate in record["gates"] if gate["group"] == "mutation"]
+    assert asked == [mutation.name for mutation in MUTATIONS]
 
 
 _EVERY_CODE = """
