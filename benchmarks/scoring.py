@@ -1,6 +1,7 @@
 """Scoring of hidden states by torch against numpy, on the same states, in turn: seconds, ratio, memory, error.
 
 python benchmarks/scoring.py [--run FOLDER] [--vocabulary 151936] [--width 896] [--windows 8] [--candidates 1,4]
+    [--torch]
 
 Without ``--run`` states and head are random bfloat16 numbers, and candidates are the reference with noise.  With it,
 they are those of a run's KLD captures.  At the end come seconds on an H100, projected from operation counts alone.
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512, help="positions of a window")
     parser.add_argument("--candidates", default="1,4")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--torch", action="store_true", help="torch alone, whose device may be a GPU")
     given = parser.parse_args()
     counts = [int(count) for count in given.candidates.split(",")]
     windows = _captured(given.run, max(counts), given.windows) if given.run else _random(given, max(counts))
@@ -54,9 +56,18 @@ def main() -> None:
     held = _peak()
     scorer.compare(windows[0][0], windows[0][1:], _targets(windows[0][0]))
     print(f"device {scorer.device}, {usable_cores()} threads; {held:.2f} GiB with head and states before torch")
-    print("| candidates | numpy, s | torch, s | ratio | ratio of processor time | memory of torch, GiB |")
+    if given.torch:
+        rows = sum(len(window[0][0]) for window in windows)
+        print(f"| candidates | {rows:,} positions, s | {PROJECTED_ROWS:,} positions at this rate, s |")
+    else:
+        print("| candidates | numpy, s | torch, s | ratio | ratio of processor time | memory of torch, GiB |")
     for count in counts:
         some = [window[: count + 1] for window in windows]
+        if given.torch:
+            scorer.compare(some[0][0], some[0][1:], _targets(some[0][0]))
+            took = statistics.median(_timed(lambda w: _by_torch(scorer, w), some)[0] for _ in range(given.repeats))
+            print(f"| {count} | {took:.3f} | {took / rows * PROJECTED_ROWS:.1f} |", flush=True)
+            continue
         pairs = [(_timed(_by_numpy, some), _timed(lambda w: _by_torch(scorer, w), some)) for _ in range(given.repeats)]
         wall, processor = (
             [statistics.median(side) for side in zip(*([one[k] for one in pair] for pair in pairs), strict=True)]
