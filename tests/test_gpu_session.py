@@ -356,14 +356,14 @@ def test_no_step_begins_when_its_estimate_exceeds_what_is_left(call: Call, world
     code, record = call("--minutes", "9.5")
     assert code == 1
     assert world.started[-1] == "gate"
-    text = "needs about 230 s, 100 s are left; continue with --resume"
+    text = "needs about 310 s, 100 s are left; continue with --resume"
     assert step(record, "text")["reason"] == {"code": "no_time", "text": text}
-    assert step(record, "profile")["reason"]["code"] == "no_time"  # although 45 s are left: it rests on text
+    assert step(record, "profile")["reason"]["code"] == "no_time"  # although 100 s are left: it rests on text
 
 
 def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--minutes", "3", "--steps", "decode,text"]) == 2
-    assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 4.2\n"
+    assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 5.5\n"
 
 
 def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
