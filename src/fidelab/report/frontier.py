@@ -63,7 +63,7 @@ def draw_frontier(
     if reference:
         at = x(reference.size)
         inside.append(element("line", class_="upright", x1=at, x2=at, y1=top, y2=bottom))
-        inside.append(text(at - 5, top + 10, f"reference {reference.name}", "end"))
+        inside.append(text(min(at + 30, right), top - 5, f"reference {shorten(reference.name)}", "end"))
     if len(best) > 1:
         inside.append(element("path", class_="step", d=_stairs(best, x, y)))
     labels = Labels(left, right, top, bottom, [(x(point.size), y(point.mean)) for point in points])
