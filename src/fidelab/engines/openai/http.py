@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import functools
+import html
 import http.cookiejar
 import ipaddress
 import json
@@ -25,10 +26,10 @@ import ssl
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from fidelab.core.errors import EngineError, UsageError
 
@@ -204,57 +205,32 @@ def _text(found: Any) -> str:
 def cleaner(secrets: Sequence[str]) -> Callable[[str], str]:
     """Return a function that makes a server's text fit to be shown: on one line, without secrets, then shortened.
 
-    Secrets are found however a server may spell them: as they are, percent-encoded, or with the escapes of JSON or
-    HTML, each of these up to several times over; backwards, in hexadecimal, or in base64.  A short one (``x``,
+    Secrets are found as they are, percent-encoded, as JSON or HTML escapes them, and in base64.  A short one (``x``,
     ``EMPTY``) has to be a whole word.
     """
-    plain = sorted({" ".join(secret.split()) for secret in secrets} - {""}, key=len, reverse=True)
-    pattern = re.compile("|".join(map(_spelled, plain))) if plain else None
-    reach = _MESSAGE * _SPELLING * len(plain[0]) if plain else 0  # as many secrets as a message has characters
+    pattern = re.compile("|".join(_spelled(secret) for secret in sorted(secrets, key=len, reverse=True)))
 
     def clean(text: str) -> str:
         line = " ".join(text.encode("utf-8", "replace").decode().split())  # escapes of JSON spell lone surrogates
-        if pattern is not None:
-            line = pattern.sub("[key]", line[:reach])
+        line = pattern.sub("[key]", line[:_SEARCHED]) if secrets else line
         return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"
 
     return clean
 
 
 _NAMES = 8
-_SPELLING = 24  # characters that one character of a secret may be spelled with
+_SEARCHED = 1 << 16  # characters of a message that are searched for secrets; what is shown is far shorter
 _MIN_KEY_LENGTH = 8  # characters below which a key may be a part of any word
 
 
 def _spelled(secret: str) -> str:
-    pattern = "".join(map(_spellings, secret))
+    """A pattern for the spellings of a secret."""
     if len(secret) < _MIN_KEY_LENGTH:
-        return rf"(?<![^\W_])(?:{pattern})(?![^\W_])"
-    return f"{pattern}|{'|'.join(_encoded(secret))}"
-
-
-def _encoded(secret: str) -> Iterator[str]:
-    """Patterns for the secret backwards, in hexadecimal, and in base64 at each of its three alignments."""
-    raw = secret.encode("utf-8", "replace")
-    yield "".join(map(_spellings, reversed(secret)))
-    yield r"(?i:" + r"[\s:]?".join(f"{byte:02x}" for byte in raw) + ")"
-    for shift in range(3):
-        text = base64.b64encode(b"\0" * shift + raw).decode().rstrip("=")
-        # The first and the last character may hold bits of the text next to the secret.
-        inner = text[(0, 2, 3)[shift] : len(text) - bool((shift + len(raw)) % 3)]
-        yield "[A-Za-z0-9+/_-]?" + "".join(_BASE64.get(char, char) for char in inner) + "[A-Za-z0-9+/_-]?=*"
-
-
-_BASE64 = {"+": "[-+]", "/": "[/_]"}  # the alphabet of addresses differs in these
-
-
-def _spellings(char: str) -> str:
-    """A pattern for all spellings of a character."""
-    percent = "".join(f"%(?:25){{0,3}}{byte:02x}" for byte in char.encode("utf-8", "replace"))
-    code = ord(char)
-    json_like = rf"\\{{1,16}}(?:u{code:04x}|x{code:02x}|{re.escape(char)})"
-    html = rf"&(?:amp;)?#(?:x0{{0,4}}{code:x}|0{{0,4}}{code});"
-    return rf"(?:{re.escape(char)}|(?i:{percent}|{json_like}|{html}))"
+        return rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])"
+    code = base64.b64encode(secret.encode()).decode().rstrip("=")
+    words = {secret, quote(secret, safe=""), html.escape(secret), code, code.replace("+", "-").replace("/", "_")}
+    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True))).replace("/", r"\\*/")  # JSON may escape it
+    return f"(?i:{pattern})=*"
 
 
 def split_url(text: str) -> tuple[str, str]:
