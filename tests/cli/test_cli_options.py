@@ -99,7 +99,6 @@ OTHERS = {
     },
     "--out": {
         "share leaderboard": "a file of one of three kinds",
-        "share publish": "a file that must not be there",
         "report": "a file or a folder",
     },
     "--output": {"estimate explain": "a page, not a folder"},

@@ -212,7 +212,6 @@ def test_one_table_names_no_conditions() -> None:
 
 
 def test_a_shape_of_work_is_one_column_whatever_the_order_of_its_coordinates() -> None:
-    """Receipts sort the names in an object."""
 
     def decoded(name: str, **at: int) -> ArmRecord:
         fast = Measurement(status=Status.OK, metrics=(RATE.repeated((1.0, 2.0), cell=dict(at), headline=True),))

@@ -1,4 +1,4 @@
-"""``fidelab share``: receipts and leaderboards."""
+"""``fidelab share``: leaderboards and packed references."""
 
 from __future__ import annotations
 
@@ -9,90 +9,12 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, print_json, show_study
+from fidelab.cli.output import command_line, note, show_study
 
 if TYPE_CHECKING:
     from fidelab.results.record import Report
 
-app = Commands(help="Publish, verify and rank results. Pack references for others.")
-
-
-@app.command()
-def publish(
-    run_dir: options.RunDir,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Output file. It must not exist.")],
-) -> None:
-    """Write a run's verifiable result: its figures and the hashes of its saved outputs.
-
-    It contains no plots, texts or paths.
-
-    [bold]Examples[/bold]
-
-      fidelab share publish latest -o receipt.json
-    """
-    from fidelab.ledger.receipt import publish as write
-    from fidelab.results.store import RunFolder
-
-    print(write(RunFolder.open(run_dir.absolute()), out))
-
-
-_VERDICTS = {"verified": "verified", "consistent": "consistent, not verified", "wrong": "wrong"}
-
-
-@app.command()
-def verify(
-    receipts: Annotated[list[Path], typer.Argument(metavar="RECEIPT", help="File written by fidelab share publish.")],
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN_DIR",
-            help="Run folder with saved outputs. \\[default: the run of this name in runs, if it is there]",
-            show_default=False,
-            callback=options.find_run,
-        ),
-    ] = None,
-    as_json: options.Json = False,
-) -> None:
-    """Verify published results against their hashes and saved outputs.
-
-    With the run, all figures are recomputed from its saved outputs, without an engine. Without it, only consistency can
-    be checked, and the exit code is 3. Exit code 1 means that a result was altered, is contradictory or differs.
-
-    [bold]Examples[/bold]
-
-      fidelab share verify receipt.json
-
-      fidelab share verify receipt.json --run runs/20260101-120000-smollm2-135m
-    """
-    from fidelab.core.errors import UsageError
-    from fidelab.ledger import receipt as ledger
-    from fidelab.run.pipeline import recompute
-
-    if run is not None and len(receipts) > 1:
-        raise UsageError("--run is the run of one receipt: verify the others by themselves")
-    found = [ledger.verify(path, lambda *given: recompute(*given).report, run) for path in receipts]
-    entries = []
-    for one in found:
-        entries.append(
-            {
-                "receipt": str(one.path),
-                "run_id": one.receipt.report.run_id,
-                "sha256": one.receipt.sha256,
-                "verdict": one.verdict,
-                "faults": list(one.faults),
-                "recomputed": one.recomputed,
-                "remark": one.remark,
-            }
-        )
-        if as_json:
-            continue
-        said = one.remark if one.recomputed is None else f"{one.recomputed:,} numbers computed again from saved outputs"
-        print(": ".join(filter(None, (str(one.path), _VERDICTS[one.verdict], said))))
-    if as_json:
-        print_json({"receipts": entries})
-    exit_on([f"{one.path}: {fault}" for one in found for fault in one.faults])
-    if any(one.verdict != "verified" for one in found):
-        raise typer.Exit(UNDECIDED)
+app = Commands(help="Rank results. Pack references for others.")
 
 
 @app.command()
@@ -101,7 +23,7 @@ def leaderboard(
         list[Path],
         typer.Argument(
             metavar="RUN_DIR",
-            help="Run folders, report.json files, published results or a folder of runs.",
+            help="Run folders, report.json files or a folder of runs.",
         ),
     ],
     out: Annotated[
@@ -120,7 +42,7 @@ def leaderboard(
 
     [bold]Examples[/bold]
 
-      fidelab share leaderboard runs receipts/*.json -o leaderboard.html
+      fidelab share leaderboard runs -o leaderboard.html
 
       fidelab share leaderboard runs/a runs/b --by benches.decode
     """
@@ -143,19 +65,17 @@ def leaderboard(
 
 
 def _reports(paths: list[Path]) -> list[Report]:
-    """Return the reports of runs and receipts, and of all runs in folders, each once.
+    """Return the reports of runs, and of all runs in folders, each once.
 
     Raises:
-        InputError: If a named path is neither.  Damaged and unfinished runs in a folder are left out.
+        InputError: If a named path is not a run.  Damaged and unfinished runs in a folder are left out.
     """
     from fidelab.core.errors import InputError
-    from fidelab.ledger.receipt import is_receipt, report_of
     from fidelab.results.store import CONFIG, REPORT, find_run, read_run
 
     seen: set[Path] = set()
-    receipts = [path for path in paths if is_receipt(path)]
-    reports = [report_of(path) for path in receipts]
-    for path in map(find_run, (path for path in paths if path not in receipts)):
+    reports = []
+    for path in map(find_run, paths):
         inside = sorted(path.glob(f"*/{REPORT}")) if path.is_dir() and not (path / CONFIG).is_file() else []
         for file in inside or [path / REPORT if path.is_dir() and (path / REPORT).is_file() else path]:
             if file.resolve() in seen:

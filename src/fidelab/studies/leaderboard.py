@@ -144,7 +144,7 @@ def _headlines(group: str, measurement: Measurement) -> Iterator[_Column]:
 
 
 def _place(metric: Metric) -> str:
-    """The shape of work in words, whatever the order in which a file names its coordinates: receipts sort them."""
+    """The shape of work in words, whatever the order in which a file names its coordinates."""
     return label(dict(sorted(metric.cell.items())))
 
 
