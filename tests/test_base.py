@@ -62,7 +62,6 @@ BASE = [
     (["report", "latest"], "tilt"),
     (["check", "latest", "--max-kld", "9", "--baseline", "latest"], "unchanged"),
     (["runs", "list"], "fake"),
-    (["share", "leaderboard", "runs/latest"], "tilt"),
     (["serve", "start", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
 ]
 

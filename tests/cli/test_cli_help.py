@@ -52,7 +52,6 @@ COMMANDS = [
     ("serve", "check"),
     ("share",),
     ("share", "reference"),
-    ("share", "leaderboard"),
     ("reproduce",),
     ("reproduce", "list"),
     ("reproduce", "show"),

@@ -1,1 +1,1 @@
-"""The ledger: runs at a glance, leaderboards, exports."""
+"""The ledger: runs at a glance, exports."""
