@@ -23,7 +23,7 @@ from fidelab.results.values import Outcome
 
 Floats = NDArray[np.float64]
 
-_DOUBTFUL = frozenset({"depth", "inconsistent", "cache"})  # flags: the figure describes something else
+_DOUBTFUL = frozenset({"depth", "not-engaged", "inconsistent", "cache"})  # flags: the figure describes something else
 _LOG_FROM = 10**1.5  # largest over smallest abscissa, from which the axis is logarithmic
 
 
