@@ -16,7 +16,7 @@ from fidelab.core.registry import late, require
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.results.store import RunFolder
 from tests.imports.sample import refract_report, write
-from tests.run.harness import cli, compare
+from tests.run.harness import compare
 
 ROOT = Path(__file__).parents[1]
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
@@ -43,12 +43,11 @@ def fidelab(folder: Path, *words: object, gone: tuple[str, ...] = EXTRAS) -> sub
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, a run with its receipt, and files that others wrote."""
+    """A model, a run, and files that others wrote."""
     folder = tmp_path_factory.mktemp("base")
     make_tiny(folder / "model", positions=128)
     done = compare(folder, "tilt[q=0.9]", limit=2, windows=8)
     assert done.code == 0, done.err
-    assert cli("share", "publish", "latest", "-o", "receipt.json", cwd=folder).code == 0
     write(folder, refract_report(), "refract.json")
     (folder / "preset.yaml").write_text("model: Qwen/Qwen3-8B\nengine: vllm\nkv: fp8_e4m3\n")
     return folder
@@ -63,7 +62,6 @@ BASE = [
     (["report", "latest"], "tilt"),
     (["check", "latest", "--max-kld", "9", "--baseline", "latest"], "unchanged"),
     (["runs", "list"], "fake"),
-    (["share", "leaderboard", "runs/latest"], "tilt"),
     (["serve", "start", "./preset.yaml", "--dry-run"], "--kv-cache-dtype fp8_e4m3"),
 ]
 
@@ -95,10 +93,7 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
     assert outcomes == {" ".join(words): (0, True) for words, _ in BASE}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("import", "refract", "refract.json"), ("share", "verify", "receipt.json"), ("report", "--rescore", "latest")],
-)
+@pytest.mark.parametrize("words", [("import", "refract", "refract.json"), ("report", "--rescore", "latest")])
 def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
     words: tuple[str, ...], made: Path, tmp_path: Path
 ) -> None:
@@ -108,12 +103,6 @@ def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
     refused = fidelab(tmp_path, *words)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert refused.stderr.endswith("needs SciPy: pip install 'fidelab[stats]'\n")
-
-
-def test_a_receipt_without_its_run_is_read_without_extras(made: Path, tmp_path: Path) -> None:
-    shutil.copy(made / "receipt.json", tmp_path)
-    done = fidelab(tmp_path, "share", "verify", "receipt.json")
-    assert (done.returncode, done.stderr) == (3, ""), done.stderr
 
 
 def test_an_audit_without_extras_names_the_rules_that_did_not_run(made: Path) -> None:

@@ -45,7 +45,6 @@ from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.ledger.index import list_runs
-from fidelab.ledger.receipt import verify
 from fidelab.models import resolve as resolve_model
 from fidelab.models.gguf import read_header
 from fidelab.physics import devices
@@ -54,7 +53,7 @@ from tests.captures import sample
 from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples
 from tests.models.tiny_gguf import write_gguf
-from tests.run.harness import Done, cli, compare
+from tests.run.harness import Done, compare
 from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
 
 DATA = Path(__file__).parent / "imports" / "data"
@@ -207,10 +206,6 @@ def read_devices(path: Path) -> None:
         devices._device(name, row, str(path))
 
 
-def read_receipt(path: Path) -> None:
-    verify(path, lambda folder, limits: pytest.fail("nothing is at hand to compute from"))
-
-
 @cache
 def fake() -> Tokenizer:
     return Tokenizer.load(resolve_model("fake"))
@@ -346,12 +341,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_a_damaged_report_is_read_or_refused_in_one_line(run: Done, tmp_path: Path) -> None:
     path = Path(shutil.copy(run.folder / "report.json", tmp_path))
     assail(Case(lambda _: path, Report.from_json, damaged_value), path, 2 * MUTATIONS)
-
-
-def test_a_damaged_receipt_has_faults_or_is_refused_in_one_line(run: Done, tmp_path: Path) -> None:
-    assert cli("share", "publish", run.folder, "-o", tmp_path / "receipt.json", cwd=run.cwd).code == 0
-    path = tmp_path / "receipt.json"
-    assail(Case(lambda _: path, read_receipt, damaged_value), path, 2 * MUTATIONS)
 
 
 @pytest.mark.parametrize("name", ["report.json", "outcomes.json", "config.resolved.yaml"])

@@ -18,7 +18,6 @@ from fidelab.results.measurement import Flag
 from fidelab.results.plots import Curve
 from fidelab.results.record import NO_REFERENCE, Report
 from fidelab.results.study import SCHEMA, Study, StudyRow
-from fidelab.studies.leaderboard import rank
 from fidelab.studies.roundings import KLD, TOP1, heatmap
 from tests.browser.conftest import UNFOLD, Open, Visit
 from tests.report.sample import (
@@ -113,7 +112,6 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
     "study": study_page,
-    "leaderboard": lambda _: study_html(rank([sample_report(), hostile_report(), wide_report()])),
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
 }
 

@@ -21,7 +21,7 @@ def chosen(axes: str, *limit: str, quick: bool = False, **kld: Any) -> dict[str,
 def test_presets_stand_for_their_axes() -> None:
     assert list(chosen("core")) == ["trajectory", "kld"]
     assert list(chosen("full")) == ["trajectory", "kld", "rniah", "plad"]
-    assert list(chosen("all")) == [name for name in AXES.names() if name != "lm-eval"]  # which must be told its tasks
+    assert list(chosen("all")) == AXES.names()
 
 
 def test_an_axis_that_is_named_twice_is_measured_once() -> None:

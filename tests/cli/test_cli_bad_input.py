@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.cli.moved import MOVED_COMMANDS, MOVED_OPTIONS
 from tests.run import harness
 from tests.run.harness import cli, write_inputs
 
@@ -100,7 +99,6 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "fake", "--resume", "x"), "leave out MODEL"),
         (("compare", "--resume", "x", "--windows", "3"), "leave out --windows"),
         (("compare", "--resume", "x", "--dry-run"), "leave out --dry-run"),
-        (("cmpare",), "No such command 'cmpare'"),
         (("compare", "--resume", "x", "-f", "x"), "--resume takes the settings of the run: leave out --file"),
         (("compare", "fake", "-f", "x.yaml"), "--file takes the settings of the file: leave out MODEL"),
         (("compare", "-f", "x.yaml", "--kv", "tilt"), "leave out --kv"),
@@ -120,14 +118,18 @@ def test_a_name_or_flag_that_cannot_be_is_one_line(words: tuple[object, ...], sa
     assert said in refused(*words, cwd=room)
 
 
-@pytest.mark.parametrize(("words", "current"), MOVED_COMMANDS.items())
-def test_a_former_command_names_the_one_to_write(words: str, current: str, room: Path) -> None:
-    assert refused(*words.split(), "x", "--y", cwd=room) == f"fidelab: fidelab {words} does not exist; write: {current}"
-
-
-@pytest.mark.parametrize(("flag", "current"), MOVED_OPTIONS.items())
-def test_a_former_option_names_what_to_write(flag: str, current: str, room: Path) -> None:
-    assert refused("compare", "fake", flag, "x", cwd=room) == f"fidelab: {flag} does not exist; write: {current}"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("cmpare", "no command 'fidelab cmpare'; did you mean: fidelab compare"),
+        ("chek", "no command 'fidelab chek'; did you mean: fidelab check or fidelab serve check"),
+        ("share refrence", "no command 'fidelab share refrence'; did you mean: fidelab share reference"),
+        ("audit", "no command 'fidelab audit'; did you mean: fidelab checkpoint audit"),
+        ("runs gc", "No such command 'gc' (see: fidelab runs --help)"),
+    ],
+)
+def test_an_unknown_command_names_the_nearest_of_its_group_or_of_any(words: str, said: str, room: Path) -> None:
+    assert refused(*words.split(), "x", "--y", cwd=room) == f"fidelab: {said}"
 
 
 @pytest.mark.parametrize(("alias", "name"), [("llama.cpp", "llamacpp"), ("Transformers", "hf")])

@@ -41,7 +41,6 @@ OTHERS = {
     "--batch": {"estimate model": "cells of a table"},
     "--budget": {"compare": "a time, not bytes"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
-    "--by": {"share leaderboard": "what ranks, not what is changed together"},
     "--candidate": {
         "diagnose layers": "exactly one",
         "bench offline": "one arm of several; none is the reference",
@@ -97,11 +96,7 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
     },
-    "--out": {
-        "share leaderboard": "a file of one of three kinds",
-        "share publish": "a file that must not be there",
-        "report": "a file or a folder",
-    },
+    "--out": {"report": "a file or a folder"},
     "--output": {"estimate explain": "a page, not a folder"},
     "--output-dir": {
         "compare": "with captures",

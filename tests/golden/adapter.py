@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -404,16 +403,8 @@ def score(bundle: Bundle, results: Sequence[ArmResult], room: Path) -> Report:
     """The report of a stored run, by the function that scores a run when it ends and when it is scored again."""
     write_files(bundle.text["files"], room)
     facts = RunFacts("golden", "2026-01-01T00:00:00Z", "golden", {}, bundle.text["unavailable"])
-    with contextlib.chdir(room), offline(room):
+    with contextlib.chdir(room):
         return score_run(_experiment(bundle), facts, results).report
-
-
-@contextlib.contextmanager
-def offline(room: Path) -> Iterator[None]:
-    """Data sets of tasks are read from the run's own files, and kept in its folder."""
-    settings = {"HF_DATASETS_CACHE": str(room / "datasets"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    with mock.patch.dict(os.environ, settings):
-        yield
 
 
 _MEANS = (

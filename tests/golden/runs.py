@@ -107,28 +107,6 @@ def _tool_log() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tasks() -> dict[str, str]:
-    """A task of each kind of request, as the harness reads them."""
-    split = "dataset_path: json\ndataset_kwargs:\n  data_files: tasks/documents.jsonl\ntest_split: train\n"
-    documents = []
-    for n in range(12):
-        choices = [_WORDS[(n + k) % len(_WORDS)] for k in range(2 + n % 3)]
-        question = " ".join(_WORDS[(n * k) % len(_WORDS)] for k in range(3, 5 + n % 3))
-        documents.append(
-            json.dumps({"number": n, "question": question, "choices": choices, "answer": n % 2, "written": f"w{n}"})
-        )
-    asked = 'doc_to_text: "Question {{number}}: {{question}}\\nAnswer:"\n'
-    return {
-        "tasks/documents.jsonl": "\n".join(documents) + "\n",
-        "tasks/colours.yaml": "task: colours\noutput_type: multiple_choice\n" + asked + 'doc_to_choice: "{{choices}}"\n'
-        'doc_to_target: "{{answer}}"\nmetric_list:\n  - metric: acc\n  - metric: acc_norm\n' + split,
-        "tasks/echo.yaml": "task: echo\noutput_type: generate_until\n" + asked + 'doc_to_target: "{{written}}"\n'
-        'generation_kwargs:\n  until: ["."]\n  max_gen_toks: 12\nmetric_list:\n  - metric: exact_match\n' + split,
-        "tasks/prose.yaml": 'task: prose\noutput_type: loglikelihood_rolling\ndoc_to_text: ""\n'
-        'doc_to_target: "{{question}}"\nmetric_list:\n  - metric: word_perplexity\n  - metric: bits_per_byte\n' + split,
-    }
-
-
 def _problems() -> str:
     lines = (
         {"id": f"p{i:02}", "question": f"Problem {i:02}: how much?", "answer": f"It is.\n#### {17 * i}"}
@@ -322,15 +300,6 @@ RUNS: Mapping[str, GoldenRun] = {
             engine_args={"parts": "tilt:decode:97", "lacks": "evicted"},
         ),
         {**_PLAIN, "text.txt": "".join(f"line {i} of a text\n" for i in range(200))},
-    ),
-    "tasks": GoldenRun(
-        _fake(
-            {"lm-eval": {"tasks": ["colours", "echo", "prose"], "include_path": "tasks"}},
-            *("tilt[q=0.7]", "fork[at=1]"),
-            **_NOISY,
-            engine_args={"noise": "0.1"},
-        ),
-        {**_PLAIN, **_SHIM, **_tasks()},
     ),
     "tools": GoldenRun(
         _fake({"toolcalls": {"n_predict": 96}}, "forget[every=2]", "forget[every=5]", "exact", traffic="log.jsonl"),

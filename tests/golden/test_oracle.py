@@ -44,7 +44,6 @@ NOT_RECOMPUTED: Mapping[str, str] = {
 """Figures of axes with KL, agreement, perplexity, retrieval or generated text that are not recomputed, and why."""
 NOT_READ = {
     "degeneration": "onsets are defined by a model of bigrams",
-    "lm-eval": "the harness computes its figures",
     "toolcalls": "calls are read in nine notations",
 }
 """Axes that are not recomputed, and why."""

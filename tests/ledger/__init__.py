@@ -1,1 +1,1 @@
-"""The ledger: runs at a glance, receipts, leaderboards, exports."""
+"""The ledger: runs at a glance, exports."""

@@ -26,7 +26,7 @@ TEXTS = (
     "    indented",
     "{{ 7 * 7 }}{% raw %}",
 )
-_WORDS = {"schema", "created", "status", "band", "at_best", "unit", "better", "aggregate", "limit", "kind", "key"}
+_WORDS = {"schema", "created", "status", "band", "at_best", "unit", "better", "limit", "kind", "key"}
 """Keys whose values are words of the schema, not free text."""
 
 

@@ -14,7 +14,7 @@ from tests.report.sample import HOSTILE, arm, sample_report
 MIB = 2**20
 LENGTHS = (128, 512, 2048, 8192)
 DEPTHS = (0, 1024, 4096, 16384)
-RATE = Definition("rate", "tok/s", "higher", about="prompt tokens over the time to the first token", aggregate="median")
+RATE = Definition("rate", "tok/s", "higher", about="prompt tokens over the time to the first token")
 ISOLATED = Definition("isolated", "tok/s", "higher", about="time between the first and the last token")
 OUTPUT = Definition("output_rate", "tok/s", "higher", about="generated tokens per second")
 

@@ -275,7 +275,7 @@ def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
         f"report {folder} --rescore",
         f"compare --resume {folder}",
         " ".join(WORDS),
-        f"share publish {folder} -o runs/r",
+        f"report {folder} --format lm-eval -o runs/r",
     ):
         done = command(chaos, *writing.split())
         assert done.returncode == 2, writing

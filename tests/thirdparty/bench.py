@@ -24,8 +24,8 @@ from fidelab.extend import (
 
 __all__ = ["FirstWord"]
 
-FIRST = Definition("first_word", "ms", "lower", "Median time to the first token.", aggregate="median")
-SLOWEST = Definition("slowest", "ms", "lower", "The longest wait.", aggregate="max")
+FIRST = Definition("first_word", "ms", "lower", "Median time to the first token.")
+SLOWEST = Definition("slowest", "ms", "lower", "The longest wait.")
 
 
 class FirstWordSettings(LiveSettings):

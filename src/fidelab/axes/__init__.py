@@ -14,7 +14,6 @@ AXES = Registry(
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
-        "lm-eval": "fidelab.axes.lm_eval:LMEval",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
         "vision": "fidelab.axes.vision:Vision",
     },

@@ -50,11 +50,8 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     """Return the score of an axis whose requests an engine reported as not measurable (``facts``), else ``None``."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
     reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
-    return None if reason is None else unmeasurable(reason)
-
-
-def unmeasurable(reason: str) -> AxisScore:
-    """Return a score without items that carries the reason."""
+    if reason is None:
+        return None
     nothing = np.empty(0)
     return AxisScore(nothing, nothing, nothing, nothing.astype(bool), not_measurable=reason)
 

@@ -36,14 +36,12 @@ ISOLATED = Definition(
     "tok/s",
     "higher",
     "Tokens of the whole batch behind the first one, over the time from the first to the last.",
-    aggregate="median",
 )
 BY_SUBTRACTION = Definition(
     "by_subtraction",
     "tok/s",
     "higher",
     "The same tokens over the time of the whole answer less the median of separate prefills.",
-    aggregate="median",
     optional=True,
 )
 

@@ -30,7 +30,6 @@ RATE = Definition(
     "tok/s",
     "higher",
     "Prompt tokens of the whole batch over the time to the first token, with a cold prefix cache.",
-    aggregate="median",
 )
 
 

@@ -28,13 +28,13 @@ from fidelab.results.plots import Bars
 COLD, WARM = "cold", "warm"
 _PROMPT = 16  # tokens
 
-TOTAL = Definition("total", "s", "lower", "From the process' start to the first token.", aggregate="median")
+TOTAL = Definition("total", "s", "lower", "From the process' start to the first token.")
 
 
 def part(name: str) -> Definition:
     """Return the metric for one part of the time."""
     about = f"The part of the start-up called {name}; what an engine cannot tell apart stands under the later part."
-    return Definition(key_of(name), "s", "lower", about, aggregate="median", name=name)
+    return Definition(key_of(name), "s", "lower", about, name=name)
 
 
 class StartupSettings(BenchSettings):

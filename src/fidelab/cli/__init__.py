@@ -30,7 +30,6 @@ from fidelab.cli import (
     share,
 )
 from fidelab.cli.commands import Commands, Group
-from fidelab.cli.moved import MOVED_OPTIONS
 
 # ClickException, whose place depends on the version of typer
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -179,6 +178,4 @@ def _usage(error: Any) -> int:
     """Report a flag or a command that typer refused; without any command, typer has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
-    if (current := MOVED_OPTIONS.get(getattr(error, "option_name", None) or "")) is not None:
-        return _fault(f"{error.option_name} does not exist; write: {current}")
     return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

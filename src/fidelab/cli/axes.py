@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _AXES = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
-_HARNESS = "lm-eval"
 _BENCHES = {"offline": ("startup", "prefill", "decode", "memory")}
 _SMALLER = {
     "windows": "8",
@@ -31,15 +30,12 @@ def axis_settings(
     from fidelab.axes import AXES
     from fidelab.core.errors import UsageError
 
-    words, tasks = _split_tasks(axes, AXES.names())
-    every = [name for name in AXES.names() if name != _HARNESS]  # which has no default tasks
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in _expand_presets(words, {**_AXES, "all": every})}
+    presets = {**_AXES, "all": AXES.names()}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _expand_presets(axes, presets)}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
     if quick:
         chosen = {name: dict(AXES.load(name).quick) for name in chosen}
-    if tasks:
-        chosen[_HARNESS]["tasks"] = tasks
     for axis, values in flags.items():
         settings = {key: value for key, value in values.items() if value is not None}
         if settings and axis not in chosen:
@@ -57,27 +53,6 @@ def axis_settings(
             _must_have_limit(owner, text)
             chosen[owner]["limit"] = int(number)
     return chosen
-
-
-def _split_tasks(text: str, axes: Collection[str]) -> tuple[str, list[str]]:
-    """Split ``kld,lm-eval:arc_easy,piqa`` into ``kld,lm-eval`` and [``arc_easy``, ``piqa``].
-
-    The words after ``lm-eval:`` are tasks, up to the next word that is an axis or a set of axes.
-    """
-    words, tasks, inside = list[str](), list[str](), False
-    for word in (part.strip() for part in text.split(",")):
-        name, colon, task = word.partition(":")
-        if colon and name == _HARNESS:
-            inside, found = True, task.strip()
-        elif inside and word and word not in axes and word not in _AXES and word != "all":
-            found = word
-        else:
-            inside, found = False, ""
-            words.append(word)
-            continue
-        words.append(_HARNESS)
-        tasks += [found] if found and found not in tasks else []
-    return ",".join(words), tasks
 
 
 def _must_have_limit(axis: str, text: str) -> None:

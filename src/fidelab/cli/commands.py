@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -11,7 +12,6 @@ import typer
 import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
-from fidelab.cli.moved import MOVED_COMMANDS
 from fidelab.core.errors import UsageError
 
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
@@ -66,14 +66,27 @@ class Group(_Shown, typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
-            before = ctx.command_path.split()[1:]
-            for words in (args[:2], args[:1]):
-                former = " ".join([*before, *words])
-                if (current := MOVED_COMMANDS.get(former)) is not None:
-                    raise UsageError(f"fidelab {former} does not exist; write: {current}")
             if self.default is not None:
                 args = [self.default, *args]
+            elif near := self._nearest(ctx, args[0]):
+                raise UsageError(f"no command '{ctx.command_path} {args[0]}'; did you mean: {' or '.join(near)}")
         return super().resolve_command(ctx, args)
+
+    def _nearest(self, ctx: Any, word: str) -> list[str]:
+        """Return the commands whose name is nearest to a word: below this group, else of any group."""
+        for top, path in ((self, ctx.command_path), (ctx.find_root().command, ctx.find_root().command_path)):
+            known = [*_paths(top, path)]
+            if near := get_close_matches(word, {name for name, _ in known}, 1):
+                return [path for name, path in known if name == near[0]]
+        return []
+
+
+def _paths(group: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Names of the commands below a group, each with the words that call it."""
+    for name, command in group.commands.items():
+        if not command.hidden:
+            yield name, f"{path} {name}"
+            yield from _paths(command, f"{path} {name}") if isinstance(command, Group) else ()
 
 
 class Commands(typer.Typer):

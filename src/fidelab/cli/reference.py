@@ -134,7 +134,6 @@ def _file_pages() -> dict[str, str]:
     from fidelab.config.profiles import Profile
     from fidelab.config.schema import Experiment, Preset
     from fidelab.ledger import reference
-    from fidelab.ledger.receipt import json_schema
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
@@ -170,15 +169,6 @@ def _file_pages() -> dict[str, str]:
             "`schema/fidelab.study-0.schema.json`. Fields that have their default are left out.",
             {"Study": Study.json_schema()},
             elsewhere=Report.json_schema()["$defs"],
-        ),
-        "receipt.md": _schema_page(
-            "Verifiable results",
-            "The file of `fidelab share publish` ([verifiable results](../sharing.md#verifiable-results)). Records "
-            "that are not listed here are those of [report.json](report.md). "
-            "The JSON Schema is `schema/fidelab.receipt-0.schema.json`.",
-            {"Receipt": json_schema()},
-            elsewhere=Report.json_schema()["$defs"],
-            written=True,
         ),
         "reference.md": _schema_page(
             "Packed references",

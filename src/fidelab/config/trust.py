@@ -35,7 +35,6 @@ _TRUST_FILE = "trusted-files"  # in the user's state: a hash and its file per li
 _COMMANDS = ("python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
-_TASK_KEY = "include_path"  # of axis lm-eval: task files name functions of neighbouring files
 _OUTPUT_KEYS = ("output_dir", "captures_dir")
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
@@ -236,8 +235,6 @@ def demands(settings: Asking) -> list[Demand]:
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
-            if key == _TASK_KEY:
-                found.append(Demand(f"axes.lm-eval.{key}", value, "is a folder whose code would be run"))
     for key in _OUTPUT_KEYS:
         place = getattr(settings, key, None)
         if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):

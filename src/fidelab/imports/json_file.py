@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelab.core import read_file, strict_json
 from fidelab.core.errors import InputError
-from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.measurement import Definition, Metric
 
 _MAX_FILE_BYTES = 128 << 20
 _MAX_COUNT = 1_000_000  # tokens of one answer, chunks: a larger number is not a count
@@ -122,15 +122,9 @@ def _text(value: str) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-def metrics_of(
-    figures: Mapping[str, Any],
-    definitions: Mapping[str, Definition],
-    bound: bool = False,
-    cell: Coordinates | None = None,
-) -> Iterator[Metric]:
-    """Yield the available metrics, with the first one as headline; ``bound``: those in nats are lower bounds."""
+def metrics_of(figures: Mapping[str, Any], definitions: Mapping[str, Definition]) -> Iterator[Metric]:
+    """Yield the available metrics, with the first one as headline."""
     for number, (field, definition) in enumerate(definitions.items()):
         value, ci = figures.get(field), figures.get(f"{field}_ci")
         if value is not None or ci is not None:
-            lower = bound and definition.unit == "nats"
-            yield definition(value, ci, cell=cell, bound=lower, headline=number == 0 and not cell)
+            yield definition(value, ci, headline=number == 0)

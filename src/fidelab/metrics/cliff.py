@@ -35,7 +35,7 @@ class Cliff:
     interval: tuple[int, int] | None
 
 
-def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, native: int, seed: int = 0) -> Cliff:
+def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, native: int) -> Cliff:
     """Find the cliff of one side. See docs/metrics.md#sensitivity-of-keys-and-values.
 
     Args:
@@ -64,13 +64,13 @@ def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, 
     found = int(at(np.ones((1, len(counts))))[0])
     interval = None
     if len(counts) >= _MIN_CLUSTERS:
-        low, high = np.quantile(at(resample_weights(len(counts), seed=seed)), _LEVEL, method="inverted_cdf")
+        low, high = np.quantile(at(resample_weights(len(counts))), _LEVEL, method="inverted_cdf")
         interval = (int(low), int(high))
     return Cliff(found or None, interval)
 
 
 def asymmetry(
-    native: NDArray[Any], k: NDArray[Any], v: NDArray[Any], clusters: NDArray[Any], seed: int = 0
+    native: NDArray[Any], k: NDArray[Any], v: NDArray[Any], clusters: NDArray[Any]
 ) -> tuple[float, tuple[float, float] | None] | None:
     """Return ΔPPL with rounded keys over ΔPPL with rounded values of the same width, and its 95% interval.
 
@@ -91,7 +91,7 @@ def asymmetry(
         return np.asarray(ppl[:, 1:] - ppl[:, :1])
 
     [(of_k, of_v)] = changes(np.ones((1, len(counts))))
-    resampled = changes(resample_weights(len(counts), seed=seed))
+    resampled = changes(resample_weights(len(counts)))
     if of_v <= 0 or np.quantile(resampled[:, 1], _LEVEL[0]) <= 0:
         return None
     low, high = np.quantile(resampled[:, 0] / resampled[:, 1], _LEVEL)

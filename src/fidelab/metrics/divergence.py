@@ -40,6 +40,7 @@ _COLUMNS = 1 << 14
 _TOP_K_FOLD = 64
 # Sums of float32 log-probabilities are known to about this much.
 _MASS_RESOLUTION = 1e-6
+_UNLISTED = -30.0  # log-probability of a token that a side does not list, in a definition of others
 _MAX_STATISTIC = 1e100  # of χ² and k3: what is larger has no mean that a float could square
 _MIN_WINDOW_END_ROWS = 8  # at the end of windows: fewer are not evidence that a way diverges
 
@@ -389,11 +390,11 @@ def topk_lower_bound(
     return max(0.0, math.fsum(terms))
 
 
-def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, floor: float = -30.0) -> Floats:
+def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int) -> Floats:
     """Return the KL by REFRACT's definition from logits ``[n, V]`` of both sides, nats ``[n]``. For comparison only.
 
     ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
-    list has the log-probability ``floor`` on that side.  See docs/metrics.md#imported-results.
+    list has the log-probability −30 on that side.  See docs/metrics.md#imported-results.
     """
     found = np.empty(len(ref_logits))
     common = min(ref_logits.shape[1], test_logits.shape[1])
@@ -405,7 +406,9 @@ def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int, fl
             continue
         listed = [_largest(side, k) for side in logs]
         ids = np.union1d(*listed)
-        log_p, log_q = (np.where(np.isin(ids, own), side[ids], floor) for side, own in zip(logs, listed, strict=True))
+        log_p, log_q = (
+            np.where(np.isin(ids, own), side[ids], _UNLISTED) for side, own in zip(logs, listed, strict=True)
+        )
         with np.errstate(invalid="ignore"):
             found[row] = np.where(log_p == -np.inf, 0.0, np.exp(log_p) * (log_p - log_q)).sum()
     return found
@@ -660,12 +663,12 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
     return int(np.argmax(found)) if found.any() else None
 
 
-def kl_by_confidence(confidence: Floats, kl: Floats, n_bins: int = 10) -> BinnedMeans:
-    """Return the mean KL in ``n_bins`` equal spans of the reference's top-1 probability ``[n]``, 0…1.
+def kl_by_confidence(confidence: Floats, kl: Floats) -> BinnedMeans:
+    """Return the mean KL in ten equal spans of the reference's top-1 probability ``[n]``, 0…1.
 
     See docs/metrics.md#mean-kl-divergence.
     """
-    return _binned(np.linspace(0.0, 1.0, n_bins + 1), confidence, kl)
+    return _binned(np.linspace(0.0, 1.0, 11), confidence, kl)
 
 
 def _binned(edges: Floats, keys: NDArray[Any], kl: Floats) -> BinnedMeans:

@@ -153,7 +153,7 @@ def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats,
     return base.mean() + moved, cand.mean() - moved
 
 
-def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float = 0.95) -> Interval | None:
+def retrieval_interval(cells: Cells, *, compat: str | None = None) -> Interval | None:
     """Return the 95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
 
     Which cells are informative is taken as given: they are fixed by design.  See docs/metrics.md#retrieval.
@@ -164,12 +164,12 @@ def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float 
     if score is None or n < 2:
         return None
     count = min(_degradation(counted) * n, n)  # need not be whole
-    most, least = reversed(binomial_interval(count, n, level))
+    most, least = reversed(binomial_interval(count, n))
     low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
     return min(low, score), max(high, score)
 
 
-def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> PairedDifference:
+def accuracy_difference(cells: Cells, seed: int = 0) -> PairedDifference:
     """Return the candidate's accuracy minus the reference's, over the trials of all cells (points, −100…100).
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
@@ -181,7 +181,7 @@ def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> Pai
     """
     clusters, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
     cand, base = RatioItems(cells.cand, ones, clusters), RatioItems(cells.base, ones, clusters)
-    return paired_difference(cand, base, seed, level=level, scale=100.0, bounds=(0.0, 1.0), proportion=True)
+    return paired_difference(cand, base, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
 def _degradation(cells: Cells) -> float:

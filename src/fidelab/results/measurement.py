@@ -22,7 +22,6 @@ from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Recor
 
 Better = Literal["higher", "lower"]
 Unit = Literal["", "nats", "points", "share", "tok/s", "req/s", "ms", "s", "bytes", "tokens", "count", "ratio", "p"]
-Aggregate = Literal["mean", "geometric mean", "median", "sum", "min", "max", "none"]
 Limit = Literal["slowdown", "memory", "kld", "score", "none"]
 """Which allowance of a comparison holds; ``none``: any change for the worse counts."""
 
@@ -70,12 +69,11 @@ class Metric(Record):
     ci: OpenInterval | None = None
     """95% interval over items; its upper end is null where nothing bounds it."""
     repeats: tuple[float, ...] = ()
-    """Every repeat, where the measurement was repeated; ``value`` is their median unless ``aggregate`` differs.
+    """Every repeat, where the measurement was repeated.
 
-    Of whole runs (``compare --runs``), ``value`` is the first run's.
+    ``value`` is their median. Of loads, it is the figure over all their requests; of whole runs (``compare --runs``),
+    the first run's.
     """
-    aggregate: Aggregate = "mean"
-    """Rule by which several values (repeats, runs, models) become one."""
     limit: Limit | None = None
     """Which allowance holds where two reports are compared; null: the one that follows from the unit."""
     exact: bool = False
@@ -132,7 +130,6 @@ class Definition:
     unit: Unit = ""
     better: Better | None = None
     about: str = ""
-    aggregate: Aggregate = "mean"
     limit: Limit | None = None
     exact: bool = False
     optional: bool = False

@@ -59,13 +59,13 @@ def format_range(interval: tuple[float, float] | None) -> str:
     return f"{interval[0]:.{decimals}f}–{interval[1]:.{decimals}f}"
 
 
-def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
-    """Format a score 0-100 with one decimal; ``≤`` before an upper bound."""
+def format_score(value: float | None, *, signed: bool = False) -> str:
+    """Format a score 0-100 with one decimal."""
     if value is None:
         return ABSENT
     text = f"{abs(value):.1f}"
     sign = MINUS if value < 0 and text != "0.0" else "+" if signed and value > 0 else ""
-    return ("≤ " if bound else "") + sign + text
+    return sign + text
 
 
 def format_share(value: float | None) -> str:

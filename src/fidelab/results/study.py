@@ -24,7 +24,7 @@ SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation", "leaderboard"]
+StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation"]
 
 
 class StudyRow(Measurement):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -15,7 +16,6 @@ from fidelab.config.experiment import load
 from fidelab.config.load import expand
 from fidelab.core.errors import InputError, OutputError, UsageError
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.ledger.receipt import public
 from fidelab.ledger.reference import FOLDERS, sample_digest, write_pack
 from fidelab.models import Model, hub, quantized_as, resolve
 from fidelab.results.measurement import DECIDING
@@ -27,6 +27,8 @@ from fidelab.run.deploy import engine_class
 from fidelab.run.pairing import ArmResult
 from fidelab.run.pipeline import read_outcomes
 from fidelab.run.scoring import RunFacts
+
+_PRIVATE = re.compile(r"(?<![\w.~/:\\-])~?/(?:[^\s/:;,'\"]+/)+(?=[^\s/])")  # an absolute path, up to its last part
 
 
 def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> str:
@@ -86,11 +88,11 @@ def _contents(
     tokenizer = Tokenizer.load(model)
     captures = {part: Capture(path) for part, path in parts.items()}
     for capture in captures.values():
-        capture.manifest |= {name: public(capture.manifest[name]) for name in ("ran", "facts")}
+        capture.manifest |= {name: _public(capture.manifest[name]) for name in ("ran", "facts")}
     found = {
         "created": report.created,
         "fidelab_version": fidelab.__version__,
-        "model": public(str(experiment.model)),
+        "model": _public(str(experiment.model)),
         "checkpoint_sha256": model.weights,
         "machine": _machine(facts),
         "weights": _weights(model, reference.arm.engine),
@@ -99,6 +101,19 @@ def _contents(
         "difference": None if other is None else _difference(run, other),
     }
     return found, captures, (tokenizer.pieces(), sample_digest(tokenizer.encode))
+
+
+def _public(value: Any) -> Any:
+    """Replace absolute paths in plain data by their last parts: packs are published, and folders are private."""
+    match value:
+        case dict():
+            return {key: _public(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_public(item) for item in value]
+        case str():
+            return _PRIVATE.sub("", value)
+        case _:
+            return value
 
 
 def _weights(model: Model, engine: str) -> str:

@@ -132,15 +132,10 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
     """
     folder = RunFolder.open(run_dir.absolute())
     with folder.writing():
-        return _write(folder, recompute(folder, limits)), folder
+        return _write(folder, _recompute(folder, limits)), folder
 
 
-def recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
-    """Compute the scores of a run again from its captures, as :func:`rescore` does, without writing them.
-
-    Raises:
-        FidelabError: As :func:`rescore`.
-    """
+def _recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
     remedy = f"resume with: fidelab compare --resume {folder.path}"
