@@ -25,7 +25,6 @@ from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
-    Compared,
     Done,
     Failed,
     Hello,
@@ -36,7 +35,6 @@ from fidelab.workers.messages import (
     Opened,
     ProbeFailed,
     ProbeTask,
-    Written,
     decode,
     encode,
 )
@@ -232,7 +230,6 @@ class Worker:
                 if len(line) > _MAX_MESSAGE_BYTES:
                     raise EngineError(f"the worker sent a message of more than {_MAX_MESSAGE_BYTES >> 20} MiB")
                 reply = decode(line)
-                self._check_turn(reply)
             except EngineError as error:
                 self._fail(str(error))
                 return False
@@ -255,34 +252,6 @@ class Worker:
                 end = end and end + time.monotonic() - began  # a comparison is no work of the child's
             if isinstance(reply, Idle):
                 return True
-
-    def _check_turn(self, message: Message) -> None:
-        """Whether a message may come now.
-
-        Raises:
-            EngineError: If the message may not come now. The error names it.
-        """
-        known = {*self.outcome.captured, *self.outcome.failed}
-        fault = ""
-        match message:
-            case Job() | More() | Compared():
-                fault = "is for workers to receive"
-            case Hello() if self._greeted:
-                fault = "came twice"
-            case Opened() if self.outcome.load_seconds is not None:
-                fault = "came twice"
-            case Captured(index=index) | ProbeFailed(index=index) | Written(index=index) if (
-                index in known or index >= len(self._targets)
-            ):
-                fault = f"is about task {index}, which was not asked or is answered"
-            case Failed(kind=kind) if kind not in (Status.FAILED, Status.NOT_SUPPORTED):
-                fault = f"names the status {kind}"
-            case _ if self._done:
-                fault = "came after the last one"
-            case _ if not self._greeted and not isinstance(message, Hello):
-                fault = "came before the greeting"
-        if fault:
-            raise EngineError(f"the worker broke its protocol: {type(message).__name__} {fault}")
 
     def _send(self, message: Message) -> None:
         """Send without waiting for the child to read."""
