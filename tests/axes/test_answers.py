@@ -9,29 +9,10 @@ import pytest
 from fidelab.axes.answers import (
     REASONING,
     after_reasoning,
-    find_names,
     tool_calls,
 )
 from fidelab.inputs.gsm8k import extract_answer
 from fidelab.metrics.retrieval import judged, returned
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Canberra", ["Canberra"]),
-        ("The capital is canberra.", ["Canberra"]),
-        ("Canberran", []),
-        ("Sydney. Canberra is the capital.", ["Sydney"]),
-        ("Sure! The capital is Canberra, near Sydney.", ["Canberra", "Sydney"]),
-        ("It is not Sydney but Canberra", ["Canberra"]),
-        ("It is not Canberra.", []),
-        ("Cänberra", ["Canberra"]),
-        ("", []),
-    ],
-)
-def test_names_are_whole_words_of_the_sentence_that_answers(text: str, found: list[str]) -> None:
-    assert find_names(text, ("Canberra", "Sydney")) == found
 
 
 @pytest.mark.parametrize(
@@ -99,7 +80,6 @@ def test_no_answer_is_long_to_read(unit: str) -> None:
     try:
         for read in (tool_calls, after_reasoning, extract_answer, judged):
             read(text)
-        find_names(text, ("Paris", "Rome"))
         returned(text, ["7421"])
     finally:
         signal.alarm(0)

@@ -167,10 +167,6 @@ def _answers(table: str) -> list[tuple[str, str]]:
 
 def _model(kind: str, folder: Path) -> Path:
     """A model of random weights."""
-    if kind == "vision":
-        from tests.tiny_vision import make_tiny_vision
-
-        return make_tiny_vision(folder)
     from tests.engines.tiny import save
     from tests.tiny_models import model
 
@@ -218,7 +214,6 @@ def pack(
                 "reason": result.reason,
                 "ran": None if result.ran is None else _steady(result.ran),
                 "failures": dict(result.failures),
-                "refused": dict(result.refused),
                 "captures": captures,
                 "benches": [_timed(note, bundle) for note in (timed or {}).get(result.role, ())],
             }
@@ -347,7 +342,6 @@ def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
                 ran=record["ran"],
                 captures=captures,
                 failures=record["failures"],
-                refused=record["refused"],
                 benches=_benches(experiment, record["benches"], bundle),
             )
         )

@@ -15,7 +15,6 @@ from typing import Any
 __all__ = ["BY_ORDER", "NOT_ON_FAKE", "RUNS", "UNTIED", "GoldenRun"]
 
 NOT_ON_FAKE: Mapping[str, str] = {
-    "vision": "engine fake takes no images; run hf-vision has the axis",
     "serving": "puts load on a server, and engine fake is none",
     "startup": "times processes, and no clock repeats itself",
 }
@@ -391,18 +390,5 @@ RUNS: Mapping[str, GoldenRun] = {
         ),
         {"text.txt": _numbered(24, 40), "prompts.txt": "w3 w4\n"},
         model="gemma2",
-    ),
-    "hf-vision": GoldenRun(
-        _hf(
-            "vision",
-            {"vision": {"limit": 4, "n_predict": 4}},
-            reference="f32",
-            control="none",
-            candidates=["int4", "f32"],
-            dtype="float32",
-            floor=0.0,
-        ),
-        _PLAIN,
-        model="vision",
     ),
 }

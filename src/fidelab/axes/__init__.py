@@ -16,7 +16,6 @@ AXES = Registry(
         "paths": "fidelab.axes.paths:Paths",
         "lm-eval": "fidelab.axes.lm_eval:LMEval",
         "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
-        "vision": "fidelab.axes.vision:Vision",
     },
     group="fidelab.axes",
 )

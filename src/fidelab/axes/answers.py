@@ -1,11 +1,10 @@
-"""Parsing of answers: the names and tool calls in a text, and the text without its reasoning."""
+"""Parsing of answers: the tool calls in a text, and the text without its reasoning."""
 
 from __future__ import annotations
 
 import json
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 REASONING = (
@@ -22,8 +21,6 @@ REASONING = (
 )
 """Markers around the reasoning that models write before they answer."""
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-_NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
 _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
 _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
@@ -31,21 +28,6 @@ _BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # the limit of attempts keeps n
 _XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
 _NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
-_NEGATION_SPAN = 200  # characters before a name that are searched for "not"
-
-
-def find_names(text: str, names: Sequence[str]) -> list[str]:
-    """Return the names in the first sentence that has any of them, in their order in that sentence.
-
-    Names match as whole words, whatever their case and accents.  A name right after "not" does not count.
-    """
-    for sentence in _SENTENCE_END.split(text):
-        folded = _fold(sentence)
-        places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
-        if places:
-            matches = [n for at, n in sorted(places) if not _NEGATED.search(folded, max(0, at - _NEGATION_SPAN), at)]
-            return list(dict.fromkeys(matches))
-    return []
 
 
 def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -111,12 +93,3 @@ def _json_values(text: str) -> list[Any]:
         except (ValueError, RecursionError):
             at = match.end()
     return values
-
-
-def _fold(text: str) -> str:
-    plain = unicodedata.normalize("NFKD", text.casefold().replace("’", "'"))
-    return "".join(char for char in plain if not unicodedata.combining(char))
-
-
-def _whole(name: str) -> str:
-    return rf"(?<!\w){re.escape(_fold(name))}(?!\w)"

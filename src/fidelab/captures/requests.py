@@ -5,19 +5,10 @@ Fields that all requests have:
 - ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
 - ``settings``: pairs of name and value that must agree before two answers are compared.
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
-
-Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
-once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in their order.  ``prompts`` have
-the placeholder tokens that the chat template writes; an engine puts as many tokens there as its model reads.
-``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and ``content``, a
-list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the token ids of the JSON
-of a message's other fields.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
@@ -197,52 +188,6 @@ class Layerwise(_Request):
     _PER_ITEM = ("windows",)
 
 
-def _identity(images: Sequence[str]) -> list[Tokens]:
-    """Return numbers for each image, computed from its bytes, to distinguish items with the same text."""
-    digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
-    return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
-
-
-def _with_images(items: Sequence[Tokens], images: Sequence[str], shows: Sequence[Tokens]) -> tuple[Tokens, ...]:
-    known = _identity(images)
-    return tuple((*chain.from_iterable(known[i] for i in shown), *ids) for ids, shown in zip(items, shows, strict=True))
-
-
-@dataclass(frozen=True)
-class ImageGenerate(Generate):
-    """Request for continuations, as of :class:`Generate`, of prompts that show images; each prompt runs by itself."""
-
-    images: tuple[str, ...] = ()
-    shows: tuple[Tokens, ...] = ()
-    messages: tuple[str, ...] = ()
-    kind: str = field(default="imagegenerate", init=False)
-    _PER_ITEM = ("prompts", "shows", "messages")
-
-    def items(self) -> tuple[Tokens, ...]:
-        """Return each prompt after numbers that stand for its images."""
-        return _with_images(self.prompts, self.images, self.shows)
-
-
-@dataclass(frozen=True)
-class ImageForced(Forced):
-    """Request for the states after each token of given text that follows images.
-
-    A prompt ends after its last image (or where that would be), its continuation is the rest of the question and an
-    answer.  Both are read in one prefill.  The last of a conversation's ``messages`` is the assistant's, with that
-    answer.
-    """
-
-    images: tuple[str, ...] = ()
-    shows: tuple[Tokens, ...] = ()
-    messages: tuple[str, ...] = ()
-    kind: str = field(default="imageforced", init=False)
-    _PER_ITEM = ("prompts", "continuations", "shows", "messages")
-
-    def items(self) -> tuple[Tokens, ...]:
-        """Return each prompt with its continuation, after numbers that stand for its images."""
-        return _with_images(super().items(), self.images, self.shows)
-
-
 WAYS: Mapping[str, str] = {
     "cold": "one prefill of the whole window, alone, through an empty cache",
     "chunked": "prefill in chunks of ``size`` tokens",
@@ -357,18 +302,7 @@ class RoundedCache(_Request):
         return self.last - self.first + 1
 
 
-Request = (
-    Prefill
-    | Generate
-    | Forced
-    | Timed
-    | Layerwise
-    | Served
-    | RoundedWeights
-    | RoundedCache
-    | ImageGenerate
-    | ImageForced
-)
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | RoundedWeights | RoundedCache
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -422,17 +356,9 @@ def _is_sound(request: Request, name: str) -> bool:
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
-        case "images":
-            return isinstance(value, tuple) and all(map(_is_base64, value))
-        case "messages":
-            texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-            return texts and len(value) == len(getattr(request, request._PER_ITEM[0]))
     if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
-        case (ImageGenerate() | ImageForced()) as shown, "shows":
-            last = max(chain.from_iterable(value), default=-1)
-            return len(value) == len(shown.prompts) and last < len(shown.images)
         case ((Prefill(windows=windows) | RoundedWeights(windows=windows) | RoundedCache(windows=windows)), "units"):
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
         case ((Prefill() | Layerwise() | Served() | RoundedWeights() | RoundedCache()), "windows"):
@@ -441,13 +367,6 @@ def _is_sound(request: Request, name: str) -> bool:
         case Forced(prompts=prompts), "continuations":
             return isinstance(prompts, tuple) and len(value) == len(prompts)
     return True
-
-
-def _is_base64(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and value != "" and bool(base64.b64decode(value, validate=True))
-    except ValueError:
-        return False
 
 
 def _are_ids(value: Any) -> bool:

@@ -20,7 +20,6 @@ _EXTRAS = {
     "accelerate": ("Accelerate", "hf"),
     "llama_cpp": ("llama-cpp-python", "llamacpp"),
     "lm_eval": ("lm-evaluation-harness", "lm-eval"),
-    "PIL": ("Pillow", "vision"),
     "pyarrow": ("pyarrow", "parquet"),
     "ray": ("Ray", "ray"),
     "scipy": ("SciPy", "stats"),
