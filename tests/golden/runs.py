@@ -89,23 +89,6 @@ def _log() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _tool_log() -> str:
-    """Six conversations in which the assistant called a tool."""
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tools = [{"type": "function", "function": {"name": "forecast", "parameters": schema}}]
-    lines = []
-    for number in range(6):
-        call = {"function": {"name": "forecast", "arguments": {"city": f"City {number}"}}}
-        messages = [
-            {"role": "user", "content": f"Will it rain in city {number}?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "rain"},
-            {"role": "assistant", "content": "Yes."},
-        ]
-        lines.append(json.dumps({"messages": messages, "tools": tools}))
-    return "\n".join(lines) + "\n"
-
-
 def _tasks() -> dict[str, str]:
     """A task of each kind of request, as the harness reads them."""
     split = "dataset_path: json\ndataset_kwargs:\n  data_files: tasks/documents.jsonl\ntest_split: train\n"
@@ -330,11 +313,6 @@ RUNS: Mapping[str, GoldenRun] = {
             engine_args={"noise": "0.1"},
         ),
         {**_PLAIN, **_SHIM, **_tasks()},
-    ),
-    "tools": GoldenRun(
-        _fake({"toolcalls": {"n_predict": 96}}, "forget[every=2]", "forget[every=5]", "exact", traffic="log.jsonl"),
-        {"log.jsonl": _tool_log()},
-        answers="calls",
     ),
     # All combinations of options.
     "grid": GoldenRun(

@@ -42,7 +42,6 @@ NOT_RECOMPUTED: Mapping[str, str] = {
 NOT_READ = {
     "degeneration": "onsets are defined by a model of bigrams",
     "lm-eval": "the harness computes its figures",
-    "toolcalls": "calls are read in nine notations",
 }
 """Axes that are not recomputed, and why."""
 Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell, value

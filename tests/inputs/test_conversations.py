@@ -138,14 +138,6 @@ _TEXT_PART = {"type": "text", "text": "Look"}
         ),
         ({"messages": [_USER], "tools": [{"type": "function"}]}, "line 2: tool 1 has no function with a name"),
         (
-            {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": {"type": "objekt"}}}]},
-            "line 2: the schema of tool f is invalid: parameters.type is 'objekt'",
-        ),
-        (
-            {"messages": [_USER], "tools": [{"function": {"name": "f", "parameters": {"required": "city"}}}]},
-            "parameters.required is not a list of names",
-        ),
-        (
             {"messages": [{**_CALL, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "line 2: message 1: the arguments of f are not JSON",
         ),

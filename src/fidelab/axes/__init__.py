@@ -15,7 +15,6 @@ AXES = Registry(
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
         "lm-eval": "fidelab.axes.lm_eval:LMEval",
-        "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
     },
     group="fidelab.axes",
 )

@@ -296,7 +296,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Return the tools in OpenAI's form.
 
     Raises:
-        _Bad: If a tool has no name, or its parameters are not a JSON schema of an object.
+        _Bad: If a tool has no name.
     """
     if tools is None:
         return ()
@@ -306,39 +306,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise _Bad(f"tool {number} has no function with a name")
-        if problem := _schema_problem(function.get("parameters", {"type": "object"})):
-            raise _Bad(f"the schema of tool {function['name']} is invalid: {problem}")
     return tuple(tools)
-
-
-_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
-
-
-def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) -> str | None:
-    """Return the fault in a schema's shape (types, properties, required, items, enum), or ``None``."""
-    if not isinstance(schema, dict):
-        return f"{where} is not an object"
-    kinds = schema.get("type", "object" if top else [])
-    unknown = [
-        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in [*_TYPES]
-    ]  # one may have no hash
-    if unknown:
-        return f"{where}.type is {str(unknown[0])[:40]!r}"
-    if top and kinds != "object":
-        return f"{where}.type is {str(kinds)[:40]!r}; arguments are an object"
-    properties = schema.get("properties", {})
-    if not isinstance(properties, dict):
-        return f"{where}.properties is not an object"
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        return f"{where}.required is not a list of names"
-    if not isinstance(schema.get("enum", []), list):
-        return f"{where}.enum is not a list"
-    inner = [(f"{where}.{name}", value) for name, value in properties.items()]
-    if isinstance(schema.get("items"), dict):
-        inner.append((f"{where}.items", schema["items"]))
-    inner = [(place, value) for place, value in inner if not isinstance(value, bool)]
-    return next((problem for place, value in inner if (problem := _schema_problem(value, place, False))), None)
 
 
 # ---------------------------------------------------------------------------------------------- domains
