@@ -58,8 +58,8 @@ class Conversation:
 class Traffic:
     """A log of conversations.
 
-    ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was requested. ``failed``:
-    requests of a gateway log that were answered by an error.
+    ``bad``: why records were left out, each with its place. ``failed``: requests of a gateway log that were answered by
+    an error.
 
     ``text``: a log of plain text, without conversations.
     """
@@ -69,7 +69,6 @@ class Traffic:
     bad: tuple[str, ...] = ()
     failed: int = 0
     text: Text | None = None
-    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
         raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *why]))
-    return Traffic(str(path), tuple(conversations), tuple(bad), failed, skip_bad=skip_bad)
+    return Traffic(str(path), tuple(conversations), tuple(bad), failed)
 
 
 def _entries(path: Path) -> list[Any]:
