@@ -248,7 +248,7 @@ def test_a_task_whose_documents_changed_is_not_scored(folder: Path, report: Repo
     changed = write_tasks(tmp_path, ["other"] * 12)
     own = settings(changed, "colours")
     with pytest.raises(CaptureError, match="colours has another document 0"):
-        _scored(_tasks(own), answers, [("colours", 0)])
+        _scored(_tasks(own), answers, [("colours", 0)], own)
 
 
 def test_top_tokens_alone_are_refused_with_the_engine_s_name(folder: Path, report: Report, tasks: Path) -> None:

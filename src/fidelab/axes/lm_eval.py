@@ -173,7 +173,7 @@ class LMEval(Axis):
         whole = answers[0].documents() & answers[1].documents()
         asked = {document for pair in pairs.values() for document in _documents(pair)}
         tasks = _tasks(self.settings)
-        ref, test = (_scored(tasks, side, sorted(whole)) for side in answers)
+        ref, test = (_scored(tasks, side, sorted(whole), self.settings) for side in answers)
         score = _score(tasks, ref, test, sorted(asked), seed)
         cut = sum(_Note.read(note).cut for pair in pairs.values() for note in pair.ref.request.notes)
         identical = answers[0].values == answers[1].values and whole == asked
@@ -567,7 +567,9 @@ Key = tuple[str, str, str]  # task, filter, metric
 Table = dict[Key, dict[int, Value]]  # → document → value; values that are not numbers are left out
 
 
-def _scored(tasks: Mapping[str, Any], answers: _Answers, documents: Sequence[Document]) -> Table:
+def _scored(
+    tasks: Mapping[str, Any], answers: _Answers, documents: Sequence[Document], settings: LMEvalSettings
+) -> Table:
     """The harness' metrics of one side on some documents, by its own filters.
 
     Raises:
