@@ -50,7 +50,6 @@ THIRD_PARTY: dict[str, set[str]] = {
         "sglang",
         "k16v8",
         "pydantic",
-        "PIL",
     },
     "formats": {"torch"},
     "bench": {

@@ -20,7 +20,7 @@ from tests.run.harness import compare
 
 ROOT = Path(__file__).parents[1]
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
-EXTRAS = (*HF, "scipy", "PIL", "ray", "llama_cpp", "pandas")
+EXTRAS = (*HF, "scipy", "ray", "llama_cpp", "pandas")
 # Runs the command line in a process to which these packages are not installed.
 LAUNCHER = """
 import sys

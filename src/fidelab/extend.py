@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from fidelab.captures.requests import (
         Forced,
         Generate,
-        ImageForced,
-        ImageGenerate,
         Layerwise,
         Prefill,
         RoundedCache,
@@ -74,8 +72,6 @@ __all__ = [
     "Generate",
     "Grid",
     "Heatmap",
-    "ImageForced",
-    "ImageGenerate",
     "InputError",
     "KVSpec",
     "Layerwise",
@@ -136,8 +132,6 @@ _MODULES = {
         (
             "Forced",
             "Generate",
-            "ImageForced",
-            "ImageGenerate",
             "Layerwise",
             "Prefill",
             "RoundedCache",

@@ -9,49 +9,9 @@ import pytest
 from fidelab.axes.answers import (
     REASONING,
     after_reasoning,
-    find_names,
-    tool_calls,
 )
 from fidelab.inputs.gsm8k import extract_answer
 from fidelab.metrics.retrieval import judged, returned
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("Canberra", ["Canberra"]),
-        ("The capital is canberra.", ["Canberra"]),
-        ("Canberran", []),
-        ("Sydney. Canberra is the capital.", ["Sydney"]),
-        ("Sure! The capital is Canberra, near Sydney.", ["Canberra", "Sydney"]),
-        ("It is not Sydney but Canberra", ["Canberra"]),
-        ("It is not Canberra.", []),
-        ("Cänberra", ["Canberra"]),
-        ("", []),
-    ],
-)
-def test_names_are_whole_words_of_the_sentence_that_answers(text: str, found: list[str]) -> None:
-    assert find_names(text, ("Canberra", "Sydney")) == found
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>\n{"name": "f", "arguments": {"x": "1"}}\n</tool_call>',
-        '{"name": "f", "parameters": {"x": "1"}}',
-        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "1"}}]',
-        '{"type": "function", "function": {"name": "f", "arguments": "{\\"x\\": \\"1\\"}"}}',
-        "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
-    ],
-    ids=["hermes", "llama", "mistral", "openai", "xml"],
-)
-def test_a_tool_call_is_read_in_every_notation(text: str) -> None:
-    assert tool_calls(text) == [("f", {"x": "1"})]
-
-
-@pytest.mark.parametrize("text", ["f(x=1)", "I would call f.", '{"x": "1"}', '{"name": 3}'])
-def test_talk_about_a_call_is_no_call(text: str) -> None:
-    assert tool_calls(text) == []
 
 
 @pytest.mark.parametrize(("begin", "end"), REASONING, ids=[begin for begin, _ in REASONING])
@@ -97,9 +57,8 @@ def test_no_answer_is_long_to_read(unit: str) -> None:
     before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(20)
     try:
-        for read in (tool_calls, after_reasoning, extract_answer, judged):
+        for read in (after_reasoning, extract_answer, judged):
             read(text)
-        find_names(text, ("Paris", "Rome"))
         returned(text, ["7421"])
     finally:
         signal.alarm(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,7 +61,6 @@ class Served:
     keys: list[str | None] = field(default_factory=list)
     port: int = 0
     read: list[tuple[str, list[int]]] = field(default_factory=list)  # salt and tokens of each prompt
-    computed: Callable[[str, dict[str, Any]], dict[str, Any] | None] | None = None  # a model's answers to POSTs
 
     @property
     def url(self) -> str:
@@ -199,11 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.served
         if not self._let_in():
             return
-        if served.computed is not None:
-            answer = None if self._in_trouble() else served.computed(self.path, body)
-            served.requests.append(body)
-            self._json(answer) if answer is not None else self._error(404, "no such thing")
-        elif self.path == "/tokenize" and served.owner == "vllm":
+        if self.path == "/tokenize" and served.owner == "vllm":
             self._json({"tokens": encode(body["prompt"])})
         elif self.path == "/v1/completions":
             self._completions(body)

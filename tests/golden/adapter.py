@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -76,8 +76,6 @@ def run(golden: GoldenRun, room: Path) -> Bundle:
     with contextlib.chdir(room), contextlib.ExitStack() as stack:
         for name in data.get("benches", {}):
             stack.enter_context(mock.patch.object(BENCHES.load(name), "record", _noting(name, timed)))
-        if "toolcalls" in data["axes"]:
-            stack.enter_context(_tools_in_the_prompt())
         _, folder = execute(
             Experiment.model_validate({**data, "keep_rows": True}), command="golden"
         )  # the oracle reads them
@@ -109,31 +107,6 @@ def _noting(name: str, notes: list[tuple[str, Mapping[str, Answers], Facts]]) ->
     return noted
 
 
-@contextlib.contextmanager
-def _tools_in_the_prompt() -> Iterator[None]:
-    """The byte tokenizer of engine fake with a chat template that writes tools."""
-    from fidelab.inputs import tokens
-
-    load = tokens.Tokenizer.load
-
-    def render(self: Any, messages: Any, tools: Any, **rest: Any) -> str:
-        texts = [str(message.get("content") or "") for message in messages]
-        return "\n\n".join([*([json.dumps(list(tools))] if tools else []), *texts, ""])
-
-    def chat(self: Any, messages: Any, tools: Any) -> tuple[int, ...]:
-        return tuple(render(self, messages, tools).encode())
-
-    def loaded(model: Any) -> Any:
-        return replace(load(model), template="chat")
-
-    with (
-        mock.patch.object(tokens.Tokenizer, "load", loaded),
-        mock.patch.object(tokens._Bytes, "render", render),
-        mock.patch.object(tokens._Bytes, "chat", chat),
-    ):
-        yield
-
-
 def _answers(table: str) -> list[tuple[str, str]]:
     """What the reference answers: text of a prompt and the answer behind it."""
     match table:
@@ -158,18 +131,11 @@ def _answers(table: str) -> list[tuple[str, str]]:
 
             prose = load_text("default").content.encode("ascii", "ignore").decode()
             return [(f"prompt {i}", prose[3000 * i : 3000 * i + 180]) for i in range(8)]
-        case "calls":
-            call = '<tool_call>{"name": "forecast", "arguments": {"city": "%s"}}</tool_call>'
-            return [(f"city {i}", call % f"City {i}") for i in range(6)]
     raise ValueError(table)
 
 
 def _model(kind: str, folder: Path) -> Path:
     """A model of random weights."""
-    if kind == "vision":
-        from tests.tiny_vision import make_tiny_vision
-
-        return make_tiny_vision(folder)
     from tests.engines.tiny import save
     from tests.tiny_models import model
 
@@ -217,7 +183,6 @@ def pack(
                 "reason": result.reason,
                 "ran": None if result.ran is None else _steady(result.ran),
                 "failures": dict(result.failures),
-                "refused": dict(result.refused),
                 "captures": captures,
                 "benches": [_timed(note, bundle) for note in (timed or {}).get(result.role, ())],
             }
@@ -346,7 +311,6 @@ def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
                 ran=record["ran"],
                 captures=captures,
                 failures=record["failures"],
-                refused=record["refused"],
                 benches=_benches(experiment, record["benches"], bundle),
             )
         )

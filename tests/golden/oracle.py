@@ -171,27 +171,6 @@ def serving_ways(ref: Mapping[str, Side], test: Mapping[str, Side]) -> Iterator[
             yield "added", f"way {way}", float((own - theirs).mean())
 
 
-def images(ref: Mapping[str, Side], test: Mapping[str, Side]) -> Iterator[tuple[str, str, float]]:
-    for part, name in (("right", "mean KL"), ("wrong", "mean KL, wrong image"), ("none", "mean KL, no image")):
-        c = over_answers(ref[part], test[part])
-        yield name, "", c["kl"].mean()
-        if part == "right":
-            yield from (("99th percentile", "", np.percentile(c["kl"], 99)), ("same top token", "", c["same"].mean()))
-            yield from (("score", "", 100 * math.exp(-c["kl"].mean())), ("n_items", "", float(len(c["kl"]))))
-            continue
-        words = {"wrong": "wrong image", "none": "no image"}[part]
-        given = test["right"].request["continuations"]
-        sums = []
-        for side in (ref, test):
-            pairs = zip(side["right"].rows, side[part].rows, given, strict=True)
-            sums.append(float(np.mean(np.concatenate([compare(a, b, ids)["kl"] for a, b, ids in pairs]))))
-        yield from ((f"dependence: {words}, reference", "", sums[0]), (f"dependence: {words}", "", sums[1]))
-        yield f"dependence kept: {words}", "", sums[1] / sums[0]
-    text = trajectory(ref["answer"], test["answer"])
-    yield from (("questions", "", text["n_items"] - text["n_failed"]), ("n_failed", "", float(c["bad"].sum())))
-    yield from (("same answers", "", text["exact match"]), ("positional agreement", "", text["positional agreement"]))
-
-
 def axis_figures(axis: str, ref: dict[str, Side], test: dict[str, Side]) -> Iterator[tuple[str, str, float]]:
     """Figure, cell and value; the parts of an axis by name."""
     whole = {"trajectory": trajectory, "plad": perturbed, "gsm8k": arithmetic}
@@ -212,8 +191,6 @@ def axis_figures(axis: str, ref: dict[str, Side], test: dict[str, Side]) -> Iter
         yield from (("n_items", "", float(len(failed))), ("n_failed", "", float(failed.sum())))
     elif axis == "paths":
         yield from serving_ways(ref, test)
-    elif axis == "vision":
-        yield from images(ref, test)
     elif axis == "kld":
         compared = {part: over_windows(ref[part], test[part]) for part in test}
         found = {part: means(columns) for part, columns in compared.items()}

@@ -15,7 +15,6 @@ from typing import Any
 __all__ = ["BY_ORDER", "NOT_ON_FAKE", "RUNS", "UNTIED", "GoldenRun"]
 
 NOT_ON_FAKE: Mapping[str, str] = {
-    "vision": "engine fake takes no images; run hf-vision has the axis",
     "serving": "puts load on a server, and engine fake is none",
     "startup": "times processes, and no clock repeats itself",
 }
@@ -87,23 +86,6 @@ def _log() -> str:
         written = json.dumps({"name": answer}) if number % 2 else answer
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": written}]
         lines.append(json.dumps({"id": f"c{number}", "domain": ("first", "second")[number % 2], "messages": messages}))
-    return "\n".join(lines) + "\n"
-
-
-def _tool_log() -> str:
-    """Six conversations in which the assistant called a tool."""
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tools = [{"type": "function", "function": {"name": "forecast", "parameters": schema}}]
-    lines = []
-    for number in range(6):
-        call = {"function": {"name": "forecast", "arguments": {"city": f"City {number}"}}}
-        messages = [
-            {"role": "user", "content": f"Will it rain in city {number}?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "rain"},
-            {"role": "assistant", "content": "Yes."},
-        ]
-        lines.append(json.dumps({"messages": messages, "tools": tools}))
     return "\n".join(lines) + "\n"
 
 
@@ -301,11 +283,6 @@ RUNS: Mapping[str, GoldenRun] = {
         ),
         {**_PLAIN, "text.txt": "".join(f"line {i} of a text\n" for i in range(200))},
     ),
-    "tools": GoldenRun(
-        _fake({"toolcalls": {"n_predict": 96}}, "forget[every=2]", "forget[every=5]", "exact", traffic="log.jsonl"),
-        {"log.jsonl": _tool_log()},
-        answers="calls",
-    ),
     # All combinations of options.
     "grid": GoldenRun(
         _fake(
@@ -360,18 +337,5 @@ RUNS: Mapping[str, GoldenRun] = {
         ),
         {"text.txt": _numbered(24, 40), "prompts.txt": "w3 w4\n"},
         model="gemma2",
-    ),
-    "hf-vision": GoldenRun(
-        _hf(
-            "vision",
-            {"vision": {"limit": 4, "n_predict": 4}},
-            reference="f32",
-            control="none",
-            candidates=["int4", "f32"],
-            dtype="float32",
-            floor=0.0,
-        ),
-        _PLAIN,
-        model="vision",
     ),
 }

@@ -74,7 +74,7 @@ def test_stored_files_are_small_and_name_no_place() -> None:
             assert named is None, f"{path.name}: {named}"
 
 
-@pytest.mark.parametrize("run", ["documents", "failures", "speed", "hf-gemma2", "hf-vision"])
+@pytest.mark.parametrize("run", ["documents", "failures", "speed", "hf-gemma2"])
 def test_a_run_written_anew_is_the_same_and_scores_the_same(run: str, tmp_path: Path) -> None:
     old = Bundle.read(run)
     new = adapter.recoded(old, tmp_path / "recoded")

@@ -34,17 +34,13 @@ NOT_RECOMPUTED: Mapping[str, str] = {
     "plad: prompts with the most frequent answer": "rests on which prompts count once",
     "paths: n_failed": "counts over ways",
     "paths: n_items": "counts over ways",
-    "vision: answers right": "rests on words of answers",
-    "vision: reference answers right": "rests on words of answers",
     "paths: mean KL": "a mean over ways that are weighted by what each adds",
     "paths: parts at": "a decision",
     "paths: ways that part": "a decision",
-    "vision: McNemar p": "a test of significance over answers that were read by their words",
 }
 """Figures of axes with KL, agreement, perplexity, retrieval or generated text that are not recomputed, and why."""
 NOT_READ = {
     "degeneration": "onsets are defined by a model of bigrams",
-    "toolcalls": "calls are read in nine notations",
 }
 """Axes that are not recomputed, and why."""
 Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell, value

@@ -14,8 +14,6 @@ AXES = Registry(
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
-        "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
-        "vision": "fidelab.axes.vision:Vision",
     },
     group="fidelab.axes",
 )

@@ -1,12 +1,8 @@
-"""Parsing of answers: the names and tool calls in a text, and the text without its reasoning."""
+"""Answers without their reasoning."""
 
 from __future__ import annotations
 
-import json
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 REASONING = (
     ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, SmolLM3, Kimi K2
@@ -22,57 +18,9 @@ REASONING = (
 )
 """Markers around the reasoning that models write before they answer."""
 
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
-_NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
 _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
 _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
-_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # the limit of attempts keeps nested brackets from taking long
-_XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
-_NAMED_CALL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]{1,200})\s*(?:\[CALL_ID\]\s*\w{1,100}\s*)?\[ARGS\]")
-_XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
-_NEGATION_SPAN = 200  # characters before a name that are searched for "not"
-
-
-def find_names(text: str, names: Sequence[str]) -> list[str]:
-    """Return the names in the first sentence that has any of them, in their order in that sentence.
-
-    Names match as whole words, whatever their case and accents.  A name right after "not" does not count.
-    """
-    for sentence in _SENTENCE_END.split(text):
-        folded = _fold(sentence)
-        places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
-        if places:
-            matches = [n for at, n in sorted(places) if not _NEGATED.search(folded, max(0, at - _NEGATION_SPAN), at)]
-            return list(dict.fromkeys(matches))
-    return []
-
-
-def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and arguments of every call in a text, in order.
-
-    The forms that models write are: tags for the name and each argument (Qwen3-Coder), ``[TOOL_CALLS]name[ARGS]{…}``
-    (Mistral since 2025), and JSON objects with ``name`` and ``arguments`` or ``parameters``.  The objects may be
-    single, in a list, between tags, or after ``function``.
-    """
-    if tagged := list(_XML_CALL.finditer(text)):
-        bodies = (text[match.end() :].partition("</function>")[0] for match in tagged)
-        return [(match[1], dict(_xml_arguments(body))) for match, body in zip(tagged, bodies, strict=True)]
-    if named := list(_NAMED_CALL.finditer(text)):
-        found = ((match[1], _first_json(text[match.end() :])) for match in named)
-        return [(name, arguments) for name, arguments in found if isinstance(arguments, dict)]
-    calls = []
-    for value in _json_values(text):
-        for record in value if isinstance(value, list) else [value]:
-            if isinstance(record, dict) and isinstance(record.get("function"), dict):
-                record = record["function"]
-            if not isinstance(record, dict) or not isinstance(record.get("name"), str):
-                continue
-            arguments = record.get("arguments", record.get("parameters"))
-            if isinstance(arguments, str):
-                arguments = _first_json(arguments)
-            calls.append((record["name"], arguments if isinstance(arguments, dict) else {}))
-    return calls
 
 
 def after_reasoning(text: str, prompt: str = "") -> str:
@@ -86,37 +34,3 @@ def after_reasoning(text: str, prompt: str = "") -> str:
     rest = _BLOCK.sub("", opened[0] + text if opened else text)
     ends = [match.end() for match in _END.finditer(rest)]
     return rest[ends[-1] :] if ends else rest
-
-
-def _xml_arguments(body: str) -> Iterator[tuple[str, str]]:
-    at = 0
-    while (match := _XML_ARGUMENT.search(body, at)) and (end := body.find("</parameter>", match.end())) >= 0:
-        yield match[1], body[match.end() : end].strip()
-        at = end
-
-
-def _first_json(text: str) -> Any:
-    return next(iter(_json_values(text)), None)
-
-
-def _json_values(text: str) -> list[Any]:
-    values, at, decoder = [], 0, json.JSONDecoder()
-    for _ in range(_ATTEMPTS):
-        match = _BRACKET.search(text, at)
-        if match is None:
-            break
-        try:
-            value, at = decoder.raw_decode(text, match.start())
-            values.append(value)
-        except (ValueError, RecursionError):
-            at = match.end()
-    return values
-
-
-def _fold(text: str) -> str:
-    plain = unicodedata.normalize("NFKD", text.casefold().replace("’", "'"))
-    return "".join(char for char in plain if not unicodedata.combining(char))
-
-
-def _whole(name: str) -> str:
-    return rf"(?<!\w){re.escape(_fold(name))}(?!\w)"

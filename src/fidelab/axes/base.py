@@ -10,7 +10,6 @@ implements ``follow_up``.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ from fidelab.axes.answers import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens
-from fidelab.core import Status, canonical_json
+from fidelab.core import Status
 from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -61,8 +60,7 @@ class AxisInputs:
     """Inputs of requests.  ``max_positions`` is the model's limit in tokens, ``None`` if unknown.
 
     ``traffic``: the log of text and prompts, if they come from one.  ``private``: their words must not be written
-    down, except as token ids.  ``no_images``: why the reference cannot read images; empty if it can.
-    ``placeholder``: the text of the token that stands for an image.
+    down, except as token ids.
     """
 
     tokenizer: Tokenizer
@@ -71,8 +69,6 @@ class AxisInputs:
     max_positions: int | None
     traffic: Traffic | None = None
     private: bool = False
-    no_images: str = "no engine here takes images"
-    placeholder: str = ""
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
@@ -393,30 +389,6 @@ def prompt_ids(
                 f"{inputs.max_positions} positions"
             )
     return ids
-
-
-def image_files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
-    """Return each distinct file once, in base64, and for each prompt the indices of the files that it shows."""
-    numbers: dict[bytes, int] = {}
-    shows = tuple(tuple(numbers.setdefault(image, len(numbers)) for image in images) for images in shown)
-    return tuple(base64.b64encode(image).decode() for image in numbers), shows
-
-
-def image_messages(inputs: AxisInputs, messages: Sequence[Mapping[str, Any]], *, shown: bool = True) -> str:
-    """Return the messages for engines that do not accept tokens, with their text as token ids, as in all captures."""
-    coded = []
-    for message in messages:
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        kept = [
-            {"type": "image"} if part["type"] == "image" else list(inputs.tokenizer.encode(part["text"]))
-            for part in parts
-            if shown or part["type"] != "image"
-        ]
-        more = {key: value for key, value in message.items() if key not in ("role", "content")}
-        ids = {"more": list(inputs.tokenizer.encode(canonical_json(more)))} if more else {}
-        coded.append({"role": message["role"], "content": kept, **ids})
-    return canonical_json(coded)
 
 
 def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:

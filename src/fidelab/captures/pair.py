@@ -76,7 +76,7 @@ def _check_id_kind(ref: Capture, test: Capture, where: str) -> None:
 
 def _ids(capture: Capture) -> str:
     """Return ``returned`` if the engine returned the ids, or ``retokenized`` if they come from its text."""
-    generated = capture.manifest["kind"] in ("generate", "imagegenerate")
+    generated = capture.manifest["kind"] == "generate"
     return str(capture.manifest["ran"].get("ids") or _RETURNED) if generated else _RETURNED
 
 

@@ -5,21 +5,12 @@ Fields that all requests have:
 - ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
 - ``settings``: pairs of name and value that must agree before two answers are compared.
 - ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
-
-Requests with images carry the files themselves, so that their bytes are part of the key: ``images`` holds each file
-once, in base64, and ``shows`` the images of each prompt, as numbers counted from 0, in their order.  ``prompts`` have
-the placeholder tokens that the chat template writes; an engine puts as many tokens there as its model reads.
-``messages`` are the conversations for engines that take no tokens, in JSON: objects with ``role`` and ``content``, a
-list of ``{"type": "image"}`` in place of each image and of token ids for text; ``more`` are the token ids of the JSON
-of a message's other fields.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -34,10 +25,15 @@ Tokens = tuple[int, ...]
 class _Request:
     """Base of the requests.
 
-    ``_PER_ITEM``: the fields that hold one entry per item; items are compared by the first one.
+    ``kind``: the name of the class in small letters.  ``_PER_ITEM``: the fields that hold one entry per item; items are
+    compared by the first one.
     """
 
+    kind: ClassVar[str]
     _PER_ITEM: ClassVar[tuple[str, ...]]
+
+    def __init_subclass__(cls) -> None:
+        cls.kind = cls.__name__.lower()
 
     def items(self) -> tuple[Tokens, ...]:
         """Token ids that identify the items (windows or prompts), by which two captures are matched."""
@@ -53,8 +49,20 @@ def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
     return tuple(values[i] for i in indices) if values else ()
 
 
+class _Rows(_Request):
+    """Base of the requests for rows ``first`` … ``last`` of windows."""
+
+    first: int
+    last: int
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+
 @dataclass(frozen=True)
-class Prefill(_Request):
+class Prefill(_Rows):
     """Request for next-token distributions of whole windows, each through a fresh cache.
 
     ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
@@ -68,13 +76,7 @@ class Prefill(_Request):
     units: tuple[Tokens, ...]
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="prefill", init=False)
     _PER_ITEM = ("windows", "units")
-
-    @property
-    def n_rows(self) -> int:
-        """Stored rows per window."""
-        return self.last - self.first + 1
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,7 @@ class Generate(_Request):
     settings: tuple[tuple[str, Any], ...] = ()
     rows: bool = True
     notes: tuple[str, ...] = ()
-    kind: str = field(default="generate", init=False)
-    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts",)
+    _PER_ITEM = ("prompts",)
 
     @property
     def sampling(self) -> Sampling | None:
@@ -131,8 +132,7 @@ class Forced(_Request):
     continuations: tuple[Tokens, ...]
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="forced", init=False)
-    _PER_ITEM: ClassVar[tuple[str, ...]] = ("prompts", "continuations")
+    _PER_ITEM = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
         """Return each prompt followed by its continuation."""
@@ -157,7 +157,6 @@ class Timed(_Request):
     batch: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="timed", init=False)
 
     def groups(self) -> tuple[tuple[Tokens, ...], ...]:
         """The prompts in groups of ``batch``; the last group may be smaller."""
@@ -193,54 +192,7 @@ class Layerwise(_Request):
     layers: tuple[int, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="layerwise", init=False)
     _PER_ITEM = ("windows",)
-
-
-def _identity(images: Sequence[str]) -> list[Tokens]:
-    """Return numbers for each image, computed from its bytes, to distinguish items with the same text."""
-    digests = (hashlib.sha256(base64.b64decode(image)).digest() for image in images)
-    return [tuple(np.frombuffer(found[:8], dtype="<u2").tolist()) for found in digests]
-
-
-def _with_images(items: Sequence[Tokens], images: Sequence[str], shows: Sequence[Tokens]) -> tuple[Tokens, ...]:
-    known = _identity(images)
-    return tuple((*chain.from_iterable(known[i] for i in shown), *ids) for ids, shown in zip(items, shows, strict=True))
-
-
-@dataclass(frozen=True)
-class ImageGenerate(Generate):
-    """Request for continuations, as of :class:`Generate`, of prompts that show images; each prompt runs by itself."""
-
-    images: tuple[str, ...] = ()
-    shows: tuple[Tokens, ...] = ()
-    messages: tuple[str, ...] = ()
-    kind: str = field(default="imagegenerate", init=False)
-    _PER_ITEM = ("prompts", "shows", "messages")
-
-    def items(self) -> tuple[Tokens, ...]:
-        """Return each prompt after numbers that stand for its images."""
-        return _with_images(self.prompts, self.images, self.shows)
-
-
-@dataclass(frozen=True)
-class ImageForced(Forced):
-    """Request for the states after each token of given text that follows images.
-
-    A prompt ends after its last image (or where that would be), its continuation is the rest of the question and an
-    answer.  Both are read in one prefill.  The last of a conversation's ``messages`` is the assistant's, with that
-    answer.
-    """
-
-    images: tuple[str, ...] = ()
-    shows: tuple[Tokens, ...] = ()
-    messages: tuple[str, ...] = ()
-    kind: str = field(default="imageforced", init=False)
-    _PER_ITEM = ("prompts", "continuations", "shows", "messages")
-
-    def items(self) -> tuple[Tokens, ...]:
-        """Return each prompt with its continuation, after numbers that stand for its images."""
-        return _with_images(super().items(), self.images, self.shows)
 
 
 WAYS: Mapping[str, str] = {
@@ -258,7 +210,7 @@ WAYS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True)
-class Served(_Request):
+class Served(_Rows):
     """Request for next-token distributions of whole windows, computed in one of the :data:`WAYS` of servers.
 
     Rows ``first`` … ``last`` of each window are stored, as of :class:`Prefill`.  ``size``: tokens of a chunk, of the
@@ -280,13 +232,7 @@ class Served(_Request):
     others: tuple[Tokens, ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="served", init=False)
     _PER_ITEM = ("windows",)
-
-    @property
-    def n_rows(self) -> int:
-        """Stored rows per window."""
-        return self.last - self.first + 1
 
     @property
     def n_tokens(self) -> int:
@@ -307,7 +253,7 @@ class Served(_Request):
 
 
 @dataclass(frozen=True)
-class RoundedWeights(_Request):
+class RoundedWeights(_Rows):
     """Request for next-token distributions, as of :class:`Prefill`, with other weights for this answer only.
 
     ``weights`` has the form of the option of that name (``int4[only=down_proj]``); ``native`` rounds nothing.  The
@@ -322,17 +268,11 @@ class RoundedWeights(_Request):
     weights: str
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="roundedweights", init=False)
     _PER_ITEM = ("windows", "units")
-
-    @property
-    def n_rows(self) -> int:
-        """Stored rows per window."""
-        return self.last - self.first + 1
 
 
 @dataclass(frozen=True)
-class RoundedCache(_Request):
+class RoundedCache(_Rows):
     """Request for next-token distributions, as of :class:`Prefill`, with rounded keys and values in some layers.
 
     ``kv``: rules ``PLACE:K/V`` with semicolons between: ``*:int4/native``, ``3:int4/int4`` (a layer),
@@ -348,28 +288,11 @@ class RoundedCache(_Request):
     kv: str
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    kind: str = field(default="roundedcache", init=False)
     _PER_ITEM = ("windows", "units")
 
-    @property
-    def n_rows(self) -> int:
-        """Stored rows per window."""
-        return self.last - self.first + 1
 
-
-Request = (
-    Prefill
-    | Generate
-    | Forced
-    | Timed
-    | Layerwise
-    | Served
-    | RoundedWeights
-    | RoundedCache
-    | ImageGenerate
-    | ImageForced
-)
-KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served | RoundedWeights | RoundedCache
+KINDS: Mapping[str, type[Request]] = {cls.kind: cls for cls in get_args(Request)}
 """``kind`` → class."""
 
 _MAX_TOKEN_ID = 1 << 31  # ids are hashed as 32-bit numbers
@@ -379,8 +302,7 @@ _TENSORS = ("states", "qkv")
 def request_record(request: Request) -> dict[str, Any]:
     """Return the request as plain data, for job files."""
     values = {one.name: getattr(request, one.name) for one in fields(request)}  # asdict would copy every token
-    values |= {name: asdict(value) for name, value in values.items() if isinstance(value, Sampling)}
-    return {**values, "settings": dict(request.settings)}
+    return {**values, "kind": request.kind, "settings": dict(request.settings)}
 
 
 def request_hash(request: Request) -> str:
@@ -406,7 +328,7 @@ def _is_sound(request: Request, name: str) -> bool:
     """Return whether one field of a request has the type and the range that its class describes."""
     value = getattr(request, name)
     match name:
-        case "kind" | "settings":
+        case "settings":
             return True
         case "axis" | "weights" | "kv":
             return isinstance(value, str) and value != ""
@@ -422,32 +344,17 @@ def _is_sound(request: Request, name: str) -> bool:
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
-        case "images":
-            return isinstance(value, tuple) and all(map(_is_base64, value))
-        case "messages":
-            texts = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
-            return texts and len(value) == len(getattr(request, request._PER_ITEM[0]))
     if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
-        case (ImageGenerate() | ImageForced()) as shown, "shows":
-            last = max(chain.from_iterable(value), default=-1)
-            return len(value) == len(shown.prompts) and last < len(shown.images)
-        case ((Prefill(windows=windows) | RoundedWeights(windows=windows) | RoundedCache(windows=windows)), "units"):
-            return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
-        case ((Prefill() | Layerwise() | Served() | RoundedWeights() | RoundedCache()), "windows"):
+        case _Rows(), "units":
+            return len(value) == len(request.windows) and all(len(units) == request.n_rows for units in value)
+        case ((_Rows() | Layerwise()), "windows"):
             rows = _are_ids((request.first, request.last)) and request.first <= request.last
             return rows and all(request.last < len(window) for window in value)
         case Forced(prompts=prompts), "continuations":
             return isinstance(prompts, tuple) and len(value) == len(prompts)
     return True
-
-
-def _is_base64(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and value != "" and bool(base64.b64decode(value, validate=True))
-    except ValueError:
-        return False
 
 
 def _are_ids(value: Any) -> bool:

@@ -19,7 +19,6 @@ from fidelab.core.errors import MissingPackageError, UnknownNameError
 _EXTRAS = {
     "accelerate": ("Accelerate", "hf"),
     "llama_cpp": ("llama-cpp-python", "llamacpp"),
-    "PIL": ("Pillow", "vision"),
     "pyarrow": ("pyarrow", "parquet"),
     "ray": ("Ray", "ray"),
     "scipy": ("SciPy", "stats"),

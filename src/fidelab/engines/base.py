@@ -22,11 +22,7 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Rounde
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.checkpoint import without_vision
 from fidelab.engines.speculation import Drafts, speculation_record
-
-IMAGE_KINDS = frozenset(("imagegenerate", "imageforced"))
-"""Kinds of requests that only engines answer which take images."""
 
 
 @dataclass(frozen=True)
@@ -255,13 +251,6 @@ class Engine(ABC):
     def estimator_for(cls, arm: Arm) -> Estimator:
         """Return the name of the estimator, which defines the part of each distribution that captures hold."""
         return Estimator(dict(arm.options).get("estimator", cls.estimator))
-
-    @classmethod
-    def images_refused(cls, arm: Arm) -> str:
-        """Return the reason why an arm cannot read images, before it is opened; empty if it can."""
-        if not cls.kinds >= IMAGE_KINDS:
-            return f"engine {cls.name} takes no images"
-        return f"the config of {arm.model} has no part for images" if without_vision(arm.path) else ""
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

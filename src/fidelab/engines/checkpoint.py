@@ -25,11 +25,6 @@ def read_config(path: str) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def without_vision(path: str) -> bool:
-    """Return whether the config of a model has no part for images."""
-    return not {"vision_config", "image_token_id", "image_token_index"} & read_config(path).keys()
-
-
 def loading_refusal(arm: Arm, *own: str) -> str:
     """Return the reason why an arm's compute type or architecture cannot be loaded; empty if none is known.
 

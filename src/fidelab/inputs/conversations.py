@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ class Conversation:
     """One conversation: messages as a chat template takes them, and the tools that the model was offered.
 
     ``id``: the record's id, or its line. ``domain``: the record's domain, or a guess from its content. ``text``: the
-    text as the model's chat template writes it.  Plain text has no messages.  ``parts``: the messages with a part
-    ``{"type": "image"}`` for each of ``images``, their URLs as written, unchecked.
+    text as the model's chat template writes it.  Plain text has no messages.
     """
 
     id: str
@@ -53,16 +52,14 @@ class Conversation:
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
     text: str
-    parts: tuple[dict[str, Any], ...] = ()
-    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Traffic:
     """A log of conversations.
 
-    ``bad``: why records were left out, each with its place; ``skip_bad``: whether that was requested. ``failed``:
-    requests of a gateway log that were answered by an error.  ``images``: parts that were left out.
+    ``bad``: why records were left out, each with its place. ``failed``: requests of a gateway log that were answered by
+    an error.
 
     ``text``: a log of plain text, without conversations.
     """
@@ -71,9 +68,7 @@ class Traffic:
     conversations: tuple[Conversation, ...] = ()
     bad: tuple[str, ...] = ()
     failed: int = 0
-    images: int = 0
     text: Text | None = None
-    skip_bad: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,8 +90,8 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     files), or with these in its ``body`` (batch files), or in its ``request`` with the answer in ``response`` (gateway
     logs, see ``_exchange``), or with plain ``text``; ``id`` or ``custom_id``, and ``domain`` are kept.  ``.json``: a
     list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain text
-    (:func:`~fidelab.inputs.texts.load_text`).  Images and other parts without text, and failed requests of a gateway
-    log, are left out and counted.
+    (:func:`~fidelab.inputs.texts.load_text`).  Failed requests of a gateway log are left out and counted.  A record
+    with an image, or another part without text, is bad.
 
     Raises:
         InputError: If the file cannot be read, holds no conversation, or has bad records without ``skip_bad`` (the
@@ -113,12 +108,11 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
         records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
     else:
         raise InputError(f"{_KIND} {path}: the name should end in .jsonl, .json, .txt or .md")
-    images, failed, conversations, bad = 0, 0, list[Conversation](), list[str]()
+    failed, conversations, bad = 0, list[Conversation](), list[str]()
     seen: set[str] = set()
     for place, read in records:
         try:
-            reader = _Record(read(), tokenizer)
-            one = reader.conversation(place.split()[-1])
+            one = _conversation(read(), place.split()[-1], tokenizer)
             if one.id in seen:
                 raise _Bad(f"the id {one.id!r} is there twice")
         except _Failed:
@@ -128,7 +122,6 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
             bad.append(f"{place}: {error}")
             continue
         seen.add(one.id)
-        images += reader.images
         conversations.append(one)
     if bad and not skip_bad:
         more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
@@ -139,7 +132,7 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     if not conversations:
         why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
         raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *why]))
-    return Traffic(str(path), tuple(conversations), tuple(bad), failed, images, skip_bad=skip_bad)
+    return Traffic(str(path), tuple(conversations), tuple(bad), failed)
 
 
 def _entries(path: Path) -> list[Any]:
@@ -207,97 +200,74 @@ _ENVELOPES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # by the 
 }
 
 
-@dataclass
-class _Record:
-    """Reads one record.  ``images``: parts without text that it left out; ``urls``: of the images among them."""
+def _conversation(outer: Any, number: str, tokenizer: Tokenizer) -> Conversation:
+    """Return the conversation of one record; ``number``: its place, for a record without an id."""
+    if not isinstance(outer, dict):
+        raise _Bad("expected an object with 'messages', 'request', 'conversations' or 'text'")
+    inner = next((read(outer) for key, read in _ENVELOPES.items() if key in outer), outer)
+    tools, plain = _tools(inner.get("tools")), inner.get("text")
+    if isinstance(plain, str) and plain.strip():
+        messages: tuple[dict[str, Any], ...] = ()
+    elif isinstance(inner.get("messages"), list):
+        messages = tuple(_message(i, message) for i, message in enumerate(inner["messages"], 1))
+    elif isinstance(inner.get("conversations"), list):
+        messages = tuple(_turn(i, turn) for i, turn in enumerate(inner["conversations"], 1))
+    else:
+        raise _Bad("expected a list as 'messages' or 'conversations', a 'request' with 'response', or a 'text'")
+    if not messages and not plain:
+        raise _Bad("the list of messages is empty")
+    text = tokenizer.render(messages, tools=tools, private=True) if messages else str(plain)
+    named = outer.get("domain", inner.get("domain"))
+    return Conversation(
+        id=str(outer.get("id") or outer.get("custom_id") or number),
+        domain=str(named)[:_MAX_DOMAIN_CHARS] if named else domain_of(messages or ({"content": text},), tools),
+        messages=messages,
+        tools=tools,
+        text=text,
+    )
 
-    record: Any
-    tokenizer: Tokenizer
-    images: int = field(default=0, init=False)
-    urls: list[str] = field(default_factory=list, init=False)
-    parts: list[dict[str, Any]] = field(default_factory=list, init=False)
 
-    def conversation(self, number: str) -> Conversation:
-        outer = self.record
-        if not isinstance(outer, dict):
-            raise _Bad("expected an object with 'messages', 'request', 'conversations' or 'text'")
-        inner = next((read(outer) for key, read in _ENVELOPES.items() if key in outer), outer)
-        tools, plain = _tools(inner.get("tools")), inner.get("text")
-        if isinstance(plain, str) and plain.strip():
-            messages: tuple[dict[str, Any], ...] = ()
-        elif isinstance(inner.get("messages"), list):
-            messages = tuple(self._message(i, message) for i, message in enumerate(inner["messages"], 1))
-        elif isinstance(inner.get("conversations"), list):
-            messages = tuple(self._turn(i, turn) for i, turn in enumerate(inner["conversations"], 1))
-        else:
-            raise _Bad("expected a list as 'messages' or 'conversations', a 'request' with 'response', or a 'text'")
-        if not messages and not plain:
-            raise _Bad("the list of messages is empty")
-        text = self.tokenizer.render(messages, tools=tools, private=True) if messages else str(plain)
-        named = outer.get("domain", inner.get("domain"))
-        return Conversation(
-            id=str(outer.get("id") or outer.get("custom_id") or number),
-            domain=str(named)[:_MAX_DOMAIN_CHARS] if named else domain_of(messages or ({"content": text},), tools),
-            messages=messages,
-            tools=tools,
-            text=text,
-            parts=tuple(self.parts) if self.urls else (),
-            images=tuple(self.urls),
-        )
+def _message(number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _Bad(f"message {number} is not an object")
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
+    content = _content(number, message.get("content"))
+    kept: dict[str, Any] = {"role": role, "content": content}
+    for name in ("reasoning_content", "name", "tool_call_id"):
+        if isinstance(message.get(name), str):
+            kept[name] = message[name]
+    calls = message.get("tool_calls")
+    if calls:
+        kept["tool_calls"] = _calls(number, calls)
+    if not content and not calls:
+        raise _Bad(f"message {number} has no content")
+    return kept
 
-    def _message(self, number: int, message: Any) -> dict[str, Any]:
-        if not isinstance(message, dict):
-            raise _Bad(f"message {number} is not an object")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in _ROLES:
-            raise _Bad(f"message {number} has the role {str(role)[:40]!r}; known are {', '.join(sorted(_ROLES))}")
-        given = message.get("content")
-        content = self._content(number, given)
-        kept: dict[str, Any] = {"role": role, "content": content}
-        for name in ("reasoning_content", "name", "tool_call_id"):
-            if isinstance(message.get(name), str):
-                kept[name] = message[name]
-        calls = message.get("tool_calls")
-        if calls:
-            kept["tool_calls"] = _calls(number, calls)
-        parts = self._split_content(number, given) if isinstance(given, list) else []
-        if not content and not calls and not any(part["type"] == "image" for part in parts):
-            raise _Bad(f"message {number} has no content")
-        self.parts.append({**kept, "content": parts} if parts else kept)
-        return kept
 
-    def _split_content(self, number: int, content: list[Any]) -> list[dict[str, Any]]:
-        """The text and the images of a message; the images' URLs go to ``urls``."""
-        parts: list[dict[str, Any]] = []
-        for part in content:
-            if isinstance(part, dict) and part.get("type") == "text":
-                parts.append({"type": "text", "text": part["text"]})
-            elif isinstance(part, dict) and part.get("type") == "image_url":
-                image = part.get("image_url")
-                url = image.get("url") if isinstance(image, dict) else image
-                if not isinstance(url, str):
-                    raise _Bad(f"message {number}: a part of type image_url has no URL")
-                self.urls.append(url)
-                parts.append({"type": "image"})
-        return parts
-
-    def _content(self, number: int, content: Any) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        if not isinstance(content, list):
-            raise _Bad(f"message {number}: the content is neither text nor a list of parts")
-        texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        self.images += len(content) - len(texts)
-        if not all(isinstance(text, str) for text in texts):
+def _content(number: int, content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _Bad(f"message {number}: the content is neither text nor a list of parts")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise _Bad(f"message {number} has a part of type {str(kind)[:40]!r}: only text is measured")
+        if not isinstance(part.get("text"), str):
             raise _Bad(f"message {number}: a part of type text has none")
-        return "\n".join(map(str, texts))
+        texts.append(part["text"])
+    return "\n".join(texts)
 
-    def _turn(self, number: int, turn: Any) -> dict[str, Any]:
-        role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
-        if role is None or not isinstance(turn, dict):
-            known = ", ".join(sorted(_SHAREGPT))
-            raise _Bad(f"turn {number} has an unknown sender: 'from' should be one of {known}")
-        return self._message(number, {"role": role, "content": turn.get("value")})
+
+def _turn(number: int, turn: Any) -> dict[str, Any]:
+    role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
+    if role is None or not isinstance(turn, dict):
+        known = ", ".join(sorted(_SHAREGPT))
+        raise _Bad(f"turn {number} has an unknown sender: 'from' should be one of {known}")
+    return _message(number, {"role": role, "content": turn.get("value")})
 
 
 def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
@@ -325,7 +295,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
     """Return the tools in OpenAI's form.
 
     Raises:
-        _Bad: If a tool has no name, or its parameters are not a JSON schema of an object.
+        _Bad: If a tool has no name.
     """
     if tools is None:
         return ()
@@ -335,39 +305,7 @@ def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise _Bad(f"tool {number} has no function with a name")
-        if problem := _schema_problem(function.get("parameters", {"type": "object"})):
-            raise _Bad(f"the schema of tool {function['name']} is invalid: {problem}")
     return tuple(tools)
-
-
-_TYPES = {"object", "array", "string", "number", "integer", "boolean", "null"}
-
-
-def _schema_problem(schema: Any, where: str = "parameters", top: bool = True) -> str | None:
-    """Return the fault in a schema's shape (types, properties, required, items, enum), or ``None``."""
-    if not isinstance(schema, dict):
-        return f"{where} is not an object"
-    kinds = schema.get("type", "object" if top else [])
-    unknown = [
-        kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind not in [*_TYPES]
-    ]  # one may have no hash
-    if unknown:
-        return f"{where}.type is {str(unknown[0])[:40]!r}"
-    if top and kinds != "object":
-        return f"{where}.type is {str(kinds)[:40]!r}; arguments are an object"
-    properties = schema.get("properties", {})
-    if not isinstance(properties, dict):
-        return f"{where}.properties is not an object"
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        return f"{where}.required is not a list of names"
-    if not isinstance(schema.get("enum", []), list):
-        return f"{where}.enum is not a list"
-    inner = [(f"{where}.{name}", value) for name, value in properties.items()]
-    if isinstance(schema.get("items"), dict):
-        inner.append((f"{where}.items", schema["items"]))
-    inner = [(place, value) for place, value in inner if not isinstance(value, bool)]
-    return next((problem for place, value in inner if (problem := _schema_problem(value, place, False))), None)
 
 
 # ---------------------------------------------------------------------------------------------- domains
@@ -447,8 +385,6 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
         lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_MAX_LISTED])})")
     if traffic.failed:
         lines.append(f"failed requests left out: {traffic.failed:,}")
-    if traffic.images:
-        lines.append(f"images and other parts without text left out: {traffic.images:,} (axis vision shows images)")
     tooled = next((conversation for conversation in traffic.conversations if conversation.tools), None)
     if tooled is not None and tooled.text == tokenizer.render(tooled.messages, private=True):
         lines.append(f"the chat template of {tokenizer.model.name} leaves tools out")

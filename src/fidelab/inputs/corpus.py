@@ -41,8 +41,6 @@ class WindowSet:
     stride: int
     bos: bool
     text: str
-    text_sha256: str
-    text_tokens: int
 
 
 def make_windows(
@@ -74,7 +72,7 @@ def make_windows(
         UsageError: If a size is impossible, or beyond the model's limit.
     """
     step, place = _step(protocol, n_ctx, stride), _place(protocol, place)
-    _check_sizes(tokenizer, n_ctx, n_windows, step, protocol)
+    _check_sizes(tokenizer, n_ctx, n_windows, step)
     by_document = bool(text.doc_starts) and tokenizer.offsets
     if by_document:
         ids, starts = tokenizer.encode_with_offsets(text.content)
@@ -109,8 +107,6 @@ def make_windows(
         stride=step,
         bos=bool(bos),
         text=text.name,
-        text_sha256=text.sha256,
-        text_tokens=len(ids),
     )
 
 
@@ -181,7 +177,7 @@ def _spread(ranks: Mapping[int, int], n_tokens: int, n_ctx: int, n: int) -> list
     return sorted(chosen)
 
 
-def _check_sizes(tokenizer: Tokenizer, n_ctx: int, n_windows: int, step: int, protocol: Protocol) -> None:
+def _check_sizes(tokenizer: Tokenizer, n_ctx: int, n_windows: int, step: int) -> None:
     if n_ctx < 4:
         raise UsageError(f"n_ctx {n_ctx} leaves nothing to score: at least 4")
     if n_windows < 1:

@@ -699,7 +699,7 @@ def _verdict(verdict: Verdict) -> str:
 _SCOPE_AXES = {
     "generated text": {"trajectory", "degeneration"},
     "retrieval": {"rniah"},
-    "tasks": {"gsm8k", "toolcalls", "vision"},
+    "tasks": {"gsm8k"},
     "serving paths": {"paths"},
 }
 """Question of a user → axes, any of which tests it."""

@@ -15,7 +15,7 @@ from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
-from fidelab.engines.base import IMAGE_KINDS, one_line
+from fidelab.engines.base import one_line
 from fidelab.run.arms import twins_of
 from fidelab.run.deploy import ResolvedArm
 from fidelab.run.resolve import EXACT, QUERIES, TRUTH, Settings
@@ -81,16 +81,12 @@ class PlannedCapture:
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """One fresh process: a resolved arm, under the role it plays (``reference``, ``floor``, a candidate's name).
-
-    ``refused``: captures that its engine cannot take, with the reason.
-    """
+    """One fresh process: a resolved arm, under the role it plays (``reference``, ``floor``, a candidate's name)."""
 
     role: str
     resolved: ResolvedArm
     captures: tuple[PlannedCapture, ...]
     replicate: int = 0
-    refused: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def arm(self) -> Arm:
@@ -257,7 +253,7 @@ def with_probes(
     settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]], look: int = 0
 ) -> PlannedJob:
     """Return the job with further requests, by axis and part. Axes with several looks get those of one ``look``."""
-    captures, refused = list(job.captures), dict(job.refused)
+    captures = list(job.captures)
     for axis, parts in requests.items():
         for part, asked in parts.items():
             if settings.axes[axis].look(part) != look:
@@ -273,10 +269,7 @@ def with_probes(
                 continue
             if request.axis != part_name(axis, part):
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
-            if request.kind in IMAGE_KINDS and (why := job.resolved.engine_class.images_refused(job.arm)):
-                refused[request.axis] = why
-                continue
             key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
             captures.append(PlannedCapture(request.axis, request, key, folder, *_against(settings, job, asked)))
-    return replace(job, captures=tuple(captures), refused=refused)
+    return replace(job, captures=tuple(captures))

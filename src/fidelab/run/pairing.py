@@ -24,7 +24,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Estimator, Status, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, MismatchError
 from fidelab.core.runtime import invalid_runtime_fields
-from fidelab.core.serial import OMIT, from_json, to_json
+from fidelab.core.serial import from_json, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.metrics.unmoved import Unmoved
@@ -53,8 +53,7 @@ class ArmResult:
     """Result of one arm: its captures by axis, or the reason why there are none.
 
     ``role``: as in :class:`~fidelab.run.build.Plan`.  ``benches``: the result of each bench, a
-    :class:`~fidelab.results.measurement.Measurement` as plain data.  ``refused``: captures that its engine cannot take,
-    with the reason.
+    :class:`~fidelab.results.measurement.Measurement` as plain data.
     """
 
     role: str
@@ -66,7 +65,6 @@ class ArmResult:
     failures: Mapping[str, str] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
     benches: Mapping[str, Any] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict, metadata=OMIT)
 
     def record(self, base: Path) -> dict[str, Any]:
         """Return plain data. Capture paths are relative to ``base``, so that runs and captures can move together."""
@@ -325,9 +323,6 @@ class Scorer:
             if name in self.unavailable:
                 failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
                 continue
-            if (why := self._refused(axis, name, result)) is not None:
-                failures[name] = (Status.NOT_MEASURABLE, why)
-                continue
             if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
@@ -349,13 +344,6 @@ class Scorer:
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
-
-    def _refused(self, axis: Axis, name: str, result: ArmResult) -> str | None:
-        """Reason why an arm was not asked what an axis requires; ``None`` if it was."""
-        refused, answered = parts_of(name, result.refused), parts_of(name, result.captures)
-        return next(
-            (why for part, why in refused.items() if axis.failed_part_cell(part, why) is None or not answered), None
-        )
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -395,7 +383,7 @@ class Scorer:
             raise FidelabError(f"{NO_REFERENCE}: {why}")
         partial = _is_part(result)
         parts = parts_of(name, result.captures)
-        failed = {**parts_of(name, result.failures), **parts_of(name, result.refused)}
+        failed = parts_of(name, result.failures)
         theirs = parts_of(name, self.by_role[self._role].failures)
         reasons = {part: f"{NO_REFERENCE}: {why}" for part, why in theirs.items()} | failed
         lost = {part: cell for part, why in reasons.items() if (cell := axis.failed_part_cell(part, why)) is not None}

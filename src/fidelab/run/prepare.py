@@ -15,7 +15,6 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
-from fidelab.inputs.images import placeholder
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.inputs.tokens import Tokenizer
@@ -118,19 +117,11 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
     if experiment.traffic is None:
         prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
         text = load_text(experiment.text, tokenizer)
-        return _with_images(AxisInputs(tokenizer, text, load_prompts(prompts), limit), settings)
+        return AxisInputs(tokenizer, text, load_prompts(prompts), limit)
     traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
     asked = traffic_prompts(traffic) or load_prompts()
     private = not experiment.keep_text
-    inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
-    return _with_images(inputs, settings)
-
-
-def _with_images(inputs: AxisInputs, settings: Settings) -> AxisInputs:
-    """The inputs with what is known of images: why the reference can be shown none, or what stands for one."""
-    reference = settings.resolved[settings.reference.name]
-    refused = reference.engine_class.images_refused(reference.arm)
-    return replace(inputs, no_images=refused, placeholder="" if refused else placeholder(inputs.tokenizer))
+    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
 
 
 def _absolute(experiment: Experiment) -> Experiment:

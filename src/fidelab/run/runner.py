@@ -494,7 +494,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
     if status is not Status.OK and last and reason and reason.startswith("the worker") and last not in reason:
         reason = f"{reason} (last log line: {last[:200]})"
     timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
-    return ArmResult(job.role, job.arm, status, reason, told, captures, failures, timing, refused=job.refused)
+    return ArmResult(job.role, job.arm, status, reason, told, captures, failures, timing)
 
 
 def absent(folder: Path) -> str:

@@ -16,15 +16,12 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.requests import (
     WAYS,
     Forced,
     Generate,
-    ImageForced,
-    ImageGenerate,
     Layerwise,
     Prefill,
     Request,
@@ -38,7 +35,6 @@ from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import (
-    IMAGE_KINDS,
     Answer,
     Engine,
     Sink,
@@ -156,10 +152,7 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {
-        *("layerwise", "served", "roundedweights", "roundedcache"),
-        *IMAGE_KINDS,
-    }
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "roundedweights", "roundedcache"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
@@ -207,11 +200,6 @@ class HFEngine(Engine):
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Support(reason is None, reason or "")
-
-    @classmethod
-    def images_refused(cls, arm: Arm) -> str:
-        pillow = "" if find_spec("PIL") else "engine hf takes images with Pillow: pip install 'fidelab[vision]'"
-        return super().images_refused(arm) or pillow
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -349,13 +337,6 @@ class HFEngine(Engine):
                 sink.progress(len(step), decoded=len(step) if len(rows) > 1 else 0)
             add_sequence(sink, index, continuation, self._model.stacked(rows))
         return {"tokens": sum(map(len, request.items()))}
-
-    def _imagegenerate(self, request: ImageGenerate | ImageForced, sink: Sink) -> dict[str, Any]:
-        from fidelab.engines.hf.images import answer_images
-
-        return answer_images(self._model, request, sink)
-
-    _imageforced = _imagegenerate
 
     def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
         from fidelab.engines.hf.layers import answer_layerwise

@@ -50,13 +50,9 @@ def greedy(
     prompts: Sequence[Sequence[int]],
     sink: Sink,
     shared: SharedPrefix | None = None,
-    images: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
-    """Greedy or sampled decode of one left-padded batch; yields (ids, rows, failure) in its order.
-
-    ``images``: inputs besides the tokens of a single prompt.
-    """
-    sampling, batch, more = request.sampling, range(len(prompts)), images
+    """Greedy or sampled decode of one left-padded batch; yields (ids, rows, failure) in its order."""
+    sampling, batch = request.sampling, range(len(prompts))
     longest = max(map(len, prompts))
     head = shared.tokens if shared else 0
     ids = model.tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
@@ -73,7 +69,7 @@ def greedy(
     for step in range(request.max_tokens):
         if not live:
             break
-        logits, states = model.forward(ids, cache, mask=mask, more=more)
+        logits, states = model.forward(ids, cache, mask=mask)
         if not model.sentinels:
             model.check_replay(states[:, -1], logits[:, -1])
         if request.rows:
@@ -92,7 +88,7 @@ def greedy(
             else:
                 generated[row].append(tokens[row])
         live = [row for row in live if not failed[row] and tokens[row] not in request.stop]
-        processed, more = len(live), {} if images else None
+        processed = len(live)
         ids = chosen[:, None]
         if mask is not None:
             mask = torch.cat((mask, torch.ones_like(ids)), dim=1)

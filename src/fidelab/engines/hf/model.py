@@ -291,12 +291,9 @@ class HFModel:
         mask: Tensor | None = None,
         keep: int = 1,
         sequences: int | None = None,
-        more: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
-        ``more``: model inputs besides the tokens, such as pixels.  If it is not ``None``, a model with its own
-        positions for images counts them itself, here and in every later forward of the sequence.
         ``sequences``: logits of the first ones of the batch alone.
         Estimator logprobs needs no states and gets the logits twice.
         """
@@ -305,9 +302,7 @@ class HFModel:
         extra: dict[str, Any] = {}
         if mask is not None:
             extra["attention_mask"] = mask
-        extra |= more or {}
-        counts_itself = more is not None and self._places_images
-        if cache is not None and "position_ids" in self._takes and not counts_itself:
+        if cache is not None and "position_ids" in self._takes:
             # Always, as generate() does: some hybrids that are left to themselves count from 0 in every forward.
             extra["position_ids"] = self._positions(ids, cache, mask)
         watched = nullcontext() if cache is None else self.proof.forward(cache, ids.shape[1])
@@ -323,11 +318,6 @@ class HFModel:
             raise EngineError(f"the LM head saw states {shapes} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
         return logits, self._states[0]
 
-    @property
-    def _places_images(self) -> bool:
-        """Whether the model gives the tokens of images positions in rows and columns."""
-        return any(hasattr(module, "get_rope_index") for module in (self.module, getattr(self.module, "model", None)))
-
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Hook before the LM head: record its input, and pass on only the rows that are needed.
 
@@ -342,36 +332,6 @@ class HFModel:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
         past = cache.get_seq_length()
         return torch.arange(past, past + new, device=ids.device).expand(ids.shape)
-
-    def processor(self) -> Any:
-        """Processor that turns text and images into model inputs.
-
-        Raises:
-            NotSupportedError: If the model takes no images.
-            EngineError: If its processor cannot be loaded.
-        """
-        if "pixel_values" not in self._takes:
-            raise NotSupportedError(f"{self.module.config.model_type} takes no images")
-        try:
-            return transformers.AutoProcessor.from_pretrained(
-                self._arm.path, trust_remote_code=trusts_code(self._arm), local_files_only=True
-            )
-        except Exception as error:
-            raise EngineError(f"the processor of {self._arm.model} cannot be loaded: {one_line(error)}") from error
-
-    def inputs(self, found: Mapping[str, Any], before: int, after: int) -> dict[str, Tensor]:
-        """Return processor outputs besides the ids of ``before`` tokens, on the device, in the model's compute type.
-
-        Values per token are 0 for the ``after`` tokens of text that follow.
-        """
-        ready = {}
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                if value.shape == (1, before):
-                    value = torch.nn.functional.pad(value, (0, after))
-                dtype = self.module.dtype if value.is_floating_point() else value.dtype
-                ready[name] = value.to(self._arm.device, dtype)
-        return ready
 
     def tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Token ids [batch, tokens] on the device."""

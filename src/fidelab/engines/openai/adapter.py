@@ -40,8 +40,6 @@ from fidelab.captures.reader import why_no_distribution
 from fidelab.captures.requests import (
     Forced,
     Generate,
-    ImageForced,
-    ImageGenerate,
     Prefill,
     Request,
     Served,
@@ -51,11 +49,10 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import IMAGE_KINDS, Answer, Engine, Sink, Support, add_sequence, unmeasurable
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, unmeasurable
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
-from fidelab.engines.openai.images import ImageChats, UnscoredError
 from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
@@ -105,7 +102,7 @@ class OpenAIEngine(Engine):
     separate_kv: ClassVar[bool] = False
     is_server: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 2.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | IMAGE_KINDS | {"served"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
     ways: ClassVar[frozenset[str]] = frozenset(("cold", "prefix", "prefix-partial", "prefix-other", "batch"))
 
     @classmethod
@@ -153,7 +150,6 @@ class OpenAIEngine(Engine):
         self._words = Words(arm.path, arm.model)
         self._dialect = self._understood(self._find_dialect)
         self._tokenizer = "local"
-        self._chats = ImageChats(self._client, self._server.model, self._words, self._dialect.top or _TOPS[0])
 
     def _find_dialect(self) -> Dialect:
         number = self._options.get("logprobs")
@@ -213,7 +209,7 @@ class OpenAIEngine(Engine):
                 "server": server.kind,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
                 "prompts": dialect.sends,
-                "ids": "returned" if dialect.returns == self._chats.returns == "ids" else "retokenized",
+                "ids": "returned" if dialect.returns == "ids" else "retokenized",
                 "top_logprobs": dialect.top,
                 "tokenizer": self._tokenizer,
                 "remarks": [
@@ -247,15 +243,10 @@ class OpenAIEngine(Engine):
             prompt = request.prompts[index]
             return self._dialect.score((*prompt, *request.continuations[index]))[len(prompt) - 1 : -1]
 
-        return self._score_all(request, sink, score, request.items())
-
-    def _score_all(
-        self, request: Forced, sink: Sink, score: Callable[[int], Sequence[Top]], read: Sequence[Tokens]
-    ) -> dict[str, Any]:
-        """Store the report at each position of the given continuations; ``read``: the tokens that count, by item."""
-
         def rows(index: int) -> dict[str, Array]:
             return _rows(_checked(score(index))) if request.continuations[index] else {}
+
+        read = request.items()
 
         for index, arrays in self._send_all(len(request.prompts), rows, sink, self._width()):
             add_sequence(sink, index, request.continuations[index], arrays, None if arrays else "empty continuation")
@@ -266,10 +257,7 @@ class OpenAIEngine(Engine):
         produced = cached = reread = 0
 
         def sequence(index: int) -> tuple[Completed, dict[str, Array]]:
-            if isinstance(request, ImageGenerate):
-                done = self._chats.complete(request, index)
-            else:
-                done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
             if any(not 0 <= token < _IDS for token in done.ids):
                 raise Refused("the server returns token ids that are none")
             if self._client.key and self._client.holds_key(self._words.decode(done.ids)):
@@ -279,7 +267,7 @@ class OpenAIEngine(Engine):
 
         for index, (done, rows) in self._send_all(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
-            other = done.read not in (None, len(prompt)) and not isinstance(request, ImageGenerate)
+            other = done.read not in (None, len(prompt))
             if other and self._dialect.sends == "ids":
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
                 continue
@@ -293,19 +281,6 @@ class OpenAIEngine(Engine):
             "cached_prompt_tokens": cached,
             **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
         }
-
-    _imagegenerate = _generate
-
-    def _imageforced(self, request: ImageForced, sink: Sink) -> dict[str, Any]:
-        score = partial(self._chats.score, request)
-        try:
-            if request.prompts:
-                self._understood(partial(score, 0))
-        except UnscoredError as error:
-            return unmeasurable(request, sink, str(error))
-        except Refused:
-            pass  # of one item; the others may succeed
-        return self._score_all(request, sink, score, request.continuations)
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         return self._understood(partial(self._serve, request, sink))
