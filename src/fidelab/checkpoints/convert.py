@@ -63,7 +63,6 @@ _REWRITTEN = {
     CERTIFICATE,
 }
 _FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass
@@ -301,7 +300,7 @@ def _plan(source: Checkpoint, to: str, *, lossy: bool, dtype: str | None) -> _Pl
         del carried[name]
     notes = ["scales of activations or of a KV cache were dropped: only weights are quantized"] if dropped else []
     if to == "safetensors":
-        size = sum(math.prod(fact.shape) for fact in facts) * _BYTES[dtype or "F32"]
+        size = sum(math.prod(fact.shape) for fact in facts) * _FLOATS[dtype or "F32"]
         return _Plan(
             *(source, method, to, modules, 0, {}, lossy, dtype, carried, dropped, notes),
             nbytes=size + sum(info.nbytes for info in carried.values()) * (2 if dtype == "F32" else 1),
@@ -337,7 +336,7 @@ def _check_duplicates(
     """
     for info in source.copies:
         first = source.tensors[info.name]
-        if first.shape != info.shape or first.dtype != info.dtype or not _equal_bytes(source, first, info):
+        if not source.equals(first, source, info):
             raise InputError(
                 f"{source.name} holds tensor {info.name} twice with different contents, in {first.file.name} and "
                 f"{info.file.name}: which one counts depends on the reader; fetch the model again"
@@ -348,11 +347,6 @@ def _check_duplicates(
             f"{source.name} holds module {both} twice, quantized and as {both}.weight: which one counts depends on "
             "the reader; fetch the model again"
         )
-
-
-def _equal_bytes(source: Checkpoint, first: TensorInfo, second: TensorInfo) -> bool:
-    pairs = zip(source.chunks(first), source.chunks(second), strict=True)
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
 def _facts(source: Checkpoint, module: QuantizedModule) -> _Facts:
@@ -611,7 +605,7 @@ def _convert(plan: _Plan, folder: Path) -> Certificate:
                     writer.tensor(f"{name}.{part}", dtype, values.shape, values.nbytes)(values)
         for name, info in plan.carried.items():
             dtype = plan.dtype if plan.dtype and info.dtype in _FLOATS else info.dtype
-            size = info.nbytes if dtype == info.dtype else math.prod(info.shape) * _BYTES[dtype]
+            size = info.nbytes if dtype == info.dtype else math.prod(info.shape) * _FLOATS[dtype]
             write = writer.tensor(name, dtype, info.shape, size)
             for chunk in source.chunks(info):
                 same = dtype == info.dtype
@@ -638,7 +632,7 @@ _LEGACY_KEYS = {"quantization_config", "compression_config"}
 
 def _write_dense(plan: _Plan, writer: _Writer, name: str, linear: QuantizedLinear) -> None:
     dtype = plan.dtype or "F32"
-    write = writer.tensor(f"{name}.weight", dtype, linear.shape, math.prod(linear.shape) * _BYTES[dtype])
+    write = writer.tensor(f"{name}.weight", dtype, linear.shape, math.prod(linear.shape) * _FLOATS[dtype])
     for start, stop in _blocks(*linear.shape):
         write(_cast(linear.rows(start, stop).dequantize(), dtype, f"{name}.weight", plan.lossy))
 
@@ -661,12 +655,10 @@ def _quantization(plan: _Plan) -> dict[str, Any] | None:
     listed = [name for name in kept if name not in quantized]
     if len(listed) < len(kept):  # vLLM searches module names for these names
         others = [name for name in kept if name in quantized]
+        more = f" and {len(others) - 1} more are" if len(others) > 1 else " is"
         plan.notes.append(
-            f"{others[0]} and {len(others) - 1} more are not quantized and not listed in modules_to_not_convert: "
-            "readers would take quantized modules whose names begin like theirs for listed ones, too"
-            if len(others) > 1
-            else f"{others[0]} is not quantized and not listed in modules_to_not_convert: readers would take "
-            "quantized modules whose names begin like its for listed ones, too"
+            f"{others[0]}{more} not quantized and not listed in modules_to_not_convert: readers would take quantized "
+            "modules whose names begin in the same way for listed ones, too"
         )
     return {
         "quant_method": "awq",
@@ -723,27 +715,13 @@ def _certify(plan: _Plan, folder: Path, quantization: dict[str, Any] | None) -> 
             compared, there = Compared(name), target.tensors[name]
             if there.dtype == info.dtype:
                 compared.values = math.prod(info.shape)
-                if there.shape != info.shape or not _same_bytes(source, info, target, there):
+                if not source.equals(info, target, there):
                     raise OutputError(f"tensor {name} was carried over and differs; please report this")
             else:
-                for mine, theirs in _pairs(source, info, target, there):
+                own = source.chunks(info, _ROWS * _FLOATS[info.dtype])  # equally many values of both at a time
+                for mine, theirs in zip(own, target.chunks(there, _ROWS * _FLOATS[there.dtype]), strict=True):
                     compared.add(to_floats(mine, info.dtype), to_floats(theirs, there.dtype))
             certificate.tensors.append(compared)
     if not plan.lossy and not certificate.exact:
         raise OutputError(f"{certificate.worst.name} differs though no loss was allowed; please report this")
     return certificate
-
-
-def _same_bytes(source: Checkpoint, info: TensorInfo, target: Checkpoint, there: TensorInfo) -> bool:
-    pairs = zip(source.chunks(info), target.chunks(there), strict=True)
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
-
-
-def _pairs(
-    source: Checkpoint, info: TensorInfo, target: Checkpoint, there: TensorInfo
-) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Yield equally many values of both tensors at a time."""
-    sizes = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
-    yield from zip(
-        source.chunks(info, _ROWS * sizes[info.dtype]), target.chunks(there, _ROWS * sizes[there.dtype]), strict=True
-    )

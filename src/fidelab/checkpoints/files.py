@@ -156,6 +156,18 @@ class Checkpoint:
         for start in range(0, info.nbytes, step):
             yield self._bytes(info, start, min(step, info.nbytes - start)).view(kind)
 
+    def equals(self, tensor: str | TensorInfo, there: Checkpoint, other: str | TensorInfo) -> bool:
+        """Return whether a tensor has the type, the shape and the bytes of another one.
+
+        Raises:
+            InputError: As :meth:`read`.
+        """
+        mine, theirs = self._info(tensor), there._info(other)
+        if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
+            return False
+        pairs = zip(self.chunks(mine), there.chunks(theirs), strict=True)
+        return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+
     def close(self) -> None:
         """Close the open file."""
         if self._open is not None:

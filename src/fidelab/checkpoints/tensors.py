@@ -538,7 +538,7 @@ def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
     differ: list[str] = []
     same: list[str] = []
     for copy in checkpoint.copies:
-        (same if _equal(checkpoint, copy, checkpoint.tensors[copy.name]) else differ).append(copy.name)
+        (same if checkpoint.equals(copy, checkpoint, checkpoint.tensors[copy.name]) else differ).append(copy.name)
     yield from counted_findings(differ, "tensor", "in two files with other content", "broken")
     yield from counted_findings(same, "tensor", "in two files")
     bare: dict[str, list[str]] = defaultdict(list)
@@ -546,13 +546,6 @@ def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
         bare[strip_prefixes(name)].append(name)
     twice = [name for names in bare.values() if len(names) > 1 for name in names]
     yield from counted_findings(twice, "tensor", "the same layers under two prefixes")
-
-
-def _equal(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    pairs = zip(checkpoint.chunks(one), checkpoint.chunks(other), strict=True)
-    return all(np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
 
 
 @suspicious(
@@ -573,7 +566,9 @@ def _stale_file(subject: Subject) -> Iterator[Finding]:
     differ = [info.name for info in checkpoint.beside if info.name not in checkpoint.tensors]
     differ += [name for name in checkpoint.tensors if name not in names]
     differ = differ or [
-        info.name for info in checkpoint.beside if not _equal(checkpoint, info, checkpoint.tensors[info.name])
+        info.name
+        for info in checkpoint.beside
+        if not checkpoint.equals(info, checkpoint, checkpoint.tensors[info.name])
     ]
     if differ:
         yield Finding(
@@ -1290,7 +1285,7 @@ def _head_tied(subject: Subject) -> Iterator[Finding]:
 def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
     """Return whether two tensors hold the same numbers, in whatever types."""
     if one.dtype == other.dtype:
-        return _equal(checkpoint, one, other)
+        return checkpoint.equals(one, checkpoint, other)
     if one.dtype not in _FLOATS or other.dtype not in _FLOATS:
         return False
     return np.array_equal(checkpoint.floats(one), checkpoint.floats(other), equal_nan=True)
