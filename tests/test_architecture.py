@@ -53,16 +53,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         "PIL",
     },
     "formats": {"torch"},
-    "bench": {
-        "aiohttp",
-        "httpx",
-        "huggingface_hub",
-        "numpy",
-        "prometheus_client",
-        "pydantic",
-        "torch",
-        "yaml",
-    },
+    "bench": {"aiohttp", "httpx", "huggingface_hub", "numpy", "prometheus_client", "pydantic", "torch", "yaml"},
     "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }

@@ -487,10 +487,7 @@ def test_of_two_gpus_the_first_is_measured_and_named(tmp_path: Path, capsys: pyt
     words = _interpreter(tmp_path, json.dumps({**MACHINE, "devices": 2, "notes": [note]}))
     script.main(words, has=lambda python, module: False)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == [
-        f"gpu-session: {note}",
-        "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured",
-    ]
+    assert lines[:2] == [f"gpu-session: {note}", "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured"]
     record = json.loads((tmp_path / "x.json").read_text())
     assert len(record["machine"]["notes"]) == 2
 

@@ -384,11 +384,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the same tensor twice": Fault("duplicate-tensor", plain, _sharded(_second_copy), [f"{GATE}.weight"], "suspicious"),
     "another tensor of the same name": Fault(
-        "duplicate-tensor",
-        plain,
-        _sharded(lambda c: _second_copy(c, torch.ones(2))),
-        [f"{GATE}.weight"],
-        "broken",
+        "duplicate-tensor", plain, _sharded(lambda c: _second_copy(c, torch.ones(2))), [f"{GATE}.weight"], "broken"
     ),
     "a layer under two prefixes": Fault(
         "duplicate-tensor",

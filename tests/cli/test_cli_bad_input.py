@@ -277,11 +277,7 @@ def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
     assert "is not UTF-8 (byte 7)" in refused("compare", "-f", "latin.yaml", cwd=room)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("report", "--rescore"), ("report",), ("compare", "--resume")],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [("report", "--rescore"), ("report",), ("compare", "--resume")], ids=" ".join)
 def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
     assert f"{room} is not a run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
     assert "nowhere is not a run folder: it does not exist" in refused(*words, "nowhere", cwd=room)

@@ -222,11 +222,7 @@ def test_a_process_of_its_own_completes(tmp_path: Path) -> None:
 
 def test_brackets_in_help_are_shown(shown: Callable[..., Done]) -> None:
     text = shown("compare", "--help-all").out
-    for told in (
-        "NAME[key=value,…]",
-        "[default: 32, or fewer where all is decided]",
-        "[default: native]",
-    ):
+    for told in ("NAME[key=value,…]", "[default: 32, or fewer where all is decided]", "[default: native]"):
         assert told in text
 
 

@@ -42,18 +42,9 @@ OTHERS = {
     "--budget": {"compare": "a time, not bytes"},
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--by": {"share leaderboard": "what ranks, not what is changed together"},
-    "--candidate": {
-        "diagnose layers": "exactly one",
-        "bench offline": "one arm of several; none is the reference",
-    },
-    "--device": {
-        "estimate model": "rows of the device table",
-        "estimate probe": "what is measured",
-    },
-    "--dry-run": {
-        "serve start": "a command, not a plan",
-        "reproduce run": "stages, not jobs",
-    },
+    "--candidate": {"diagnose layers": "exactly one", "bench offline": "one arm of several; none is the reference"},
+    "--device": {"estimate model": "rows of the device table", "estimate probe": "what is measured"},
+    "--dry-run": {"serve start": "a command, not a plan", "reproduce run": "stages, not jobs"},
     "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
     "--engine": {
         "diagnose layers": "engines that pass on the states behind layers",

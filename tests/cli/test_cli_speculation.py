@@ -175,11 +175,7 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
             said("llama.cpp"),
             "its server has no speculation counters, so nothing shows that it did not speculate",
         ),
-        (
-            "plain",
-            said("vllm", SPECULATED),
-            "it was to run without speculation and speculated: 300 draft tokens",
-        ),
+        ("plain", said("vllm", SPECULATED), "it was to run without speculation and speculated: 300 draft tokens"),
     ],
 )
 def test_without_evidence_there_is_no_ratio(

@@ -342,12 +342,7 @@ def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
     own, mount = tmp_path / "own", tmp_path / "mount"
     own.write_text("5:cpu:/x\n4:memory:/not/seen/here\n0::/\n")
     stat = "inactive_file 1\ntotal_inactive_file 50\n"
-    write(
-        mount / "memory",
-        memory__limit_in_bytes="800\n",
-        memory__usage_in_bytes="200\n",
-        memory__stat=stat,
-    )
+    write(mount / "memory", memory__limit_in_bytes="800\n", memory__usage_in_bytes="200\n", memory__stat=stat)
     assert host.cgroup_memory(own, mount) == (800, 650)
     assert host.cgroup_memory(tmp_path / "nothing", mount) is None
 

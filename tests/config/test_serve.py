@@ -82,9 +82,7 @@ def test_flags_of_llama_server_are_options() -> None:
     found = settings("llama-server -m m.gguf -ctk q8_0 -c 4096 -ngl -1 -fa -b 256 -ub 64 --no-mmap -t 2 -np 4 --jinja")
     assert (found["engine"], found["model"], found["threads"]) == ("llamacpp", "m.gguf", "2")
     assert found["reference"] == {"kv": "q8_0/f16"}
-    assert found["engine_args"] == {
-        **{"n-gpu-layers": "-1", "flash-attn": "on", "n-batch": "256", "n-ubatch": "64"},
-    }
+    assert found["engine_args"] == {**{"n-gpu-layers": "-1", "flash-attn": "on", "n-batch": "256", "n-ubatch": "64"}}
     assert found["serve"]["words"] == ["-c", "4096", "--no-mmap", "-np", "4", "--jinja"]
 
 

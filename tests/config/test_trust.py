@@ -71,10 +71,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "of-the-control": {"control": {"kv": "tilt[q=0.51]", "engine": fake(**PYTHON)}},
     "of-a-candidate": {"candidates": ["tilt[q=0.7]", {"kv": "tilt", "engine": fake(**PYTHON)}]},
     "in-one-line": {"candidates": [LINE]},
-    "of-a-cross-engine": {
-        "kind": "cross-engine",
-        "engines": [{"engine": fake(**PYTHON), "candidate": "tilt"}],
-    },
+    "of-a-cross-engine": {"kind": "cross-engine", "engines": [{"engine": fake(**PYTHON), "candidate": "tilt"}]},
 }
 CROSS = ("model", "axes", "floor", "text", "kind", "engines")
 
@@ -145,8 +142,7 @@ def test_trust_of_relative_words_holds_for_the_programs_they_named(room: Path, t
 def test_another_file_that_is_trusted_does_not_help(room: Path) -> None:
     (room / "mine.yaml").write_text("model: fake")
     refused(
-        cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--trust", "mine.yaml", cwd=room),
-        "python './python'",
+        cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--trust", "mine.yaml", cwd=room), "python './python'"
     )
 
 

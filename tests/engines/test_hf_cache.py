@@ -244,8 +244,7 @@ def test_a_layer_to_skip_that_is_not_there_is_refused(layer: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layer"),
-    [(DeepseekV32ForCausalLM, "DynamicIndexedLayer"), (DeepseekV4ForCausalLM, "DeepseekV4HCACache")],
+    ("model", "layer"), [(DeepseekV32ForCausalLM, "DynamicIndexedLayer"), (DeepseekV4ForCausalLM, "DeepseekV4HCACache")]
 )
 def test_layers_that_keep_more_than_keys_and_values_are_refused_by_name(model: Any, layer: str) -> None:
     with pytest.raises(NotSupportedError, match=f"layer 0 keeps its cache in a {layer}, which"):

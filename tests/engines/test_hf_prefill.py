@@ -224,9 +224,7 @@ def test_a_transform_that_the_model_does_not_apply_fails_and_names_the_way_out(
     assert answer.head is None
 
 
-def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_replay(
-    checkpoint: Checkpoint,
-) -> None:
+def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_replay(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("phi"), "bf16", "bfloat16")
     bias = engine._model.module.get_output_embeddings().bias
     bias.add_(100.0)  # neighbours among bfloat16 numbers are 0.5 apart there

@@ -695,10 +695,7 @@ def test_an_unknown_recipe_names_those_that_there_are() -> None:
             recipes.recipe(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("device", "command"),
-    [("cuda", "vllm"), ("hip", "vllm --rocm"), ("cpu", "vllm --cpu")],
-)
+@pytest.mark.parametrize(("device", "command"), [("cuda", "vllm"), ("hip", "vllm --rocm"), ("cpu", "vllm --cpu")])
 def test_the_command_that_installs_an_engine_is_for_this_machine(
     device: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

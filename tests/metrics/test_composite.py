@@ -7,16 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fidelab.metrics.composite import (
-    BANDS,
-    Band,
-    composite,
-    costs_equivalent,
-    harmonic_mean,
-    kl_band,
-    lower,
-    verdict,
-)
+from fidelab.metrics.composite import BANDS, Band, composite, costs_equivalent, harmonic_mean, kl_band, lower, verdict
 
 NAN = math.nan
 AXES = ("trajectory", "kld", "rniah", "plad")

@@ -94,8 +94,7 @@ def test_a_wrong_code_that_is_denied_undoes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "share"),
-    [("A-1-B and c-2-d", 1.0), ("a-1-b", 0.5), ("none", 0.0), ("A-1-B, C-2-D, X-9-Y", 0.0)],
+    ("answer", "share"), [("A-1-B and c-2-d", 1.0), ("a-1-b", 0.5), ("none", 0.0), ("A-1-B, C-2-D, X-9-Y", 0.0)]
 )
 def test_of_several_needles_the_share_counts_and_a_wrong_one_undoes_it(answer: str, share: float) -> None:
     assert returned(answer, ["A-1-B", "C-2-D"], ["X-9-Y"]) == share

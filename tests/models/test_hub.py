@@ -131,11 +131,7 @@ def hub(tmp_path: Path, make_folder: MakeFolder) -> Iterator[Hub]:
     for revision, positions in (("main", 64), ("v1", 32)):
         folder = make_folder(tmp_path / "served" / revision, max_position_embeddings=positions)
         served = {path.name: path.read_bytes() for path in folder.iterdir()}
-        hub.files[COMMITS[revision]] = {
-            **served,
-            "modeling.py": b"raise SystemExit",
-            "pytorch_model.bin": b"x",
-        }
+        hub.files[COMMITS[revision]] = {**served, "modeling.py": b"raise SystemExit", "pytorch_model.bin": b"x"}
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -104,8 +104,7 @@ def test_ratios_and_mebibytes_and_lengths_read_as_people_write_them() -> None:
 
 def test_the_summary_takes_what_stands_for_the_first_arm_and_the_ratio_to_the_reference() -> None:
     report = two(
-        rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600)),
-        rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300)),
+        rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600)), rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300))
     )
     assert summary(report) == {"prefill: rate, tok/s, tokens 2048, batch 1": ["400", "500 (1.25×)"]}
 

@@ -116,14 +116,7 @@ def test_changes_are_percentages(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (None, "–"),
-        (1, "100.00%"),
-        (0.999999, "> 99.99%"),
-        (0.00001, "< 0.01%"),
-        (0, "0.00%"),
-        (0.5, "50.00%"),
-    ],
+    [(None, "–"), (1, "100.00%"), (0.999999, "> 99.99%"), (0.00001, "< 0.01%"), (0, "0.00%"), (0.5, "50.00%")],
 )
 def test_shares_never_round_to_all_or_nothing(value: float | None, text: str) -> None:
     assert format_share(value) == text
@@ -200,10 +193,7 @@ def test_failed_items_are_listed_with_their_counts() -> None:
 
 def test_a_missing_floor_and_control_are_said() -> None:
     view = build_view(sample_report(floor={}, control=None))
-    assert (view.floor, view.control) == (
-        "Run-to-run noise (reference against itself): not measured",
-        "Control: none",
-    )
+    assert (view.floor, view.control) == ("Run-to-run noise (reference against itself): not measured", "Control: none")
 
 
 def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:

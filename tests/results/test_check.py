@@ -167,10 +167,7 @@ def test_of_repeats_it_is_a_number_of_repeats() -> None:
         (with_axis(TOP1(0.97, (0.95, 0.99)), n_clusters=16), {"metric": "kld.top1", "min": "97%"}),
         (with_axis(TOP1(1.0, (0.6, 1.0)), n_clusters=16), {"metric": "kld.top1", "min": 1 - 1e-12}),
         (with_axis(MEAN(0.01, (0, 1e300)), n_clusters=16), {"metric": "kld.mean", "max": 0.02}),
-        (
-            with_bench(ISOLATED.repeated((1e-300, 1e300, 1))),
-            {"metric": "benches.decode.isolated", "min": 1.5},
-        ),
+        (with_bench(ISOLATED.repeated((1e-300, 1e300, 1))), {"metric": "benches.decode.isolated", "min": 1.5}),
     ],
 )
 def test_where_no_practical_sample_decides_that_is_said(report: Report, rule: dict[str, Any]) -> None:

@@ -235,8 +235,7 @@ def command(chaos: Chaos, *words: object, **more: Any) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("role", "share"),
-    first([("parent", 0.3), ("worker", 0.6), ("parent", 0.02), ("parent", 0.9), ("worker", 0.02)], 2),
+    ("role", "share"), first([("parent", 0.3), ("worker", 0.6), ("parent", 0.02), ("parent", 0.9), ("worker", 0.02)], 2)
 )
 def test_a_disk_that_fills_up_is_said_and_room_made_the_run_goes_on(role: str, share: float, chaos: Chaos) -> None:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)

@@ -266,8 +266,7 @@ def _folders(tmp_path: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT", "VLLM_USE_V2_MODEL_RUNNER"],
+    "name", ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "OPENBLAS_THREAD_TIMEOUT", "VLLM_USE_V2_MODEL_RUNNER"]
 )
 def test_secrets_logs_and_what_others_read_leave_captures_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -154,8 +154,7 @@ def test_float16_in_a_bfloat16_model_is_identical_where_attention_was_seen_to_ge
 
 
 @pytest.mark.parametrize(
-    ("shares", "told"),
-    [((0.3, 0.0), 0.3), ((0.0, 0.0), 0.0), ((None, 0.0), 0.0), ((0.2, 0.3), 0.3)],
+    ("shares", "told"), [((0.3, 0.0), 0.3), ((0.0, 0.0), 0.0), ((None, 0.0), 0.0), ((0.2, 0.3), 0.3)]
 )
 def test_numbers_that_were_changed_in_any_capture_count_as_changed(
     shares: tuple[float | None, ...], told: float
