@@ -238,7 +238,3 @@ def test_what_runs_in_engine_environments_needs_numpy_alone() -> None:
         if (more := {name for name in names if not name.startswith("_")} - {"fidelab", "numpy"})
     }
     assert beyond == {}
-
-
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert _brought("fidelab")["fidelab"] & {"numpy", "torch", "pydantic", "transformers"} == set()

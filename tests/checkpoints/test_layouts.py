@@ -77,21 +77,19 @@ def test_fields_follow_one_another_in_the_words_lowest_bits_first(bits: int, axi
 @pytest.mark.parametrize("layout", [Gptq(), GptqV2()])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("index", [False, True])
-def test_gptq_gives_back_what_was_packed(layout: Layout, bits: int, index: bool) -> None:
+def test_gptq_gives_back_what_was_packed_and_its_version_1_stores_zero_points_minus_one(
+    layout: Layout, bits: int, index: bool
+) -> None:
     linear = _linear(bits, index=index)
-    back = layout.unpack(packed(layout, linear), Settings())
+    assert linear.zeros is not None
+    linear.zeros[:] = np.maximum(linear.zeros, 1)
+    stored = packed(layout, linear)
+    back = layout.unpack(stored, Settings())
     assert _same(back, linear)
     assert back.bits == bits
     assert back.group_size == 32
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_gptq_version_1_stores_zero_points_minus_one(bits: int) -> None:
-    linear = _linear(bits)
-    assert linear.zeros is not None
-    linear.zeros[:] = np.maximum(linear.zeros, 1)
-    stored = packed(Gptq(), linear)["qzeros"].values
-    assert np.array_equal(unpack_words(stored, bits, axis=1), linear.zeros.T - 1)
+    minus = 0 if isinstance(layout, GptqV2) else 1
+    assert np.array_equal(unpack_words(stored["qzeros"].values, bits, axis=1), linear.zeros.T - minus)
 
 
 def test_awq_keeps_columns_in_its_order() -> None:
@@ -233,21 +231,17 @@ def test_an_unknown_method_is_refused_by_its_name(config: dict[str, str]) -> Non
     assert "\n" not in str(refused.value)
 
 
-def test_a_module_without_its_zero_points_is_refused_by_its_name() -> None:
-    class Header:
-        dtype, shape = "I32", (4, 4)
-
-    with pytest.raises(InputError, match=r"module model\.a has qweight, but lacks qzeros"):
-        quantized_modules({"model.a.qweight": Header(), "model.a.scales": Header()}, {"quant_method": "gptq"})
+class Header:
+    dtype, shape = "I32", (4, 4)
 
 
-def test_shapes_that_do_not_belong_together_are_refused_by_the_modules_name() -> None:
-    class Header:
-        dtype, shape = "I32", (4, 4)
-
+def test_a_module_without_its_zero_points_or_of_shapes_that_do_not_belong_together_is_refused_by_its_name() -> None:
     names = {f"model.a.{part}": Header() for part in ("qweight", "qzeros", "scales")}
     module = quantized_modules(names, {"quant_method": "awq"})["model.a"]
     stored = Awq().pack(_linear())
     stored["scales"] = StoredArray(stored["scales"].values[:, :8], "F16")
     with pytest.raises(InputError, match=r"module model\.a is not what awq stores \(weights"):
         module.unpack(stored)
+    del names["model.a.qzeros"]
+    with pytest.raises(InputError, match=r"module model\.a has qweight, but lacks qzeros"):
+        quantized_modules(names, {"quant_method": "gptq"})

@@ -84,17 +84,16 @@ def gone(pid: int) -> bool:
     return until(lambda: not alive(pid), DEADLINE)
 
 
-def test_a_detached_server_goes_on_answering(tmp_path: Path, mine: Path) -> None:
+def test_a_detached_server_goes_on_answering_and_each_declared_setting_is_compared_with_what_runs(
+    tmp_path: Path, mine: Path
+) -> None:
     done = launched(tmp_path, "--json")
     assert done.code == 0, done.err
     body = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
     request = Request(f"{url_of(done)}/v1/completions", body, {"Content-Type": "application/json"})
     with urlopen(request, timeout=10) as answer:
         assert json.load(answer)["choices"][0]["text"] == " Paris."
-
-
-def test_every_declared_setting_is_compared_with_what_runs(tmp_path: Path, mine: Path) -> None:
-    found = {one["what"]: one for one in json.loads(launched(tmp_path, "--json").out)["findings"]}
+    found = {one["what"]: one for one in json.loads(done.out)["findings"]}
     shown = {what: (one["declared"], one["effective"], one["differs"]) for what, one in found.items()}
     assert shown["KV type"] == ("q8_0", "q8_0", False)
     assert shown["context"] == ("1024", "1024", False)
@@ -113,7 +112,7 @@ def test_a_server_with_another_kv_type_is_ended_and_the_difference_said(
     assert gone(int((tmp_path / "child").read_text()))
 
 
-def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
+def test_a_server_that_dies_while_it_starts_or_never_answers_is_ended_with_its_cause(
     tmp_path: Path, own: Callable[..., Path]
 ) -> None:
     own(env={"SMALL_DIES": "error: CUDA_ERROR_OUT_OF_MEMORY in ggml"})
@@ -122,9 +121,6 @@ def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
     assert "the server exited with status 1: out of device memory" in done.err
     assert "  | error: CUDA_ERROR_OUT_OF_MEMORY in ggml\n" in done.err
     assert records() == []
-
-
-def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(env={"SMALL_DEAF": "1", "SMALL_CHILD": str(tmp_path / "child")})
     done = launched(tmp_path, "--timeout", "3")
     assert done.code == 2
@@ -254,18 +250,15 @@ def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, mine
     assert (remote.code, remote.err) == (1, "fidelab: n-batch: declared 64, runs 512\n")
 
 
-def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Path, mine: Path) -> None:
+def test_presets_check_claims_nothing_where_a_server_does_not_tell_or_is_of_another_engine(
+    tmp_path: Path, mine: Path
+) -> None:
     url = url_of(launched(tmp_path, "--json"))
     done = cli("serve", "check", "mine", "--base-url", url, cwd=tmp_path)
     assert done.code == 3
     assert "KV type: the server does not report it; --log names its output" in done.err
-
-
-def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, mine: Path) -> None:
-    url = url_of(launched(tmp_path, "--json"))
-    assert f"{url} is not a server of engine vllm: look what listens there" in refused(
-        cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
-    )
+    other = cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
+    assert f"{url} is not a server of engine vllm: look what listens there" in refused(other)
 
 
 def test_stop_ends_the_whole_group(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -332,20 +325,22 @@ def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]
     assert cli(*words, cwd=tmp_path).code == 0
     own("foreign", tmp_path / "elsewhere", env={"A": "2"}, engine="llamacpp")
     assert cli(*words, cwd=tmp_path).code == 2
-
-
-def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(env={"A": "1"})
+    own(env={"A": "1"}, engine="llamacpp")  # one's own, which is not asked for
     assert cli("serve", "show", "mine", cwd=tmp_path).code == 0
+
+
+def compared(tmp_path: Path, *words: object) -> tuple[Done, dict[str, Any]]:
+    """A small comparison from preset ``mine``, and its resolved settings."""
+    write_inputs(tmp_path)
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    done = cli("compare", *words, "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    return done, yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
 
 
 def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
-    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
-    write_inputs(tmp_path)
-    done = cli("compare", "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
-    assert done.code == 0, done.err
-    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    done, resolved = compared(tmp_path)
     assert (resolved["model"], resolved["engine"], resolved["env"]) == ("fake", "fake", {"A": "1"})
     assert (done.arm("reference")["name"], done.arm("reference")["kv"]["k"]) == ("mine", "exact")
     assert "preset" not in resolved["reference"]
@@ -353,15 +348,10 @@ def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Pa
 
 def test_what_the_command_line_says_goes_before_the_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(engine="fake", model="other", kv="tilt", engine_args={}, serve={})
-    write_inputs(tmp_path)
-    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
-    done = cli("compare", "fake", "--preset", "mine", "--reference", "exact", "--kv", "tilt", *sizes, cwd=tmp_path)
-    assert done.code == 0, done.err
-    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    _, resolved = compared(tmp_path, "fake", "--reference", "exact")
     assert (resolved["model"], resolved["reference"]["kv"]) == ("fake", "exact")
-    assert "--engine vllm: preset mine is of engine fake" in refused(
-        cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
-    )
+    other = cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
+    assert "--engine vllm: preset mine is of engine fake" in refused(other)
 
 
 def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
