@@ -19,7 +19,6 @@ from tests.workers import liar
 KINDS = (*liar.SAYS, *liar.WRITES)
 GOOD = "tilt[q=0.999]"
 HONEST = {"writes-not-a-number", "writes-few-rows", "writes-odd-facts"}  # rows that fail, and what nobody reads
-PREFIX_HINT = "do both sides see this folder"
 
 
 def label(kind: str) -> str:
@@ -50,11 +49,6 @@ def liars(tmp_path_factory: pytest.TempPathFactory) -> Done:
         return compare(tmp_path_factory.mktemp("liars"), *labels, flags=flags, windows=4, limit=2)
 
 
-def test_there_are_enough_kinds_of_liars() -> None:
-    assert len(KINDS) >= 28
-    assert len({*map(label, KINDS)}) == len(KINDS)
-
-
 def test_all_other_arms_get_their_report(liars: Done) -> None:
     assert liars.code == 1, liars.err
     assert (liars.arm("reference")["status"], liars.arm(GOOD)["status"]) == ("ok", "ok")
@@ -77,10 +71,10 @@ def test_a_liar_is_one_arms_failure_with_one_line(kind: str, liars: Done) -> Non
     assert axis_of(arm, "kld").value("mean") is None
 
 
-@pytest.mark.parametrize("kind", ["success-without-a-capture"])
-def test_success_without_a_capture_asks_whether_both_sides_see_the_folder(kind: str, liars: Done) -> None:
-    assert PREFIX_HINT in liars.arm(label(kind))["reason"]
-    assert str(liars.cwd / "runs" / "captures") in liars.arm(label(kind))["reason"]
+def test_success_without_a_capture_asks_whether_both_sides_see_the_folder(liars: Done) -> None:
+    reason = liars.arm(label("success-without-a-capture"))["reason"]
+    assert "do both sides see this folder" in reason
+    assert str(liars.cwd / "runs" / "captures") in reason
 
 
 @pytest.mark.parametrize(
