@@ -23,6 +23,7 @@ from fidelab.run.build import Plan
 from fidelab.run.prepare import prepare
 from fidelab.run.resolve import Settings, convert_weights, resolve_experiment
 from tests.models.tiny_gguf import write_gguf
+from tests.present import present
 
 FAKE: dict[str, Any] = {
     "model": "fake",
@@ -147,8 +148,7 @@ def test_on_a_gpu_one_arm_that_our_kernels_cannot_hold_takes_them_from_all(
 ) -> None:
     arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", other))
     assert _attention(arms) == dict.fromkeys(("bf16", "k16v8", other), "transformers")
-    assert reason is not None
-    assert reason.startswith(f"{other}: attention=k16v8")
+    assert present(reason).startswith(f"{other}: attention=k16v8")
 
 
 def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, tiny: Path) -> None:
@@ -239,9 +239,8 @@ def test_a_candidate_whose_queries_may_be_quantized_gets_a_diagnostic_arm_withou
 def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) -> None:
     plan = _plan(tmp_path)
     floor, reference = plan.job("floor"), plan.job("reference")
-    assert floor is not None
     assert reference is not None
-    whole, part = reference.captures[0].request.items(), floor.captures[0].request.items()
+    whole, part = reference.captures[0].request.items(), present(floor).captures[0].request.items()
     assert part == (whole[0], whole[7])
 
 
