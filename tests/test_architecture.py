@@ -52,16 +52,7 @@ THIRD_PARTY: dict[str, set[str]] = {
         "pydantic",
     },
     "formats": {"torch"},
-    "bench": {
-        "aiohttp",
-        "httpx",
-        "huggingface_hub",
-        "numpy",
-        "prometheus_client",
-        "pydantic",
-        "torch",
-        "yaml",
-    },
+    "bench": {"aiohttp", "httpx", "huggingface_hub", "numpy", "prometheus_client", "pydantic", "torch", "yaml"},
     "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
@@ -246,7 +237,3 @@ def test_what_runs_in_engine_environments_needs_numpy_alone() -> None:
         if (more := {name for name in names if not name.startswith("_")} - {"fidelab", "numpy"})
     }
     assert beyond == {}
-
-
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    assert _brought("fidelab")["fidelab"] & {"numpy", "torch", "pydantic", "transformers"} == set()

@@ -54,7 +54,7 @@ from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples
 from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import Done, compare
-from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
+from tests.test_hostile_files import MUTATIONS, another_header, attack_file, changed, parsed, scrambled
 
 DATA = Path(__file__).parent / "imports" / "data"
 NUMBERS = (b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"-1", b"0", b"1e-400", b"0x7f", b"1_0", b"18446744073709551616")
@@ -104,15 +104,7 @@ def damaged_tensors(raw: bytes, dice: random.Random) -> bytes:
     """A safetensors file with another header, or other bytes."""
     if dice.random() < 0.5:
         return damaged(raw, dice)
-    size = 8 + int.from_bytes(raw[:8], "little")
-    text = json.dumps(changed(json.loads(raw[8:size]), dice)).encode()
-    return len(text).to_bytes(8, "little") + text + raw[size:]
-
-
-@cache
-def parsed(raw: bytes) -> Any:
-    """The value of a JSON or YAML text."""
-    return yaml.safe_load(raw)
+    return another_header(raw, dice)
 
 
 @dataclass(frozen=True)
@@ -312,19 +304,13 @@ def refusal(read: Callable[[], object]) -> str | None:
 
 def assail(case: Case, path: Path, n: int) -> None:
     """Damage a file ``n`` times; every time it is read or refused in one line that names it."""
-    raw = path.read_bytes()
     case.read(path)
-
-    def change(dice: random.Random) -> bytes:
-        content = case.damage(raw, dice)
-        path.write_bytes(content)
-        return content
 
     def ask() -> None:
         said = refusal(lambda: case.read(path))
         assert said is None or (case.named(path) in said and "\n" not in said and len(said) < 2000), said
 
-    attack(change, ask, n)
+    attack_file(path, case.damage, ask, n)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -348,16 +334,8 @@ def test_a_damaged_run_never_keeps_the_ledger_from_listing_runs(name: str, run: 
     runs = tmp_path / "runs"
     shutil.copytree(run.cwd / "runs", runs)
     [folder] = runs.glob("2*")
-    path = folder / name
-    case = Case(lambda _: path, lambda _: list_runs(runs), damaged_value)
-    raw = path.read_bytes()
-
-    def change(dice: random.Random) -> bytes:
-        content = case.damage(raw, dice)
-        path.write_bytes(content)
-        return content
 
     def ask() -> None:
         assert len(list_runs(runs)) <= 1
 
-    attack(change, ask, MUTATIONS)
+    attack_file(folder / name, damaged_value, ask)

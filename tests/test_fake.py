@@ -82,10 +82,7 @@ def test_a_timed_group_is_read_whole_and_takes_a_step_as_one_prompt_does() -> No
     sink = Memory()
     opened("exact").answer(Timed("speed", ((1,) * 256,) * 3, 2, batch=2), sink)
     assert sink.tokens == 3 * 256 + 3 * 2
-    assert [sink.items[i]["seconds"].tolist() for i in (0, 1)] == [
-        [0.5, 0.515625, 0.53125],
-        [0.25, 0.265625, 0.28125],
-    ]
+    assert [sink.items[i]["seconds"].tolist() for i in (0, 1)] == [[0.5, 0.515625, 0.53125], [0.25, 0.265625, 0.28125]]
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,8 @@ MACHINE: dict[str, Any] = {
     "notes": [],
     "commit": "abc",
 }
-RIGHT = {
-    "passed": True,
-    "checks": {"decode": {"passed": True}},
-    "figures": {"host": {"microseconds": 340, "met": False}},
-}
+HOST = {"host": {"microseconds": 340, "met": False}}
+RIGHT = {"passed": True, "checks": {"decode": {"passed": True}}, "figures": HOST}
 OURS = {"role": "ours", "formats": "16/8", "status": "measured", "reason": ""}
 CELLS = {"cells": [{"key": "decode B32", "results": [OURS]}], "goals": [{"verdict": "missed"}], "left_out": 0}
 METRIC = {"key": "mean", "name": "mean", "value": 0.0004, "ci": [0.0002, 0.0006], "unit": "nats", "about": "…"}
@@ -63,6 +60,9 @@ ARM = {
     "verdict": {"band": "EXCELLENT", "at_best": None, "sentence": "safe"},
     "axes": {"kld": {"metrics": [METRIC]}},
 }
+
+
+UNUSABLE = {**ARM, "verdict": {"band": "FAIL", "sentence": "unusable"}}
 
 
 _HEADINGS = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"'
@@ -164,26 +164,19 @@ def step(record: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_steps_run_in_their_order_and_every_figure_is_in_the_record(call: Call, world: World) -> None:
+def test_steps_run_in_their_order_on_one_device_and_every_figure_is_in_the_record(call: Call, world: World) -> None:
     code, record = call("--minutes", "30")
     assert code == 0
     assert world.started == NAMES[:-1]
     assert statuses(record) == dict.fromkeys(NAMES, "passed") | {"flashinfer": "skipped"}  # which is for Blackwell
-    assert step(record, "decode")["figures"]["figures"]["host"]["microseconds"] == 340
+    assert step(record, "decode")["figures"]["figures"]["host"] == {"microseconds": 340, "met": False}  # above its goal
+    assert step(record, "goals")["figures"]["goals"] == [{"verdict": "missed"}]
     assert step(record, "text")["figures"]["axes"]["kld"]["mean"]["value"] == 0.0004
     assert step(record, "vllm-k16v8")["figures"]["tokens_per_second"] == 1024
     assert step(record, "sglang")["figures"] == [{"median_decode_throughput": 400, "cuda_graphs": False}]
     assert (record["machine"]["device"]["name"], record["machine"]["commit"]) == ("NVIDIA H100", "abc")
-
-
-def test_versions_are_those_after_the_installs(call: Call) -> None:
-    _, record = call("--minutes", "30")
-    assert record["machine"]["versions"]["sglang-kernel"] == "0.4.10"
+    assert record["machine"]["versions"]["sglang-kernel"] == "0.4.10"  # those after the installs
     assert "sglang-kernel" not in record["before_installs"]
-
-
-def test_all_steps_share_one_triton_cache_and_one_device(call: Call, world: World) -> None:
-    call("--minutes", "30")
     assert len({one["TRITON_CACHE_DIR"] for one in world.environments.values()}) == 1
     assert {one["CUDA_VISIBLE_DEVICES"] for one in world.environments.values()} == {"0"}
 
@@ -193,11 +186,7 @@ def test_all_steps_share_one_triton_cache_and_one_device(call: Call, world: Worl
     [
         ("decode", {"passed": False, "checks": {"graph": {"passed": False}}}, "wrong: graph"),
         ("gate", {"gates": [{"group": "soak", "name": "x", "passed": False}]}, "1 of 1 gates failed: soak x"),
-        (
-            "text",
-            {"run_id": "1", "candidates": [{**ARM, "verdict": {"band": "FAIL", "sentence": "unusable"}}]},
-            "text does not survive: unusable",
-        ),
+        ("text", {"run_id": "1", "candidates": [UNUSABLE]}, "text does not survive: unusable"),
     ],
 )
 def test_a_wrong_result_ends_the_session_and_keeps_its_figures(
@@ -212,22 +201,6 @@ def test_a_wrong_result_ends_the_session_and_keeps_its_figures(
     assert step(record, "goals")["reason"] == {"code": "after_failure", "text": f"{name} failed"}
 
 
-def test_our_kernel_that_is_wrong_in_a_goal_cell_ends_the_session(call: Call, world: World) -> None:
-    wrong = {**OURS, "status": "wrong", "reason": "relative L2 0.1 over 0.0035"}
-    world.cells = {**CELLS, "cells": [{"key": "decode B32", "results": [wrong]}]}
-    code, record = call("--minutes", "30")
-    assert (code, world.started[-1]) == (1, "goals")
-    assert "16/8 at decode B32: relative L2 0.1" in step(record, "goals")["reason"]["text"]
-
-
-def test_a_host_time_above_its_goal_and_missed_goals_are_figures(call: Call, world: World) -> None:
-    code, record = call("--minutes", "30")  # 340 µs, and a goal that is missed
-    assert code == 0
-    assert step(record, "decode")["figures"]["figures"]["host"]["met"] is False
-    assert step(record, "goals")["figures"]["goals"] == [{"verdict": "missed"}]
-    assert world.started[-1] == "sglang"
-
-
 def test_a_variant_that_does_not_compile_is_named_and_the_rest_runs(call: Call, world: World) -> None:
     world.outputs["compile"] = json.dumps({"units": 90, "failed": {"case soft-cap": "CompilationError: no"}})
     world.codes["compile"] = 1
@@ -237,7 +210,14 @@ def test_a_variant_that_does_not_compile_is_named_and_the_rest_runs(call: Call, 
     assert step(record, "compile")["reason"]["text"] == text
 
 
-def test_decode_that_crashes_ends_the_session(call: Call, world: World) -> None:
+def test_decode_that_crashes_or_our_kernel_that_is_wrong_in_a_goal_cell_ends_the_session(
+    call: Call, world: World
+) -> None:
+    wrong = {**OURS, "status": "wrong", "reason": "relative L2 0.1 over 0.0035"}
+    world.cells = {**CELLS, "cells": [{"key": "decode B32", "results": [wrong]}]}
+    code, record = call("--minutes", "30")
+    assert (code, world.started[-1]) == (1, "goals")
+    assert "16/8 at decode B32: relative L2 0.1" in step(record, "goals")["reason"]["text"]
     world.outputs["decode"], world.codes["decode"] = "", 1
     code, record = call("--minutes", "30")
     assert (code, world.started[-1]) == (1, "decode")
@@ -281,33 +261,24 @@ def test_each_package_has_a_pip_call_of_its_own_and_a_failing_one_leaves_the_oth
     world.codes["install-flashinfer"] = 1
     code, record = call("--minutes", "30")
     assert code == 0
-    assert statuses(record) == dict.fromkeys(NAMES, "passed") | {
-        "install-flashinfer": "failed",
-        "flashinfer": "skipped",
-    }
+    others = {"install-flashinfer": "failed", "flashinfer": "skipped"}
+    assert statuses(record) == dict.fromkeys(NAMES, "passed") | others
     text = "pip cannot install flashinfer-python"
     assert step(record, "install-flashinfer")["reason"] == {"code": "no_package", "text": text}
     assert step(record, "install-flashinfer")["log"] == []  # pip names the index that it asked
     assert world.commands["install-fa3"][-2:] == ["sglang-kernel", "--no-deps"]
 
 
-def test_a_package_that_pip_cannot_install_is_named(call: Call, world: World) -> None:
-    world.codes["install-fa3"] = 1
-    _, record = call("--steps", "install-fa3,versions")
-    assert step(record, "install-fa3")["reason"]["text"] == "pip cannot install sglang-kernel"
-
-
-def test_what_the_wheel_of_vllm_has_is_not_installed(call: Call, world: World) -> None:
-    held = {"module": "vllm.vllm_flash_attn", "reason": ""}
-    _, record = call("--steps", "install-fa3,versions", fa3=held)
-    assert world.started == ["versions"]
-    assert step(record, "install-fa3")["reason"]["text"] == "vllm.vllm_flash_attn is installed"
-
-
-def test_a_wheel_without_flash_attention_3_is_named_in_one_line(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wheel_of_vllm_without_flash_attention_3_is_named_and_what_one_has_is_not_installed(
+    call: Call, world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     call("--steps", "versions")
     line = "FlashAttention 3 is not measured: vllm.vllm_flash_attn has no FlashAttention 3 here: no such file\n"
     assert capsys.readouterr().err.count(line) == 1
+    held = {"module": "vllm.vllm_flash_attn", "reason": ""}
+    _, record = call("--steps", "install-fa3,versions", fa3=held)
+    assert world.started == ["versions"] * 2
+    assert step(record, "install-fa3")["reason"]["text"] == "vllm.vllm_flash_attn is installed"
 
 
 def test_resume_runs_what_did_not_pass_and_nothing_else(call: Call, world: World) -> None:
@@ -361,9 +332,20 @@ def test_no_step_begins_when_its_estimate_exceeds_what_is_left(call: Call, world
     assert step(record, "profile")["reason"]["code"] == "no_time"  # although 100 s are left: it rests on text
 
 
-def test_minutes_that_the_longest_step_exceeds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--minutes", "3", "--steps", "decode,text"]) == 2
-    assert capsys.readouterr().err == "gpu-session: --minutes 3: step text alone needs about 5.5\n"
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "3", "--steps", "decode,text"], "--minutes 3: step text alone needs about 5.5\n"),
+        (["--steps", "decode,warmup"], "--steps: there is no step 'warmup'; there are install-flashinfer, "),
+    ],
+)
+def test_minutes_that_the_longest_step_exceeds_and_unknown_steps_are_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(words) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"gpu-session: {said}")
+    assert line.count("\n") == 1
 
 
 def test_the_dry_run_fits_its_limits_by_its_estimates_and_writes_nothing(
@@ -388,10 +370,7 @@ def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_ru
     text = "vllm is not installed: fidelab setup install vllm, or name its Python by --vllm-python"
     assert step(record, "text")["reason"] == {"code": "not_installed", "text": text}
     assert world.started == ["versions", "compile", "decode", "gate", "goals", "profile"]
-
-
-def test_a_session_of_which_nothing_can_run_exits_with_2(call: Call) -> None:
-    assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2
+    assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2  # nothing can run
 
 
 def test_the_profilers_table_is_read_by_kernel() -> None:
@@ -487,19 +466,9 @@ def test_of_two_gpus_the_first_is_measured_and_named(tmp_path: Path, capsys: pyt
     words = _interpreter(tmp_path, json.dumps({**MACHINE, "devices": 2, "notes": [note]}))
     script.main(words, has=lambda python, module: False)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == [
-        f"gpu-session: {note}",
-        "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured",
-    ]
+    assert lines[:2] == [f"gpu-session: {note}", "gpu-session: 2 GPUs are visible: device 0 (NVIDIA H100) is measured"]
     record = json.loads((tmp_path / "x.json").read_text())
     assert len(record["machine"]["notes"]) == 2
-
-
-def test_steps_that_do_not_exist_are_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--steps", "decode,warmup"]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("gpu-session: --steps: there is no step 'warmup'; there are install-flashinfer, ")
-    assert line.count("\n") == 1
 
 
 def test_the_interpreter_decodes_on_vllms_layout_and_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:

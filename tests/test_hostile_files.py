@@ -19,6 +19,7 @@ import signal
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,37 @@ def attack(change: Callable[[random.Random], Any], ask: Callable[[], Any], n: in
             raise AssertionError(f"change {number} ({str(what)[:300]}): {type(error).__name__}: {error}") from error
 
 
+def attack_file(
+    path: Path, damage: Callable[[bytes, random.Random], bytes], ask: Callable[[], Any], n: int = MUTATIONS
+) -> None:
+    """The same with the content of one file."""
+    raw = path.read_bytes()
+
+    def change(dice: random.Random) -> bytes:
+        content = damage(raw, dice)
+        path.write_bytes(content)
+        return content
+
+    attack(change, ask, n)
+
+
+@cache
+def parsed(raw: bytes) -> Any:
+    """The value of a JSON or YAML text."""
+    return yaml.safe_load(raw)
+
+
+def another_value(raw: bytes, dice: random.Random) -> bytes:
+    return json.dumps(changed(parsed(raw), dice)).encode()
+
+
+def another_header(raw: bytes, dice: random.Random) -> bytes:
+    """A safetensors file with another header."""
+    size = 8 + int.from_bytes(raw[:8], "little")
+    text = json.dumps(changed(json.loads(raw[8:size]), dice)).encode()
+    return len(text).to_bytes(8, "little") + text + raw[size:]
+
+
 @dataclass
 class Captured:
     """A capture of a stranger, and one of ours that it is scored against."""
@@ -240,14 +272,10 @@ def test_a_strangers_part_is_a_result_or_one_line(captured: Captured) -> None:
     name = "part-00000.safetensors"
     raw = captured.files[name]
     size = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:size])
 
     def change(dice: random.Random) -> Any:
-        if dice.random() < 0.3:
-            content = scrambled(raw, dice, within=size)
-        else:
-            text = json.dumps(changed(header, dice)).encode()
-            content = len(text).to_bytes(8, "little") + text + raw[size:]
+        bits = dice.random() < 0.3
+        content = scrambled(raw, dice, within=size) if bits else another_header(raw, dice)
         captured.put(name, content)
         return content[:size]
 
@@ -273,7 +301,6 @@ def test_strangers_heads_and_vocabularies_are_a_result_or_one_line(harm: str, tm
     [words] = (tmp_path / "int4" / "vocabularies").iterdir()
     [weights] = (tmp_path / "int4" / "heads").iterdir()
     raw = weights.read_bytes()
-    size = 8 + int.from_bytes(raw[:8], "little")
 
     def change(dice: random.Random) -> Any:
         manifest = copy.deepcopy(captured.manifest)
@@ -281,12 +308,11 @@ def test_strangers_heads_and_vocabularies_are_a_result_or_one_line(harm: str, tm
             pieces = changed(sample.PIECES, dice)
             words.write_bytes(scrambled(gzip.compress(json.dumps(pieces).encode()), dice, within=20))
             return pieces
-        text = json.dumps(changed(json.loads(raw[8:size]), dice)).encode()
-        content = len(text).to_bytes(8, "little") + text + raw[size:]
+        content = another_header(raw, dice)
         weights.write_bytes(content)
         manifest["head"] |= {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
         (captured.test / MANIFEST).write_text(dump_manifest(manifest))
-        return text
+        return content
 
     attack(change, captured.score)
 
@@ -314,42 +340,27 @@ def again(run: Done, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("words", [("report",), ("report", "--markdown")], ids=["report", "markdown"])
 def test_a_strangers_report_is_shown_or_one_line(words: tuple[str, ...], again: Path) -> None:
-    good = json.loads((again / "report.json").read_text())
+    def ask() -> None:
+        answered(cli(words[0], again, *words[1:], cwd=again))
 
-    def change(dice: random.Random) -> Any:
-        text = json.dumps(changed(good, dice))
-        (again / "report.json").write_text(text)
-        return text
-
-    attack(change, lambda: answered(cli(words[0], again, *words[1:], cwd=again)), -(-MUTATIONS // 4))
+    attack_file(again / "report.json", another_value, ask, -(-MUTATIONS // 4))
 
 
 def test_a_strangers_baseline_is_compared_or_one_line(again: Path) -> None:
-    good = json.loads((again / "report.json").read_text())
-
-    def change(dice: random.Random) -> Any:
-        report = changed(good, dice)
-        (again / "before.json").write_text(json.dumps(report))
-        return report
+    shutil.copy(again / "report.json", again / "before.json")
 
     def ask() -> None:
         answered(cli("check", again, "--all", "--max-kld", 1, "--baseline", "before.json", cwd=again))
 
-    attack(change, ask)
+    attack_file(again / "before.json", another_value, ask)
 
 
 @pytest.mark.parametrize("name", ["outcomes.json", "config.resolved.yaml"])
 def test_a_strangers_run_folder_is_scored_or_one_line(name: str, again: Path) -> None:
-    raw = (again / name).read_bytes()
-    load: Callable[[bytes], Any] = json.loads if name.endswith("json") else yaml.safe_load
-    good = load(raw)
+    def damage(raw: bytes, dice: random.Random) -> bytes:
+        return scrambled(raw, dice) if dice.random() < 0.3 else another_value(raw, dice)
 
-    def change(dice: random.Random) -> bytes:
-        content = scrambled(raw, dice) if dice.random() < 0.3 else json.dumps(changed(good, dice)).encode()
-        (again / name).write_bytes(content)
-        return content
-
-    attack(change, lambda: answered(cli("report", "--rescore", again, cwd=again)))
+    attack_file(again / name, damage, lambda: answered(cli("report", "--rescore", again, cwd=again)))
 
 
 def test_a_strangers_experiment_is_planned_or_one_line(run: Done, tmp_path: Path) -> None:
@@ -363,15 +374,13 @@ def test_a_strangers_experiment_is_planned_or_one_line(run: Done, tmp_path: Path
         "prompts": str(run.cwd / "prompts.txt"),
         "seed": 1,
     }
-    raw = yaml.safe_dump(good).encode()
     path = tmp_path / "experiment.yaml"
+    path.write_text(yaml.safe_dump(good))
 
-    def change(dice: random.Random) -> bytes:
-        content = scrambled(raw, dice) if dice.random() < 0.5 else json.dumps(changed(good, dice)).encode()
-        path.write_bytes(content)
-        return content
+    def damage(raw: bytes, dice: random.Random) -> bytes:
+        return scrambled(raw, dice) if dice.random() < 0.5 else another_value(raw, dice)
 
-    attack(change, lambda: answered(cli("compare", "-f", path, "--dry-run", cwd=tmp_path)))
+    attack_file(path, damage, lambda: answered(cli("compare", "-f", path, "--dry-run", cwd=tmp_path)))
 
 
 LOADS = ("compilation-config", "load-format", "tool-parser-plugin", "worker-cls", "hf-overrides", "speculative-config")
@@ -438,46 +447,31 @@ def test_a_strangers_profile_folder_runs_nothing_whatever_it_holds(tmp_path: Pat
 
 def test_a_strangers_model_config_is_read_or_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(tmp_path / "model", text_config={"hidden_size": 8}, time_step_limit=[0.0, 1.0])
-    good = json.loads((folder / "config.json").read_text())
-
-    def change(dice: random.Random) -> Any:
-        config = changed(good, dice)
-        (folder / "config.json").write_text(json.dumps(config))
-        return config
-
-    attack(change, lambda: answered(cli("setup", "fetch", folder, cwd=tmp_path)))
+    ask = partial(cli, "setup", "fetch", folder, cwd=tmp_path)
+    attack_file(folder / "config.json", another_value, lambda: answered(ask()))
 
 
 def test_a_strangers_weight_header_is_read_or_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(tmp_path / "model")
-    raw = (folder / "model.safetensors").read_bytes()
-    size = 8 + int.from_bytes(raw[:8], "little")
 
-    def change(dice: random.Random) -> bytes:
-        text = json.dumps(changed(json.loads(raw[8:size]), dice)).encode()
-        whole = len(text).to_bytes(8, "little") + text + raw[size:]
-        content = scrambled(raw, dice, within=size) if dice.random() < 0.3 else whole
-        (folder / "model.safetensors").write_bytes(content)
-        return content[:size]
+    def damage(raw: bytes, dice: random.Random) -> bytes:
+        whole, size = another_header(raw, dice), 8 + int.from_bytes(raw[:8], "little")
+        return scrambled(raw, dice, within=size) if dice.random() < 0.3 else whole
 
-    attack(change, lambda: answered(cli("setup", "fetch", folder, cwd=tmp_path)))
+    ask = partial(cli, "setup", "fetch", folder, cwd=tmp_path)
+    attack_file(folder / "model.safetensors", damage, lambda: answered(ask()))
 
 
 def test_a_strangers_gguf_header_is_walked_or_one_line(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "good.gguf")
-    raw = path.read_bytes()
     read_header(path)
-
-    def change(dice: random.Random) -> bytes:
-        content = scrambled(raw, dice, within=dice.choice((64, 1024, 8192)))
-        path.write_bytes(content)
-        return content[:64]
 
     def ask() -> None:
         with contextlib.suppress(FidelabError):
             read_header(path)
 
-    attack(change, ask, 4 * MUTATIONS)
+    within = (64, 1024, 8192)
+    attack_file(path, lambda raw, dice: scrambled(raw, dice, within=dice.choice(within)), ask, 4 * MUTATIONS)
 
 
 def test_strangers_dumps_are_compared_or_one_line(tmp_path: Path) -> None:
@@ -488,15 +482,10 @@ def test_strangers_dumps_are_compared_or_one_line(tmp_path: Path) -> None:
             scores = rng.normal(size=(4, 8))
             rows = (scores - np.log(np.exp(scores).sum(1, keepdims=True))).astype(np.float32)
             write_tensors(tmp_path / name / f"{window}.safetensors", {"log_probs": rows})
-    path = tmp_path / "test" / "1.safetensors"
-    raw = path.read_bytes()
-    size = 8 + int.from_bytes(raw[:8], "little")
 
-    def change(dice: random.Random) -> bytes:
-        text = json.dumps(changed(json.loads(raw[8:size]), dice)).encode()
-        whole = len(text).to_bytes(8, "little") + text + raw[size:]
-        content = scrambled(raw, dice) if dice.random() < 0.5 else whole
-        path.write_bytes(content)
-        return content[:size]
+    def damage(raw: bytes, dice: random.Random) -> bytes:
+        whole = another_header(raw, dice)
+        return scrambled(raw, dice) if dice.random() < 0.5 else whole
 
-    attack(change, lambda: answered(cli("import", "kld-dumps", tmp_path / "ref", tmp_path / "test", cwd=tmp_path)))
+    ask = partial(cli, "import", "kld-dumps", tmp_path / "ref", tmp_path / "test", cwd=tmp_path)
+    attack_file(tmp_path / "test" / "1.safetensors", damage, lambda: answered(ask()))

@@ -98,11 +98,8 @@ def test_loops_as_often_later_as_earlier_are_chance(tmp_path: Path) -> None:
     test = [_loop(i, 250 if i % 2 else 100) for i in range(8)]
     score = _score(tmp_path, ref, test)
     found = _values(score)
-    assert (found["degenerate earlier"], found["degenerate later"], found["p of earlier against later"]) == (
-        0.5,
-        0.5,
-        1,
-    )
+    shares = [found[name] for name in ("degenerate earlier", "degenerate later", "p of earlier against later")]
+    assert shares == [0.5, 0.5, 1]
     assert score.found.downgrades == ()
 
 
@@ -114,13 +111,10 @@ def test_harm_begins_more_than_32_tokens_before_the_references_onset(tmp_path: P
     assert told == ([True] if share else [])
 
 
-@pytest.mark.parametrize(("broken", "fails"), [(4, False), (5, True)])
-def test_garbage_at_once_on_most_prompts_fails(tmp_path: Path, broken: int, fails: bool) -> None:
-    score = _score(tmp_path, CLEAN, [_loop(i, 10) if i < broken else CLEAN[i] for i in range(8)])
-    assert bool(score.found.fails) is fails
-
-
-def test_most_means_most_of_what_the_reference_begins_well(tmp_path: Path) -> None:
+def test_garbage_at_once_on_most_prompts_that_the_reference_begins_well_fails(tmp_path: Path) -> None:
+    for broken, fails in ((4, False), (5, True)):
+        test = [_loop(i, 10) if i < broken else CLEAN[i] for i in range(8)]
+        assert bool(_score(tmp_path / str(broken), CLEAN, test).found.fails) is fails
     ref = [_loop(i, 10) if i < 3 else CLEAN[i] for i in range(8)]
     score = _score(tmp_path, ref, [_loop(i, 10) if i < 6 else CLEAN[i] for i in range(8)])
     assert score.found.fails == ("garbage within the first 32 tokens in 3 of 5 prompts that the reference begins well",)
@@ -132,13 +126,10 @@ def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> 
     assert (score.found.fails, score.found.downgrades, _values(score)["degenerate"]) == ((), (), 8)
 
 
-def test_an_answer_that_ends_is_clean(tmp_path: Path) -> None:
-    found = _values(_score(tmp_path, CLEAN, [[*ids[:40], STOP] for ids in CLEAN]))
+def test_an_answer_that_ends_is_clean_and_one_that_ends_after_garbage_judged_without_its_end(tmp_path: Path) -> None:
+    found = _values(_score(tmp_path / "a", CLEAN, [[*ids[:40], STOP] for ids in CLEAN]))
     assert (found["degenerate"], found["median length"], found["median length, reference"]) == (0, 40, LENGTH)
-
-
-def test_an_answer_that_ends_after_garbage_is_judged_without_its_end(tmp_path: Path) -> None:
-    found = _values(_score(tmp_path, CLEAN, [[*_loop(i, 100), STOP] for i in range(8)]))
+    found = _values(_score(tmp_path / "b", CLEAN, [[*_loop(i, 100), STOP] for i in range(8)]))
     assert (found["degenerate"], found["median onset"], found["median length"]) == (8, 100, LENGTH)
 
 

@@ -52,10 +52,8 @@ def _kl(p: Rows, q: Rows) -> Rows:
 
 
 def _score(store: Path, request: Forced, ref: Sequence[Rows], test: Sequence[Rows]) -> AxisScore:
-    p, q = (
-        make_capture(store / name, request, _stored(rows), make_arm(name))
-        for name, rows in (("f32", ref), ("int4", test))
-    )
+    sides = {"f32": _stored(ref), "int4": _stored(test)}
+    p, q = (make_capture(store / name, request, rows, make_arm(name)) for name, rows in sides.items())
     return AXIS.score_parts({"kl": Pair.match(p, q)}, 0)
 
 
@@ -91,15 +89,12 @@ def test_the_curve_shows_the_kl_of_each_generated_token(tmp_path: Path) -> None:
     assert curve.y == pytest.approx(np.mean([_kl(ref[i], test[i]) for i in range(2)], axis=0), abs=1e-6)
 
 
-def test_a_side_that_lacks_rows_fails_all_of_the_prompt(tmp_path: Path) -> None:
-    score = _score(tmp_path, _forced(4, 3), [_rows(0, 4), _rows(1, 3)], [_rows(2, 2), _rows(3, 3)])
+def test_a_side_that_lacks_rows_fails_all_of_the_prompt_and_a_nan_row_is_left_out(tmp_path: Path) -> None:
+    score = _score(tmp_path / "a", _forced(4, 3), [_rows(0, 4), _rows(1, 3)], [_rows(2, 2), _rows(3, 3)])
     assert score.usable.tolist() == [False] * 4 + [True] * 3
-
-
-def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
     ref, broken = _rows(0, 4), _rows(0, 4)
     broken[2, 1] = np.nan
-    score = _score(tmp_path, _forced(4), [ref], [broken])
+    score = _score(tmp_path / "b", _forced(4), [ref], [broken])
     assert (score.measurement().n_failed, score.usable.tolist()) == (1, [True, True, False, True])
 
 
@@ -176,11 +171,8 @@ def test_a_tilt_costs_what_its_closed_form_says(run: Done) -> None:
     assert (axis.n_items, axis.n_failed) == (8 * 12, 0)
 
 
-def test_the_reference_as_candidate_is_identical(run: Done) -> None:
+def test_the_reference_as_candidate_is_identical_and_the_floor_a_quarter_of_the_prompts(run: Done) -> None:
     assert _axis(run, "exact").status == "identical"
-
-
-def test_the_floor_is_a_quarter_of_the_prompts(run: Done) -> None:
     floor = run.floor("forced")
     assert (floor.n_items, floor.value("score")) == (2 * 12, 100.0)
 
@@ -195,16 +187,9 @@ def test_only_the_reference_writes_the_text(run: Done) -> None:
 @pytest.mark.long
 @pytest.mark.model
 def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp_path: Path) -> None:
-    report = compare(
-        "smollm2-135m",
-        reference="f32",
-        control="none",
-        candidates=["k16v8", "int4"],
-        axes={"forced": {"limit": 2, "n_predict": 16}},
-        dtype="float32",
-        floor=0.0,
-        output_dir=str(tmp_path),
-    )
+    axes = {"forced": {"limit": 2, "n_predict": 16}}
+    arms: dict[str, Any] = {"reference": "f32", "control": "none", "candidates": ["k16v8", "int4"], "floor": 0.0}
+    report = compare("smollm2-135m", **arms, axes=axes, dtype="float32", output_dir=str(tmp_path))
     means = [arm.axes["forced"].value("mean_kl") or 0.0 for arm in report.candidates]
     assert 0.0 < means[0] < 0.02
     assert means[1] > 5 * means[0]
@@ -223,11 +208,8 @@ def test_prompts_of_other_lengths_do_not_lend_the_growth_their_mean(tmp_path: Pa
 
 def test_an_engine_that_cannot_draw_tokens_says_so_in_one_line(tmp_path: Path) -> None:
     write_inputs(tmp_path)
-    done = cli(
-        *("compare", "fake", "--engine", "fake", "--reference", "exact", "--kv", "tilt[q=0.7]", "--axes", "forced"),
-        *("--set", "axes.forced.temperature=1"),
-        cwd=tmp_path,
-    )
+    words = ("--engine", "fake", "--reference", "exact", "--kv", "tilt[q=0.7]", "--axes", "forced")
+    done = cli("compare", "fake", *words, "--set", "axes.forced.temperature=1", cwd=tmp_path)
     assert "engine fake cannot draw tokens from a seed here: leave out temperature" in done.err
 
 

@@ -123,19 +123,15 @@ def _metric(score: AxisScore, name: str) -> Any:
     return score.found.metric(name)
 
 
-def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
+def test_accuracies_have_wilson_intervals_and_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
     own, reference = _metric(score, "accuracy"), _metric(score, "reference_accuracy")
     assert (own.value, reference.value) == (22 / 40, 26 / 40)
     assert (own.ci, reference.ci) == (wilson_interval(22, 40), wilson_interval(26, 40))
     assert score.found.value("score") == pytest.approx(55.0)
     assert score.found.ci("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
-
-
-def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
-    score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
-    assert (_metric(score, "lost").value, _metric(score, "gained").value) == (6, 2)
-    assert _metric(score, "right_in_the_reference").value == 26
+    found = [_metric(score, name).value for name in ("lost", "gained", "right_in_the_reference")]
+    assert found == [6, 2, 26]
     assert _metric(score, "mcnemar_p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
 
 
@@ -157,24 +153,21 @@ def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> Non
     assert (score.found.value("score"), score.found.ci("score"), score.found.downgrades) == (None, None, ())
 
 
-def test_answers_are_compared_as_numbers(tmp_path: Path) -> None:
-    score = _score(tmp_path, ["1200", "5"], ["#### 1,200", "so $5.00."], ["1200.0 km", "#### 6"])
-    assert _metric(score, "reference_accuracy").value == 1.0
-    assert _metric(score, "accuracy").value == 0.5
-
-
-def test_what_follows_a_question_of_its_own_is_no_answer(tmp_path: Path) -> None:
-    score = _score(
-        tmp_path, ["4"], [" 4\n\nQuestion: more?\nAnswer: 9"], ["I see.\nQuestion: what is 2 + 2?\nAnswer: 4"]
-    )
+def test_answers_are_compared_as_numbers_and_what_follows_a_question_of_its_own_is_none(tmp_path: Path) -> None:
+    score = _score(tmp_path / "a", ["1200", "5"], ["#### 1,200", "so $5.00."], ["1200.0 km", "#### 6"])
+    assert (_metric(score, "reference_accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.5)
+    ref, test = " 4\n\nQuestion: more?\nAnswer: 9", "I see.\nQuestion: what is 2 + 2?\nAnswer: 4"
+    score = _score(tmp_path / "b", ["4"], [ref], [test])
     assert (_metric(score, "reference_accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
     assert _metric(score, "no_number").value == 1
 
 
-def test_the_stop_token_is_no_part_of_the_text(tmp_path: Path) -> None:
+def test_neither_the_stop_token_nor_reasoning_that_the_prompt_begins_is_an_answer(tmp_path: Path) -> None:
     answer = [*b"#### 4", ord("7")]  # a stop that reads as a digit
-    pair = _pair(tmp_path, ["4"], [answer], ["#### 4"], stop=ord("7"))
-    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference_accuracy").value == 1.0
+    stopped = _pair(tmp_path / "a", ["4"], [answer], ["#### 4"], stop=ord("7"))
+    opened = _pair(tmp_path / "b", ["7"], ["So 7"], ["So 7"], opened="<think>\n")
+    for pair, right in ((stopped, 1.0), (opened, 0.0)):
+        assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference_accuracy").value == right
 
 
 def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) -> None:
@@ -191,11 +184,6 @@ def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_p
     assert score.not_measurable.endswith(
         "2 of its answers have numbers only in their reasoning: raise axes.gsm8k.n_predict"
     )
-
-
-def test_reasoning_that_the_prompt_begins_is_no_answer(tmp_path: Path) -> None:
-    pair = _pair(tmp_path, ["7"], ["So 7"], ["So 7"], opened="<think>\n")
-    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference_accuracy").value == 0.0
 
 
 def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
@@ -263,9 +251,11 @@ def _axis(done: Done, name: str) -> Measurement:
     return done.axis(name, "gsm8k")
 
 
-def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> None:
+def test_a_candidate_that_answers_as_the_reference_is_identical_and_one_that_writes_nothing_failed(done: Done) -> None:
     axis = _axis(done, "exact")
     assert (axis.status, axis.value("score"), axis.n_items, axis.n_failed) == ("identical", 100.0, 40, 0)
+    assert (_axis(done, "missing").status, _axis(done, "missing").n_failed) == ("failed", 40)
+    assert done.arm("missing")["verdict"]["band"] == "FAIL"
 
 
 def test_a_clear_loss_lowers_the_verdict_and_an_unclear_one_does_not(done: Done) -> None:
@@ -274,12 +264,6 @@ def test_a_clear_loss_lowers_the_verdict_and_an_unclear_one_does_not(done: Done)
     assert any(
         "GSM8K accuracy falls by 50.0 points" in fact for fact in done.arm("forget[every=2]")["verdict"]["because"]
     )
-
-
-def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
-    axis = _axis(done, "missing")
-    assert (axis.status, axis.n_failed) == ("failed", 40)
-    assert done.arm("missing")["verdict"]["band"] == "FAIL"
 
 
 def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fidelab.metrics.divergence import parting
 from fidelab.results.measurement import Coordinates
 from fidelab.results.record import Report
 from tests.axes.captures import make_arm, make_capture
+from tests.present import present
 from tests.run.harness import Done, cli
 
 V, N = 16, 64
@@ -91,12 +92,15 @@ def test_a_way_parts_where_half_of_the_positions_from_there_on_are_above_what_is
     assert parting(kl, 0.5) == 33
     kl[1] = 0.0
     assert parting(kl, 0.5) is None
-
-
-def test_single_positions_however_large_are_no_parting() -> None:
-    kl = np.zeros((2, 60))
-    kl[:, ::3] = 100.0
-    assert parting(kl, 0.5) is None
+    single, end = np.zeros((2, 60)), np.zeros((4, 60))
+    single[:, ::3] = 100.0  # however large
+    assert parting(single, 0.5) is None
+    end[:, -9:] = 1.0
+    end[:2, -8:] = 0.0  # of the last 36 rows 20 are above, and 27 needed
+    assert parting(end, 0.5) is None
+    # positions without a number count as apart, and short ways are judged whole
+    short = [parting(rows, 0.5) for rows in (np.full((1, 5), np.nan), np.zeros((1, 5)), np.empty((1, 0)))]
+    assert short == [0, None, None]
 
 
 @pytest.mark.parametrize(("windows", "left"), [(1, 8), (2, 4), (4, 2), (8, 1)])
@@ -111,19 +115,6 @@ def test_a_way_that_parts_just_before_the_end_is_found_where_eight_rows_are_left
     assert parting(kl, 0.5) is None
 
 
-def test_noise_at_the_end_is_no_more_parting_than_elsewhere() -> None:
-    kl = np.zeros((4, 60))
-    kl[:, -9:] = 1.0
-    kl[:2, -8:] = 0.0  # of the last 36 rows 20 are above, and 27 needed
-    assert parting(kl, 0.5) is None
-
-
-def test_positions_without_a_number_count_as_apart_and_short_ways_are_judged_whole() -> None:
-    assert parting(np.full((1, 5), np.nan), 0.5) == 0
-    assert parting(np.zeros((1, 5)), 0.5) is None
-    assert parting(np.empty((1, 0)), 0.5) is None
-
-
 def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path: Path) -> None:
     other = _rows(7, 1.0)
     ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "int8", _ways(BASE, 0.01, decode=(40, other)))
@@ -134,9 +125,7 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     assert score.found.downgrades == ("decoding parts from prefill at position 40",)
     at: Coordinates = {"way": "decode"}
     own, twin, added = (score.found.value(name, at) for name in ("kl_from_cold", "reference", "added"))
-    assert own is not None
-    assert twin is not None
-    assert added == pytest.approx(own - twin)
+    assert added == pytest.approx(present(own) - present(twin))
     p, q = (np.exp(x[:, 40:]) for x in (BASE, other))
     expected = (p * (np.log(p) - np.log(q))).sum(-1).sum() / (len(WINDOWS) * (N - 1 - 16))
     assert own == pytest.approx(expected, rel=0.01)
@@ -149,11 +138,9 @@ def test_a_way_that_parts_in_the_reference_too_is_not_the_formats_fault(tmp_path
     score = _score(ref, test)
     assert score.found.downgrades == ()
     [flag] = [flag for cell in score.found.cells for flag in cell.flags]
-    assert (flag.kind, flag.text) == (
-        "reference",
-        "in the reference itself, prefill after a prefix hit parts from a cold one at position 40",
-    )
-    assert score.found.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
+    parts = "prefill after a prefix hit parts from a cold one at position 40"
+    assert (flag.kind, flag.text) == ("reference", f"in the reference itself, {parts}")
+    assert score.found.reference_summary == parts
 
 
 def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tmp_path: Path) -> None:
@@ -162,9 +149,8 @@ def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tm
     assert _ends(_score(ref, _arm(tmp_path, "int4", _ways(coarse, 0.2)))) == {}
     noisy = _arm(tmp_path, "f16", _ways(BASE, 0.3))
     assert _ends(_score(noisy, _arm(tmp_path, "int8", _ways(BASE, 0.3)))) == {}
-    assert _ends(_score(ref, _arm(tmp_path, "int5", _ways(BASE, 0.3)))) == {
-        part: FIRST[part] for part in FIRST if part != "cold"
-    }
+    ends = {part: FIRST[part] for part in FIRST if part != "cold"}
+    assert _ends(_score(ref, _arm(tmp_path, "int5", _ways(BASE, 0.3)))) == ends
 
 
 def test_without_a_twin_the_arms_other_ways_say_what_last_bits_cost(tmp_path: Path) -> None:

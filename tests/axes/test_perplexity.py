@@ -77,13 +77,9 @@ def test_windows_start_with_bos_where_the_tokenizer_adds_one() -> None:
         assert dict(request.settings)["bos"] == 1
 
 
-def test_default_contexts_are_those_that_fit() -> None:
+def test_default_contexts_are_those_that_fit_and_windows_score_about_8192_rows_of_the_same_text() -> None:
     assert list(_probes("x" * 4096)) == ["512", "2048"]
-    assert list(_probes("x" * 2047)) == ["512"]
-    assert list(_probes("x" * 4096, limit=1024)) == ["512"]
-
-
-def test_default_windows_score_about_8192_rows_of_the_same_text() -> None:
+    assert list(_probes("x" * 2047)) == list(_probes("x" * 4096, limit=1024)) == ["512"]
     requests = _probes("x" * 40_000)
     assert {part: len(request.windows) for part, request in requests.items()} == {"512": 32, "2048": 8}
     assert {len(p.windows) * len(p.windows[0]) for p in requests.values()} == {16_384}
@@ -135,17 +131,11 @@ def _score(tmp_path: Path, sides: Mapping[int, tuple[Sequence[Rows], Sequence[Ro
     pairs = {}
     for n_ctx, (ref, test) in sides.items():
         request = _probe(n_ctx, len(ref))
-        ours, theirs = (
-            make_capture(
-                tmp_path / f"{name}-{n_ctx}",
-                request,
-                [{kind: x.astype(np.float32)} for x in rows],
-                make_arm(name),
-                head=weights,
-            )
-            for name, rows in (("f32", ref), ("int4", test))
-        )
-        pairs[str(n_ctx)] = Pair.match(ours, theirs)
+        made = []
+        for name, rows in (("f32", ref), ("int4", test)):
+            stored = [{kind: x.astype(np.float32)} for x in rows]
+            made.append(make_capture(tmp_path / f"{name}-{n_ctx}", request, stored, make_arm(name), head=weights))
+        pairs[str(n_ctx)] = Pair.match(*made)
     return Perplexity(Perplexity.Settings()).score_parts(pairs, 0)
 
 
@@ -191,17 +181,14 @@ def test_a_broken_row_is_counted_and_left_out_on_both_sides(tmp_path: Path) -> N
     assert not score.identical
 
 
-def test_one_other_row_is_not_identical(tmp_path: Path) -> None:
-    short, long = _rows(1, 16), _rows(2, 32)
+def test_one_other_row_is_not_identical_and_a_wider_candidate_is_cut_to_the_common_ids(tmp_path: Path) -> None:
+    short, long, test = _rows(1, 16), _rows(2, 32), _rows(2, 16)
     moved = [row.copy() for row in short]
     moved[5][6, 0] += 1e-3
     assert not _score(tmp_path, {16: (short, moved), 32: (long, long)}).identical
-
-
-def test_a_wider_candidate_is_cut_to_the_common_ids(tmp_path: Path) -> None:
-    ref, test = _rows(1, 16), _rows(2, 16)
     padded = [np.concatenate([x, np.full((7, 3), 9.0)], axis=1) for x in test]
-    assert _score(tmp_path, {16: (ref, padded)}).mean() == _score(tmp_path / "b", {16: (ref, test)}).mean()
+    means = [_score(tmp_path / name, {16: (short, x)}).mean() for name, x in (("padded", padded), ("test", test))]
+    assert means[0] == means[1]
 
 
 def test_the_curve_shows_the_cost_by_position(tmp_path: Path) -> None:
@@ -245,16 +232,13 @@ def test_a_run_reports_the_closed_forms_at_every_context(family: Done) -> None:
         assert axis.value("ln_ratio", {"context": n}) == pytest.approx(math.log(0.5 / 0.6), abs=1e-6)
 
 
-def test_the_same_format_is_identical(family: Done) -> None:
-    axis = _axis(family, "exact")
-    assert axis.status == "identical"
-    assert axis.value("ln_ratio", {"context": 64}) == 0.0
-
-
-def test_a_token_that_never_comes_costs_perplexity_next_to_nothing(family: Done) -> None:
-    axis = _axis(family, "masked")  # the last byte of 256 has no probability: KLD fails, perplexity does not
-    assert axis.n_failed == 0
-    assert axis.value("ln_ratio", {"context": 16}) == pytest.approx(math.log(255 / 256), abs=1e-6)
+def test_the_same_format_is_identical_and_a_token_that_never_comes_costs_next_to_nothing(family: Done) -> None:
+    same, masked = _axis(family, "exact"), _axis(family, "masked")
+    assert same.status == "identical"
+    assert same.value("ln_ratio", {"context": 64}) == 0.0
+    # the last byte of 256 has no probability: KLD fails, perplexity does not
+    assert masked.n_failed == 0
+    assert masked.value("ln_ratio", {"context": 16}) == pytest.approx(math.log(255 / 256), abs=1e-6)
 
 
 def test_a_better_perplexity_beside_a_large_divergence_costs_a_band(family: Done) -> None:

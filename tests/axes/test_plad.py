@@ -46,27 +46,20 @@ def _asked(cells: Cells) -> list[tuple[int, str]]:
     return [key for p in prompts for key in [(p, ""), *(cell for cell in cells if cell[0] == p)]]
 
 
+def _settings(names: Sequence[str], prompts: int, n_predict: int) -> dict[str, Any]:
+    said = {"perturbations": ",".join(names), "prompts": prompts, "seed": 42, "template": "raw"}
+    return {"n_predict": n_predict, **said}
+
+
 def _probe(asked: Sequence[tuple[int, str]], n_prompts: int) -> Generate:
     names = list(dict.fromkeys(name for _, name in asked if name))
     notes = [
         {"prompt": p, "id": f"p{p}", "perturbation": name, **({"change": f"{name}-change"} if name else {})}
         for p, name in asked
     ]
-    return Generate(
-        "plad",
-        tuple((7, p, len(name)) for p, name in asked),
-        10,
-        (0,),
-        settings=(
-            ("n_predict", 10),
-            ("perturbations", ",".join(names)),
-            ("prompts", n_prompts),
-            ("seed", 42),
-            ("template", "raw"),
-        ),
-        rows=False,
-        notes=tuple(map(canonical_json, notes)),
-    )
+    prompts = tuple((7, p, len(name)) for p, name in asked)
+    settings, told = tuple(_settings(names, n_prompts, 10).items()), tuple(map(canonical_json, notes))
+    return Generate("plad", prompts, 10, (0,), settings=settings, rows=False, notes=told)
 
 
 def _capture(
@@ -200,17 +193,11 @@ def test_an_arm_that_answers_every_prompt_alike_has_no_score_and_fails(tmp_path:
     assert _metric(score, "prompts_with_the_most_frequent_answer").value == 0.9
 
 
-def test_prompts_that_are_alike_may_be_answered_alike(tmp_path: Path) -> None:
-    score = _answered(tmp_path, [1] * 9 + [2], [1] * 9 + [2], [8] * 9 + [9])
+def test_prompts_that_are_alike_or_that_the_reference_answers_alike_may_be_answered_alike(tmp_path: Path) -> None:
+    score = _answered(tmp_path / "alike", [1] * 9 + [2], [1] * 9 + [2], [8] * 9 + [9])
     assert (score.found.fails, score.found.value("score")) == ((), 100.0)
-
-
-def test_a_candidate_may_give_the_one_answer_that_the_reference_gives(tmp_path: Path) -> None:
-    assert _answered(tmp_path, range(6), [4] * 6, [5] * 6).found.fails == ()
-
-
-def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Path) -> None:
-    score = _answered(tmp_path, range(4), [1, 2, 3, 4], [1, 7, 8, 4])
+    assert _answered(tmp_path / "one", range(6), [4] * 6, [5] * 6).found.fails == ()
+    score = _answered(tmp_path / "other", range(4), [1, 2, 3, 4], [1, 7, 8, 4])
     assert (score.found.value("score"), score.found.fails) == (100.0, ())
     assert _metric(score, "prompts_answered_unlike_the_reference").value == 0.5
 
@@ -283,13 +270,7 @@ def test_the_probe_asks_each_prompt_as_it_is_and_perturbed(inputs: AxisInputs) -
     assert texts[2:5] == ["find the big castle 101", "Find the big Castle 101?", "Find the large Castle 101"]
     assert [n["change"] for n in notes[3:5]] == ["101 → 101?", "big → large"]
     assert not request.rows
-    assert dict(request.settings) == {
-        "n_predict": 64,
-        "perturbations": "typo,case,punct,paraphrase",
-        "prompts": 3,
-        "seed": 42,
-        "template": "raw",
-    }
+    assert dict(request.settings) == _settings(names[1:], 3, 64)
 
 
 def test_a_perturbation_asks_the_same_whatever_others_are_asked_for(inputs: AxisInputs) -> None:
@@ -311,12 +292,9 @@ def test_a_perturbation_that_the_tokenizer_does_not_see_is_skipped(inputs: AxisI
     assert {json.loads(note)["perturbation"] for note in request.notes} == {"", "typo", "punct", "paraphrase"}
 
 
-def test_what_does_not_fit_into_the_model_is_one_line(inputs: AxisInputs) -> None:
+def test_what_does_not_fit_into_the_model_and_nothing_to_ask_are_refused(inputs: AxisInputs) -> None:
     with pytest.raises(InputError, match=r"plad: prompt 'id1' has 26 tokens; with axes.plad.n_predict 500 .* 512"):
         _asks(inputs, n_predict=500)
-
-
-def test_nothing_to_ask_is_refused(inputs: AxisInputs) -> None:
     with pytest.raises(InputError, match=r"of case, paraphrase none applies to any of 1 prompts"):
         _asks(replace(inputs, prompts=inputs.prompts[2:]), perturbations=["paraphrase", "case"])
 
@@ -370,15 +348,9 @@ def test_the_controls_score_stands_beside(run: Done) -> None:
     assert run.axis(BASES, "plad").value("over_control") == pytest.approx(plad - control)
 
 
-def test_a_candidate_that_differs_everywhere_alike_drifts_no_more(run: Done) -> None:
+def test_a_candidate_that_differs_everywhere_alike_drifts_no_more_and_no_output_is_a_failed_axis(run: Done) -> None:
     assert (run.arm(ALL)["status"], run.axis(ALL, "plad").value("score")) == ("ok", 100.0)
-
-
-def test_the_reference_as_candidate_is_identical(run: Done) -> None:
     assert run.axis("exact", "plad").status == "identical"
-
-
-def test_no_output_is_a_failed_axis_that_says_so(run: Done) -> None:
     plad = run.axis("missing", "plad")
     assert (plad.status, plad.n_failed, plad.value("score")) == ("failed", 12, None)
 

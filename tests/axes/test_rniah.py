@@ -65,9 +65,8 @@ def _score(tmp_path: Path, axis: RNIAH, ref: list[Any], test: list[Any]) -> Axis
             for answer, code in zip(answers, _codes(request), strict=True)
         ]
 
-    pair = Pair.match(
-        _capture(tmp_path, "ref", request, told(ref)), _capture(tmp_path, "test", request, told(test)), subset=False
-    )
+    sides = (_capture(tmp_path, name, request, told(side)) for name, side in (("ref", ref), ("test", test)))
+    pair = Pair.match(*sides, subset=False)
     return axis.score_parts({"main": pair}, 0)
 
 
@@ -91,12 +90,9 @@ def test_default_lengths_leave_room_for_the_answer(limit: int | None, lengths: l
     assert list(axis._plan(_inputs(limit)).lengths) == lengths
 
 
-def test_a_model_too_small_for_every_length_is_told_its_limit() -> None:
+def test_lengths_beyond_the_limit_of_a_model_are_refused() -> None:
     with pytest.raises(InputError, match="fake has 256 positions; the shortest default length, 512, does not fit"):
         _axis(lengths="auto").requests(_inputs(256))
-
-
-def test_a_length_beyond_the_limit_is_refused() -> None:
     with pytest.raises(UsageError, match=r"length 600 with \d+ tokens of answer is beyond the limit of fake, 610"):
         _axis().requests(_inputs(610))
 
@@ -109,13 +105,7 @@ def test_a_prompt_for_every_length_position_and_trial() -> None:
     assert _codes(request) == codes * 6
     assert all(code in TOKENIZER.decode(ids) for ids, code in zip(request.prompts, _codes(request), strict=True))
     assert request.rows is False
-
-
-def test_compat_asks_for_the_fixed_needle() -> None:
     assert set(_codes(_main(_axis(compat="refract")))) == {"APRICOT-7-BLUE"}
-
-
-def test_an_answer_has_room_for_all_needles() -> None:
     assert _main(_axis(needles=4, lengths=[2000])).max_tokens > 4 * len("APRICOT-7-BLUE")
 
 
@@ -155,18 +145,15 @@ def _auto(tmp_path: Path, answers: list[str | None], lengths: list[int]) -> dict
     return {part: request for part, request in found.items() if isinstance(request, Generate)}
 
 
-def test_where_the_question_is_answered_all_lengths_are_asked_so(tmp_path: Path) -> None:
+def test_where_the_question_is_answered_all_lengths_are_asked_so_and_a_cloze_otherwise(tmp_path: Path) -> None:
     [code] = draw_needles(1, 1, 0, 0)[0].codes
-    found = _auto(tmp_path, ["?", f"It is {code}", "?"], [600, 700])
-    assert dict(found["main"].settings)["style"] == "question"
-    assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
+    reasoned: list[str | None] = [f"<think>Is it {code}?", f"not {code}", "?"]
+    answers: dict[str, list[str | None]] = {"question": ["?", f"It is {code}", "?"], "cloze": ["?", "?", "?"]}
+    for style, told in (*answers.items(), ("cloze", reasoned)):
+        found = _auto(tmp_path / str(told), told, [600, 700])
+        assert dict(found["main"].settings)["style"] == style
+        assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
     assert list(_auto(tmp_path / "one", [code, "?", "?"], [600])) == ["main"]
-
-
-def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> None:
-    found = _auto(tmp_path, ["?", "?", "?"], [600, 700])
-    assert dict(found["main"].settings)["style"] == "cloze"
-    assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
 
 
 def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -> None:
@@ -191,12 +178,6 @@ def test_a_code_in_the_reasoning_or_denied_is_lost_on_either_side_but_in_compat(
     assert (_values(plain)["lost"], plain.found.value("score")) == (0, 100.0)
 
 
-def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: Path) -> None:
-    [code] = draw_needles(1, 1, 0, 0)[0].codes
-    found = _auto(tmp_path, [f"<think>Is it {code}?", f"not {code}", "?"], [600])
-    assert dict(found["main"].settings)["style"] == "cloze"
-
-
 def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True, True, False] * 3, [False, True, True] * 3)
     values = _values(score)
@@ -215,9 +196,8 @@ def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> No
 def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_not(tmp_path: Path) -> None:
     axis = _axis(distractors=2, lengths=[900], positions=[0.5])
     wrong = json.loads(_main(axis).notes[0])["wrong"][0]
-    score = _score(
-        tmp_path, axis, [f"{{}}. The old ink color is {wrong}", True, True], [f"{wrong} or {{}}", True, True]
-    )
+    ref, test = f"{{}}. The old ink color is {wrong}", f"{wrong} or {{}}"
+    score = _score(tmp_path, axis, [ref, True, True], [test, True, True])
     assert _values(score)["reference's accuracy"] == 1.0
     assert _values(score)["accuracy"] == pytest.approx(2 / 3)
 
@@ -245,10 +225,7 @@ def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path
     assert [pair.label for pair in texts.pairs] == [f"700 tokens, position 0.1, trial {n}" for n in (1, 2, 3)]
     assert texts.pairs[0].candidate == "nothing"
     assert texts.pairs[0].reference.rstrip(".") in texts.pairs[0].note
-
-
-def test_no_more_than_twelve_misses_are_shown(tmp_path: Path) -> None:
-    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).found.plots[-1]
+    texts = _score(tmp_path / "more", axis, [True] * 18, [False] * 18).found.plots[-1]
     assert isinstance(texts, Texts)
     assert (len(texts.pairs), texts.title) == (12, "Needles lost (first 12 of 18)")
 
@@ -258,9 +235,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Answers only as a cloze; every third prompt forgotten is the first trial of each cell."""
     room = tmp_path_factory.mktemp("rniah")
     lines = [f"The rare paint color is {needles.codes[0]}." for needles in draw_needles(3, 1, 0, 0)]
-    (room / "answers.json").write_text(
-        json.dumps([[line, line.removeprefix("The rare paint color is")] for line in lines])
-    )
+    answers = [[line, line.removeprefix("The rare paint color is")] for line in lines]
+    (room / "answers.json").write_text(json.dumps(answers))
     candidates = ["forget[every=3]", "forget[every=1]", "exact", "missing"]
     axes = {"rniah": {"lengths": [600, 700]}}
     return run_fake(room, axes, candidates, engine_args={"answers": str(room / "answers.json")})
@@ -277,11 +253,8 @@ def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None
     assert axes["exact"].status == "identical"
     assert axes["exact"].facts["style"] == "cloze"
     assert axes["forget[every=1]"].n_items == 18
-
-
-def test_an_arm_without_output_fails(run: Done) -> None:
-    axis = run.axis("missing", "rniah")
-    assert (axis.status, axis.reason) == ("failed", "no item was usable")
+    missing = run.axis("missing", "rniah")
+    assert (missing.status, missing.reason) == ("failed", "no item was usable")
 
 
 def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fidelab.captures.writer import store_head
 from fidelab.core.errors import CaptureError
 from fidelab.core.serial import to_json
 from tests.captures import sample
+from tests.present import present
 
 HEAD = {"weight": np.arange(32, dtype=np.float32).reshape(8, 4), "bias": np.ones(8, np.float32)}
 PART = "part-00000.safetensors"
@@ -171,9 +172,8 @@ def test_heads_are_found_when_a_capture_is_copied_with_them(depth: str, capture:
     for kind in ("heads", "vocabularies"):
         shutil.copytree(tmp_path / kind, base / kind)
     opened = Capture(target)
-    assert opened.head is not None
-    assert opened.head.path.is_relative_to(away)
-    weight, bias = opened.head.load()
+    assert present(opened.head).path.is_relative_to(away)
+    weight, bias = present(opened.head).load()
     np.testing.assert_array_equal(weight, HEAD["weight"])
     assert bias is not None
     np.testing.assert_array_equal(bias, HEAD["bias"])
@@ -209,5 +209,4 @@ def test_a_heads_soft_cap_and_scale_travel_with_the_capture(tmp_path: Path) -> N
         out.add(item, {"hidden": np.zeros((2, 4), np.float32)})
     out.head(store_head(tmp_path, HEAD, 30.0, 0.5))
     head = Capture(out.finish("hidden", {}, {})).head
-    assert head is not None
-    assert (head.softcap, head.scale) == (30.0, 0.5)
+    assert (present(head).softcap, present(head).scale) == (30.0, 0.5)

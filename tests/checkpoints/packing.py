@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fidelab.checkpoints.layouts import (
-    Awq,
-    Gptq,
-    Layout,
-    PackQuantized,
-    QuantizedLinear,
-    StoredArray,
-    pack_words,
-)
+from fidelab.checkpoints.layouts import Awq, Gptq, Layout, PackQuantized, QuantizedLinear, StoredArray, pack_words
 
 
 def packed(layout: Layout, linear: QuantizedLinear) -> dict[str, StoredArray]:

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from fidelab.checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear, StoredArray
+from fidelab.checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear
 from fidelab.models.tiny import make_tiny
 from tests.checkpoints.packing import packed
+from tests.checkpoints.synthetic import as_torch, rounded
 
 CONFIGS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gptq": (Gptq(), {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}),
@@ -28,23 +26,6 @@ CONFIGS: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 Change = Callable[[str, QuantizedLinear], QuantizedLinear]
-
-
-def rounded(weight: NDArray[np.float32], bits: int, group: int, *, symmetric: bool) -> QuantizedLinear:
-    """Weights ``[N, K]`` rounded to the nearest of each group's values."""
-    n, k = weight.shape
-    parts = weight.reshape(n, k // group, group)
-    most = (1 << bits) - 1
-    if symmetric:
-        scales = np.abs(parts).max(axis=2) / (most // 2)
-        zeros = np.full(scales.shape, 1 << (bits - 1), np.uint8)
-    else:
-        low = np.minimum(parts.min(axis=2), 0)
-        scales = (np.maximum(parts.max(axis=2), 0) - low) / most
-        zeros = np.rint(-low / scales).astype(np.uint8)
-    scales = scales.astype(np.float16).astype(np.float32)
-    codes = np.clip(np.rint(parts / scales[:, :, None]) + zeros[:, :, None], 0, most).astype(np.uint8)
-    return QuantizedLinear(codes.reshape(n, k), scales, zeros, None, group, bits).symmetric()
 
 
 def write_quantized(
@@ -81,7 +62,7 @@ def write_quantized(
                 if value.ndim == 2 and "embed" not in name:
                     kept.append(module)
                 continue
-            linear = change(module, rounded(value.float().numpy(), bits, group, symmetric=symmetric))
+            linear = change(module, rounded(value, bits, group, symmetric=symmetric))
             for part, stored in packed(layout, linear).items():
                 content[f"{module}.{part}"] = as_torch(stored)
     folder.mkdir()
@@ -107,12 +88,3 @@ def write_quantized(
             shutil.copy(path, folder)
     shutil.rmtree(dense)
     return folder
-
-
-def as_torch(stored: StoredArray) -> Any:
-    """A stored tensor as torch's."""
-    import torch
-
-    kinds = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
-    value = torch.from_numpy(np.ascontiguousarray(stored.values))
-    return value.view(kinds[stored.dtype]) if stored.dtype in kinds else value

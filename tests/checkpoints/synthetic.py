@@ -135,7 +135,8 @@ def rounded(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, sca
     )
 
 
-def _torch(stored: StoredArray) -> torch.Tensor:
+def as_torch(stored: StoredArray) -> torch.Tensor:
+    """A stored tensor as torch's."""
     value = torch.from_numpy(np.ascontiguousarray(stored.values))
     return value.view(_TYPES[stored.dtype]) if stored.dtype in ("BF16", "F8_E4M3") else value
 
@@ -160,7 +161,7 @@ def _integers(
 ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
     def parts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         linear = rounded(weight, bits, group or weight.shape[1], symmetric=symmetric, scale=scale)
-        return {part: _torch(stored) for part, stored in packed(layout(), linear).items()}
+        return {part: as_torch(stored) for part, stored in packed(layout(), linear).items()}
 
     return parts
 

@@ -25,6 +25,7 @@ from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import QuantizedLinear, StoredArray, quantized_modules
 from fidelab.core.errors import InputError, OutputError, UsageError
 from tests.checkpoints.quantized import write_quantized
+from tests.run.harness import cli
 
 DOWN = "model.layers.1.mlp.down_proj"
 PAIRS = [
@@ -369,17 +370,8 @@ def test_a_disk_that_fills_up_half_way_is_one_line_and_leaves_nothing(tmp_path: 
     def small() -> None:  # files cannot grow beyond this
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
-    command = [
-        sys.executable,
-        "-m",
-        "fidelab",
-        "checkpoint",
-        "convert",
-        str(folder),
-        str(tmp_path / "target"),
-        "--to",
-        "awq",
-    ]
+    words = ("checkpoint", "convert", folder, tmp_path / "target", "--to", "awq")
+    command = [sys.executable, "-m", "fidelab", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=small, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"fidelab: cannot write {tmp_path / 'target'}")
@@ -387,16 +379,8 @@ def test_a_disk_that_fills_up_half_way_is_one_line_and_leaves_nothing(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from fidelab.cli import main
-
-    folder = write_quantized(tmp_path / "source", "gptq", symmetric=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            sys, "argv", ["fidelab", "checkpoint", "convert", str(folder), str(tmp_path / "target"), "--to", "awq"]
-        )
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 0
+def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path) -> None:
+    write_quantized(tmp_path / "source", "gptq", symmetric=True)
+    done = cli("checkpoint", "convert", "source", "target", "--to", "awq", cwd=tmp_path)
     expected = "gptq to awq: 14 quantized modules and 7 other tensors compared, all 164,160 values are equal\n"
-    assert capfd.readouterr().out == expected
+    assert (done.code, done.out) == (0, expected), done.err

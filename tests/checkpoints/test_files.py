@@ -226,14 +226,11 @@ def test_an_index_cannot_name_files_outside_its_folder(shard: str, tmp_path: Pat
             open_checkpoint(folder, complete=complete)
 
 
-def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickled_weights_and_a_folder_without_config_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(InputError, match=r"pickled weights only \(pytorch_model.bin\)"):
         open_checkpoint(tmp_path)
-
-
-def test_a_folder_without_config_is_one_line(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", tensors())
     (folder / "config.json").unlink()
     with pytest.raises(InputError, match="has no config"):

@@ -73,37 +73,21 @@ def test_weights_are_as_they_were_and_the_audit_finds_nothing(room: Path, done: 
     assert "verdict: ok" in audit.out
 
 
-def test_nothing_is_written_over(room: Path, done: Done) -> None:
-    again = cli("checkpoint", "calibrate", "./tiny", "-o", "out", "--windows", 1, "--n-ctx", 64, cwd=room)
-    assert again.code == 2
-    assert "exists" in again.err
+@pytest.mark.parametrize(("source", "out", "said"), [("./tiny", "out", "exists"), ("./out", "o3", "quantized")])
+def test_nothing_is_written_over_and_a_quantized_source_is_refused(
+    source: str, out: str, said: str, room: Path, done: Done
+) -> None:
+    again = cli("checkpoint", "calibrate", source, "-o", out, "--windows", 1, "--n-ctx", 64, cwd=room)
+    assert (again.code, said in again.err) == (2, True)
 
 
 def test_too_little_text_is_refused_and_leaves_nothing(room: Path) -> None:
     (room / "short.txt").write_text("hello\n")
-    done = cli(
-        "checkpoint",
-        "calibrate",
-        "./tiny",
-        "-o",
-        "o2",
-        "--windows",
-        3,
-        "--n-ctx",
-        64,
-        "--prompts",
-        "short.txt",
-        cwd=room,
-    )
+    words = ("./tiny", "-o", "o2", "--windows", 3, "--n-ctx", 64, "--prompts", "short.txt")
+    done = cli("checkpoint", "calibrate", *words, cwd=room)
     assert done.code == 2
     assert "fewer --windows" in done.err
     assert not (room / "o2").exists()
-
-
-def test_quantized_source_is_refused(room: Path, done: Done) -> None:
-    again = cli("checkpoint", "calibrate", "./out", "-o", "o3", "--windows", 1, "--n-ctx", 64, cwd=room)
-    assert again.code == 2
-    assert "quantized" in again.err
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
@@ -111,8 +95,5 @@ def test_scale_that_is_no_positive_number_names_its_layer(scale: float, room: Pa
     with pytest.raises(InputError, match="layer 1: the scale of V"):
         write_kv_scales(room / "tiny", room / "o4", {0: (1.0, 1.0), 1: (1.0, scale)}, {})
     assert not (room / "o4").exists()
-
-
-def test_target_without_a_parent_is_refused(room: Path) -> None:
     with pytest.raises(UsageError, match="is not a folder"):
         write_kv_scales(room / "tiny", room / "no" / "where", {0: (1.0, 1.0), 1: (1.0, 1.0)}, {})

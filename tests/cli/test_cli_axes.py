@@ -22,17 +22,11 @@ def test_presets_stand_for_their_axes() -> None:
     assert list(chosen("core")) == ["trajectory", "kld"]
     assert list(chosen("full")) == ["trajectory", "kld", "rniah", "plad"]
     assert list(chosen("all")) == AXES.names()
+    assert list(chosen("kld, core")) == ["kld", "trajectory"]  # once each
 
 
-def test_an_axis_that_is_named_twice_is_measured_once() -> None:
-    assert list(chosen("kld, core")) == ["kld", "trajectory"]
-
-
-def test_a_limit_without_an_axis_cuts_the_prompts() -> None:
+def test_a_limit_without_an_axis_cuts_the_prompts_and_one_with_an_axis_that_axis_alone() -> None:
     assert chosen("full", "3") == {"trajectory": {"limit": 3}, "kld": {}, "rniah": {}, "plad": {"limit": 3}}
-
-
-def test_a_limit_with_an_axis_cuts_that_axis_alone() -> None:
     assert chosen("trajectory,gsm8k", "5", "gsm8k=20") == {"trajectory": {"limit": 5}, "gsm8k": {"limit": 20}}
 
 

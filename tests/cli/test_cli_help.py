@@ -18,54 +18,23 @@ import pytest
 import fidelab
 from tests.run.harness import Done, cli
 
-COMMANDS = [
+# Group of commands → its commands.
+GROUPS = {
+    "runs": "list show",
+    "bench": "offline serve sweep speculation",
+    "estimate": "model explain",
+    "diagnose": "layers sensitivity attention",
+    "checkpoint": "audit convert quantize calibrate make-fragile",
+    "serve": "start stop presets show check",
+    "share": "reference",
+    "reproduce": "list show",
+    "import": "refract kld-dumps",
+    "setup": "engines install models fetch formats clean",
+}
+COMMANDS: list[tuple[str, ...]] = [
     (),
-    ("compare",),
-    ("check",),
-    ("report",),
-    ("runs",),
-    ("runs", "list"),
-    ("runs", "show"),
-    ("bench",),
-    ("bench", "offline"),
-    ("bench", "serve"),
-    ("bench", "sweep"),
-    ("bench", "speculation"),
-    ("estimate",),
-    ("estimate", "model"),
-    ("estimate", "explain"),
-    ("diagnose",),
-    ("diagnose", "layers"),
-    ("diagnose", "sensitivity"),
-    ("diagnose", "attention"),
-    ("checkpoint",),
-    ("checkpoint", "audit"),
-    ("checkpoint", "convert"),
-    ("checkpoint", "quantize"),
-    ("checkpoint", "calibrate"),
-    ("checkpoint", "make-fragile"),
-    ("serve",),
-    ("serve", "start"),
-    ("serve", "stop"),
-    ("serve", "presets"),
-    ("serve", "show"),
-    ("serve", "check"),
-    ("share",),
-    ("share", "reference"),
-    ("reproduce",),
-    ("reproduce", "list"),
-    ("reproduce", "show"),
-    ("import",),
-    ("import", "refract"),
-    ("import", "kld-dumps"),
-    ("setup",),
-    ("setup", "engines"),
-    ("setup", "install"),
-    ("setup", "models"),
-    ("setup", "fetch"),
-    ("setup", "formats"),
-    ("setup", "clean"),
-    ("doctor",),
+    *((name,) for name in ("compare", "check", "report", "doctor", *GROUPS)),
+    *((group, name) for group, names in GROUPS.items() for name in names.split()),
 ]
 WITH_EXAMPLES = [words for words in COMMANDS if words in ((), ("compare",), ("check",), ("report",), ("doctor",))]
 
@@ -110,13 +79,15 @@ def test_every_command_has_help(shown: Callable[..., Done]) -> None:
     assert wrong == []
 
 
-def test_help_is_led_by_examples(shown: Callable[..., Done]) -> None:
+def test_help_is_led_by_examples_that_fit_into_eighty_columns(shown: Callable[..., Done]) -> None:
     wrong = []
     for words in WITH_EXAMPLES:
         text = shown(*words, "--help").out
         if not examples(text) or text.index("Example") >= text.index("Options"):
             wrong.append(words)
     assert wrong == []
+    found = [(words, example) for words in COMMANDS for example in examples(shown(*words, "--help").out)]
+    assert [one for one in found if len(one[1]) > 78] == []
 
 
 def test_examples_name_commands_and_flags_that_exist(shown: Callable[..., Done]) -> None:
@@ -131,11 +102,6 @@ def test_examples_name_commands_and_flags_that_exist(shown: Callable[..., Done])
             )
             unknown += [(words, example, flag) for flag in flags - known]
     assert unknown == []
-
-
-def test_examples_fit_into_eighty_columns(shown: Callable[..., Done]) -> None:
-    found = [(words, example) for words in COMMANDS for example in examples(shown(*words, "--help").out)]
-    assert [one for one in found if len(one[1]) > 78] == []
 
 
 def test_a_flag_has_no_value_and_a_value_has_a_short_name(shown: Callable[..., Done]) -> None:
@@ -178,7 +144,12 @@ def test_help_of_compare_shows_a_dozen_options_on_one_screen(tmp_path: Path, mon
     assert len(text.rstrip().splitlines()) <= 51
 
 
-def test_paragraphs_are_wrapped_by_the_terminal_alone(shown: Callable[..., Done]) -> None:
+def test_brackets_in_help_are_shown_and_paragraphs_are_wrapped_by_the_terminal_alone(
+    shown: Callable[..., Done],
+) -> None:
+    text = shown("compare", "--help-all").out
+    for told in ("NAME[key=value,…]", "[default: 32, or fewer where all is decided]", "[default: native]"):
+        assert told in text
     text = shown("check", "--help").out
     assert "whole 95% interval. If the interval crosses a limit, the required sample size is printed." in text
 
@@ -218,34 +189,12 @@ def test_a_process_of_its_own_completes(tmp_path: Path) -> None:
     assert done.stdout.split() == ["compare"]
 
 
-def test_brackets_in_help_are_shown(shown: Callable[..., Done]) -> None:
-    text = shown("compare", "--help-all").out
-    for told in (
-        "NAME[key=value,…]",
-        "[default: 32, or fewer where all is decided]",
-        "[default: native]",
-    ):
-        assert told in text
-
-
-def test_every_flag_of_compare_is_explained(shown: Callable[..., Done]) -> None:
-    text = shown("compare", "--help-all").out
-    flags = """--reference --kv --candidate --engine --python --image --pythonpath --base-url --model --force
-        --control --axes --text --windows --n-ctx --protocol --stride --prompts
-        --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
-        --benches        --deadline --output-dir --json --dry-run --resume --file --only"""
-    assert [flag for flag in flags.split() if flag not in text] == []
-
-
-def test_no_command_at_all_shows_the_help_and_exits_with_2(wide: None, tmp_path: Path) -> None:
+def test_the_version_is_the_packages_and_no_command_at_all_shows_the_help(wide: None, tmp_path: Path) -> None:
+    done = cli("--version", cwd=tmp_path)
+    assert (done.code, done.out) == (0, f"fidelab {fidelab.__version__}\n")
     done = cli(cwd=tmp_path)
     assert done.code == 2
     assert "Usage: fidelab" in done.out + done.err
-
-
-def test_the_version_is_the_packages(tmp_path: Path) -> None:
-    done = cli("--version", cwd=tmp_path)
-    assert (done.code, done.out) == (0, f"fidelab {fidelab.__version__}\n")
 
 
 HEAVY = {"torch", "transformers", "numpy", "scipy", "pyarrow", "yaml", "jinja2", "huggingface_hub"}

@@ -85,10 +85,7 @@ def test_no_command_prints_what_a_terminal_obeys(words: tuple[str, ...], room: P
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ("report", "runs/run", "--json"),
-        ("check", "runs/run", "--all", "--max-kld", "1", "--json", "-"),
-    ],
+    [("report", "runs/run", "--json"), ("check", "runs/run", "--all", "--max-kld", "1", "--json", "-")],
     ids=" ".join,
 )
 def test_json_escapes_what_cannot_be_printed_and_loses_nothing(words: tuple[str, ...], room: Path) -> None:

@@ -84,17 +84,16 @@ def gone(pid: int) -> bool:
     return until(lambda: not alive(pid), DEADLINE)
 
 
-def test_a_detached_server_goes_on_answering(tmp_path: Path, mine: Path) -> None:
+def test_a_detached_server_goes_on_answering_and_each_declared_setting_is_compared_with_what_runs(
+    tmp_path: Path, mine: Path
+) -> None:
     done = launched(tmp_path, "--json")
     assert done.code == 0, done.err
     body = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
     request = Request(f"{url_of(done)}/v1/completions", body, {"Content-Type": "application/json"})
     with urlopen(request, timeout=10) as answer:
         assert json.load(answer)["choices"][0]["text"] == " Paris."
-
-
-def test_every_declared_setting_is_compared_with_what_runs(tmp_path: Path, mine: Path) -> None:
-    found = {one["what"]: one for one in json.loads(launched(tmp_path, "--json").out)["findings"]}
+    found = {one["what"]: one for one in json.loads(done.out)["findings"]}
     shown = {what: (one["declared"], one["effective"], one["differs"]) for what, one in found.items()}
     assert shown["KV type"] == ("q8_0", "q8_0", False)
     assert shown["context"] == ("1024", "1024", False)
@@ -113,7 +112,7 @@ def test_a_server_with_another_kv_type_is_ended_and_the_difference_said(
     assert gone(int((tmp_path / "child").read_text()))
 
 
-def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
+def test_a_server_that_dies_while_it_starts_or_never_answers_is_ended_with_its_cause(
     tmp_path: Path, own: Callable[..., Path]
 ) -> None:
     own(env={"SMALL_DIES": "error: CUDA_ERROR_OUT_OF_MEMORY in ggml"})
@@ -122,9 +121,6 @@ def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
     assert "the server exited with status 1: out of device memory" in done.err
     assert "  | error: CUDA_ERROR_OUT_OF_MEMORY in ggml\n" in done.err
     assert records() == []
-
-
-def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(env={"SMALL_DEAF": "1", "SMALL_CHILD": str(tmp_path / "child")})
     done = launched(tmp_path, "--timeout", "3")
     assert done.code == 2
@@ -196,22 +192,19 @@ def test_the_first_start_is_told_from_later_ones(tmp_path: Path, mine: Path) -> 
     assert "earlier starts took" in second.err
 
 
-def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, mine: Path) -> None:
+def test_a_dry_run_prints_the_command_as_the_preset_and_flags_say_and_starts_nothing(
+    tmp_path: Path, mine: Path
+) -> None:
     done = cli("serve", "start", "mine", "--dry-run", "--port", "18999", cwd=tmp_path)
-    assert done.code == 0
-    assert done.out.startswith("llama-server --model ")
+    assert (done.code, done.out.startswith("llama-server --model ")) == (0, True)
     assert "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on --ctx-size 1024" in done.out
-    assert not (tmp_path / "state").exists()
-
-
-def test_flags_change_what_the_preset_says(tmp_path: Path, mine: Path) -> None:
     changes = ("--set", "kv=f16", "--set", "n-ctx=64", "--set", "n-batch=32", "--set", "serve.parallel=2")
     done = cli("serve", "start", "mine", "--dry-run", *changes, cwd=tmp_path)
     assert done.code == 0, done.err
     shown = done.out.splitlines()[0]
-    assert "--cache-type-k f16" in shown
-    for flags in ("--ctx-size 64", "--batch-size 32", "--parallel 2", "--flash-attn on"):
-        assert shown.count(flags) == 1
+    flags = ("--cache-type-k f16", "--ctx-size 64", "--batch-size 32", "--parallel 2", "--flash-attn on")
+    assert [shown.count(flag) for flag in flags] == [1] * len(flags)
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(
@@ -224,12 +217,14 @@ def test_flags_change_what_the_preset_says(tmp_path: Path, mine: Path) -> None:
         (("--port", "70000"), "--port 70000: ports go to 65535"),
         (("--host", "no.such.host.invalid"), "--host no.such.host.invalid: "),
         (("--set", "model=./nowhere.gguf"), "nowhere.gguf is not a file here"),
+        (("devstrall",), "unknown preset 'devstrall'; did you mean 'devstral'?"),
     ],
 )
 def test_what_cannot_be_launched_is_said_in_one_line(
     tmp_path: Path, mine: Path, words: tuple[str, ...], message: str
 ) -> None:
-    assert message in refused(cli("serve", "start", "mine", "--dry-run", *words, cwd=tmp_path))
+    name = () if words[0] == "devstrall" else ("mine",)
+    assert message in refused(cli("serve", "start", *name, "--dry-run", *words, cwd=tmp_path))
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, mine: Path) -> None:
@@ -254,18 +249,15 @@ def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, mine
     assert (remote.code, remote.err) == (1, "fidelab: n-batch: declared 64, runs 512\n")
 
 
-def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Path, mine: Path) -> None:
+def test_presets_check_claims_nothing_where_a_server_does_not_tell_or_is_of_another_engine(
+    tmp_path: Path, mine: Path
+) -> None:
     url = url_of(launched(tmp_path, "--json"))
     done = cli("serve", "check", "mine", "--base-url", url, cwd=tmp_path)
     assert done.code == 3
     assert "KV type: the server does not report it; --log names its output" in done.err
-
-
-def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, mine: Path) -> None:
-    url = url_of(launched(tmp_path, "--json"))
-    assert f"{url} is not a server of engine vllm: look what listens there" in refused(
-        cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
-    )
+    other = cli("serve", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
+    assert f"{url} is not a server of engine vllm: look what listens there" in refused(other)
 
 
 def test_stop_ends_the_whole_group(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -315,11 +307,8 @@ def test_a_strangers_preset_is_shown_and_asked_for(
 ) -> None:
     changes = {"engine": "llamacpp", **changes}
     file = own("foreign", tmp_path / "elsewhere", **changes)
-    for words in (
-        ("serve", "start", file, "--dry-run"),
-        ("serve", "show", file),
-        ("compare", "--preset", file, "--kv", "x"),
-    ):
+    compare = ("compare", "--preset", file, "--kv", "x")
+    for words in (("serve", "start", file, "--dry-run"), ("serve", "show", file), compare):
         line = refused(cli(*words, cwd=tmp_path))
         assert shown in line
         assert f"add --trust {file}" in line
@@ -332,61 +321,48 @@ def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]
     assert cli(*words, cwd=tmp_path).code == 0
     own("foreign", tmp_path / "elsewhere", env={"A": "2"}, engine="llamacpp")
     assert cli(*words, cwd=tmp_path).code == 2
-
-
-def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(env={"A": "1"})
+    own(env={"A": "1"}, engine="llamacpp")  # one's own, which is not asked for
     assert cli("serve", "show", "mine", cwd=tmp_path).code == 0
 
 
-def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
-    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+def compared(tmp_path: Path, *words: object) -> tuple[Done, dict[str, Any]]:
+    """A small comparison from preset ``mine``, and its resolved settings."""
     write_inputs(tmp_path)
-    done = cli("compare", "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    done = cli("compare", *words, "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
     assert done.code == 0, done.err
-    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    return done, yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+
+
+def test_a_comparison_and_a_bench_begin_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
+    done, resolved = compared(tmp_path)
     assert (resolved["model"], resolved["engine"], resolved["env"]) == ("fake", "fake", {"A": "1"})
     assert (done.arm("reference")["name"], done.arm("reference")["kv"]["k"]) == ("mine", "exact")
     assert "preset" not in resolved["reference"]
-
-
-def test_what_the_command_line_says_goes_before_the_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(engine="fake", model="other", kv="tilt", engine_args={}, serve={})
-    write_inputs(tmp_path)
-    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
-    done = cli("compare", "fake", "--preset", "mine", "--reference", "exact", "--kv", "tilt", *sizes, cwd=tmp_path)
-    assert done.code == 0, done.err
-    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
-    assert (resolved["model"], resolved["reference"]["kv"]) == ("fake", "exact")
-    assert "--engine vllm: preset mine is of engine fake" in refused(
-        cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
-    )
-
-
-def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={})
     small = ("--benches", "decode", "--depths", 0, "--decode-tokens", 2, "--repeats", 1)
     done = cli("bench", "--preset", "mine", *small, cwd=tmp_path)
     assert done.report["reference"]["name"] == "mine", done.err
 
 
-def test_presets_list_has_ones_own_beside_those_of_the_package(tmp_path: Path, mine: Path) -> None:
+def test_what_the_command_line_says_goes_before_the_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="other", kv="tilt", engine_args={}, serve={})
+    _, resolved = compared(tmp_path, "fake", "--reference", "exact")
+    assert (resolved["model"], resolved["reference"]["kv"]) == ("fake", "exact")
+    other = cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
+    assert "--engine vllm: preset mine is of engine fake" in refused(other)
+
+
+def test_presets_list_has_ones_own_beside_those_of_the_package_and_a_broken_one_hides_no_others(
+    tmp_path: Path, mine: Path, own: Callable[..., Path]
+) -> None:
     rows = {row["name"]: row for row in json.loads(cli("serve", "presets", "--json", cwd=tmp_path).out)["presets"]}
     assert rows["mine"]["whose"] == "yours"
     lab = {"devstral", "coder-30b", "coder-next", "coder-next-ream", "gemma4", "gemma4-31b", "qwen35", "qwen35-moe"}
     assert lab <= rows.keys()
     assert {f"smollm2-cpu-{engine}" for engine in ("llamacpp", "sglang", "vllm")} <= rows.keys()
-
-
-def test_a_preset_that_is_broken_does_not_hide_the_others(tmp_path: Path, own: Callable[..., Path]) -> None:
     own("broken", kvv="q8_0")
     done = cli("serve", "presets", cwd=tmp_path)
     assert done.code == 1
     assert "unknown key 'kvv'; did you mean 'kv'?" in done.err
     assert "devstral" in done.out
-
-
-def test_an_unknown_preset_is_said_with_the_nearest(tmp_path: Path) -> None:
-    done = cli("serve", "start", "devstrall", cwd=tmp_path)
-    assert (done.code, "unknown preset 'devstrall'; did you mean 'devstral'?" in done.err) == (2, True)

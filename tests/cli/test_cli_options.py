@@ -26,115 +26,55 @@ from fidelab.core.errors import UsageError
 # It hands its options to the command of another package: names are all they share with the others.
 KERNELS = ("diagnose attention",)
 
-# Option → command → why that command's option of this name is not that of the others.
-_PRESET = ("serve start", "serve show", "serve check")
+# Option → commands whose option of this name is not that of the others, and why.
 OTHERS = {
-    "--contexts": {"bench capacity": "where the server ends"},
-    "--random-output-len": {"bench capacity": "one number"},
-    "--all": {"serve stop": "servers, not metrics"},
-    "--base-url": {
-        "bench capacity": "instead of a model",
-        "bench serve": "required, of any server",
-        "bench sweep": "required, of any server",
-        "serve check": "what is checked, of any server",
-    },
-    "--batch": {"estimate model": "cells of a table"},
-    "--budget": {"compare": "a time, not bytes"},
-    "--benches": {"bench offline": "benches are what it is for: never none"},
-    "--candidate": {
-        "diagnose layers": "exactly one",
-        "bench offline": "one arm of several; none is the reference",
-    },
-    "--device": {
-        "estimate model": "rows of the device table",
-        "estimate probe": "what is measured",
-    },
-    "--dry-run": {
-        "serve start": "a command, not a plan",
-        "reproduce run": "stages, not jobs",
-    },
-    "--dtype": {"checkpoint convert": "of what is not quantized, not of a computation"},
-    "--engine": {
-        "diagnose layers": "engines that pass on the states behind layers",
-        "diagnose sensitivity": "the engine that a plan is for",
-        **dict.fromkeys(("runs list", "setup formats"), "a filter"),
-        **dict.fromkeys(_PRESET, "the preset's own"),
-    },
-    "--image": {"setup engines": "what is listed instead"},
-    "--floor": {"diagnose layers": "captures all again, not a quarter"},
-    "--force": {"serve start": "starts a server"},
-    "--kv": {
-        "bench capacity": "formats of servers that are started",
-        "estimate model": "formats of no run",
-        "diagnose layers": "exactly one candidate",
-        "diagnose sensitivity": "formats of no candidate",
-        "bench offline": "the first is the reference",
-        "bench serve": "a label",
-        "bench sweep": "a label",
-    },
-    "--arm": {"report": "of two forms alone"},
-    "--max-kld": {"check": "decides, and recommends nothing"},
-    "--json": {"check": "a file"},
-    "--reference": {"estimate model": "a format of no run", "compare": "a packed reference, too"},
-    "--to": {"checkpoint convert": "a form of weights"},
-    "--tp": {"estimate model": "what a device holds"},
-    "--model": {
-        "bench capacity": "the model on the server",
-        "setup formats": "the model whose cache is counted",
-        "runs list": "a filter",
-        "import kld-dumps": "a label",
-        "bench serve": "the model on the server",
-        "bench sweep": "the model on the server",
-    },
-    "--n-ctx": {
-        "diagnose layers": "one short context",
-        "diagnose sensitivity": "one context, of no axis",
-        "checkpoint calibrate": "one context, of no axis",
-    },
-    "--name": {
-        "import refract": "a candidate's",
-        "import kld-dumps": "a candidate's, repeated",
-        "import lm-eval": "a candidate's, repeated",
-    },
-    "--out": {"report": "a file or a folder"},
-    "--output": {"estimate explain": "a page, not a folder"},
-    "--output-dir": {
-        "compare": "with captures",
-        "diagnose layers": "with captures",
-        "diagnose sensitivity": "with captures",
-        "checkpoint calibrate": "with captures",
-        "reproduce run": "in a folder of its own",
-        "import refract": "no run was made, only its folder",
-        "import kld-dumps": "no run was made, only its folder",
-        "import lm-eval": "no run was made, only its folder",
-    },
-    "--prompts": {
-        "bench capacity": "of a load",
-        "bench serve": "how prompts are sent",
-        "bench sweep": "how prompts are sent",
-    },
-    "--python": {"setup install": "makes the environment"},
-    "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
-    "--resume": {
-        "checkpoint quantize": "a flag: the output names what is resumed",
-        "reproduce run": "a profile's folder",
-    },
-    "--seed": {
-        "bench capacity": "of prompts and arrivals",
-        "bench serve": "of prompts and arrivals",
-        "bench sweep": "of prompts and arrivals",
-    },
-    "--set": {
-        "reproduce run": "a parameter of the profile",
-        **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
-    },
-    "--stride": {"import kld-dumps": "what the dumps were made with"},
-    "--timeout": {"serve start": "of a start, not of a request"},
-    "--windows": {
-        "diagnose layers": "few windows",
-        "diagnose sensitivity": "of no axis",
-        "checkpoint calibrate": "of prompts",
-    },
+    option: set(commands.split(", "))
+    for option, commands in {
+        "--contexts": "bench capacity",  # where the server ends
+        "--random-output-len": "bench capacity",  # one number
+        "--all": "serve stop",  # servers, not metrics
+        "--base-url": "bench capacity, bench serve, bench sweep, serve check",  # of any server
+        "--batch": "estimate model",  # cells of a table
+        "--budget": "compare",  # a time, not bytes
+        "--benches": "bench offline",  # benches are what it is for: never none
+        "--candidate": "diagnose layers, bench offline",  # exactly one; one of several arms
+        "--device": "estimate model, estimate probe",  # rows of the device table; what is measured
+        "--dry-run": "serve start, reproduce run",  # a command or stages, not jobs
+        "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
+        # engines that pass on states; the engine of a plan; filters; the preset's own
+        "--engine": "diagnose layers, diagnose sensitivity, runs list, setup formats, serve start, serve show, "
+        "serve check",
+        "--image": "setup engines",  # what is listed instead
+        "--floor": "diagnose layers",  # captures all again, not a quarter
+        "--force": "serve start",  # starts a server
+        # formats of servers, of no run, of no candidate; exactly one; the first is the reference; a label
+        "--kv": "bench capacity, estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, "
+        "bench sweep",
+        "--arm": "report",  # of two forms alone
+        "--max-kld": "check",  # decides, and recommends nothing
+        "--json": "check",  # a file
+        "--reference": "estimate model, compare",  # a format of no run; a packed reference, too
+        "--to": "checkpoint convert",  # a form of weights
+        "--tp": "estimate model",  # what a device holds
+        # the model on the server; the model whose cache is counted; a filter; a label
+        "--model": "bench capacity, bench serve, bench sweep, setup formats, runs list, import kld-dumps",
+        "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # one context, of no axis
+        "--name": "import refract, import kld-dumps, import lm-eval",  # a candidate's
+        "--out": "report",  # a file or a folder
+        "--output": "estimate explain",  # a page, not a folder
+        # with captures; in a folder of its own; no run was made, only its folder
+        "--output-dir": "compare, diagnose layers, diagnose sensitivity, checkpoint calibrate, reproduce run, "
+        "import refract, import kld-dumps, import lm-eval",
+        "--prompts": "bench capacity, bench serve, bench sweep",  # of a load; how prompts are sent
+        "--python": "setup install",  # makes the environment
+        "--repeats": "bench offline",  # answers of a bench, not passes over loads
+        "--resume": "checkpoint quantize, reproduce run",  # a flag: the output is named; a profile's folder
+        "--seed": "bench capacity, bench serve, bench sweep",  # of prompts and arrivals
+        "--set": "reproduce run, serve start, serve show, serve check",  # of a profile or an arm, not an experiment
+        "--stride": "import kld-dumps",  # what the dumps were made with
+        "--timeout": "serve start",  # of a start, not of a request
+        "--windows": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # of no axis
+    }.items()
 }
 
 

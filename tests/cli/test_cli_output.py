@@ -33,15 +33,6 @@ def test_progress_goes_to_standard_error_in_plain_lines(plain: Done) -> None:
     assert "scoring" in lines
 
 
-def test_report_shows_the_same_again(plain: Done) -> None:
-    shown = cli("report", plain.folder, cwd=plain.cwd)
-    assert (shown.code, shown.err) == (0, "")
-    assert shown.out == plain.out
-    details = cli("report", plain.folder, "--details", cwd=plain.cwd).out
-    assert "Run-to-run noise" in details
-    assert "Run-to-run noise" not in shown.out
-
-
 def test_markdown_has_the_same_answer_and_stands_alone(plain: Done) -> None:
     shown = cli("report", plain.folder, "--markdown", cwd=plain.cwd)
     assert "| KV cache | verdict | KLD |" in shown.out
@@ -57,9 +48,13 @@ def test_a_report_that_was_shown_writes_its_page_again(plain: Done) -> None:
     assert (plain.folder / "report.html").read_bytes() == html
 
 
-def test_report_gives_the_object_when_asked(plain: Done) -> None:
-    shown = cli("report", plain.folder, "--json", cwd=plain.cwd)
-    assert json.loads(shown.out) == plain.report
+def test_report_shows_the_same_again_and_gives_the_object_when_asked(plain: Done) -> None:
+    shown = cli("report", plain.folder, cwd=plain.cwd)
+    assert (shown.code, shown.err, shown.out) == (0, "", plain.out)
+    details = cli("report", plain.folder, "--details", cwd=plain.cwd).out
+    assert "Run-to-run noise" in details
+    assert "Run-to-run noise" not in shown.out
+    assert json.loads(cli("report", plain.folder, "--json", cwd=plain.cwd).out) == plain.report
 
 
 def test_a_failed_arm_exits_with_1(tmp_path: Path) -> None:
@@ -95,12 +90,9 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return cli("compare", "fake", *SMALL, *SIZES, *flags, "--json", cwd=room)
 
 
-def test_a_dry_run_writes_nothing(dry: Done) -> None:
+def test_a_dry_run_lists_jobs_tokens_and_disk_and_writes_nothing(dry: Done) -> None:
     assert dry.code == 0
     assert sorted(path.name for path in dry.cwd.iterdir()) == ["prompts.txt", "text.txt"]
-
-
-def test_a_dry_run_lists_jobs_tokens_and_disk(dry: Done) -> None:
     plan = json.loads(dry.out)
     assert [job["role"] for job in plan["jobs"]] == ["reference", "control", "candidate:tilt", "floor"]
     windows, prompts = 4 * 16, 2 * (len("prompt 0") + 4)
@@ -110,18 +102,13 @@ def test_a_dry_run_lists_jobs_tokens_and_disk(dry: Done) -> None:
     assert plan["not_supported"] == {"refused": "the fake engine refuses this format, as it was asked to"}
 
 
-def test_a_dry_run_says_it_in_words_too(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    done = cli("compare", "fake", *SMALL, *SIZES, "--kv", "tilt", "--dry-run", cwd=tmp_path)
-    assert done.code == 0
-    for word in ("reference", "candidate:tilt", "tokens", "MiB of saved outputs in"):
-        assert word in done.out
-
-
-def test_columns_of_a_dry_run_are_as_wide_as_the_longest_name(tmp_path: Path) -> None:
+def test_a_dry_run_says_it_in_words_too_in_columns_as_wide_as_the_longest_name(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     long = "name=a candidate with quite a long name of its own,kv=tilt[q=0.6]"
     done = cli("compare", "fake", *SMALL, *SIZES, "--kv", "tilt", "--candidate", long, "--dry-run", cwd=tmp_path)
+    assert done.code == 0
+    for word in ("reference", "candidate:tilt", "tokens", "MiB of saved outputs in"):
+        assert word in done.out
     jobs = [line for line in done.out.splitlines() if " tokens " in line and line.endswith(" s")]
     assert len(jobs) == 4
     assert len({len(line) for line in jobs}) == 1

@@ -97,15 +97,10 @@ def test_every_figure_follows_from_the_recorded_requests(tmp_path: Path) -> None
     assert cell["effective concurrency"] == pytest.approx(flown / seconds, rel=1e-3)
 
 
-def test_json_is_the_report_and_nothing_else(tmp_path: Path) -> None:
-    with MockServer(MockSettings()) as mock:
+def test_the_servers_own_counters_confirm_the_client_and_json_is_the_report(tmp_path: Path) -> None:
+    with MockServer(MockSettings(itl=0.002)) as mock:
         done = serve(mock.url, "--json", cwd=tmp_path)
     assert json.loads(done.out) == done.report
-
-
-def test_the_servers_own_counters_confirm_the_client(tmp_path: Path) -> None:
-    with MockServer(MockSettings(itl=0.002)) as mock:
-        done = serve(mock.url, cwd=tmp_path)
     [cell] = loads(done)
     assert cell["facts"]["client over server"] == pytest.approx(1, abs=0.01)
     assert "server-mismatch" not in kinds(cell)
@@ -120,14 +115,6 @@ def test_an_open_loop_keeps_its_times(tmp_path: Path) -> None:
     due = [row["due"] for row in rows(done)]
     assert due == pytest.approx([due[0] + 0.005 * n for n in range(20)], abs=1e-5)
     assert all(row["sent"] >= row["due"] for row in rows(done))
-
-
-def test_goodput_takes_several_targets(tmp_path: Path) -> None:
-    with MockServer(MockSettings(itl=0.001)) as mock:
-        done = serve(mock.url, "--goodput", "ttft:60000,tpot:60000", cwd=tmp_path)
-    [cell] = loads(done)
-    assert served(done)["facts"]["settings"]["goodput"] == {"ttft": 60000, "tpot": 60000}
-    assert cell["good requests"] == 1
 
 
 def test_the_key_goes_to_the_server_and_into_no_file(tmp_path: Path) -> None:
@@ -182,13 +169,16 @@ def test_a_context_that_the_servers_own_tokens_fill_is_not_supported_and_the_swe
     assert "not supported: a prompt of 1 tokens cannot be made" in done.err
 
 
-def test_a_pipe_gets_every_column(tmp_path: Path) -> None:
-    words = ("--goodput", "ttft:500,tpot:50", "--request-rate", 500, "--repeats", 2)
+def test_a_pipe_gets_every_column_and_goodput_takes_several_targets(tmp_path: Path) -> None:
+    words = ("--goodput", "ttft:60000,tpot:60000", "--request-rate", 500, "--repeats", 2)
     with MockServer(MockSettings(draft_tokens=2, tokens_per_event=2, ttft=0.02)) as mock:
         done = serve(mock.url, *words, cwd=tmp_path)
     assert "narrow terminal" not in done.out
     for word in ("client", "lag", "acceptance", "goodput", "–"):  # the queue is read once a second
         assert word in done.out
+    assert served(done)["facts"]["settings"]["goodput"] == {"ttft": 60000, "tpot": 60000}
+    [cell] = loads(done)
+    assert cell["good requests"] == 1
 
 
 def test_a_load_beyond_the_limit_alone_ends_with_1_in_one_line(tmp_path: Path) -> None:
@@ -261,11 +251,6 @@ def refused(done: Done) -> str:
     assert not (done.cwd / "runs").exists()
     [line] = done.err.splitlines()
     return line.removeprefix("fidelab: ")
-
-
-def test_a_server_that_is_not_there(tmp_path: Path) -> None:
-    line = refused(serve("http://127.0.0.1:9", cwd=tmp_path))
-    assert "refuses connections: start the server, or correct --base-url" in line
 
 
 @pytest.mark.parametrize(
@@ -344,5 +329,7 @@ def test_a_flag_that_cannot_be_is_one_line(tmp_path: Path, words: tuple[str, ...
     assert said in line
 
 
-def test_a_url_that_is_none(tmp_path: Path) -> None:
+def test_a_server_that_is_not_there_and_a_url_that_is_none(tmp_path: Path) -> None:
+    line = refused(serve("http://127.0.0.1:9", cwd=tmp_path))
+    assert "refuses connections: start the server, or correct --base-url" in line
     assert refused(serve("ftp://example", cwd=tmp_path)).startswith("--base-url is not a URL")

@@ -105,6 +105,7 @@ def test_four_runs_give_the_ratio(tmp_path: Path) -> None:
     ratio = found.rows[-1]
     assert ratio.value("rho") == pytest.approx(90 * 40 / (50 * 80))
     assert (ratio.facts["together"], ratio.ci("rho")) == ("cannot tell", None)
+    assert [flag.kind for flag in ratio.flags] == ["noise"]  # measured once
     assert values(found, "rate") == pytest.approx(RATES)
     assert values(found, "acceptance_length") == {"speculative": 2.2, "both": 2.2}
     assert values(found, "speedup") == pytest.approx({"quantized": 1.25, "speculative": 2.0, "both": 2.25})
@@ -118,11 +119,6 @@ def test_repeats_give_an_interval(tmp_path: Path) -> None:
     assert 0.85 < low < 0.9 < high < 0.95
     assert found.facts["together"] == "cannot tell"
     assert found.flags == ()
-
-
-def test_arms_measured_once_are_said_to_have_no_interval(tmp_path: Path) -> None:
-    (found,) = ratios(tmp_path, *four(tmp_path))
-    assert [flag.kind for flag in found.flags] == ["noise"]
 
 
 def test_each_shared_cell_has_a_ratio_of_its_own(tmp_path: Path) -> None:
@@ -143,14 +139,11 @@ def test_the_table_has_the_rates_the_ratio_and_where_they_are_from(tmp_path: Pat
         assert f"{name}: {tmp_path / name}" in done.out.replace("\n", "")
 
 
-def test_report_files_do_as_well_as_folders(tmp_path: Path) -> None:
-    words = [word / "report.json" if isinstance(word, Path) else word for word in four(tmp_path)]
-    assert len(ratios(tmp_path, *words)) == 1
-
-
 def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     arms = [arm(standard(name), name=f"{name}[kv:8]") for name in ARMS]
     folder = write(tmp_path / "all", *arms)
+    words = [word for name in ARMS for word in (f"--{name}", f"{folder / 'report.json'}:{name}[kv:8]")]
+    assert ratios(tmp_path, *words)[0].value("rho") == pytest.approx(0.9)
     words = [word for name in ARMS for word in (f"--{name}", f"{folder}:{name}[kv:8]")]
     assert ratios(tmp_path, *words)[0].value("rho") == pytest.approx(0.9)
     assert (
@@ -175,11 +168,7 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
             said("llama.cpp"),
             "its server has no speculation counters, so nothing shows that it did not speculate",
         ),
-        (
-            "plain",
-            said("vllm", SPECULATED),
-            "it was to run without speculation and speculated: 300 draft tokens",
-        ),
+        ("plain", said("vllm", SPECULATED), "it was to run without speculation and speculated: 300 draft tokens"),
     ],
 )
 def test_without_evidence_there_is_no_ratio(
@@ -243,18 +232,20 @@ def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
     assert {flag.kind for flag in ratio.flags} == {"not-engaged"}
 
 
-def test_arms_that_were_not_measured_alike_are_refused_by_name(tmp_path: Path) -> None:
-    words = four(tmp_path, both=[standard("both", context=512)])
-    line = refused(run(tmp_path, *words))
-    assert "both (" in line
-    assert "has no cell with context 256, output 16, arrival closed, concurrency 2, as plain has" in line
-
-
-def test_a_cell_that_only_another_arm_has_is_refused_too(tmp_path: Path) -> None:
-    words = four(tmp_path, both=[standard("both"), standard("both", output=32)])
-    line = refused(run(tmp_path, *words))
-    assert "plain (" in line
-    assert "has no cell with context 256, output 32, arrival closed, concurrency 2, as both has" in line
+@pytest.mark.parametrize(
+    ("cells", "line"),
+    [
+        ([standard("both", context=512)], ("both (", "context 256, output 16", "as plain has")),
+        ([standard("both"), standard("both", output=32)], ("plain (", "context 256, output 32", "as both has")),
+    ],
+)
+def test_arms_that_were_not_measured_alike_are_refused_by_name(
+    cells: list[CellResult], line: tuple[str, str, str], tmp_path: Path
+) -> None:
+    said = refused(run(tmp_path, *four(tmp_path, both=cells)))
+    arm, at, other = line
+    assert arm in said
+    assert f"has no cell with {at}, arrival closed, concurrency 2, {other}" in said
 
 
 def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path) -> None:

@@ -85,14 +85,9 @@ def doctor(
     hook = cwd / "hook"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(HOOK)
-    cache = str(cwd / "cache")
-    own = {
-        "PYTHONPATH": os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "FIDELAB_CACHE": cache,
-        "TEST_GONE": ",".join(gone),
-        "TEST_BROKEN": ",".join(broken),
-        **env,
-    }
+    path = os.pathsep.join([str(hook), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"PYTHONPATH": path, "FIDELAB_CACHE": str(cwd / "cache")}
+    own |= {"TEST_GONE": ",".join(gone), "TEST_BROKEN": ",".join(broken), **env}
     command = [sys.executable, "-m", module, *(["doctor"] if module == "fidelab" else []), *flags]
     return subprocess.run(command, cwd=cwd, env={**os.environ, **own}, capture_output=True, text=True, check=False)
 
@@ -131,10 +126,12 @@ def test_json_has_the_shape_that_is_documented(well: Told) -> None:
         assert check["detail"].isprintable()
 
 
-@pytest.mark.parametrize("text", ["transformers>=5.24", "transformers<5.25,>=5.24", "transformers (>=5.24,<5.25)"])
-def test_the_floor_of_a_requirement_is_read_beside_an_upper_bound(text: str) -> None:
-    match = present(software._REQUIREMENT.match(text))
-    assert (match["name"], match["floor"]) == ("transformers", "5.24")
+def test_the_floor_of_a_requirement_is_read_beside_an_upper_bound_and_versions_are_compared_as_numbers() -> None:
+    for text in ("transformers>=5.24", "transformers<5.25,>=5.24", "transformers (>=5.24,<5.25)"):
+        match = present(software._REQUIREMENT.match(text))
+        assert (match["name"], match["floor"]) == ("transformers", "5.24")
+    pairs = (("2.9", "2.10"), ("2", "2.0.1"), ("1.13.0+cpu", "1.13.1"), ("3.99", "4"), ("", "0.1"))
+    assert all(software.release(older) < software.release(newer) for older, newer in pairs)
 
 
 def test_an_absent_model_says_how_to_fetch_it_and_how_much_that_is(well: Told) -> None:
@@ -161,20 +158,19 @@ def test_nothing_is_written(well: Told, folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["hook"]  # which the test made
 
 
-def test_without_torch_it_says_so_and_how_to_get_it(room: Path) -> None:
-    told = Told(doctor(room, "--json", gone=["torch"]))
+@pytest.mark.parametrize(("package", "floor"), [("torch", "2.6"), ("transformers", None)])
+def test_without_a_package_of_the_engine_it_says_so_and_how_to_get_it(
+    package: str, floor: str | None, room: Path
+) -> None:
+    told = Told(doctor(room, "--json", gone=[package]))
     assert not told.ready
-    torch = told.check("torch", "packages")
-    assert (torch["status"], torch["remedy"]) == ("missing", 'pip install "torch>=2.6"')
-    assert told.record["reasons"] == ["torch: not installed; 2.6 or newer is needed"]
-    assert told.check("hf", "engines")["detail"] == "needs torch: pip install 'fidelab[hf]'"
-
-
-def test_without_transformers_the_engine_says_why_it_cannot_run(room: Path) -> None:
-    told = Told(doctor(room, "--json", gone=["transformers"]))
-    assert not told.ready
-    assert "needs transformers" in told.check("hf", "engines")["detail"]
-    assert [reason.partition(":")[0] for reason in told.record["reasons"]] == ["transformers"]
+    assert f"needs {package}" in told.check("hf", "engines")["detail"]
+    assert [reason.partition(":")[0] for reason in told.record["reasons"]] == [package]
+    if floor:
+        check = told.check("torch", "packages")
+        assert (check["status"], check["remedy"]) == ("missing", f'pip install "torch>={floor}"')
+        assert told.record["reasons"] == [f"torch: not installed; {floor} or newer is needed"]
+        assert told.check("hf", "engines")["detail"] == "needs torch: pip install 'fidelab[hf]'"
 
 
 @pytest.mark.parametrize(
@@ -241,14 +237,9 @@ def test_a_package_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) ->
     assert check.detail.endswith("is too old; 10.1 or newer is needed")
 
 
-@pytest.mark.parametrize(
-    ("older", "newer"), [("2.9", "2.10"), ("2", "2.0.1"), ("1.13.0+cpu", "1.13.1"), ("3.99", "4"), ("", "0.1")]
-)
-def test_versions_are_compared_as_numbers(older: str, newer: str) -> None:
-    assert software.release(older) < software.release(newer)
-
-
-def test_a_cache_that_cannot_be_written_is_broken_and_says_where(room: Path) -> None:
+def test_a_cache_and_a_folder_of_runs_that_cannot_be_written_are_broken_and_say_where(
+    room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (room / "file").touch()
     told = Told(doctor(room, "--json", FIDELAB_CACHE=str(room / "file" / "cache")))
     assert not told.ready
@@ -257,6 +248,10 @@ def test_a_cache_that_cannot_be_written_is_broken_and_says_where(room: Path) -> 
     assert cache["detail"].endswith(f"{room / 'file'} is a file")
     assert "FIDELAB_CACHE" in cache["remedy"]
     assert told.record["reasons"] == [f"cache: {cache['detail']}"]
+    (room / "runs").touch()
+    monkeypatch.chdir(room)
+    [check] = [check for check in machine.folders() if check.name == "runs"]
+    assert (check.blocks, check.detail.endswith("runs is a file")) == (True, True)
 
 
 def test_a_folder_says_what_is_in_it_and_links_are_not_counted_twice(
@@ -279,14 +274,6 @@ def test_little_room_is_a_warning_and_too_little_for_the_absent_model_a_reason(
     assert (by_name["cache"].status, by_name["runs"].status) == (cache_status, "warning")
     assert by_name["cache"].blocks == (cache_status == "broken")
     assert by_name["cache"].detail.endswith(f"writable, {free} MiB free")
-
-
-def test_where_runs_cannot_be_written_the_main_job_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "runs").touch()
-    monkeypatch.chdir(tmp_path)
-    [check] = [check for check in machine.folders() if check.name == "runs"]
-    assert check.blocks
-    assert check.detail.endswith("runs is a file")
 
 
 def test_a_model_that_is_here_needs_no_writable_cache_and_no_pip(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,8 +314,13 @@ def write(root: Path, **files: str) -> None:
         (root / name.replace("__", ".")).write_text(text)
 
 
-def test_the_lowest_limit_of_all_control_groups_above_counts_and_file_cache_does_not(tmp_path: Path) -> None:
-    own, mount = tmp_path / "own", tmp_path / "mount"
+@pytest.fixture
+def groups(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "own", tmp_path / "mount"
+
+
+def test_the_lowest_limit_of_all_control_groups_above_counts_and_file_cache_does_not(groups: tuple[Path, Path]) -> None:
+    own, mount = groups
     own.write_text("0::/a/b\n")
     write(mount / "a" / "b", memory__max="max\n", memory__current="100\n")
     assert host.cgroup_memory(own, mount) is None
@@ -338,18 +330,13 @@ def test_the_lowest_limit_of_all_control_groups_above_counts_and_file_cache_does
     assert host.cgroup_memory(own, mount) == (400, 300)
 
 
-def test_control_groups_of_version_1_are_read(tmp_path: Path) -> None:
-    own, mount = tmp_path / "own", tmp_path / "mount"
+def test_control_groups_of_version_1_are_read(groups: tuple[Path, Path]) -> None:
+    own, mount = groups
     own.write_text("5:cpu:/x\n4:memory:/not/seen/here\n0::/\n")
     stat = "inactive_file 1\ntotal_inactive_file 50\n"
-    write(
-        mount / "memory",
-        memory__limit_in_bytes="800\n",
-        memory__usage_in_bytes="200\n",
-        memory__stat=stat,
-    )
+    write(mount / "memory", memory__limit_in_bytes="800\n", memory__usage_in_bytes="200\n", memory__stat=stat)
     assert host.cgroup_memory(own, mount) == (800, 650)
-    assert host.cgroup_memory(tmp_path / "nothing", mount) is None
+    assert host.cgroup_memory(mount / "nothing", mount) is None
 
 
 class Gpu:
@@ -431,13 +418,10 @@ def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_
     refused = {"nvfp4": "the backend would misread nvfp4", "int8": "the backend would misread int8", "fp8": "no AMX"}
     names = ["auto", *refused]
     place = Installed("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
-    found = [
-        check for check in parts.engines_and_formats([], lambda: [place]) if check.group == "KV formats (llamacpp)"
-    ]
-    assert {check.name: (check.status, check.detail) for check in found} == {
-        "auto": ("ok", "runs"),
-        **{name: ("missing", why) for name, why in refused.items()},
-    }
+    checks = parts.engines_and_formats([], lambda: [place])
+    found = [check for check in checks if check.group == "KV formats (llamacpp)"]
+    expected = {"auto": ("ok", "runs"), **{name: ("missing", why) for name, why in refused.items()}}
+    assert {check.name: (check.status, check.detail) for check in found} == expected
     assert not any(check.blocks for check in found)
     text = [" ".join(line.split()) for line in lines(Diagnosis(tuple(found)))]
     assert text[:3] == [

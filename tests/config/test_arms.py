@@ -18,22 +18,29 @@ from fidelab.core.serial import from_json, to_json
 BASE = {"model": "m", "candidates": ["q8_0"]}
 
 
-def test_a_bare_text_is_a_kv_format() -> None:
-    assert arm_fields("int4[group=32,skip-layers=0,29]") == {"kv": "int4[group=32,skip-layers=0,29]"}
-    assert arm_fields("f16/q8_0") == {"kv": "f16/q8_0"}
+METHOD = '{"method": "ngram", "text": "a, \\"}b,", "sizes": [1, 2]}'
+URL = "http://127.0.0.1:8001/v1"
+COARSE = "int4[group=32,skip-layers=0,29]"
 
 
-def test_pairs_are_fields_of_the_arm_and_options_of_its_engine() -> None:
-    assert arm_fields("kv=int4[group=32,skip-layers=0,29],name=coarse,tp=2,attention_backend=triton") == {
-        "kv": "int4[group=32,skip-layers=0,29]",
-        "name": "coarse",
-        "engine_args": {"tp": "2", "attention-backend": "triton"},
-    }
-    assert arm_fields("model=./awq,dtype=float16") == {"model": "./awq", "dtype": "float16"}
-    assert arm_fields("base-url=http://127.0.0.1:8001/v1,model=a/b") == {
-        "engine_args": {"base-url": "http://127.0.0.1:8001/v1"},
-        "model": "a/b",
-    }
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (COARSE, {"kv": COARSE}),
+        ("f16/q8_0", {"kv": "f16/q8_0"}),
+        (f"kv={COARSE},name=coarse,tp=2,attention_backend=triton",
+         {"kv": COARSE, "name": "coarse", "engine_args": {"tp": "2", "attention-backend": "triton"}}),
+        ("model=./awq,dtype=float16", {"model": "./awq", "dtype": "float16"}),
+        (f"base-url={URL},model=a/b", {"engine_args": {"base-url": URL}, "model": "a/b"}),
+        ("engine=vllm,python=/envs/new/bin/python", {"engine": {"name": "vllm", "python": "/envs/new/bin/python"}}),
+        ("kv=q8_0,env.LLAMA_ATTN_ROT_DISABLE=1,env.GGML_EMPTY=,n_batch=64",
+         {"kv": "q8_0", "engine_args": {"n-batch": "64"}, "env": {"LLAMA_ATTN_ROT_DISABLE": "1", "GGML_EMPTY": ""}}),
+        (f"kv=auto,speculative-config={METHOD},tp=2",
+         {"kv": "auto", "engine_args": {"speculative-config": METHOD, "tp": "2"}}),
+    ],
+)  # fmt: skip
+def test_an_arm_in_one_line_is_a_format_or_pairs_of_fields_options_and_variables(text: str, fields: object) -> None:
+    assert arm_fields(text) == fields
 
 
 def test_auto_is_a_format_of_the_reference_and_a_choice_of_the_control() -> None:
@@ -42,20 +49,19 @@ def test_auto_is_a_format_of_the_reference_and_a_choice_of_the_control() -> None
     assert found.control == "auto"
 
 
-def test_an_arm_can_name_an_engine_and_its_interpreter() -> None:
-    assert arm_fields("engine=vllm,python=/envs/new/bin/python")["engine"] == {
-        "name": "vllm",
-        "python": "/envs/new/bin/python",
-    }
-
-
 @pytest.mark.parametrize(
-    ("text", "says"),
-    [("kv=f16,tp", "'tp' has no value"), ("kv=", "'kv=' has no value"), ("python=/x", "write engine=NAME next to it")],
+    ("change", "says"),
+    [
+        ({"candidates": ["kv=f16,tp"]}, "'tp' has no value"),
+        ({"candidates": ["kv="]}, "'kv=' has no value"),
+        ({"candidates": ["python=/x"]}, "write engine=NAME next to it"),
+        ({"engine": {"name": "vllm", "pyton": "/p"}}, r"unknown key 'engine\.pyton'; did you mean 'python'"),
+        ({"candidates": [{"enginee": "hf"}]}, r"unknown key 'candidates\.0\.enginee'"),
+    ],
 )
-def test_half_an_arm_is_refused_in_one_line(text: str, says: str) -> None:
+def test_half_an_arm_and_an_unknown_key_are_refused_in_one_line(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        validate({**BASE, "candidates": [text]}, "file")
+        validate({**BASE, **change}, "file")
 
 
 def test_an_engine_is_a_name_or_a_name_with_its_environment() -> None:
@@ -73,13 +79,6 @@ def test_a_resolved_file_says_an_engine_as_short_as_it_was_said() -> None:
     assert validate(found, "again") == validate(data, "file")
 
 
-def test_an_unknown_key_of_an_engine_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'engine\.pyton'; did you mean 'python'"):
-        validate({**BASE, "engine": {"name": "vllm", "pyton": "/p"}}, "file")
-    with pytest.raises(ConfigError, match=r"unknown key 'candidates\.0\.enginee'"):
-        validate({**BASE, "candidates": [{"enginee": "hf"}]}, "file")
-
-
 def test_layers_are_named_one_by_one_or_as_ranges_with_both_ends() -> None:
     parsed = KVSpec.parse("int4[group=32,skip-layers=9,0-6,8-29]")
     assert parsed.skip_layers == (*range(7), *range(8, 30))
@@ -91,21 +90,6 @@ def test_what_is_no_layer_and_no_range_is_refused_in_one_line(layers: str) -> No
     with pytest.raises(UsageError, match="skip-layers takes layer numbers from 0 or ranges as 0-6, not") as caught:
         KVSpec.parse(f"int4[skip-layers={layers}]")
     assert "\n" not in str(caught.value)
-
-
-def test_a_variable_of_one_arm_keeps_the_spelling_of_its_name() -> None:
-    fields = arm_fields("kv=q8_0,env.LLAMA_ATTN_ROT_DISABLE=1,env.GGML_EMPTY=,n_batch=64")
-    assert fields == {
-        "kv": "q8_0",
-        "engine_args": {"n-batch": "64"},
-        "env": {"LLAMA_ATTN_ROT_DISABLE": "1", "GGML_EMPTY": ""},
-    }
-
-
-def test_commas_of_json_separate_no_pairs() -> None:
-    method = '{"method": "ngram", "text": "a, \\"}b,", "sizes": [1, 2]}'
-    fields = arm_fields(f"kv=auto,speculative-config={method},tp=2")
-    assert fields == {"kv": "auto", "engine_args": {"speculative-config": method, "tp": "2"}}
 
 
 def test_options_in_files_may_be_booleans_lists_and_mappings() -> None:

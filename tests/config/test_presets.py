@@ -11,6 +11,7 @@ import yaml
 from fidelab.config.experiment import validate
 from fidelab.config.presets import cells_of, experiment_of, find_preset, listing, load_preset, user_folder
 from fidelab.config.schema import Experiment
+from fidelab.core import KVSpec
 from fidelab.core.errors import ConfigError, UnknownNameError
 from fidelab.engines import ENGINES
 
@@ -38,29 +39,21 @@ def test_every_preset_of_the_package_is_one(name: str) -> None:
     assert preset.engine_name in ENGINES.names()
 
 
-def test_an_arm_may_begin_from_a_preset() -> None:
+def test_an_arm_may_begin_from_a_preset_without_what_the_server_alone_takes() -> None:
     (arm,) = experiment(candidates=["preset=devstral"]).candidates
     assert (arm.name, arm.model) == ("devstral", "mattbucci/Devstral-24B-AWQ")
-    assert arm.engine is not None
-    assert arm.engine.name == "sglang"
-    assert arm.kv is not None
-    assert arm.kv.label == "fp8_e4m3"
+    assert (arm.engine and arm.engine.name, arm.kv and arm.kv.label) == ("sglang", "fp8_e4m3")
     assert arm.engine_args["context-length"] == "131072"
+    assert load_preset(find_preset("devstral")).serve
+    assert "tool-call-parser" not in arm.engine_args
 
 
 def test_what_an_arm_says_goes_before_its_preset() -> None:
     (arm,) = experiment(candidates=["preset=devstral,kv=auto,context-length=4096,env.A=1"]).candidates
-    assert arm.kv is not None
-    assert arm.kv.label == "auto"
+    assert arm.kv == KVSpec.parse("auto")
     assert arm.engine_args == {"tp": "2", "context-length": "4096", "attention-backend": "triton"}
     assert arm.env == {"A": "1"}
     assert arm.name == "devstral auto context-length=4096 A=1"
-
-
-def test_options_of_the_server_alone_reach_no_comparison() -> None:
-    assert load_preset(find_preset("devstral")).serve
-    (arm,) = experiment(candidates=["preset=devstral"]).candidates
-    assert "tool-call-parser" not in arm.engine_args
 
 
 def test_a_run_is_repeated_without_the_presets_file(tmp_path: Path) -> None:

@@ -45,13 +45,7 @@ def room(tmp_path: Path) -> Path:
 
 def write(folder: Path, **changes: Any) -> Path:
     """An experiment on the fake engine, in a file."""
-    data: dict[str, Any] = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "candidates": ["tilt"],
-        "axes": SIZES,
-    }
+    data: dict[str, Any] = {"model": "fake", "engine": "fake", "reference": "exact", "candidates": ["tilt"]}
     data |= {"axes": SIZES, "control": "none", "floor": 0, "twins": 0, "text": "text.txt", **changes}
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -71,10 +65,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "of-the-control": {"control": {"kv": "tilt[q=0.51]", "engine": fake(**PYTHON)}},
     "of-a-candidate": {"candidates": ["tilt[q=0.7]", {"kv": "tilt", "engine": fake(**PYTHON)}]},
     "in-one-line": {"candidates": [LINE]},
-    "of-a-cross-engine": {
-        "kind": "cross-engine",
-        "engines": [{"engine": fake(**PYTHON), "candidate": "tilt"}],
-    },
+    "of-a-cross-engine": {"kind": "cross-engine", "engines": [{"engine": fake(**PYTHON), "candidate": "tilt"}]},
 }
 CROSS = ("model", "axes", "floor", "text", "kind", "engines")
 
@@ -102,16 +93,22 @@ def test_a_program_of_a_file_is_named_and_not_started(where: str, flags: tuple[s
     assert sorted(room.rglob("*")) == before
 
 
-def test_a_kernel_of_a_hub_is_code_too(room: Path) -> None:
-    file = write(room, model="smollm2-135m", engine="hf", reference="f32", candidates=["kv=f32,attention=evil/kernel"])
-    refused(cli("compare", "-f", file, "--dry-run", cwd=room), "attention 'evil/kernel' is code of a hub")
+HF = {"model": "smollm2-135m", "engine": "hf", "reference": "f32"}
+ASKED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({**HF, "candidates": ["kv=f32,attention=evil/kernel"]}, ("attention 'evil/kernel' is code of a hub",)),
+    ({"serve": {"wrapper": ["docker", "run", "-v", "/:/host", "evil"], "words": ["--port", "1"]}},
+     ("docker run -v /:/host evil", "would appear in the commands")),
+    ({"executor": {"name": "ray", "address": "head.example:6379"}}, ("address 'head.example:6379'", "is a cluster")),
+    *(({"executor": {"name": "ray", "address": address}}, ("executor.address",))
+      for address in ("a\nb:1", "head 1:2", "$(x):1", "http://x:1", "head")),
+]  # fmt: skip
 
 
-def test_words_that_a_report_would_tell_people_to_run_are_asked_for(room: Path) -> None:
-    file = write(room, serve={"wrapper": ["docker", "run", "-v", "/:/host", "evil"], "words": ["--port", "1"]})
-    refused(
-        cli("compare", "-f", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would appear in the commands"
-    )
+@pytest.mark.parametrize(("change", "said"), ASKED)
+def test_code_of_a_hub_commands_of_a_report_and_clusters_are_asked_for_and_an_address_is_a_host_and_a_port(
+    change: dict[str, Any], said: tuple[str, ...], room: Path
+) -> None:
+    refused(cli("compare", "-f", write(room, **change), "--dry-run", cwd=room), *said)
 
 
 def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> None:
@@ -145,16 +142,14 @@ def test_trust_of_relative_words_holds_for_the_programs_they_named(room: Path, t
 def test_another_file_that_is_trusted_does_not_help(room: Path) -> None:
     (room / "mine.yaml").write_text("model: fake")
     refused(
-        cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--trust", "mine.yaml", cwd=room),
-        "python './python'",
+        cli("compare", "-f", write(room, engine=fake(**PYTHON)), "--trust", "mine.yaml", cwd=room), "python './python'"
     )
 
 
 def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
-    file = write(room, engine=fake(**PYTHON))
     flags = ("--set", "engine.python=./python")
-    assert cli("compare", "-f", file, "--dry-run", *flags, cwd=room).code == 0
-    assert cli("compare", "-f", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
+    for words in (PYTHON, {}):
+        assert cli("compare", "-f", write(room, engine=fake(**words)), "--dry-run", *flags, cwd=room).code == 0
     line = write(room, candidates=[LINE])
     assert cli("compare", "-f", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
 
@@ -187,11 +182,8 @@ def test_an_option_that_is_not_known_to_be_harmless_is_asked_for(key: str, tmp_p
     ("key", "value"),
     [
         *(("max-model-len", "32768"), ("kv-cache-memory", "4G"), ("any-new-one", "3"), ("any-new-one", "no")),
-        *(
-            ("attention-backend", "TRITON_ATTN"),
-            ("weights", "int4[group=64]"),
-            ("base-url", "http://127.0.0.1:8001/v1"),
-        ),
+        *(("attention-backend", "TRITON_ATTN"), ("weights", "int4[group=64]")),
+        ("base-url", "http://127.0.0.1:8001/v1"),
         ("speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'),
     ],
 )
@@ -214,18 +206,6 @@ def test_a_folder_elsewhere_is_not_written_to_unasked(key: str, room: Path, tmp_
     elsewhere = tmp_path / "elsewhere"
     refused(cli("compare", "-f", write(room, **{key: str(elsewhere)}), cwd=room), f"{key} ", "would be written to")
     assert not elsewhere.exists()
-
-
-def test_arms_are_not_sent_to_a_cluster_unasked(room: Path) -> None:
-    where = {"name": "ray", "address": "head.example:6379"}
-    refused(cli("compare", "-f", write(room, executor=where), cwd=room), "address 'head.example:6379'", "is a cluster")
-
-
-@pytest.mark.parametrize("address", ["a\nb:1", "head 1:2", "$(x):1", "http://x:1", "head"])
-def test_an_address_is_a_host_and_a_port(address: str, room: Path) -> None:
-    refused(
-        cli("compare", "-f", write(room, executor={"name": "ray", "address": address}), cwd=room), "executor.address"
-    )
 
 
 @pytest.mark.parametrize(
@@ -330,13 +310,9 @@ def test_a_variable_of_a_file_goes_to_no_host(room: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     save_model(room / "model")
     with serving(Served()) as server:
-        file = write(
-            room,
-            model="model",
-            engine="openai",
-            reference="base-url=http://other.example/v1",
-            candidates=[f"base-url={server.url},api-key-env=AWS_SECRET_ACCESS_KEY"],
-        )
+        arms = [f"base-url={server.url},api-key-env=AWS_SECRET_ACCESS_KEY"]
+        other = "base-url=http://other.example/v1"
+        file = write(room, model="model", engine="openai", reference=other, candidates=arms)
         line = refused(cli("compare", "-f", file, cwd=room), "api-key-env 'AWS_SECRET_ACCESS_KEY'", server.url)
         assert server.keys == []
     assert "hunter2" not in line

@@ -144,11 +144,6 @@ def memory(cache: EncodedCache) -> int:
     return sum(storages.values())
 
 
-def test_each_push_has_formats_and_kinds_that_are_there() -> None:
-    assert set(KINDS) >= PUSH_KINDS
-    assert set(LOCAL) >= PUSH_FORMATS
-
-
 @pytest.mark.parametrize(("kv", "kind"), crossed())
 def test_the_cache_holds_the_bytes_that_the_formats_promise(kv: str, kind: str) -> None:
     for batch, more in ((1, 0), (2, 1)):
@@ -159,14 +154,19 @@ def test_the_cache_holds_the_bytes_that_the_formats_promise(kv: str, kind: str) 
 
 
 @kinds
-def test_bytes_per_token_are_the_sum_over_layers_of_heads_times_token_bytes(kind: str) -> None:
-    cache = encoded(kind, "f16/q8_0")
+def test_bytes_per_token_and_layers_are_those_of_the_layers_with_keys_and_values(kind: str) -> None:
+    cache, layers = encoded(kind, "f16/q8_0"), KINDS[kind].kv
+    before = [type(layer) for layer in DynamicCache(config=tiny.model(kind).config).layers]
     assert cache.bytes_per_token() is None
     logits(kind, cache, batch=2, more=1)
     k, v = formats("f16/q8_0")
-    due = sum(heads * (k.token_bytes(k_size) + v.token_bytes(v_size)) for heads, k_size, v_size, _ in KINDS[kind].kv)
+    due = sum(heads * (k.token_bytes(k_size) + v.token_bytes(v_size)) for heads, k_size, v_size, _ in layers)
     assert cache.bytes_per_token() == cache.expected_bytes_per_token() == due
     assert cache.storage_dtypes() == ("float16", "uint8")
+    assert (cache.kv_layers, len(cache.layers)) == (len(layers), len(layers) + KINDS[kind].without)
+    untouched = sum(type(layer) is kind_before for layer, kind_before in zip(cache.layers, before, strict=True))
+    assert untouched == KINDS[kind].without
+    assert cache.has_recurrent_layers == KINDS[kind].recurrent
 
 
 def test_emulated_formats_tell_what_gapless_packing_would_take() -> None:
@@ -177,17 +177,6 @@ def test_emulated_formats_tell_what_gapless_packing_would_take() -> None:
     assert emulated.packed_bytes_per_token() == 3 * 2 * (codes + scales + 32 * 2)
     assert emulated.bytes_per_token() == 3 * 2 * (32 + scales + 32 * 2)
     assert plain.packed_bytes_per_token() is None
-
-
-@kinds
-def test_layers_without_keys_and_values_are_left_alone_and_counted(kind: str) -> None:
-    cache = encoded(kind, "int8")
-    before = [type(layer) for layer in DynamicCache(config=tiny.model(kind).config).layers]
-    logits(kind, cache, more=0)
-    assert (cache.kv_layers, len(cache.layers)) == (len(KINDS[kind].kv), len(KINDS[kind].kv) + KINDS[kind].without)
-    untouched = sum(type(layer) is kind_before for layer, kind_before in zip(cache.layers, before, strict=True))
-    assert untouched == KINDS[kind].without
-    assert cache.has_recurrent_layers == KINDS[kind].recurrent
 
 
 def test_skipped_layers_count_as_what_they_hold() -> None:
@@ -244,17 +233,13 @@ def test_a_layer_to_skip_that_is_not_there_is_refused(layer: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "layer"),
-    [(DeepseekV32ForCausalLM, "DynamicIndexedLayer"), (DeepseekV4ForCausalLM, "DeepseekV4HCACache")],
+    ("model", "layer"), [(DeepseekV32ForCausalLM, "DynamicIndexedLayer"), (DeepseekV4ForCausalLM, "DeepseekV4HCACache")]
 )
-def test_layers_that_keep_more_than_keys_and_values_are_refused_by_name(model: Any, layer: str) -> None:
+def test_layers_that_keep_more_than_keys_and_values_are_refused_by_name(
+    model: Any, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(NotSupportedError, match=f"layer 0 keeps its cache in a {layer}, which"):
         EncodedCache(model.config_class(), *formats("int8"))
-
-
-def test_a_layer_of_an_unknown_kind_is_not_taken_for_one_without_keys_and_values(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
     monkeypatch.setitem(DYNAMIC_LAYER_TYPE_MAPPING, "full_attention", lambda: StaticLayer(max_cache_len=8))
     with pytest.raises(NotSupportedError, match="layer 0 keeps its cache in a StaticLayer, which"):
         encoded("llama", "int8")

@@ -67,23 +67,16 @@ def test_what_leaves_the_last_layer_is_what_the_final_norm_gets(checkpoint: Chec
         assert torch.equal(arrays["states"][-1], given)
 
 
-def test_rows_first_to_last_alone_are_kept(checkpoint: Checkpoint) -> None:
-    engine = tiny.opened(checkpoint("llama"))
+def test_rows_first_to_last_alone_are_kept_in_the_compute_type_whatever_the_estimator(checkpoint: Checkpoint) -> None:
+    engine, sink = tiny.opened(checkpoint("llama")), Answers()
+    plain = answered(engine, STATES)
     some = answered(engine, Layerwise("layers", WINDOWS, 5, 9))
-    for whole, cut in zip(answered(engine, STATES), some, strict=True):
+    for whole, cut in zip(plain, some, strict=True):
         assert torch.equal(cut["states"], whole["states"][:, 5:10])
-
-
-def test_states_are_kept_in_the_compute_type(checkpoint: Checkpoint) -> None:
-    sink = Answers()
-    tiny.opened(checkpoint("llama"), "bf16", "bfloat16").answer(STATES, sink)
-    assert isinstance(sink.items[0]["states"], BFloat16)
-
-
-def test_estimator_logprobs_has_states_all_the_same(checkpoint: Checkpoint) -> None:
-    plain = answered(tiny.opened(checkpoint("llama")), STATES)
     other = answered(tiny.opened(checkpoint("llama"), estimator="logprobs"), STATES)
     assert torch.equal(plain[0]["states"], other[0]["states"])
+    tiny.opened(checkpoint("llama"), "bf16", "bfloat16").answer(STATES, sink)
+    assert isinstance(sink.items[0]["states"], BFloat16)
 
 
 @pytest.mark.parametrize(
@@ -131,33 +124,29 @@ def _hooks(engine: HFEngine) -> int:
 
 
 @pytest.mark.parametrize("query", [STATES, qkv(0, 2)], ids=["states", "qkv"])
-def test_afterwards_the_model_is_as_before(query: Layerwise, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_afterwards_the_model_is_as_before_although_a_forward_failed(
+    query: Layerwise, fails: bool, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = tiny.opened(checkpoint("llama"))
     hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
-    answered(engine, query)
+
+    def failing(*_args: Any, **_kwargs: Any) -> None:
+        raise EngineError("no memory left")
+
+    if fails:
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._model, "forward", failing)
+            with pytest.raises(EngineError, match="no memory left"):
+                engine.answer(query, Answers())
+    else:
+        answered(engine, query)
     assert _hooks(engine) == hooks
     assert transformers.AttentionInterface.get_interface is interface
     assert "update" not in vars(engine._model.cache)
     again = Answers()
     engine.answer(Prefill("kld", WINDOWS, 0, TOKENS - 1, ((0,) * TOKENS,) * 2), again)
     assert sorted(again.items) == [0, 1]
-
-
-@pytest.mark.parametrize("query", [STATES, qkv(0)], ids=["states", "qkv"])
-def test_a_forward_that_fails_leaves_no_hook_either(
-    query: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = tiny.opened(checkpoint("llama"))
-    hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
-
-    def fails(*_args: Any, **_kwargs: Any) -> None:
-        raise EngineError("no memory left")
-
-    monkeypatch.setattr(engine._model, "forward", fails)
-    with pytest.raises(EngineError, match="no memory left"):
-        engine.answer(query, Answers())
-    assert _hooks(engine) == hooks
-    assert transformers.AttentionInterface.get_interface is interface
 
 
 @pytest.mark.parametrize(
@@ -176,17 +165,14 @@ def test_layers_without_q_k_v_are_refused_in_one_line(kind: str, layer: int, sai
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_whose_layers_are_not_found_is_refused() -> None:
-    config = SimpleNamespace(num_hidden_layers=5, model_type="odd")
-    with pytest.raises(NotSupportedError, match="odd: LlamaModel has no list of its 5 decoder layers"):
-        decoder_layers(tiny.model("llama"), config)
-
-
-def test_layers_that_run_twice_are_refused(checkpoint: Checkpoint) -> None:
+def test_layers_that_run_twice_or_are_not_found_are_refused(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     engine._model.module.model.layers[1] = engine._model.module.model.layers[0]
     with pytest.raises(NotSupportedError, match="did not run once each, in order"):
         engine.answer(STATES, Answers())
+    config = SimpleNamespace(num_hidden_layers=5, model_type="odd")
+    with pytest.raises(NotSupportedError, match="odd: LlamaModel has no list of its 5 decoder layers"):
+        decoder_layers(tiny.model("llama"), config)
 
 
 def _deep(layer: int, window: int = 9) -> Any:
@@ -196,21 +182,10 @@ def _deep(layer: int, window: int = 9) -> Any:
     enlarge any error that enters them, which trained ones do not.
     """
     kinds = ["sliding_attention" if i == layer else "full_attention" for i in range(DEPTH)]
-    config = transformers.Qwen2Config(
-        vocab_size=tiny.VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=DEPTH,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        use_sliding_window=True,
-        sliding_window=window,
-        layer_types=kinds,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes: Any = {"vocab_size": tiny.VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": DEPTH}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    sizes |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+    config = transformers.Qwen2Config(**sizes, pad_token_id=None, bos_token_id=None, eos_token_id=None)
     built = tiny.randomised(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
     built.model.embed_tokens.weight.mul_(30)
     for block in built.model.layers:

@@ -120,20 +120,6 @@ def test_the_process_of_a_model_on_cpu_uses_the_memory_of_freed_tensors_again(ch
     assert kept < returned / 4
 
 
-def test_a_truncated_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "short")
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    assert refused(folder).startswith("Transformers cannot load short: SafetensorError: ")
-
-
-def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = copy(checkpoint("llama"), tmp_path / "mute")
-    for file in folder.glob("tokenizer*"):
-        file.unlink()
-    assert refused(folder).startswith("Transformers cannot load mute: ")
-
-
 def test_code_that_comes_with_a_checkpoint_does_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "foreign")
     config = json.loads((folder / "config.json").read_text())
@@ -188,33 +174,23 @@ def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_attention_that_the_machine_lacks_is_refused(checkpoint: Checkpoint) -> None:
-    assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
-
-
 def test_another_attention_than_the_one_asked_for_is_refused(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
     name = "_check_and_adjust_attn_implementation"
     monkeypatch.setattr(transformers.LlamaForCausalLM, name, lambda *_args, **_kwargs: "eager")
     assert refused(checkpoint("llama"), attention="sdpa") == "attention=sdpa was asked for, Transformers runs eager"
 
 
-@pytest.mark.parametrize(
-    ("kv", "reason"),
-    [
-        ("int8[skip-layers=0,3]", "skip-layers=3: the model has layers 0–2"),
-        ("int8[skip-layers=0,1,2]", "skip-layers leaves no layer to encode"),
-    ],
-)
-def test_layers_to_skip_must_exist_and_leave_some(kv: str, reason: str, checkpoint: Checkpoint) -> None:
-    with pytest.raises(NotSupportedError, match=reason):
-        tiny.opened(checkpoint("llama"), kv)
-
-
-def test_a_layer_that_the_model_lacks_is_known_before_it_is_loaded(checkpoint: Checkpoint) -> None:
-    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-3]"))
-    assert verdict == Support(False, "skip-layers=3: the model has layers 0–2")
+def test_layers_to_skip_must_exist_which_is_known_before_the_model_is_loaded_and_leave_some(
+    checkpoint: Checkpoint,
+) -> None:
+    reason = "skip-layers=3: the model has layers 0–2"
+    for kv, said in (("0,3", reason), ("0,1,2", "skip-layers leaves no layer to encode")):
+        with pytest.raises(NotSupportedError, match=said):
+            tiny.opened(checkpoint("llama"), f"int8[skip-layers={kv}]")
+    assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-3]")) == Support(False, reason)
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-2]")).ok
 
 
@@ -239,20 +215,20 @@ def test_a_config_that_says_nothing_of_the_shape_refuses_nothing(text: str | Non
     assert shape_of(str(tmp_path)) == Shape()
 
 
-def test_an_attention_that_nobody_has_is_refused_before_the_model_is_loaded(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UsageError, match="attention='flsh' is not one of eager, sdpa, "):
-        HFEngine.supports(tiny.arm(checkpoint("llama"), attention="flsh"))
-
-
-@pytest.mark.parametrize(("option", "value"), [("atention", "sdpa"), ("estimator", "topk"), ("jitter", "0")])
-def test_options_that_do_not_exist_are_refused_before_anything_loads(option: str, value: str) -> None:
-    with pytest.raises(UsageError, match=f"engine hf.*{option}"):
-        HFEngine.supports(tiny.arm(Path("nowhere"), **{option: value}))
-
-
-def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -> None:
-    assert not HFEngine.supports(tiny.arm(Path("nowhere"), dtype="float8")).ok
-    assert HFEngine.supports(tiny.arm(Path("nowhere"))).ok
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention": "flsh"}, "attention='flsh' is not one of eager, sdpa, "),
+        ({"atention": "sdpa"}, "engine hf.*atention"),
+        ({"estimator": "topk"}, "engine hf.*estimator"),
+        ({"jitter": "0"}, "engine hf.*jitter"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused_before_anything_loads(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        HFEngine.supports(tiny.arm(Path("nowhere"), **options))
+    oks = [HFEngine.supports(tiny.arm(Path("nowhere"), dtype=dtype)).ok for dtype in ("float8", "float32")]
+    assert oks == [False, True]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -274,17 +250,25 @@ def test_the_attention_asked_for_is_the_one_that_runs(attention: str, runs: str,
 
 
 def test_the_record_names_versions_device_threads_and_skipped_layers(checkpoint: Checkpoint) -> None:
-    record = tiny.opened(checkpoint("llama"), "int8[skip-layers=0,2]").runtime_info().record()
+    engine = tiny.opened(checkpoint("llama"), "int8[skip-layers=0,2]")
+    assert engine.tokenize("w7 w63 w5") == [7, 63, 5]
+    record = engine.runtime_info().record()
     assert record["versions"]["transformers"] == transformers.__version__
     assert record["device"].startswith("cpu (")
     assert (record["threads"], record["compute_dtype"], record["skipped_layers"]) == (1, "float32", [0, 2])
 
 
-def test_the_tokenizer_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
-    assert tiny.opened(checkpoint("llama")).tokenize("w7 w63 w5") == [7, 63, 5]
-
-
-def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
+def test_a_checkpoint_that_is_truncated_or_without_a_tokenizer_and_a_device_that_is_not_there_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "short")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert refused(folder).startswith("Transformers cannot load short: SafetensorError: ")
+    folder = copy(checkpoint("llama"), tmp_path / "mute")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert refused(folder).startswith("Transformers cannot load mute: ")
     with pytest.raises(EngineError, match="Transformers cannot load llama: "):
         HFEngine().open(replace(tiny.arm(checkpoint("llama")), device="nowhere"))
 

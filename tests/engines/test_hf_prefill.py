@@ -20,6 +20,7 @@ from tests.captures import sample
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
+from tests.present import present
 
 LENGTH, FIRST, LAST = 20, 9, 18
 CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
@@ -116,9 +117,8 @@ def test_windows_that_share_a_forward_have_the_rows_of_each_alone(
     monkeypatch.setattr(type(engine), "_on_gpu", True)
     monkeypatch.setattr("fidelab.engines.hf.adapter._BATCH_TOKENS", 2 * LENGTH + 1)
     batches: list[int] = []
-    engine._model.module.register_forward_pre_hook(
-        lambda _m, _a, kwargs: batches.append(len(kwargs["input_ids"])), with_kwargs=True
-    )
+    module = engine._model.module
+    module.register_forward_pre_hook(lambda _m, _a, words: batches.append(len(words["input_ids"])), with_kwargs=True)
     answer = engine.answer(request, together)
     assert batches == [2, 1, 1, 2]
     assert answer.facts["sentinel_cosine"] >= 0.9999
@@ -158,16 +158,14 @@ def test_stored_rows_keep_no_memory_but_their_own(checkpoint: Checkpoint) -> Non
     assert behind.untyped_storage().nbytes() == stored.nbytes
 
 
-def test_progress_and_facts_count_the_tokens_of_the_windows(checkpoint: Checkpoint) -> None:
-    sink = Answers()
-    answer = tiny.opened(checkpoint("llama")).answer(windows(3), sink)
+def test_progress_and_facts_count_tokens_and_a_window_shorter_than_the_sentinel_rows_is_answered(
+    checkpoint: Checkpoint,
+) -> None:
+    sink, short, engine = Answers(), Answers(), tiny.opened(checkpoint("llama"))
+    answer = engine.answer(windows(3), sink)
     assert sink.tokens == answer.facts["tokens"] == 3 * LENGTH
-
-
-def test_a_window_shorter_than_the_sentinel_rows_is_answered(checkpoint: Checkpoint) -> None:
-    sink = Answers()
-    tiny.opened(checkpoint("llama")).answer(windows(2, length=4, first=1, last=2), sink)
-    assert tiny.hidden(sink.items[1]).shape == (2, 64)
+    engine.answer(windows(2, length=4, first=1, last=2), short)
+    assert tiny.hidden(short.items[1]).shape == (2, 64)
 
 
 def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint: Checkpoint) -> None:
@@ -184,9 +182,8 @@ def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint:
 def test_a_bfloat16_model_stores_the_bits_of_its_states_and_its_head(kind: str, checkpoint: Checkpoint) -> None:
     engine, sink = tiny.opened(checkpoint(kind), "bf16", "bfloat16"), Answers()
     answer = engine.answer(windows(), sink)
-    assert answer.head is not None
     assert isinstance(sink.items[0]["hidden"], BFloat16)
-    stored = answer.head["weight"]
+    stored = present(answer.head)["weight"]
     assert isinstance(stored, BFloat16)
     head = engine._model.module.get_output_embeddings().weight
     assert np.array_equal(stored.bits, head.view(torch.uint16).numpy())
@@ -198,11 +195,9 @@ def test_a_16_bit_head_loaded_in_float32_is_stored_in_16_bits_without_loss(
     short = tiny.save(tiny.model("phi").to(torch.bfloat16), tmp_path / "short")
     tiny.model.cache_clear()  # .to() changed the shared one
     answer = tiny.opened(short).answer(windows(), Answers())
-    assert answer.head is not None
-    assert all(isinstance(array, BFloat16) for array in answer.head.values())
+    assert all(isinstance(array, BFloat16) for array in present(answer.head).values())
     longer = tiny.opened(checkpoint("phi")).answer(windows(), Answers()).head
-    assert longer is not None
-    assert not any(isinstance(array, BFloat16) for array in longer.values())
+    assert not any(isinstance(array, BFloat16) for array in present(longer).values())
 
 
 PROBES: dict[str, Request] = {
@@ -224,9 +219,7 @@ def test_a_transform_that_the_model_does_not_apply_fails_and_names_the_way_out(
     assert answer.head is None
 
 
-def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_replay(
-    checkpoint: Checkpoint,
-) -> None:
+def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_replay(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("phi"), "bf16", "bfloat16")
     bias = engine._model.module.get_output_embeddings().bias
     bias.add_(100.0)  # neighbours among bfloat16 numbers are 0.5 apart there

@@ -128,24 +128,20 @@ def test_routers_of_experts_are_left_alone_and_fused_experts_are_rounded() -> No
 def test_experts_that_lie_transposed_and_conv1d_layers_are_rounded_along_their_inputs() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 1}
-    for module, kind, inputs in (
-        (transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads)), "down_proj", 48),
-        (
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)),
-            "mlp.c_proj",
-            128,
-        ),
-    ):
+    experts = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads))
+    conv = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
+    for module, kind, inputs in ((experts, "down_proj", 48), (conv, "mlp.c_proj", 128)):
         weights = {weight.name: weight for weight in weights_of(module, module.config)}
         found = [weight for name, weight in weights.items() if name.endswith(kind)]
         assert [weight.tensor.shape[-1] for weight in found] == [inputs]
         assert found[0].usual
 
 
-def test_a_vision_tower_is_left_alone() -> None:
+def test_a_vision_tower_is_left_alone_and_tied_embeddings_are_one_weight() -> None:
     chosen = names(tiny.model("mistral3"), "int4")
     assert chosen
     assert not any("vision" in name for name in chosen)
+    assert len(names(tiny.model("gemma2"), "int4[only=lm_head]+int8[only=embed_tokens]")) == 1
 
 
 def test_the_record_counts_the_bytes_of_the_formats_and_says_that_they_are_simulated(llama: Path) -> None:
@@ -155,21 +151,12 @@ def test_the_record_counts_the_bytes_of_the_formats_and_says_that_they_are_simul
     every = sum(each.numel() for each in module.parameters())
     linear = [w for w in weights_of(module, module.config) if w.usual and w.layer != 2]
     count = sum(weight.tensor.numel() for weight in linear)
+    rest = every - count
     assert record["simulated_weights"] == {
         "int4[group=32]": {"weights": 14, "parameters": count, "bytes": count // 2 + 2 * count // 32},
-        "native": {
-            "weights": len([*module.parameters()]) - 14,
-            "parameters": every - count,
-            "bytes": 2 * (every - count),
-        },
+        "native": {"weights": len([*module.parameters()]) - 14, "parameters": rest, "bytes": 2 * rest},
     }
     assert record["simulated_weight_bytes"] == count // 2 + 2 * count // 32 + 2 * (every - count)
-
-
-def test_tied_embeddings_are_one_weight() -> None:
-    module = tiny.model("gemma2")
-    weights = weights_of(module, module.config)
-    assert len(assigned(weights, parse_rules("int4[only=lm_head]+int8[only=embed_tokens]"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -192,7 +179,9 @@ def test_a_wrong_option_is_refused_before_the_model_is_loaded(llama: Path, text:
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_without_floating_point_weights_is_refused() -> None:
+def test_a_model_without_floating_point_weights_is_refused_and_another_way_to_load_them(llama: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be combined with tp-plan"):
+        HFEngine.supports(tiny.arm(llama, **{WEIGHTS: "int4", "tp-plan": "auto"}))
     module = copy.deepcopy(tiny.model("llama"))  # other tests share it
     for weight in weights_of(module, module.config):
         assert isinstance(weight, ModelWeight)
@@ -220,14 +209,7 @@ def test_a_compressed_tensors_checkpoint_computes_with_the_weights_it_stores(tmp
     modules = quantized_modules(checkpoint.tensors, checkpoint.quantization)
     assert len(modules) == 14
     for name, module in modules.items():
-        parts = {
-            part: StoredArray(checkpoint.read(tensor), checkpoint.tensors[tensor].dtype)
-            for part, tensor in module.parts.items()
-        }
+        tensors = checkpoint.tensors
+        parts = {part: StoredArray(checkpoint.read(x), tensors[x].dtype) for part, x in module.parts.items()}
         expected = torch.from_numpy(module.unpack(parts).dequantize())
         torch.testing.assert_close(loaded[f"{name}.weight"].float(), expected, rtol=2**-7, atol=1e-6)
-
-
-def test_options_that_load_weights_otherwise_cannot_be_combined(llama: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be combined with tp-plan"):
-        HFEngine.supports(tiny.arm(llama, **{WEIGHTS: "int4", "tp-plan": "auto"}))

@@ -124,27 +124,19 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("kv", "said"),
-    [
-        ("q8_0[group=32]", "formats of engine llamacpp take no options"),
-        ("f16/q8_0[scale=per-head]", "formats of engine llamacpp take no options"),
-        ("q8_0[skip-layers=0]", "no skip-layers"),
-    ],
-)
-def test_formats_take_no_options(kv: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        LlamaCppEngine.check_kv(KVSpec.parse(kv))
+def test_formats_take_no_options() -> None:
+    for kv in ("q8_0[group=32]", "f16/q8_0[scale=per-head]"):
+        with pytest.raises(UsageError, match="formats of engine llamacpp take no options"):
+            LlamaCppEngine.check_kv(KVSpec.parse(kv))
+    with pytest.raises(UsageError, match="no skip-layers"):
+        LlamaCppEngine.check_kv(KVSpec.parse("q8_0[skip-layers=0]"))
 
 
-def test_a_folder_of_safetensors_is_refused_with_the_way_that_works() -> None:
+def test_a_folder_of_safetensors_and_float32_are_refused_with_the_way_that_works() -> None:
     verdict = LlamaCppEngine.supports(asked(Path("/models/llama")))
     assert (verdict.ok, "pass the path of a .gguf file" in verdict.reason) == (False, True)
-
-
-def test_a_compute_type_that_llama_cpp_cannot_be_given_is_refused() -> None:
-    assert not LlamaCppEngine.supports(asked(Path("m.gguf"), dtype="float32")).ok
-    assert LlamaCppEngine.supports(asked(Path("m.gguf"), dtype="float16")).ok
+    oks = [LlamaCppEngine.supports(asked(Path("m.gguf"), dtype=dtype)).ok for dtype in ("float32", "float16")]
+    assert oks == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -249,6 +241,7 @@ def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
     assert (ran.cache_bytes_per_token, ran.expected_bytes_per_token) == (size * HEAD_DIM, size * HEAD_DIM)
     assert (ran.k_format, ran.v_format) == (str(KVSpec.parse(kv).k), str(KVSpec.parse(kv).v))
     assert (ran.kv_layers, ran.attention, ran.more["k_rotated"]) == (1, "flash", False)
+    assert opened(tiny, flash_attn="off").runtime_info().attention == "standard"
 
 
 @pytest.mark.llamacpp
@@ -259,11 +252,6 @@ def test_a_files_text_is_tokenized_as_llama_cpp_does_whatever_its_architecture(
     file = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
     text = "a  b\n\n\tc   22 Ünï 汉字 🙂 x<|im_end|>y"
     assert opened(file).tokenize(text) == list(Tokenizer.load(resolve(str(file))).encode(text))
-
-
-@pytest.mark.llamacpp
-def test_attention_without_flash_says_so(tiny: Path) -> None:
-    assert opened(tiny, "f16", flash_attn="off").runtime_info().attention == "standard"
 
 
 @pytest.mark.llamacpp
@@ -443,15 +431,11 @@ def test_rows_that_hold_what_came_prove_their_type_rotated_or_not(name: str, tur
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_what_rounding_a_blocks_scale_adds_is_no_other_content(name: str) -> None:
+def test_rows_of_other_keys_are_not_what_came_and_what_rounding_a_blocks_scale_adds_is(name: str) -> None:
     many = np.random.default_rng(6).standard_normal((4000, 128)).astype(np.float32)
     held, exact = side(name, many), side("f32", many)
     found = proof((name, name), (held, held), (exact, exact), (False, False), {"k": {name}, "v": {name}})
     assert (found["stored"], found["named"]) == ("shown", "shown")
-
-
-@pytest.mark.parametrize("name", BLOCKS)
-def test_rows_of_other_keys_are_not_what_came(name: str) -> None:
     stored, named = answers_of(side(name), side(name, np.roll(GIVEN, 1, axis=0)), name)
     assert (stored, named) == (
         f"refuted: values of the first layer are not those that came, as {name} has them",
@@ -466,13 +450,10 @@ def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: 
     assert named == f"refuted: keys of the first layer are {other}, not {name}"
 
 
-def test_layers_of_one_type_are_shown() -> None:
-    for name in ("f16", "bf16", "q8_0", "f32"):
-        held = replace(side(name), kinds=frozenset({GGML_TYPES[name][0]}))
-        assert answers_of(held, held, name) == ("shown", "shown")
-
-
 def test_another_type_in_a_later_layer_is_named() -> None:
+    for name in ("f16", "bf16", "q8_0", "f32"):
+        alike = replace(side(name), kinds=frozenset({GGML_TYPES[name][0]}))
+        assert answers_of(alike, alike, name) == ("shown", "shown")
     held = replace(side("q8_0"), kinds=frozenset({GGML_TYPES["q8_0"][0], GGML_TYPES["f16"][0]}))
     _, named = answers_of(held, side("q8_0"), "q8_0")
     assert named == "refuted: keys of some layers are f16, not q8_0"

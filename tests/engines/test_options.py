@@ -135,19 +135,15 @@ def test_an_option_under_two_names_is_refused_and_an_arms_own_replaces_the_one_o
         resolve_arm(experiment, twice, model)
 
 
-def test_a_file_that_sets_variables_or_trusts_code_has_to_be_trusted(tmp_path: Path) -> None:
-    written = {
-        "model": "m",
-        "env": {"VLLM_X": "1"},
-        "candidates": [{"kv": "int8", "env": {"LD_PRELOAD": "x.so"}, "engine_args": {"trust-remote-code": True}}],
-    }
+def test_a_file_that_sets_variables_or_loads_code_has_to_be_trusted() -> None:
+    code = {"trust-remote-code": True, "worker_extension_cls": "evil.Cls"}  # underscores hide nothing
+    candidate = {"kv": "int8", "env": {"LD_PRELOAD": "x.so"}, "engine_args": code}
+    written = {"model": "m", "env": {"VLLM_X": "1"}, "candidates": [candidate]}
     asked = {(demand.key, demand.value) for demand in demands(Experiment.model_validate(written))}
-    assert asked == {("env.VLLM_X", "1"), ("env.LD_PRELOAD", "x.so"), ("trust-remote-code", "yes")}
-
-
-def test_underscores_hide_nothing_from_trust() -> None:
-    written = {"model": "m", "candidates": [{"kv": "int8", "engine_args": {"worker_extension_cls": "evil.Cls"}}]}
-    assert [demand.key for demand in demands(Experiment.model_validate(written))] == ["worker-extension-cls"]
+    assert asked == {
+        *(("env.VLLM_X", "1"), ("env.LD_PRELOAD", "x.so")),
+        *(("trust-remote-code", "yes"), ("worker-extension-cls", "evil.Cls")),
+    }
 
 
 def test_a_strangers_preset_is_asked_for_wherever_it_is_read(tmp_path: Path) -> None:
@@ -164,27 +160,23 @@ def test_a_strangers_preset_is_asked_for_wherever_it_is_read(tmp_path: Path) -> 
             validate({"model": "fake", "engine": "fake", **written}, "test")
 
 
-@pytest.mark.parametrize(("text", "value"), [("row", 2), ("2", 2), ("none", 0)])
-def test_an_enumeration_of_llama_cpp_is_said_in_its_words_or_numbers(text: str, value: int) -> None:
-    assert _field("split-mode", text, ctypes.c_int) == value
-
-
-def test_another_word_than_an_enumerations_is_refused_with_those_that_there_are() -> None:
+def test_an_enumeration_of_llama_cpp_is_said_in_its_words_or_numbers() -> None:
+    assert [_field("split-mode", text, ctypes.c_int) for text in ("row", "2", "none")] == [2, 2, 0]
     with pytest.raises(UsageError, match="split-mode='rows' is not one of none, layer, row, tensor"):
         _field("split-mode", "rows", ctypes.c_int)
 
 
 @pytest.mark.parametrize(
-    ("engine", "kv", "device", "options", "due"),
+    ("engine", "kv", "due"),
     [
-        ("vllm", "auto", "cuda", {}, {}),
-        ("sglang", "auto", "cuda", {}, {"cuda-graph": "on"}),
-        ("sglang", "bf16/fp8_e4m3", "cuda", {}, {}),
-        ("hf", "int8", "cuda", {}, {}),
+        ("vllm", "auto", {}),
+        ("sglang", "auto", {"cuda-graph": "on"}),
+        ("sglang", "bf16/fp8_e4m3", {}),
+        ("hf", "int8", {}),
     ],
 )
 def test_benches_time_what_a_server_runs_where_the_arm_leaves_that_open(
-    engine: str, kv: str, device: str, options: dict[str, str], due: dict[str, str]
+    engine: str, kv: str, due: dict[str, str]
 ) -> None:
-    arm = Arm(kv, engine, "m", "m", "0" * 8, KVSpec.parse(kv), "bfloat16", device, 1, tuple(options.items()))
+    arm = Arm(kv, engine, "m", "m", "0" * 8, KVSpec.parse(kv), "bfloat16", "cuda", 1)
     assert dict(engine_class(engine).as_deployed(arm).options) == due

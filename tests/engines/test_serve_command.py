@@ -23,8 +23,9 @@ def words(one: Arm) -> str:
     return " ".join(ENGINES.load(one.engine).serve_command(one, "127.0.0.1", 8000))
 
 
-def test_an_arm_that_says_nothing_leaves_everything_to_vllm() -> None:
-    assert words(arm("vllm")) == "vllm serve owner/m --host 127.0.0.1 --port 8000 --dtype bfloat16"
+def test_an_arm_that_says_nothing_leaves_everything_to_vllm_and_options_of_fidelabs_own_reach_no_server() -> None:
+    plain = "vllm serve owner/m --host 127.0.0.1 --port 8000 --dtype bfloat16"
+    assert words(arm("vllm")) == words(arm("vllm", estimator="yes", force="yes")) == plain
 
 
 @pytest.mark.parametrize(
@@ -43,16 +44,12 @@ def test_options_are_flags_of_vllm(option: str, value: str, expected: str) -> No
     assert words(arm("vllm", **{option: value})).endswith(expected)
 
 
-@pytest.mark.parametrize("option", ["estimator", "force"])
-def test_options_of_fidelabs_own_reach_no_server(option: str) -> None:
-    assert words(arm("vllm", **{option: "yes"})) == words(arm("vllm"))
-
-
 def test_a_format_is_passed_on_where_it_is_not_the_engines_own() -> None:
     assert "--kv-cache-dtype fp8_e4m3" in words(arm("vllm", "fp8_e4m3"))
     assert "--kv-cache-dtype-skip-layers 0 4 5" in words(arm("vllm", "fp8_e4m3[skip-layers=0,4-5]"))
     assert "--kv-cache-dtype fp8_e5m2" in words(arm("sglang", "fp8_e5m2"))
     assert "--kv-cache-dtype" not in words(arm("sglang"))
+    assert [("--disable-cuda-graph" in words(arm("sglang", kv))) for kv in ("k16v8", "auto")] == [True, False]
     assert "--cache-type-k f16 --cache-type-v q8_0" in words(arm("llamacpp", "f16/q8_0"))
 
 
@@ -72,11 +69,6 @@ def test_sglang_gets_what_it_needs_on_a_cpu_unless_the_arm_says_otherwise() -> N
 def test_sglang_has_no_flags_that_switch_off() -> None:
     one = words(arm("sglang", device="cuda", disable_radix_cache="yes", enable_metrics="no", cuda_graph="off", tp="2"))
     assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
-
-
-def test_k16v8_runs_without_graphs_on_sglangs_server() -> None:
-    assert "--disable-cuda-graph" in words(arm("sglang", "k16v8"))
-    assert "--disable-cuda-graph" not in words(arm("sglang"))
 
 
 def test_llama_server_has_names_of_its_own() -> None:
@@ -108,12 +100,9 @@ def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
     assert one.endswith("--n_ctx 2048 --use_mmap false")
 
 
-def test_an_option_that_the_server_of_llama_cpp_python_lacks_is_said() -> None:
+def test_what_the_server_of_llama_cpp_python_lacks_is_said() -> None:
     with pytest.raises(NotSupportedError, match=r"has no swa-full: put llama.cpp's own llama-server on PATH"):
         python_server(arm("llamacpp", "q8_0", swa_full="yes"), "127.0.0.1", 8000)
-
-
-def test_a_format_that_llama_cpp_lacks_is_said() -> None:
     with pytest.raises(UnknownNameError, match="unknown KV format of engine llamacpp 'int4'"):
         python_server(arm("llamacpp", "q8_0/int4"), "127.0.0.1", 8000)
 

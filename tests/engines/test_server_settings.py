@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -14,6 +13,8 @@ from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings, preparation_seconds
+from tests.bench.load.sse_server import Talk, sized
+from tests.bench.load.sse_server import serve as scripted
 
 Serve = Callable[[Mapping[str, str]], Client]
 
@@ -34,16 +35,8 @@ VLLM = {
 SGLANG = {
     "/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "sglang", "max_model_len": 4096}]}),
     "/server_info": json.dumps(
-        {
-            "kv_cache_dtype": "auto",
-            "dtype": "float16",
-            "attention_backend": "triton",
-            "max_total_tokens": None,
-            "max_total_num_tokens": 8192,
-            "speculative_algorithm": None,
-            "tp_size": 2,
-            "disable_radix_cache": False,
-        }
+        {"kv_cache_dtype": "auto", "dtype": "float16", "attention_backend": "triton", "max_total_tokens": None}
+        | {"max_total_num_tokens": 8192, "speculative_algorithm": None, "tp_size": 2, "disable_radix_cache": False}
     ),
 }
 
@@ -51,28 +44,16 @@ SGLANG = {
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """Answers GET by path, each a text; other paths are 404."""
-    servers: list[ThreadingHTTPServer] = []
+    with ExitStack() as stack:
 
-    def start(answers: Mapping[str, str]) -> Client:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = answers.get(self.path, "not here").encode()
-                self.send_response(200 if self.path in answers else 404)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def start(answers: Mapping[str, str]) -> Client:
+            async def script(talk: Talk) -> None:
+                path = talk.head.split()[1].decode()
+                talk.send(sized(answers.get(path, "not here").encode(), b"200 OK" if path in answers else b"404 No"))
 
-            def log_message(self, *_: object) -> None: ...
+            return Client(stack.enter_context(scripted(script)).url.removesuffix("/v1"), None, 10)
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return Client(f"http://127.0.0.1:{server.server_address[1]}", None, 10)
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+        yield start
 
 
 def arm(engine: str, kv: str = "auto", dtype: str = "bfloat16", **options: str) -> Arm:
@@ -123,14 +104,11 @@ def test_without_a_log_less_is_told_and_nothing_differs_for_that(serve: Serve) -
     assert found["max-num-seqs"].effective is None
 
 
-def test_a_type_under_another_name_is_the_same(serve: Serve) -> None:
+def test_a_type_under_another_name_is_the_same_and_auto_is_the_one_that_a_server_computes_in(serve: Serve) -> None:
     answers = {**VLLM, "/metrics": VLLM["/metrics"].replace('cache_dtype="auto"', 'cache_dtype="fp8"')}
     assert not findings(arm("vllm", "fp8_e4m3"), serve(answers))[0].differs
     assert findings(arm("vllm", "fp8_e5m2"), serve(answers))[0].differs
-    assert findings(arm("vllm"), serve(answers), VLLM_LOG)[0].differs  # auto is the type that it computes in
-
-
-def test_auto_is_the_type_that_a_server_computes_in(serve: Serve) -> None:
+    assert findings(arm("vllm"), serve(answers), VLLM_LOG)[0].differs
     assert not findings(arm("vllm", "bfloat16"), serve(VLLM), VLLM_LOG)[0].differs
     assert findings(arm("vllm", "float16"), serve(VLLM), VLLM_LOG)[0].differs
 
@@ -142,11 +120,6 @@ def test_sglang_tells_by_its_server_info(serve: Serve) -> None:
     assert found["attention backend"].effective == "triton"
     assert found["speculation"].effective == "none"
     assert found["tp"].effective == "2"
-
-
-def test_sglang_with_a_smaller_pool_than_declared_differs(serve: Serve) -> None:
-    found = by_name(findings(arm("sglang", dtype="float16", max_total_tokens="65536"), serve(SGLANG)))
-    assert found["pool size"].differs
 
 
 def test_sglangs_log_names_the_type_that_was_allocated(serve: Serve) -> None:
@@ -165,19 +138,13 @@ def test_the_pair_that_the_packages_backend_reads_is_compared_with_the_declared_
     assert findings(arm(engine, "bf16/fp8_e4m3"), serve(answers), log)[0].differs
 
 
-def test_llama_server_tells_its_context_without_a_log(serve: Serve) -> None:
-    models = json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]})
-    props = json.dumps({"default_generation_settings": {"n_ctx": 4096}})
-    found = by_name(findings(arm("llamacpp", "f16", n_ctx="2048"), serve({"/v1/models": models, "/props": props})))
-    assert found["context"].differs
-    assert (found["KV type"].effective, found["KV type"].differs) == (None, False)
-
-
 def test_what_an_engine_rounds_is_no_difference(serve: Serve) -> None:
     props = json.dumps({"default_generation_settings": {"n_ctx": 2048}})
     llama = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]}), "/props": props}
     for declared, differs in (("2000", False), ("1792", True), ("2049", True)):
-        assert by_name(findings(arm("llamacpp", "f16", n_ctx=declared), serve(llama)))["context"].differs is differs
+        told = by_name(findings(arm("llamacpp", "f16", n_ctx=declared), serve(llama)))
+        assert told["context"].differs is differs
+        assert (told["KV type"].effective, told["KV type"].differs) == (None, False)
     paged = {**SGLANG, "/server_info": json.dumps({**json.loads(SGLANG["/server_info"]), "page_size": 64})}
     for declared, differs in (("8200", False), ("8256", True), ("8191", True)):
         found = findings(arm("sglang", dtype="float16", max_total_tokens=declared), serve(paged))

@@ -67,8 +67,7 @@ def test_a_cpu_keeps_the_types_of_the_model(kv: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "operators", "ok"),
-    [({"avx512f"}, True, False), ({"amx_tile"}, False, False), ({"amx_tile"}, True, True)],
+    ("flags", "operators", "ok"), [({"avx512f"}, True, False), ({"amx_tile"}, False, False), ({"amx_tile"}, True, True)]
 )
 def test_fp8_on_a_cpu_wants_amx_and_operators_for_it(
     flags: set[str], operators: bool, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

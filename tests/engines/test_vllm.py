@@ -63,13 +63,10 @@ def test_vllms_own_formats_take_skipped_layers_and_no_other_options(kv: str) -> 
         VLLMEngine.check_kv(KVSpec.parse(kv))
 
 
-def test_asynchronous_scheduling_is_refused_on_cpus_where_vllm_would_ignore_it() -> None:
+def test_force_passes_what_the_backend_would_refuse_but_no_asynchronous_scheduling_on_cpus() -> None:
+    assert VLLMEngine.supports(asked("int8_per_token_head", force="yes")).ok
     support = VLLMEngine.supports(asked(async_scheduling="yes", force="yes"))
     assert (support.ok, support.reason) == (False, "vLLM schedules synchronously on CPUs: remove async-scheduling")
-
-
-def test_force_passes_what_the_backend_would_refuse() -> None:
-    assert VLLMEngine.supports(asked("int8_per_token_head", force="yes")).ok
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

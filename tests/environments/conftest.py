@@ -54,10 +54,7 @@ def add_numpy(site: Path) -> None:
 def add_distribution(site: Path, name: str, files: Mapping[str, str] | None = None) -> None:
     """A distribution as pip installs one: files, metadata, and the list of its files with their hashes."""
     info = f"{name.replace('-', '_')}-1.dist-info"
-    content = {
-        **(files or {}),
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
-    }
+    content = {**(files or {}), f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"}
     rows = []
     for path, text in content.items():
         (site / path).parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FakeDocker", "Run", "parse"]
+from tests.processes import alive
 
 _WITH_VALUE = {
     *("--name", "--pull", "--user", "--userns", "--network", "--hostname", "--add-host", "--shm-size", "--workdir"),
@@ -126,14 +126,7 @@ class FakeDocker:
 
     def alive(self) -> list[str]:
         """Names of containers that still run."""
-        found = []
-        for file in self.folder.glob("*.pid"):
-            try:
-                stat = Path(f"/proc/{int(file.read_text())}/stat").read_text()
-            except (OSError, ValueError):
-                continue
-            found += [] if stat.rpartition(")")[2].split()[0] == "Z" else [file.stem]
-        return found
+        return [file.stem for file in self.folder.glob("*.pid") if alive(int(file.read_text() or 0))]
 
 
 def main(folder: str, words: list[str]) -> int:

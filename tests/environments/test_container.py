@@ -361,8 +361,7 @@ def test_the_flags_of_an_image_belong_to_an_engine() -> None:
         Experiment.model_validate({"model": "m", "candidates": ["kv=exact,image=engine:1"]})
     arm = Experiment.model_validate({"model": "m", "candidates": ["engine=fake,image=a/b:1@sha256:00"]}).candidates[0]
     assert isinstance(arm, ArmConfig)
-    assert arm.engine is not None
-    assert arm.engine.image == "a/b:1@sha256:00"
+    assert present(arm.engine).image == "a/b:1@sha256:00"
 
 
 @pytest.mark.full

@@ -24,6 +24,7 @@ from fidelab.report.positions import read_positions
 from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord
+from tests.present import present
 from tests.run.harness import cli
 
 VOCAB, ROWS = 50, 8
@@ -72,27 +73,24 @@ def curve(axis: Measurement, key: str) -> Curve:
     return next(plot for plot in axis.plots if isinstance(plot, Curve) and plot.key == key)
 
 
-def test_figures_are_those_of_the_closed_form(tmp_path: Path) -> None:
+def test_figures_the_curve_and_the_worst_position_are_those_of_the_closed_form(tmp_path: Path) -> None:
     ref, test, kl = dumps(tmp_path)
-    arm, axis = only(run(tmp_path, ref, test))
+    result = run(tmp_path, ref, test)
+    arm, axis = only(result)
     flat = kl.flatten().numpy()
     assert axis.value("mean") == pytest.approx(flat.mean(), rel=1e-5)
     assert axis.value("score") == pytest.approx(100 * math.exp(-flat.mean()), rel=1e-6)
-    assert tuple(map(axis.value, ("median", "p99", "max"))) == pytest.approx(
-        tuple(np.quantile(flat, [0.5, 0.99, 1.0])), rel=1e-4
-    )
+    quantiles = tuple(np.quantile(flat, [0.5, 0.99, 1.0]))
+    assert tuple(map(axis.value, ("median", "p99", "max"))) == pytest.approx(quantiles, rel=1e-4)
     assert (axis.n_items, axis.n_failed, axis.facts["estimator"]) == (24 * ROWS, 0, Estimator.LOGPROBS)
     assert axis.value("rms_dp") is None  # the dumps hold no tokens
     assert len(curve(axis, "confidence").x) > 1
-    assert arm.composite is not None
-    assert (arm.composite.value, arm.composite.band) == (axis.value("score"), None)
-
-
-def test_mean_by_position_is_the_mean_over_windows(tmp_path: Path) -> None:
-    ref, test, kl = dumps(tmp_path)
-    _, axis = only(run(tmp_path, ref, test))
-    found = [mean for mean in curve(axis, "position").y if mean is not None]
-    assert found == pytest.approx(kl.mean(0).tolist(), rel=1e-4)
+    composite = present(arm.composite)
+    assert (composite.value, composite.band) == (axis.value("score"), None)
+    by_position = [mean for mean in curve(axis, "position").y if mean is not None]
+    assert by_position == pytest.approx(kl.mean(0).tolist(), rel=1e-4)
+    found = read_positions(result.folder / "positions.parquet", {"test": 24 * ROWS})["test"]
+    assert (found.worst[0].window, found.worst[0].position) == divmod(int(kl.argmax()), ROWS)
 
 
 def test_rows_read_in_pieces_are_the_rows_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,45 +101,34 @@ def test_rows_read_in_pieces_are_the_rows_read_at_once(tmp_path: Path, monkeypat
     assert pieces == whole
 
 
-def test_the_interval_is_over_blocks_of_windows_that_overlap(tmp_path: Path) -> None:
+def test_the_interval_is_over_blocks_of_windows_that_overlap_and_smaller_ones_without(tmp_path: Path) -> None:
     ref, test, kl = dumps(tmp_path)
     _, axis = only(run(tmp_path, ref, test))  # 8 rows every 2: four windows share a token
     blocks = np.repeat(np.arange(24) // 4, ROWS)
     expected = ratio_interval(RatioItems.of(kl.flatten().numpy(), 1.0, blocks), 42, bounds=(0.0, math.inf))
     assert axis.facts["n_clusters"] == 6
     assert axis.ci("mean") == pytest.approx(expected, rel=1e-4)
-
-
-def test_windows_that_do_not_overlap_make_smaller_blocks(tmp_path: Path) -> None:
-    ref, test, _ = dumps(tmp_path)
-    _, axis = only(run(tmp_path, ref, test, stride=ROWS))
-    assert axis.facts["n_clusters"] == 8  # ∛24 is about 3
+    _, apart = only(run(tmp_path, ref, test, stride=ROWS))
+    assert apart.facts["n_clusters"] == 8  # ∛24 is about 3
 
 
 def test_a_single_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=3)
     arm, axis = only(run(tmp_path, ref, test))
     assert (axis.ci("mean"), axis.facts["n_clusters"]) == (None, 1)
-    assert arm.verdict is not None
-    assert arm.verdict.band is None
-    assert "single block" in arm.verdict.sentence
+    assert present(arm.verdict).band is None
+    assert "single block" in present(arm.verdict).sentence
 
 
 @pytest.mark.parametrize(("tilt", "band"), [(0.02, "EXCELLENT"), (5.0, "FAIL")])
-def test_the_upper_end_of_the_interval_sets_the_verdict(tilt: float, band: str, tmp_path: Path) -> None:
+def test_the_upper_end_of_the_interval_sets_the_verdict_without_advice_on_cache_formats(
+    tilt: float, band: str, tmp_path: Path
+) -> None:
     ref, test, kl = dumps(tmp_path, tilt=lambda _i: tilt)
-    arm, _ = only(run(tmp_path, ref, test))
-    assert arm.verdict is not None
-    assert arm.verdict.band == band
+    verdict = present(only(run(tmp_path, ref, test))[0].verdict)
+    assert verdict.band == band
     assert (kl.mean() < 0.01) == (band == "EXCELLENT")
-
-
-def test_the_sentence_gives_no_advice_on_cache_formats(tmp_path: Path) -> None:
-    ref, test, _ = dumps(tmp_path, tilt=lambda _i: 5.0)
-    arm, _ = only(run(tmp_path, ref, test))
-    assert arm.verdict is not None
-    assert "k16v8" not in arm.verdict.sentence
-    assert "keys" not in arm.verdict.sentence
+    assert not any(word in verdict.sentence for word in ("k16v8", "keys"))
 
 
 def test_half_precision_is_renormalised(tmp_path: Path) -> None:
@@ -181,8 +168,7 @@ def test_rows_with_nan_are_failed_and_cap_the_verdict(tmp_path: Path) -> None:
     save(test, {3: rows})
     arm, axis = only(run(tmp_path, ref, test))
     assert axis.n_failed == ROWS
-    assert arm.verdict is not None
-    assert arm.verdict.band == "FAIL"
+    assert present(arm.verdict).band == "FAIL"
 
 
 def test_broken_rows_of_the_reference_are_said_to_be_its_own(tmp_path: Path) -> None:
@@ -199,16 +185,14 @@ def test_a_dump_without_any_usable_row_fails(tmp_path: Path) -> None:
     ref, _, _ = dumps(tmp_path)
     arm, axis = only(run(tmp_path, ref, save(tmp_path / "nan", [torch.full((ROWS, VOCAB), math.nan)] * 24)))
     assert (axis.status, axis.value("mean"), axis.n_failed) == (Status.FAILED, None, 24 * ROWS)
-    assert arm.verdict is not None
-    assert arm.verdict.band == "FAIL"
+    assert present(arm.verdict).band == "FAIL"
 
 
 def test_rows_that_all_equal_the_reference_are_no_result(tmp_path: Path) -> None:
     ref, _, _ = dumps(tmp_path)
     arm, axis = only(run(tmp_path, ref, save(tmp_path / "copy", [log_probs(i) for i in range(24)])))
     assert (arm.status, axis.status) == (Status.NOT_ENGAGED, Status.IDENTICAL)
-    assert arm.verdict is not None
-    assert arm.verdict.band is None
+    assert present(arm.verdict).band is None
 
 
 def test_several_candidates_are_ordered_by_paired_differences(tmp_path: Path) -> None:
@@ -220,14 +204,6 @@ def test_several_candidates_are_ordered_by_paired_differences(tmp_path: Path) ->
     assert (pair.better, pair.worse, pair.differs) == ("AWQ", "NVFP4", True)
     means = {arm.name: arm.axes["kld"].value("mean") or 0.0 for arm in result.report.candidates}
     assert pair.difference == pytest.approx(means["NVFP4"] - means["AWQ"])
-
-
-def test_positions_lie_beside_the_report(tmp_path: Path) -> None:
-    ref, test, kl = dumps(tmp_path)
-    result = run(tmp_path, ref, test)
-    found = read_positions(result.folder / "positions.parquet", {"test": 24 * ROWS})["test"]
-    window, position = divmod(int(kl.argmax()), ROWS)
-    assert (found.worst[0].window, found.worst[0].position) == (window, position)
 
 
 def test_the_command_leaves_a_run_that_the_report_command_shows(tmp_path: Path) -> None:
@@ -276,22 +252,14 @@ def test_a_shorter_last_window_is_no_fault(tmp_path: Path) -> None:
     assert only(run(tmp_path, ref, test))[1].n_items == 4 * ROWS + 3
 
 
-def test_other_window_numbers_are_named(tmp_path: Path) -> None:
-    ref, test, _ = dumps(tmp_path, n=4)
-    (test / "2.safetensors").rename(test / "9.safetensors")
-    assert f"{test} lacks window 2, which {ref} has" in refused(tmp_path, ref, test, MismatchError)
-
-
-def test_other_numbers_of_rows_are_named(tmp_path: Path) -> None:
-    ref, test, _ = dumps(tmp_path, n=4)
-    save(test, {2: log_probs(2, rows=5)})
-    assert "2.safetensors has 5 rows, the reference 8" in refused(tmp_path, ref, test, MismatchError)
-
-
-def test_two_vocabularies_in_one_folder_are_refused(tmp_path: Path) -> None:
+def test_other_windows_rows_and_vocabularies_are_named(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=5)
     save(test, {4: log_probs(4, vocab=20)})
     assert "4.safetensors has 20 ids per row, 0.safetensors 50" in refused(tmp_path, ref, test, InputError)
+    save(test, {4: log_probs(4), 2: log_probs(2, rows=5)})
+    assert "2.safetensors has 5 rows, the reference 8" in refused(tmp_path, ref, test, MismatchError)
+    (test / "2.safetensors").rename(test / "9.safetensors")
+    assert f"{test} lacks window 2, which {ref} has" in refused(tmp_path, ref, test, MismatchError)
 
 
 @pytest.mark.parametrize(
@@ -362,11 +330,8 @@ def test_folders_without_windows_are_refused(tmp_path: Path) -> None:
 
 def test_names_must_fit(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=4)
-    for names, said in (
-        (["a"], "1 names for 2"),
-        (["a", "a"], "two test folders are named"),
-        (["a", "b", "c"], "3 names for 2"),
-    ):
+    two = "two test folders are named"
+    for names, said in ((["a"], "1 names for 2"), (["a", "a"], two), (["a", "b", "c"], "3 names for 2")):
         with pytest.raises(UsageError, match=said):
             run(tmp_path, ref, test, test, names=names)
     with pytest.raises(UsageError, match="--stride"):

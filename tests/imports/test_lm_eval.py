@@ -129,16 +129,12 @@ def _other_content(item: dict[str, Any]) -> None:
         item["doc_hash"] = "another"
 
 
-def test_items_with_other_content_are_refused_by_number(tmp_path: Path) -> None:
+def test_other_content_fewer_items_and_other_tasks_are_refused(tmp_path: Path) -> None:
     ref, test = outcomes(10, 3, 2, 5)
     samples(tmp_path / "ref", ref)
+    other = samples(tmp_path / "content", test, change=_other_content)
     with pytest.raises(MismatchError, match=r"task arc_easy: item 7 has other content"):
-        run(tmp_path, samples(tmp_path / "test", test, change=_other_content))
-
-
-def test_fewer_items_and_other_tasks_are_refused(tmp_path: Path) -> None:
-    ref, test = outcomes(10, 3, 2, 5)
-    samples(tmp_path / "ref", ref)
+        run(tmp_path, other)
     with pytest.raises(MismatchError, match="item 18 is in only one of"):
         run(tmp_path, samples(tmp_path / "few", test[:18]))
     with pytest.raises(MismatchError, match="arc_easy against hellaswag"):
@@ -168,12 +164,9 @@ def test_a_damaged_line_is_one_line_with_its_number(name: str, tmp_path: Path) -
 def test_a_folder_without_samples_and_the_reference_itself_are_refused(tmp_path: Path) -> None:
     samples(tmp_path / "ref", [1, 0])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="log_samples"):
-        run(tmp_path, tmp_path / "empty")
-    with pytest.raises(InputError, match="is not a folder"):
-        run(tmp_path, tmp_path / "absent")
-    with pytest.raises(UsageError, match="itself"):
-        run(tmp_path, tmp_path / "ref")
+    for folder, said in (("empty", "log_samples"), ("absent", "is not a folder"), ("ref", "itself")):
+        with pytest.raises((InputError, UsageError), match=said):
+            run(tmp_path, tmp_path / folder)
 
 
 def test_the_command_writes_a_report_and_refuses_an_impossible_margin(tmp_path: Path) -> None:

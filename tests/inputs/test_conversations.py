@@ -22,13 +22,8 @@ from fidelab.inputs.texts import domains_text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "forecast",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_TOOL = {"type": "function", "function": {"name": "forecast", "parameters": _CITY}}
 _USER = {"role": "user", "content": "Rain in Oslo?"}
 _CALL = {
     "role": "assistant",
@@ -248,24 +243,12 @@ def test_rendered_words_of_a_log_are_kept_nowhere(tmp_path: Path, monkeypatch: p
 
 def test_own_domains_are_eight_with_documents_enough_for_intervals(chat: Tokenizer) -> None:
     text = load_text("domains", chat)
-    assert {name: text.domains.count(name) for name in text.domains} == {
-        "prose": 6,
-        "long document": 3,
-        "chat": 6,
-        "code": 6,
-        "mathematics": 6,
-        "non-Latin": 6,
-        "JSON": 6,
-        "tool calls": 6,
-    }
+    names = ("prose", "chat", "code", "mathematics", "non-Latin", "JSON", "tool calls")
+    counts = {name: text.domains.count(name) for name in text.domains}
+    assert counts == {**dict.fromkeys(names, 6), "long document": 3}
     assert len(text.domains) == len(text.doc_starts)
-
-
-def test_windows_over_the_own_domains_score_all_of_them(chat: Tokenizer) -> None:
-    text = load_text("domains", chat)
     cut = make_windows(chat, text, 512, 24)
-    scored = {text.domain_of(document) for units in cut.units for document in units}
-    assert scored == set(text.domains)
+    assert {text.domain_of(document) for units in cut.units for document in units} == set(text.domains)
 
 
 def test_own_domains_need_no_template(fake: Tokenizer) -> None:

@@ -88,15 +88,12 @@ def test_protocol_says_which_rows_are_scored(protocol: Protocol, first: int, las
     assert [len(units) for units in found.units] == [last - first + 1] * 2
 
 
-def test_guide_has_204800_rows(fake: Tokenizer) -> None:
-    text = _text("x" * (99 * 512 + 2048))
-    found = make_windows(fake, text, n_ctx=2048, n_windows=100, protocol="sliding", stride=512)
-    assert sum(len(units) for units in found.units) == 204_800
-
-
 def test_sliding_windows_begin_every_stride(fake: Tokenizer) -> None:
     found = make_windows(fake, _text("abcdefgh"), n_ctx=4, n_windows=3, protocol="sliding", stride=2)
     assert [fake.decode(window) for window in found.windows] == ["abcd", "cdef", "efgh"]
+    guide = _text("x" * (99 * 512 + 2048))
+    found = make_windows(fake, guide, n_ctx=2048, n_windows=100, protocol="sliding", stride=512)
+    assert sum(len(units) for units in found.units) == 204_800
 
 
 def _begins(text: Text, found: WindowSet) -> list[int]:
@@ -165,41 +162,28 @@ def test_places_that_cannot_be_are_refused(protocol: str, place: str, says: str,
         make_windows(fake, _text("x" * 99), 8, 1, protocol, None, place)  # type: ignore[arg-type]
 
 
-def test_unit_is_the_document_of_the_predicted_token(fake: Tokenizer) -> None:
+def test_unit_is_the_document_of_the_predicted_token_at_a_window_border_that_of_the_next(fake: Tokenizer) -> None:
     text = _text("..AAABB" + "C" * 9, 2, 5, 7)
     found = make_windows(fake, text, n_ctx=8, n_windows=2, protocol="full", place="start")
-    assert found.unit == "document"
-    assert found.units == ((1, 1, 1, 2, 2, 3), (3,) * 6)
-
-
-def test_unit_of_the_row_before_a_window_border_is_the_next_windows(fake: Tokenizer) -> None:
-    text = _text("AAAABBBB", 0, 4)
-    found = make_windows(fake, text, n_ctx=4, n_windows=2, protocol="sliding", stride=4)
+    assert (found.unit, found.units) == ("document", ((1, 1, 1, 2, 2, 3), (3,) * 6))
+    found = make_windows(fake, _text("AAAABBBB", 0, 4), n_ctx=4, n_windows=2, protocol="sliding", stride=4)
     assert found.units == ((1, 1, 1, 2), (2, 2, 2, 2))
 
 
-def test_without_documents_the_unit_is_a_block_of_windows(fake: Tokenizer) -> None:
+def test_without_documents_or_offsets_the_unit_is_a_block_of_windows_which_overlapping_ones_share(
+    fake: Tokenizer,
+) -> None:
     found = make_windows(fake, _text("x" * 128), n_ctx=4, n_windows=32)
     assert found.unit == "block"
     assert [units[0] for units in found.units][:7] == [0, 0, 0, 1, 1, 1, 2]
-
-
-def test_overlapping_windows_share_a_block(fake: Tokenizer) -> None:
     found = make_windows(fake, _text("x" * 64), n_ctx=32, n_windows=8, protocol="sliding", stride=4)
     assert {units[0] for units in found.units} == {0}
+    assert make_windows(replace(fake, offsets=False), _text("AAAABBBB", 0, 4), 4, 2).unit == "block"
 
 
-def test_tokenizer_without_offsets_gets_blocks(fake: Tokenizer) -> None:
-    text = _text("AAAABBBB", 0, 4)
-    assert make_windows(replace(fake, offsets=False), text, 4, 2).unit == "block"
-
-
-def test_short_text_says_how_many_tokens_are_needed(fake: Tokenizer) -> None:
+def test_short_text_says_how_many_tokens_are_needed_of_overlapping_ones_once(fake: Tokenizer) -> None:
     with pytest.raises(InputError, match="text t has 9 tokens, but 3 windows of n_ctx 4 need 12: use fewer"):
         make_windows(fake, _text("x" * 9), n_ctx=4, n_windows=3)
-
-
-def test_last_overlapping_window_counts_once(fake: Tokenizer) -> None:
     with pytest.raises(InputError, match="has 7 tokens, but 3 windows of n_ctx 4 need 8"):
         make_windows(fake, _text("x" * 7), n_ctx=4, n_windows=3, protocol="sliding", stride=2)
 

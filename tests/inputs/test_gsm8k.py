@@ -108,10 +108,7 @@ def test_problems_are_read_with_their_gold_numbers(tmp_path: Path) -> None:
     first, second = load_problems(source)
     assert first == Problem("1", "How many?", "Two.\n#### 2", Decimal(2))
     assert (second.id, second.question, second.gold) == ("b", "Next?", Decimal(1200))
-
-
-def test_limit_takes_the_first(tmp_path: Path) -> None:
-    assert len(load_problems(_file(tmp_path, _line() * 5), limit=2)) == 2
+    assert load_problems(source, limit=1) == (first,)
 
 
 @pytest.mark.parametrize(
@@ -133,12 +130,9 @@ def test_bad_line_is_named_with_its_file(line: str, says: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-def test_missing_file_names_what_there_is(tmp_path: Path) -> None:
+def test_a_missing_file_names_what_there_is_and_one_without_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no GSM8K problems at '.*none\.jsonl': write gsm8k or the path"):
         load_problems(str(tmp_path / "none.jsonl"))
-
-
-def test_file_without_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there is none"):
         load_problems(_file(tmp_path, "\n\n"))
 
@@ -187,24 +181,16 @@ def test_every_step_of_the_worked_examples_is_right() -> None:
         assert Decimal(steps[-1][1]) == shot.gold
 
 
-def test_raw_prompts_go_on_after_answer() -> None:
-    problem = Problem("p", "How many?", "#### 1", Decimal(1))
+def test_raw_prompts_go_on_after_answer_chat_prompts_are_turns_and_neither_holds_the_gold_answer() -> None:
+    problem = Problem("p", "How many?", "secret #### 987654", Decimal(987654))
     [message] = ask(problem, load_shots(2), "raw")
     text = message["content"]
     assert text.endswith("\n\nQuestion: How many?\nAnswer:")
     assert text.count("Question: ") == 3
     assert "#### 15\n\nQuestion: A ferry" in text
-
-
-def test_chat_prompts_are_turns_that_end_with_the_question() -> None:
-    problem = Problem("p", "How many?", "#### 1", Decimal(1))
     messages = ask(problem, load_shots(2), "chat")
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2 + ["user"]
     assert messages[-1]["content"] == "How many?"
     assert messages[1]["content"].endswith("#### 15")
-
-
-def test_the_gold_answer_is_in_no_prompt() -> None:
-    problem = Problem("p", "How many?", "secret #### 987654", Decimal(987654))
     for template in ("raw", "chat"):
         assert "987654" not in json.dumps(ask(problem, load_shots(8), template))

@@ -46,7 +46,7 @@ def make(tmp_path: Path, make_folder: MakeFolder) -> MakeTokenizer:
             backend.post_processor = processors.TemplateProcessing(
                 single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
             )
-        folder = make_folder(tmp_path / "m")
+        folder = make_folder(tmp_path / f"m{bos}")
         fast_class: Any = PreTrainedTokenizerFast
         fast = fast_class(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
         fast.chat_template = template
@@ -63,10 +63,21 @@ def fake() -> Tokenizer:
     return Tokenizer.load(resolve("fake"))
 
 
-def test_ids_carry_no_bos(make: MakeTokenizer) -> None:
+def test_ids_carry_no_bos_offsets_are_character_starts_and_special_tokens_stay_whole(make: MakeTokenizer) -> None:
     tokenizer = make(bos=True)
     assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
     assert len(tokenizer.encode("ab")) == 2
+    ids, starts = tokenizer.encode_with_offsets("aé b")
+    assert (len(ids), starts) == (5, (0, 1, 1, 2, 3))
+    assert tokenizer.encode("a<end>")[1:] == (2,)
+
+
+def test_pieces_are_the_strings_by_id_and_the_vocabulary_their_hash(make: MakeTokenizer) -> None:
+    tokenizer = make()
+    pieces = tokenizer.pieces()
+    assert (len(pieces), pieces[:3]) == (259, SPECIAL)
+    assert [pieces[i] for i in tokenizer.encode("a b")] == ["a", "Ġ", "b"]
+    assert tokenizer.vocabulary() == Vocabulary(259, digest(*pieces))
 
 
 @pytest.mark.parametrize(("bos", "expected"), [(True, 0), (False, None)])
@@ -74,31 +85,16 @@ def test_bos_is_known_only_where_the_tokenizer_adds_it(bos: bool, expected: int 
     assert make(bos=bos).bos_id == expected
 
 
-def test_offsets_are_character_starts(make: MakeTokenizer) -> None:
-    ids, starts = make(bos=True).encode_with_offsets("aé b")
-    assert len(ids) == 5
-    assert starts == (0, 1, 1, 2, 3)
-
-
-def test_special_tokens_stay_whole(make: MakeTokenizer) -> None:
-    assert make().encode("a<end>")[1:] == (2,)
-
-
-def test_template_is_the_models_own_with_thinking_off(make: MakeTokenizer) -> None:
+def test_template_is_the_models_own_with_thinking_off_and_raw_where_there_is_none_or_it_is_asked_for(
+    make: MakeTokenizer,
+) -> None:
     tokenizer = make(bos=True, template=CHATML)
     assert tokenizer.template == "chat"
     assert tokenizer.decode(tokenizer.chat(QUESTION)) == "<s>user: hi<end>\n<s>assistant:"
-
-
-def test_raw_takes_the_content_behind_a_bos(make: MakeTokenizer) -> None:
-    tokenizer = make(bos=True, template=CHATML)
     assert tokenizer.decode(tokenizer.chat(QUESTION, template="raw")) == "<s>hi"
-
-
-def test_without_a_template_chat_is_raw_and_says_so(make: MakeTokenizer) -> None:
-    tokenizer = make()
-    assert tokenizer.template == "raw"
-    assert tokenizer.decode(tokenizer.chat([*QUESTION, *QUESTION])) == "hi\n\nhi"
+    bare = make()
+    assert bare.template == "raw"
+    assert bare.decode(bare.chat([*QUESTION, *QUESTION])) == "hi\n\nhi"
 
 
 def test_prompt_that_the_template_refuses_is_one_line(make: MakeTokenizer) -> None:
@@ -122,19 +118,6 @@ def test_stop_ids_come_from_tokenizer_template_and_generation_config(
     template: str | None, generation: dict[str, Any] | None, expected: tuple[int, ...], make: MakeTokenizer
 ) -> None:
     assert make(template=template, generation=generation).stop_ids == expected
-
-
-def test_pieces_are_the_strings_by_id(make: MakeTokenizer) -> None:
-    tokenizer = make()
-    pieces = tokenizer.pieces()
-    assert len(pieces) == 259
-    assert pieces[:3] == SPECIAL
-    assert [pieces[i] for i in tokenizer.encode("a b")] == ["a", "Ġ", "b"]
-
-
-def test_vocabulary_is_the_hash_of_the_pieces(make: MakeTokenizer) -> None:
-    tokenizer = make()
-    assert tokenizer.vocabulary() == Vocabulary(259, digest(*tokenizer.pieces()))
 
 
 def test_folder_without_tokenizer_is_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
@@ -213,9 +196,8 @@ def test_another_file_of_the_tokenizer_is_asked_anew(make: MakeTokenizer) -> Non
     before = tokenizer.chat(QUESTION)
     template = tokenizer.model.path / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant", "model"))
-    assert again(tokenizer).decode(again(tokenizer).chat(QUESTION)) == again(tokenizer).decode(before).replace(
-        "assistant", "model"
-    )
+    changed = again(tokenizer)
+    assert changed.decode(changed.chat(QUESTION)) == changed.decode(before).replace("assistant", "model")
 
 
 def test_a_template_that_shows_the_date_is_never_remembered(
@@ -235,6 +217,9 @@ def test_a_damaged_store_costs_nothing_but_time(damage: bytes, make: MakeTokeniz
     (cache / "tokens.sqlite3").write_bytes(damage)
     assert again(tokenizer).encode("text") == ids
     assert (cache / "tokens.sqlite3").stat().st_size > len(damage)
+    with sqlite3.connect(cache / "tokens.sqlite3") as database:
+        database.execute("UPDATE answers SET answer = '[1, '")
+    assert again(tokenizer).encode("text") == ids
 
 
 def test_a_store_that_cannot_be_written_is_done_without(make: MakeTokenizer, cache: Path) -> None:
@@ -249,11 +234,3 @@ def test_a_store_beyond_its_size_forgets_the_older_half(tmp_path: Path, monkeypa
     monkeypatch.setattr(tokens, "_MAX_CACHED_BYTES", 1)
     kept = tokens._Store(tmp_path / "s")
     assert [kept.read(bytes([number])) is not None for number in range(10)] == [False] * 6 + [True] * 4
-
-
-def test_a_damaged_answer_is_computed_again(make: MakeTokenizer, cache: Path) -> None:
-    tokenizer = make()
-    ids = tokenizer.encode("text")
-    with sqlite3.connect(cache / "tokens.sqlite3") as database:
-        database.execute("UPDATE answers SET answer = '[1, '")
-    assert again(tokenizer).encode("text") == ids

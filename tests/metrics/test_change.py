@@ -19,6 +19,7 @@ from fidelab.metrics.change import (
     judge_values,
     log_ratio,
 )
+from tests.present import present
 
 RANK = {"regressed": 2, "cannot tell": 1, "unchanged": 1, "improved": 0}
 MIRROR = {"regressed": "improved", "improved": "regressed"}
@@ -42,9 +43,8 @@ def estimates() -> st.SearchStrategy[Estimate]:
 def test_repeats_have_the_interval_of_welchs_t_test_on_their_logs(was: list[float], now: list[float]) -> None:
     found = log_ratio(was, now)
     oracle = stats.ttest_ind(np.log(now), np.log(was), equal_var=False).confidence_interval(0.95)
-    assert found is not None
-    assert found.interval == pytest.approx((oracle.low, oracle.high), rel=1e-9)
-    assert math.exp(found.estimate) == pytest.approx(stats.gmean(now) / stats.gmean(was))
+    assert present(found).interval == pytest.approx((oracle.low, oracle.high), rel=1e-9)
+    assert math.exp(present(found).estimate) == pytest.approx(stats.gmean(now) / stats.gmean(was))
 
 
 @pytest.mark.parametrize(("was", "now"), [([1.0], [2.0, 2.0]), ([1.0, 1.0], []), ([1.0, 0.0], [1.0, 1.0])])
@@ -57,8 +57,7 @@ def test_a_rate_has_the_interval_of_its_time(was: list[float], now: list[float])
     rates = log_ratio(was, now)
     times = log_ratio([1 / rate for rate in was], [1 / rate for rate in now])
     assert rates is not None
-    assert times is not None
-    assert times.interval == pytest.approx((-rates.interval[1], -rates.interval[0]), rel=1e-6, abs=1e-9)
+    assert present(times).interval == pytest.approx((-rates.interval[1], -rates.interval[0]), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +154,6 @@ def test_swapping_values_swaps_the_verdict(was: float, now: float, allowance: Al
 @given(samples, samples, share)
 def test_swapping_repeats_swaps_the_verdict(was: list[float], now: list[float], allowed: float) -> None:
     forth, back = log_ratio(was, now), log_ratio(now, was)
-    assert forth is not None
     assert back is not None
-    verdict = judge_log_ratio(forth.interval, allowed)
+    verdict = judge_log_ratio(present(forth).interval, allowed)
     assert judge_log_ratio(back.interval, allowed) == MIRROR.get(verdict, verdict)

@@ -145,12 +145,9 @@ def test_a_drift_over_128_tokens_is_found_within_64_of_its_middle() -> None:
     assert np.mean(np.array(errors) <= 64) >= 0.95
 
 
-def test_clean_prose_code_lists_and_tables_raise_no_alarm() -> None:
+def test_clean_prose_code_lists_and_tables_raise_no_alarm_with_or_without_a_prompt() -> None:
     texts = [_clean(seed, random.Random(seed).randrange(20, 900)) for seed in range(CASES)]
     assert [found for prompt, ids in texts if (found := _onset(ids, prompt))] == []
-
-
-def test_clean_text_without_a_prompt_raises_no_alarm() -> None:
     assert [found for seed in range(CASES) if (found := _onset(_clean(seed, 500)[1], []))] == []
 
 
@@ -161,14 +158,11 @@ def test_what_recovers_has_not_degenerated() -> None:
         assert _onset([*ids[:100], *middle, *ids[100:]], prompt) is None
 
 
-def test_garbage_from_the_first_token_begins_at_0() -> None:
+def test_garbage_from_the_first_token_on_begins_at_0() -> None:
     prompt, _ = _clean(0, 40)
     assert _onset(_salad([], random.Random(1)), prompt) == Onset(0, "noise")
     assert _onset([7] * 100, prompt) == Onset(0, "loop")
-
-
-def test_what_comes_before_an_exact_loop_may_be_degenerate_too() -> None:
-    rng = random.Random(0)
+    rng = random.Random(0)  # what comes before an exact loop may be degenerate, too
     assert _onset([rng.choice([5, 6]) for _ in range(60)] + [7] * 200, []) == Onset(0, "repetition")
 
 

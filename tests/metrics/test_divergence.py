@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -83,13 +84,6 @@ def test_kl_agrees_with_a_float64_oracle(noise: float) -> None:
     np.testing.assert_allclose(compare(ref, test).kl, oracle(ref, test), rtol=1e-6, atol=3e-8)
 
 
-def test_shifted_scores_are_the_same_distribution_and_never_negative() -> None:
-    ref, _ = random_pair(64, 1009)
-    kl = compare(ref, ref + 5.0).kl
-    assert (kl >= 0).all()
-    assert kl.max() < 1e-7
-
-
 def test_a_kl_of_1e_5_survives_a_flat_row_of_a_large_vocabulary() -> None:
     # a float32 sum of 150,000 equal terms is off by 4e-5: three times the KL
     vocab = 150_000
@@ -139,22 +133,25 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_fails_and_leaves_its_neighbours_alone(name: str) -> None:
+def test_a_bad_row_fails_has_no_divergence_and_leaves_its_neighbours_alone(name: str) -> None:
     good_ref, good_test = [0.0, 0.5, 1.0], [0.1, 0.4, 1.0]
     bad_ref, bad_test = BAD_ROWS[name]
     got = compare(rows(good_ref, bad_ref, good_ref), rows(good_test, bad_test, good_test))
     assert got.failed.tolist() == [False, True, False]
-    assert np.isnan(got.kl[1])
+    for column in (got.kl, got.reverse_kl, got.jsd, got.tv, got.chi2, got.overlap, got.margin):
+        assert np.isnan(column).tolist() == [False, True, False]
     assert not got.top1[1]
     expected = oracle(rows(good_ref), rows(good_test))[0]
     np.testing.assert_allclose(got.kl[[0, 2]], expected, atol=1e-7)
 
 
-def test_a_token_masked_on_both_sides_costs_nothing() -> None:
+def test_a_token_masked_on_both_sides_costs_nothing_in_any_divergence() -> None:
     got = compare(rows([0.0, -INF, 1.0]), rows([0.2, -INF, 1.0]))
     without = compare(rows([0.0, 1.0]), rows([0.2, 1.0]))
     assert not got.failed[0]
     assert got.kl[0] == pytest.approx(without.kl[0], abs=1e-7)
+    for name in ("reverse_kl", "jsd", "tv", "chi2"):
+        assert getattr(got, name)[0] == pytest.approx(getattr(without, name)[0], rel=1e-9)
 
 
 def test_p_zero_where_q_is_positive_costs_only_the_mass_q_puts_there() -> None:
@@ -228,12 +225,6 @@ def test_all_divergences_agree_with_their_definitions(noise: float) -> None:
         assert got.overlap[row] == len(first & second) / 10
 
 
-def test_a_token_masked_on_both_sides_changes_no_divergence() -> None:
-    masked, plain = compare(rows([0.0, -INF, 1.0]), rows([0.2, -INF, 1.0])), compare(rows([0.0, 1.0]), rows([0.2, 1.0]))
-    for name in ("reverse_kl", "jsd", "tv", "chi2"):
-        assert getattr(masked, name)[0] == pytest.approx(getattr(plain, name)[0], rel=1e-9)
-
-
 def test_what_the_reference_alone_masks_is_an_infinite_reverse_divergence_and_nothing_else() -> None:
     got = compare(rows([0.0, -INF, 0.0], [0.0, 0.5, 0.0]), rows([0.0, 0.0, 0.0], [0.0, 0.0, 0.0]))
     assert got.reverse_kl[0] == INF
@@ -244,14 +235,6 @@ def test_what_the_reference_alone_masks_is_an_infinite_reverse_divergence_and_no
     m = np.array([5 / 12, 1 / 6, 5 / 12])
     p, q = np.array([0.5, 0.0, 0.5]), np.full(3, 1 / 3)
     assert got.jsd[0] == pytest.approx((rel_entr(p, m) + rel_entr(q, m)).sum() / 2, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_failed_row_has_no_divergence(name: str) -> None:
-    bad_ref, bad_test = BAD_ROWS[name]
-    got = compare(rows(bad_ref), rows(bad_test))
-    for column in (got.reverse_kl, got.jsd, got.tv, got.chi2, got.overlap):
-        assert np.isnan(column).all()
 
 
 def test_kl_alone_is_the_same_kl() -> None:
@@ -357,33 +340,15 @@ def test_the_margin_is_the_references_own_log_ratio_of_both_top_tokens() -> None
     assert (rows.margin[rows.top1] == 0.0).all()
 
 
-def test_a_failed_row_has_no_margin() -> None:
-    ref, test = random_pair(3, 11)
-    test[1, 4] = NAN
-    assert np.isnan(compare(ref, test).margin).tolist() == [False, True, False]
-
-
 def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
-    n = len(top1)
-    some = np.full(n, 0.5)
-    return RowComparison(
-        kl=np.where(np.isnan(margin), np.nan, 0.1),
-        failed=np.isnan(margin),
-        top1=np.array(top1),
-        confidence=some,
-        dp=some,
-        nll_ref=some,
-        nll_test=some,
-        margin=np.array(margin),
-        cut=np.full(n, np.nan),
-        right_ref=np.full(n, np.nan),
-        right_test=np.full(n, np.nan),
-        reverse_kl=some,
-        jsd=some,
-        tv=some,
-        chi2=some,
-        overlap=some,
+    n, failed = len(top1), np.isnan(margin)
+    some, unknown = np.full(n, 0.5), np.full(n, np.nan)
+    columns = dict.fromkeys(field.name for field in fields(RowComparison)) | dict.fromkeys(
+        ("confidence", "dp", "nll_ref", "nll_test", "reverse_kl", "jsd", "tv", "chi2", "overlap"), some
     )
+    columns |= dict.fromkeys(("cut", "right_ref", "right_test"), unknown)
+    columns |= {"kl": np.where(failed, np.nan, 0.1), "failed": failed, "top1": np.array(top1)}
+    return RowComparison(**columns | {"margin": np.array(margin)})
 
 
 def test_a_flip_is_real_from_a_margin_of_a_tenth_nat_on() -> None:
@@ -411,15 +376,11 @@ def test_an_unknown_margin_leaves_real_flips_unknown() -> None:
 
 
 @pytest.mark.parametrize("n", [0, 3])
-def test_no_usable_position_has_no_flips(n: int) -> None:
-    assert summarise_flips(rows_of([False] * n, [NAN] * n), np.zeros(n, dtype=int)) == Flips()
-
-
-@pytest.mark.parametrize("n", [0, 3])
 def test_summary_of_nothing_usable_is_none_and_still_counts(n: int) -> None:
     got = summarise_kl(np.full(n, NAN), np.ones(n, bool), np.zeros(n, bool), np.full(n, NAN))
     assert (got.mean, got.p999, got.top1, got.rms_dp) == (None, None, None, None)
     assert (got.n_positions, got.n_failed) == (n, n)
+    assert summarise_flips(rows_of([False] * n, [NAN] * n), np.zeros(n, dtype=int)) == Flips()
 
 
 def test_an_infinite_topk_kl_is_counted_as_failed() -> None:

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.metrics.latency import (
-    Rate,
-    decode_rate_by_subtraction,
-    decode_rate_isolated,
-    is_steady,
-    prefill_rate,
-)
+from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated, is_steady, prefill_rate
 from tests.present import present
 
 THREE = [[0.5, 1.0, 1.5], [0.25, 0.375, 0.5], [1.0, 3.0, 5.0]]  # two further tokens each

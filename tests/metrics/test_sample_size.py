@@ -10,12 +10,7 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from fidelab.metrics.intervals import RatioItems, ratio_interval
-from fidelab.metrics.sample_size import (
-    agreement_reach,
-    clusters_to_agree,
-    paired_spread,
-    ratio_spread,
-)
+from fidelab.metrics.sample_size import agreement_reach, clusters_to_agree, paired_spread, ratio_spread
 from tests.present import present
 
 Floats = NDArray[np.float64]

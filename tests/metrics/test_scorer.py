@@ -146,8 +146,10 @@ def test_a_head_of_another_width_is_refused() -> None:
         TileScorer(1, CPU).compare(ref, [(states[:, 1:], head)], TARGETS)
 
 
-def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed, logits = [], scorer._DeviceHead.logits
+def test_logits_of_the_reference_are_computed_once_for_all_in_tiles_that_fit_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed, logits = list[int](), scorer._DeviceHead.logits
 
     def counted(self: Any, states: torch.Tensor, threads: int) -> Any:
         computed.append(len(states))
@@ -157,20 +159,10 @@ def test_logits_of_the_reference_are_computed_once_for_all(monkeypatch: pytest.M
     ref, *tests = sides()
     TileScorer(1, CPU).compare(ref, tests, TARGETS)
     assert sum(computed) == (1 + len(tests)) * N
-
-
-def test_a_tile_takes_a_part_of_the_memory_that_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    tall, logits = [], scorer._DeviceHead.logits
-
-    def counted(self: Any, states: torch.Tensor, threads: int) -> Any:
-        tall.append(len(states))
-        return logits(self, states, threads)
-
-    monkeypatch.setattr(scorer._DeviceHead, "logits", counted)
     monkeypatch.setattr(scorer, "_free_memory", lambda: 4 * 30 * VOCABULARY * 4)
-    ref, *tests = sides()
+    computed.clear()
     TileScorer(1, CPU).compare(ref, tests, TARGETS)
-    assert max(tall) <= 30
+    assert max(computed) <= 30
 
 
 @pytest.mark.parametrize(("most", "device"), [(5, "cuda"), (0, "cpu")])

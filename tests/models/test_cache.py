@@ -18,15 +18,14 @@ def _write(text: str, scratch: Path) -> Path:
     return out
 
 
-def test_environment_variable_names_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_environment_variable_names_the_cache_and_xdg_without_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FIDELAB_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path
-
-
-def test_cache_follows_xdg_without_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("FIDELAB_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == tmp_path / "fidelab"
+    monkeypatch.delenv("FIDELAB_CACHE")
+    assert cache_dir() == tmp_path / "xdg" / "fidelab"
 
 
 def test_what_is_there_is_not_built_again(tmp_path: Path) -> None:

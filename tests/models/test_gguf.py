@@ -50,26 +50,19 @@ def test_weights_are_the_files_in_bfloat16(converted: Path) -> None:
     assert torch.equal(found, expected)
 
 
-def test_chat_template_survives(converted: Path) -> None:
-    assert _tokenizer(converted).chat_template == TEMPLATE
-
-
-def test_end_of_turn_is_the_end_of_sequence(converted: Path) -> None:
-    generation = json.loads((converted / "generation_config.json").read_text())
-    assert (_tokenizer(converted).eos_token, generation["eos_token_id"]) == ("<|im_end|>", 2)
-
-
-@pytest.mark.parametrize("text", ["plain", " a  b\n\n\tc ", "Ünï 汉字 🙂", "x<|im_end|>y", "\r\n 12   345"])
-def test_text_survives_the_tokenizer(text: str, converted: Path) -> None:
+def test_the_template_the_end_of_turn_and_any_text_survive(converted: Path) -> None:
     tokenizer = _tokenizer(converted)
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert tokenizer.chat_template == TEMPLATE
+    generation = json.loads((converted / "generation_config.json").read_text())
+    assert (tokenizer.eos_token, generation["eos_token_id"]) == ("<|im_end|>", 2)
+    for text in ("plain", " a  b\n\n\tc ", "Ünï 汉字 🙂", "x<|im_end|>y", "\r\n 12   345"):
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_digits_are_cut_off_before_blanks_are_merged(converted: Path) -> None:
+def test_digits_are_cut_off_before_blanks_are_merged_unless_other_rules_are_named(
+    converted: Path, tmp_path: Path
+) -> None:
     assert _tokenizer(converted).tokenize("a   22") == ["a", "ĠĠĠ", "2", "2"]
-
-
-def test_other_splitting_rules_stay_as_they_are(tmp_path: Path) -> None:
     folder = text_folder(write_gguf(tmp_path / "tiny.gguf", pre="gpt-2"), tmp_path / "text")
     assert _tokenizer(folder).tokenize("a   22") == ["a", "ĠĠ", "Ġ", "2", "2"]
 
@@ -94,17 +87,8 @@ def test_gguf_path_is_a_model_without_converting_it(file: Path, cache: Path) -> 
 
 def test_the_header_says_of_a_model_what_its_conversion_does(file: Path) -> None:
     read, converted = resolve(str(file)), pull(str(file))
-    same = (
-        "vocab_size",
-        "hidden_size",
-        "max_positions",
-        "layers",
-        "kv_heads",
-        "head_dim",
-        "tied",
-        "parameters",
-        "native",
-    )
+    sizes = ("vocab_size", "hidden_size", "max_positions", "layers", "kv_heads", "head_dim", "parameters")
+    same = (*sizes, "tied", "native")
     assert {name: getattr(read, name) for name in same} == {name: getattr(converted, name) for name in same}
     assert (converted.text_only, converted.weight_bytes) == (False, read.converted_bytes)
 
@@ -132,17 +116,13 @@ def test_same_content_is_converted_once(tmp_path: Path, cache: Path) -> None:
     assert marker.exists()
 
 
-def test_file_that_is_no_gguf_is_one_line(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "x.gguf").write_bytes(b"PK\x03\x04")
-    with pytest.raises(InputError, match="is not a GGUF file"):
-        resolve(str(tmp_path / "x.gguf"))
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.99])
-def test_truncated_gguf_is_one_line_and_leaves_nothing(share: float, tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.99])
+def test_a_file_that_is_no_gguf_or_truncated_is_one_line_and_leaves_nothing(
+    share: float, tmp_path: Path, cache: Path
+) -> None:
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    (tmp_path / "x.gguf").write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(InputError, match="is damaged or incomplete") as caught:
+    (tmp_path / "x.gguf").write_bytes(whole[: int(share * len(whole))] or b"PK\x03\x04")
+    with pytest.raises(InputError, match="is damaged or incomplete" if share else "is not a GGUF file") as caught:
         resolve(str(tmp_path / "x.gguf"))
     assert "\n" not in str(caught.value)
     assert not list(cache.glob("models/gguf/*/"))
@@ -219,12 +199,9 @@ def test_file_of_an_unknown_architecture_is_a_model_without_a_conversion(tmp_pat
     assert _tokenizer(model.path).tokenize("a   22") == ["a", "ĠĠĠ", "2", "2"]
     with pytest.raises(InputError, match=r"cannot be converted.*smollm3.*use engine llamacpp"):
         with_weights(model)
-    assert not _weights(cache)
-
-
-def test_kind_of_tokenizer_that_nobody_can_build_is_one_line(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer that Transformers can build"):
-        resolve(str(write_gguf(tmp_path / "x.gguf", tokenizer="rwkv")))
+        resolve(str(write_gguf(tmp_path / "y.gguf", tokenizer="rwkv")))
+    assert not _weights(cache)
 
 
 @pytest.mark.full
@@ -393,11 +370,8 @@ def test_code_that_lies_beside_a_gguf_file_is_neither_run_nor_asked_about(
 ) -> None:
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Evil: pass\n")
-    names = {
-        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
-        "AutoConfig": "evil.Evil",
-        "AutoModelForCausalLM": "evil.Evil",
-    }
+    evil = "evil.Evil"
+    names = {"AutoTokenizer": [evil, evil], "AutoConfig": evil, "AutoModelForCausalLM": evil}
     (tmp_path / place).write_text(json.dumps({"auto_map": names, "model_type": "evil", "tokenizer_class": "Evil"}))
     script = (
         "import sys; from fidelab.inputs.tokens import Tokenizer; from fidelab.models import pull, resolve; "

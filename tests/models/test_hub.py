@@ -20,6 +20,7 @@ from tests.conftest import MakeFolder
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 REPO = "owner/tiny"
+OFFLINE = "http://127.0.0.1:9"
 
 
 @dataclass
@@ -131,11 +132,7 @@ def hub(tmp_path: Path, make_folder: MakeFolder) -> Iterator[Hub]:
     for revision, positions in (("main", 64), ("v1", 32)):
         folder = make_folder(tmp_path / "served" / revision, max_position_embeddings=positions)
         served = {path.name: path.read_bytes() for path in folder.iterdir()}
-        hub.files[COMMITS[revision]] = {
-            **served,
-            "modeling.py": b"raise SystemExit",
-            "pytorch_model.bin": b"x",
-        }
+        hub.files[COMMITS[revision]] = {**served, "modeling.py": b"raise SystemExit", "pytorch_model.bin": b"x"}
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -167,13 +164,8 @@ def _start(endpoint: str, name: str, home: Path, **environment: str) -> subproce
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
     env |= {"HF_HUB_DISABLE_XET": "1", "FIDELAB_CACHE": str(home / "fidelab")}
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, name],
-        env=env | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    out: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, name], env=env | environment, **out)
 
 
 def _ask(endpoint: str, name: str, home: Path, **environment: str) -> dict[str, Any]:
@@ -184,21 +176,15 @@ def _ask(endpoint: str, name: str, home: Path, **environment: str) -> dict[str, 
 
 
 @pytest.mark.parametrize(("name", "revision", "positions"), [(REPO, "main", 64), (f"{REPO}@v1", "v1", 32)])
-def test_a_hub_id_is_fetched_at_its_revision(
+def test_a_hub_id_is_fetched_at_its_revision_data_alone_and_then_works_without_the_hub(
     name: str, revision: str, positions: int, hub: Hub, tmp_path: Path
 ) -> None:
-    answer = _ask(hub.endpoint, name, tmp_path)
+    answer = _ask(hub.endpoint, name, tmp_path, HF_TOKEN="hf_of_this_test")
     assert (answer["revision"], answer["positions"]) == (COMMITS[revision], positions)
-
-
-def test_only_data_is_fetched(hub: Hub, tmp_path: Path) -> None:
-    assert _ask(hub.endpoint, REPO, tmp_path)["files"] == ["config.json", "model.safetensors"]
+    assert answer["files"] == ["config.json", "model.safetensors"]
     assert not [path for path in hub.asked if path.endswith((".py", ".bin"))]
-
-
-def test_token_comes_from_the_environment(hub: Hub, tmp_path: Path) -> None:
-    _ask(hub.endpoint, REPO, tmp_path, HF_TOKEN="hf_of_this_test")
     assert hub.tokens == {"Bearer hf_of_this_test"}
+    assert _ask(OFFLINE, name, tmp_path) == answer
 
 
 @pytest.mark.parametrize(
@@ -217,15 +203,11 @@ def test_refusal_is_one_line_that_says_what_to_do(name: str, says: str, hub: Hub
     assert "\n" not in answer["error"]
 
 
-def test_unreachable_hub_is_one_line(hub: Hub, tmp_path: Path) -> None:
-    answer = _ask("http://127.0.0.1:9", REPO, tmp_path)
-    assert answer["error"].startswith(f"cannot fetch {REPO} from the hub (")
-    assert "\n" not in answer["error"]
-
-
-def test_fetched_model_works_without_the_hub(hub: Hub, tmp_path: Path) -> None:
-    online = _ask(hub.endpoint, REPO, tmp_path)
-    assert _ask("http://127.0.0.1:9", REPO, tmp_path) == online
+def test_unreachable_hub_is_one_line_that_names_the_other_way(tmp_path: Path) -> None:
+    for name, says in ((REPO, f"cannot fetch {REPO} from the hub ("), ("wikitext-2", "wiki.test.raw")):
+        answer = _ask(OFFLINE, name, tmp_path)
+        assert says in answer["error"]
+        assert "\n" not in answer["error"]
 
 
 def test_killed_download_leaves_nothing_half_made(hub: Hub, tmp_path: Path) -> None:
@@ -235,7 +217,7 @@ def test_killed_download_leaves_nothing_half_made(hub: Hub, tmp_path: Path) -> N
     child.kill()
     child.communicate()
     assert not list(tmp_path.glob("hub/**/*.safetensors"))
-    assert "error" in _ask("http://127.0.0.1:9", REPO, tmp_path)
+    assert "error" in _ask(OFFLINE, REPO, tmp_path)
 
     hub.stall_on = None
     hub.release.set()
@@ -257,9 +239,3 @@ def test_wikitext_comes_back_as_its_raw_text(hub: Hub, tmp_path: Path) -> None:
     parquet.write_table(table, sink)
     hub.files[COMMITS["main"]] = {"wikitext-2-raw-v1/test-00000-of-00001.parquet": sink.getvalue().to_pybytes()}
     assert _ask(hub.endpoint, "wikitext-2", tmp_path) == {"text": " \n = One = \n \n Körper . \n"}
-
-
-def test_wikitext_without_the_hub_names_the_other_way(tmp_path: Path) -> None:
-    answer = _ask("http://127.0.0.1:9", "wikitext-2", tmp_path)
-    assert "wiki.test.raw" in answer["error"]
-    assert "\n" not in answer["error"]

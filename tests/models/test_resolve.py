@@ -58,33 +58,19 @@ def test_fake_has_no_files_and_a_hash_of_its_name() -> None:
     assert model.weights != resolve("fake").weights
 
 
-def test_folder_of_gguf_files_names_one(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(InputError, match=r"pass one of them.*m\.gguf"):
-        resolve(str(tmp_path))
-
-
-def test_config_that_is_not_json_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "m")
-    (folder / "config.json").write_text("{")
-    with pytest.raises(InputError, match="not valid JSON"):
-        resolve(str(folder))
-
-
-def test_config_of_something_else_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
-    with pytest.raises(InputError, match="no vocab_size"):
-        resolve(str(make_folder(tmp_path / "m", vocab_size=None)))
-
-
-def test_missing_gguf_file_is_said_so() -> None:
-    with pytest.raises(InputError, match=r"^no file some/where\.gguf$"):
-        resolve("some/where.gguf")
-
-
-def test_other_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.bin").write_bytes(b"")
-    with pytest.raises(InputError, match="is a file"):
-        resolve(str(tmp_path / "m.bin"))
+def test_what_is_no_model_is_refused_and_a_folder_of_gguf_files_names_one(
+    tmp_path: Path, make_folder: MakeFolder
+) -> None:
+    broken, other = make_folder(tmp_path / "broken"), make_folder(tmp_path / "other", vocab_size=None)
+    (broken / "config.json").write_text("{")
+    for name in ("m.gguf", "m.bin"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    for place, said in (
+        *((broken, "not valid JSON"), (other, "no vocab_size"), (tmp_path / "m.bin", "is a file")),
+        *((tmp_path, r"pass one of them.*m\.gguf"), ("some/where.gguf", r"^no file some/where\.gguf$")),
+    ):
+        with pytest.raises(InputError, match=said):
+            resolve(str(place))
 
 
 def test_listing_fetches_nothing(cache: Path) -> None:
@@ -93,16 +79,13 @@ def test_listing_fetches_nothing(cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_path_refuses_an_unknown_form() -> None:
-    with pytest.raises(UsageError, match="'hf' or 'gguf'"):
-        path("fake", "onnx")
-
-
-def test_folder_has_no_gguf_form(tmp_path: Path, make_folder: MakeFolder) -> None:
+def test_a_folder_has_no_gguf_form_and_an_unknown_form_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(tmp_path / "m")
     assert path(str(folder)) == folder
     with pytest.raises(InputError, match="no gguf form"):
         path(str(folder), "gguf")
+    with pytest.raises(UsageError, match="'hf' or 'gguf'"):
+        path("fake", "onnx")
 
 
 @pytest.mark.model

@@ -32,57 +32,38 @@ def test_headers_give_parameters_and_bytes(tmp_path: Path, make_folder: MakeFold
     assert (size.parameters, size.bytes, size.has_head) == (320, 1280, False)
 
 
-def test_hash_does_not_depend_on_the_place(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "a")
-    shutil.copytree(folder, tmp_path / "b")
-    assert _sha(folder) == _sha(tmp_path / "b")
-
-
-def test_hash_ignores_who_wrote_the_config(tmp_path: Path, make_folder: MakeFolder) -> None:
+def test_hash_depends_neither_on_the_place_nor_on_who_wrote_the_config(tmp_path: Path, make_folder: MakeFolder) -> None:
     old = make_folder(tmp_path / "a", transformers_version="5.0.0")
     new = make_folder(tmp_path / "b", transformers_version="5.1.0")
-    assert _sha(old) == _sha(new)
+    shutil.copytree(old, tmp_path / "c")
+    assert _sha(old) == _sha(new) == _sha(tmp_path / "c")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "vocab.txt", "model.safetensors"]
+)
 def test_hash_sees_content(name: str, tmp_path: Path, make_folder: MakeFolder) -> None:
     folder = make_folder(tmp_path / "m")
     before = _sha(folder)
-    (folder / name).write_text('{"hidden_size": 9}')
+    if name == "model.safetensors":
+        save_file({"w": np.zeros(3, dtype=np.float32)}, folder / name)
+    else:
+        (folder / name).write_text('{"hidden_size": 9}')
     assert _sha(folder) != before
 
 
-def test_hash_sees_weights(tmp_path: Path, make_folder: MakeFolder) -> None:
-    folder = make_folder(tmp_path / "m")
-    before = _sha(folder)
-    save_file({"w": np.zeros(3, dtype=np.float32)}, folder / "model.safetensors")
-    assert _sha(folder) != before
-
-
-def test_large_file_is_hashed_once(tmp_path: Path, cache: Path) -> None:
+def test_a_large_file_is_hashed_once_and_again_where_it_or_the_note_changed(tmp_path: Path, cache: Path) -> None:
     file = tmp_path / "large"
     file.write_bytes(bytes(2 << 20))
     value = file_sha256(file)
     (note,) = (cache / "hashes").iterdir()
-    note.write_text("f" * 64)
-    assert (value, file_sha256(file)) == (hashlib.sha256(bytes(2 << 20)).hexdigest(), "f" * 64)
-
-
-def test_changed_large_file_is_hashed_again(tmp_path: Path, cache: Path) -> None:
-    file = tmp_path / "large"
-    file.write_bytes(bytes(2 << 20))
-    before = file_sha256(file)
+    assert value == hashlib.sha256(bytes(2 << 20)).hexdigest()
+    for content, found in ((b"f" * 64, "f" * 64), (b"half", value), (b"\xff half", value)):
+        note.write_bytes(content)
+        assert file_sha256(file) == found
     file.write_bytes(b"1" * (2 << 20))
     os.utime(file, ns=(0, 1))
-    assert file_sha256(file) != before
-
-
-def test_damaged_hash_note_is_ignored(tmp_path: Path, cache: Path) -> None:
-    file = tmp_path / "large"
-    file.write_bytes(bytes(2 << 20))
-    value = file_sha256(file)
-    next((cache / "hashes").iterdir()).write_bytes(b"\xff half")
-    assert file_sha256(file) == value
+    assert file_sha256(file) == hashlib.sha256(b"1" * (2 << 20)).hexdigest()
 
 
 def test_hub_blob_that_differs_from_its_name_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:

@@ -22,15 +22,9 @@ def dense(
     kind: type, hidden: int, layers: int, heads: int, kv_heads: int, wide: int, words: int, **more: object
 ) -> object:
     """A configuration file's fields."""
-    return kind(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=wide,
-        vocab_size=words,
-        **{"tie_word_embeddings": False, **more},
-    )
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": wide, "vocab_size": words}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return kind(**{**sizes, **attention, "tie_word_embeddings": False, **more})
 
 
 CONFIGURATIONS = {

@@ -71,9 +71,6 @@ def test_intervals_of_points_that_belong_together_come_from_resampling_these() -
 def test_points_that_no_fit_can_use_are_refused_with_the_reason(batch: list[Any], y: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         compare_fits({"batch": batch, "y": y}, y="y")
-
-
-def test_an_unknown_column_is_refused_with_those_there_are() -> None:
     with pytest.raises(UsageError, match="no column 'speed'; it has speedup, batch"):
         compare_fits({"batch": [1], "speedup": [1]}, y="speed")
 

@@ -64,20 +64,17 @@ def test_a_model_whose_cache_stays_empty_is_an_error_that_names_class_and_parame
         model_geometry(tmp_path)
 
 
-def test_the_cache_is_passed_by_the_name_that_forward_lists() -> None:
+def test_the_cache_is_passed_by_the_name_that_forward_lists_and_without_one_it_is_refused() -> None:
     class Old:
         def forward(self, input_ids: object, past_key_values: object = None, **kwargs: object) -> None: ...
 
     class New:
         def forward(self, input_ids: object, cache: object = None, **kwargs: object) -> None: ...
 
-    assert [cache_parameter(kind()) for kind in (Old, New)] == ["past_key_values", "cache"]
-
-
-def test_a_forward_that_lists_no_cache_is_refused_although_it_takes_any_name() -> None:
     class Model:
         def forward(self, input_ids: object, **kwargs: object) -> None: ...
 
+    assert [cache_parameter(kind()) for kind in (Old, New)] == ["past_key_values", "cache"]
     with pytest.raises(NotSupportedError, match=r"Model.forward takes no cache"):
         cache_parameter(Model())
 
@@ -137,13 +134,10 @@ def test_a_configuration_without_what_is_needed_names_it(words: dict[str, object
         model_geometry(tmp_path)
 
 
-def test_bytes_per_token_are_those_of_known_models() -> None:
+def test_bytes_per_token_share_and_ceiling_are_those_of_known_models() -> None:
     assert [QWEN.token_bytes(kv) for kv in (BF16, K16V8)] == [57_344, 43_008]
     assert [LLAMA.token_bytes(kv) for kv in (BF16, K16V8)] == [131_072, 98_304]
     assert QWEN.limit(K16V8, BF16) == pytest.approx(4 / 3)
-
-
-def test_share_and_ceiling_are_those_of_known_models() -> None:
     shares = [QWEN.kv_share(BF16, 2048, 1), QWEN.kv_share(BF16, 8192, 1)]
     shares += [one.kv_share(BF16, 8192, 1) for one in (MISTRAL, LLAMA)]
     assert [round(100 * share, 2) for share in shares] == [0.77, 2.99, 6.90, 6.27]
@@ -157,22 +151,14 @@ def test_windows_cap_what_is_held_and_not_what_is_reserved() -> None:
     assert gpt_oss.cache_bytes(BF16, 8192, 32, capped=False) / 2**30 == 12.0
 
 
-def test_heads_that_are_fewer_than_devices_are_held_several_times() -> None:
+def test_heads_fewer_than_devices_are_held_several_times_latents_have_one_format_and_skipped_layers_16_bits() -> None:
     shape = Geometry.of_sizes(2, 4, 64, 1e6)
-    per_device = [Model(shape, tp=tp).token_bytes(BF16) for tp in (1, 2, 4, 8)]
-    assert per_device == [2048, 1024, 512, 512]
-
-
-def test_latents_have_one_format_for_keys_and_values() -> None:
+    assert [Model(shape, tp=tp).token_bytes(BF16) for tp in (1, 2, 4, 8)] == [2048, 1024, 512, 512]
     latent = Model(Geometry("mla", 1, (KVLayer(1, 512, 64, None, True),), 10**6, query_heads=16), tp=4)
     assert latent.token_bytes(BF16) == 2 * 576
     with pytest.raises(UsageError, match="latents"):
         latent.token_bytes(K16V8)
-
-
-def test_skipped_layers_keep_sixteen_bits() -> None:
-    kept = KVSpec.parse("fp8_e4m3[skip-layers=0,27]")
-    assert QWEN.token_bytes(kept) == (26 * 1024 + 2 * 2048)
+    assert QWEN.token_bytes(KVSpec.parse("fp8_e4m3[skip-layers=0,27]")) == (26 * 1024 + 2 * 2048)
 
 
 @pytest.mark.parametrize("kv", [BF16, K16V8])
@@ -188,6 +174,8 @@ def test_the_longest_context_fits_and_one_token_more_does_not(kv: KVSpec, batch:
     assert shape.device_bytes(kv, 1000, largest) <= memory < shape.device_bytes(kv, 1000, largest + 1)
     assert shape.longest_context(kv, 1, 1e6) == 0
     assert Model(Geometry("sliding", 1, (KVLayer(2, 64, 64, 512),), 10**6)).longest_context(kv, 1, 1e8) is None
+    fits = [QWEN.longest_context(kv, batch, size) or 0 for size in np.linspace(1e10, 2e11, 20)]
+    assert all(a <= b for a, b in pairwise(fits))
 
 
 def test_a_device_has_the_memory_that_its_driver_reports() -> None:
@@ -281,8 +269,3 @@ def test_bad_input_is_refused_in_one_line(words: tuple[str, ...], said: str) -> 
     assert isinstance(refusal, FidelabError)  # which main() prints, with exit code 2
     assert said in str(refusal)
     assert len(str(refusal).splitlines()) == 1
-
-
-def test_growing_memory_never_fits_less() -> None:
-    fits = [QWEN.longest_context(K16V8, 8, memory) or 0 for memory in np.linspace(1e10, 2e11, 20)]
-    assert all(a <= b for a, b in pairwise(fits))

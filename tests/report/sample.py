@@ -192,10 +192,7 @@ def hostile_report() -> Report:
         control=arm("bf16", name=HOSTILE, status=Status.FAILED, reason=HOSTILE),
         candidates=(
             ran.model_copy(
-                update={
-                    "axes": axes,
-                    "verdict": Verdict(band="PASS", sentence=HOSTILE, because=(HOSTILE,)),
-                }
+                update={"axes": axes, "verdict": Verdict(band="PASS", sentence=HOSTILE, because=(HOSTILE,))}
             ),
             broken("q4_0", Status.FAILED, HOSTILE),
         ),
@@ -208,12 +205,7 @@ def many_arms(n: int) -> Report:
     for number in range(n):
         mean = 10.0 ** (-4 + 4 * number / n)
         axes = {
-            "kld": kld_axis(
-                mean,
-                mean / 5,
-                control=0.00003,
-                plots=kld_curves(mean, range(256, 513, 8)),
-            ),
+            "kld": kld_axis(mean, mean / 5, control=0.00003, plots=kld_curves(mean, range(256, 513, 8))),
             "trajectory": trajectory_axis(
                 max(1, 95 - 4 * number), 4, survival=tuple((1 - number / n / 40) ** step for step in range(65))
             ),

@@ -104,14 +104,11 @@ def test_ratios_and_mebibytes_and_lengths_read_as_people_write_them() -> None:
 
 def test_the_summary_takes_what_stands_for_the_first_arm_and_the_ratio_to_the_reference() -> None:
     report = two(
-        rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600)),
-        rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300)),
+        rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600)), rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300))
     )
     assert summary(report) == {"prefill: rate, tok/s, tokens 2048, batch 1": ["400", "500 (1.25×)"]}
-
-
-def test_a_coordinate_that_never_differs_is_not_told() -> None:
-    assert list(summary(two(rates((128, 1, 500), (512, 1, 500)), {}))) == ["prefill: rate, tok/s, tokens 512"]
+    alike = two(rates((128, 1, 500), (512, 1, 500)), {})  # a coordinate that never differs is not told
+    assert list(summary(alike)) == ["prefill: rate, tok/s, tokens 512"]
 
 
 def test_an_arm_without_the_cell_has_no_figure_and_none_to_compare_with() -> None:
@@ -135,12 +132,8 @@ def test_a_ratio_that_the_repeats_cannot_tell_is_marked() -> None:
     assert ratio_of(near, base) == ratio_of(near, wide) == "≈ 1.15×"
     assert ratio_of(RATE.repeated([200]), base) == ratio_of(RATE(200), base) == "≈ 2.00×"
     assert ratio_of(None, base) == ratio_of(base, None) == ratio_of(base, RATE(0)) == "–"
-
-
-def test_what_is_measured_once_by_its_nature_has_a_plain_ratio() -> None:
-    size = Definition("kv", "bytes", "lower", exact=True, name="KV")
-    assert ratio_of(size(50), size(100)) == "0.50×"
-    assert ratio_of(RATE(50), RATE(100)) == "0.50×"
+    size = Definition("kv", "bytes", "lower", exact=True, name="KV")  # measured once by its nature
+    assert ratio_of(size(50), size(100)) == ratio_of(RATE(50), RATE(100)) == "0.50×"
 
 
 def test_a_reference_that_shares_its_name_is_told_from_the_candidate() -> None:
@@ -161,9 +154,11 @@ def test_every_column_of_the_rich_sample_is_there() -> None:
     ]
 
 
-def test_an_invalid_cell_is_no_figure_of_the_summary() -> None:
+def test_an_invalid_cell_is_no_figure_of_the_summary_and_has_no_ratio() -> None:
     both = two(loads((128, 1, True), (128, 2, False)), loads((128, 1, False), (128, 2, True), speed=2.0))
     assert summary(both) == {"serving: output rate, tok/s, concurrency 1": ["59.7", "–"]}
+    report = two(loads((128, 1, True)), loads((128, 1, False)))
+    assert {row.get("× ref.", "–") for row in table(report, "serving")} == {"–"}
 
 
 def test_time_taken_alone_is_no_bench() -> None:
@@ -253,11 +248,6 @@ def test_what_a_cell_says_besides_metrics_stands_beside_them_as_far_as_it_is_one
     assert not {"none", "list", "more"} & set(rows[0])
 
 
-def test_invalid_cells_have_no_ratio() -> None:
-    report = two(loads((128, 1, True)), loads((128, 1, False)))
-    assert {row.get("× ref.", "–") for row in table(report, "serving")} == {"–"}
-
-
 def test_loads_of_another_shape_have_a_table_of_their_own() -> None:
     rows = table(bench_report("bf16", serving=serving()), "serving", 1)
     assert [(row["context"], row["saturation"]) for row in rows] == [("128", "32"), ("32,768", "–")]
@@ -271,13 +261,6 @@ def test_no_line_is_wider_than_the_terminal(report: Report, width: int) -> None:
     assert max(cell_len(line.rstrip()) for line in printed(report, width).splitlines()) <= width
 
 
-def test_what_one_line_has_no_room_for_stands_below() -> None:
-    report = bench_report("bf16", "k16v8")
-    text = printed(report, 80)
-    assert "left out" not in text
-    assert all(word in text for word in ("goodput,", "p50/p95/p99,", "notes"))
-
-
 def test_a_bench_has_a_sentence_with_its_headline_and_the_ratio_to_the_reference() -> None:
     report = bench_report("bf16", "k16v8")
     lines = build_view(report).headlines
@@ -286,10 +269,12 @@ def test_a_bench_has_a_sentence_with_its_headline_and_the_ratio_to_the_reference
     assert all(line in " ".join(printed(report, 400).split()) for line in lines)
 
 
-def test_intervals_stand_behind_their_values_where_there_is_room() -> None:
+def test_intervals_stand_behind_their_values_where_there_is_room_and_other_columns_below() -> None:
     report = bench_report("bf16", prefill=prefill())
-    assert "2,937 (2,879–2,996)" in printed(report, 100)
-    assert "2,937 (2,879–2,996)" not in printed(report, 30)
+    assert ["2,937 (2,879–2,996)" in printed(report, width) for width in (100, 30)] == [True, False]
+    text = printed(bench_report("bf16", "k16v8"), 80)
+    assert "left out" not in text
+    assert all(word in text for word in ("goodput,", "p50/p95/p99,", "notes"))
 
 
 def test_an_arm_is_named_once_and_not_at_all_where_it_is_alone() -> None:
@@ -314,11 +299,12 @@ def test_benches_without_axes_have_no_verdicts_and_a_title_that_says_what_was_me
     assert build_view(bench_report()).facts == ()
 
 
-def test_arms_that_failed_are_said_without_verdicts_too() -> None:
-    report = bench_report("bf16", prefill=prefill()).model_copy(
-        update={"candidates": (broken("q8_0", Status.FAILED, "out of memory"),)}
-    )
+def test_arms_that_failed_and_what_concerns_all_metrics_of_a_bench_are_said_without_verdicts_too() -> None:
+    lost = {"candidates": (broken("q8_0", Status.FAILED, "out of memory"),)}
+    report = bench_report("bf16", prefill=prefill()).model_copy(update=lost)
     assert "q8_0: failed: out of memory" in printed(report)
+    found = prefill().model_copy(update={"flags": (Flag(kind="cache", text="what should be cold was not"),)})
+    assert "bf16: what should be cold was not" in printed(two({"prefill": found}, {}))
 
 
 def test_a_bench_that_failed_is_said_once_for_all_arms() -> None:
@@ -326,11 +312,6 @@ def test_a_bench_that_failed_is_said_once_for_all_arms() -> None:
     assert build_view(two({"prefill": failed}, {"prefill": failed})).failures == (
         "bf16, k16v8: prefill not supported: this engine answers no Timed probes",
     )
-
-
-def test_what_concerns_all_metrics_of_a_bench_is_said() -> None:
-    found = prefill().model_copy(update={"flags": (Flag(kind="cache", text="what should be cold was not"),)})
-    assert "bf16: what should be cold was not" in printed(two({"prefill": found}, {}))
 
 
 def test_hostile_text_is_literal_and_on_one_line() -> None:

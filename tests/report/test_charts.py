@@ -96,14 +96,10 @@ def points_of(d: str) -> list[tuple[float, float]]:
     return corners
 
 
-@pytest.mark.parametrize(("value", "place"), [(1e-4, 300), (1e-2, 200), (1, 100), (1e-9, 300), (50, 100), (0, 300)])
-def test_a_log_scale_puts_equal_ratios_at_equal_distances(value: float, place: float) -> None:
-    assert Scale(1e-4, 1, 300, 100, log=True)(value) == place
-
-
-@pytest.mark.parametrize(("value", "place"), [(10, 0), (15, 50), (20, 100), (9, 0), (99, 100)])
-def test_a_linear_scale_clips_at_its_ends(value: float, place: float) -> None:
-    assert Scale(10, 20, 0, 100)(value) == place
+def test_a_log_scale_puts_equal_ratios_at_equal_distances_and_scales_clip_at_their_ends() -> None:
+    log, linear = Scale(1e-4, 1, 300, 100, log=True), Scale(10, 20, 0, 100)
+    assert [log(value) for value in (1e-4, 1e-2, 1, 1e-9, 50, 0)] == [300, 200, 100, 300, 100, 300]
+    assert [linear(value) for value in (10, 15, 20, 9, 99)] == [0, 50, 100, 0, 100]
 
 
 @given(st.lists(positive, min_size=1), st.booleans())
@@ -133,15 +129,8 @@ def test_linear_ticks_are_round_and_not_more_than_asked(low: int, span: int, mos
 
 
 def test_ticks_name_the_place_where_they_stand() -> None:
-    scale = Scale(0, 50000, 0, 1000)
-    assert [(tick.at, tick.label) for tick in scale.ticks(5)] == [
-        (0, "0"),
-        (200, "10,000"),
-        (400, "20,000"),
-        (600, "30,000"),
-        (800, "40,000"),
-        (1000, "50,000"),
-    ]
+    ticks = [(tick.at, tick.label) for tick in Scale(0, 50000, 0, 1000).ticks(5)]
+    assert ticks == [(0, "0"), (200, "10,000"), (400, "20,000"), (600, "30,000"), (800, "40,000"), (1000, "50,000")]
 
 
 def test_log_ticks_are_decades_or_finer_in_a_short_range() -> None:
@@ -318,10 +307,6 @@ def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
     assert all(top <= y <= bottom for y in (*levels, *(y for _, y in marks(chart).values())))
 
 
-def test_no_points_no_chart() -> None:
-    assert draw_frontier((), ChartSize(860, 380)) is None
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
 def test_the_frontier_is_who_is_not_beaten(sizes: list[tuple[int, int]]) -> None:
     points = [FrontierPoint(str(n), size, kl, None, "pass") for n, (size, kl) in enumerate(sizes)]
@@ -344,6 +329,7 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
     place = marks(chart)
     [step] = parts(chart, "path", "step")
     assert points_of(step.get("d", "")) == [place["a"], (place["b"][0], place["a"][1]), place["b"]]
+    assert draw_frontier((), SIZE) is None
 
 
 @pytest.mark.parametrize("width", [360, 1120])

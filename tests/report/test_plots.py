@@ -111,9 +111,12 @@ def test_everything_lies_inside_the_drawing() -> None:
                 assert all(left <= x <= right and top <= y <= bottom for x, y in places), drawing.key
 
 
-def test_curves_of_one_key_share_a_chart() -> None:
-    chart = drawings(sample_report(), "axis")["by_length"].charts[0]
-    assert [stroke.get("data-arm") for stroke in parts(chart, "g", "stroke")] == ["candidate0", "candidate1"]
+def test_curves_of_one_key_share_a_chart_but_a_line_of_zeros_on_a_logarithmic_axis() -> None:
+    found = drawings(sample_report(), "axis")
+    strokes = parts(found["by_length"].charts[0], "g", "stroke")
+    assert [stroke.get("data-arm") for stroke in strokes] == ["candidate0", "candidate1"]
+    arms = {arm for _, arm, _ in found["position"].legend}
+    assert arms == {"control", "candidate0", "candidate1", "candidate2"}  # the identical candidate is left out
 
 
 def test_arms_have_colours_and_series_dashes() -> None:
@@ -127,16 +130,11 @@ def test_arms_have_colours_and_series_dashes() -> None:
     assert [name for name, arm, _ in drawing.legend if arm] == names
 
 
-def test_a_single_arms_series_have_colours() -> None:
+def test_a_single_arms_series_have_colours_and_hollow_points_are_explained_below_the_chart() -> None:
     drawing = drawn(*(curve((1, 2), series=name) for name in ("short", "long")))
-    assert [stroke.get("class") for stroke in parts(drawing.charts[0], "g", "stroke")] == [
-        "stroke s0 d0",
-        "stroke s1 d0",
-    ]
+    strokes = [stroke.get("class") for stroke in parts(drawing.charts[0], "g", "stroke")]
+    assert strokes == ["stroke s0 d0", "stroke s1 d0"]
     assert [name for name, *_ in drawing.legend] == ["short", "long"]
-
-
-def test_hollow_points_are_explained_below_the_chart() -> None:
     assert "Hollow" in drawn(curve((1, 2, 3), doubts=("", "not valid", ""))).caption
     assert "Hollow" not in drawn(curve((1, 2, 3))).caption
 
@@ -165,11 +163,6 @@ def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_no_line() -> 
         assert len(parts(chart, "rect", "box")) == 2
         assert len(parts(chart, "rect", "zone")) == 4
         assert "floor" not in {stroke.get("data-arm") for stroke in parts(chart, "g", "stroke")}
-
-
-def test_a_line_of_zeros_has_no_place_on_a_logarithmic_axis() -> None:
-    found = {arm for _, arm, _ in drawings(sample_report(), "axis")["position"].legend}
-    assert found == {"control", "candidate0", "candidate1", "candidate2"}  # the identical candidate is left out
 
 
 def test_cold_and_warm_starts_of_every_arm_are_bars() -> None:

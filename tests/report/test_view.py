@@ -14,7 +14,7 @@ from fidelab.report.markdown import render_markdown
 from fidelab.report.sections import Section, sections_of
 from fidelab.report.tables import cache_layers_of, runtime_table
 from fidelab.report.text import render_text
-from fidelab.report.view import ArmRow, build_view
+from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.numbers import (
     ABSENT,
@@ -33,6 +33,7 @@ from fidelab.results.numbers import (
     printable,
 )
 from fidelab.results.record import Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Verdict
+from tests.present import present
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -69,11 +70,8 @@ def test_kld_has_three_significant_digits(value: float | None, text: str) -> Non
     assert format_kld(value) == text
 
 
-def test_an_excess_shows_its_sign() -> None:
+def test_an_excess_shows_its_sign_and_a_lower_bound_is_marked() -> None:
     assert [format_kld(value, signed=True) for value in (0.01, -0.01, 0)] == ["+0.0100", "−0.0100", "0"]
-
-
-def test_a_lower_bound_is_marked() -> None:
     assert format_kld(0.5, bound=True) == "≥ 0.500"
 
 
@@ -116,29 +114,20 @@ def test_changes_are_percentages(
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [
-        (None, "–"),
-        (1, "100.00%"),
-        (0.999999, "> 99.99%"),
-        (0.00001, "< 0.01%"),
-        (0, "0.00%"),
-        (0.5, "50.00%"),
-    ],
+    [(None, "–"), (1, "100.00%"), (0.999999, "> 99.99%"), (0.00001, "< 0.01%"), (0, "0.00%"), (0.5, "50.00%")],
 )
 def test_shares_never_round_to_all_or_nothing(value: float | None, text: str) -> None:
     assert format_share(value) == text
 
 
-def test_scores_have_one_decimal() -> None:
+def test_scores_have_one_decimal_and_bytes_stand_in_full() -> None:
     assert [format_score(value) for value in (69.62, 100, None)] == ["69.6", "100.0", "–"]
-
-
-def test_bytes_stand_in_full() -> None:
     assert format_bytes(57344) == "57,344"
 
 
-def test_foreign_text_stays_on_its_line() -> None:
+def test_foreign_text_has_no_control_characters_and_stays_on_its_line_where_it_is_one() -> None:
     assert one_line("a\n\tb\x1b[31m\x00") == "a b\ufffd[31m\ufffd"
+    assert printable("a\n\tb\x1b[31m\u202e\x00c") == "a\n\tb\ufffd[31m\ufffd\ufffdc"
 
 
 @pytest.mark.parametrize(
@@ -158,14 +147,11 @@ def test_every_outcome_has_its_word(name: str, verdict: str, key: str) -> None:
     assert (row.mark, row.key) == (verdict, key)
 
 
-def test_an_arm_without_a_band_has_no_verdict() -> None:
-    report = sample_report(candidates=(arm("q4", verdict=Verdict(sentence="no verdict: too little text")),))
-    assert build_view(report).candidates[0].verdict == "no verdict"
-
-
-def test_the_reason_is_shown_even_where_the_sentence_lacks_it() -> None:
-    lost = arm("q4", status=Status.FAILED, reason="no memory", verdict=Verdict(sentence="not running"))
-    assert build_view(sample_report(candidates=(lost,))).candidates[0].sentence == "not running (no memory)"
+def test_an_arm_without_a_band_has_no_verdict_and_its_reason_is_shown_even_where_the_sentence_lacks_it() -> None:
+    bare = arm("q4", verdict=Verdict(sentence="no verdict: too little text"))
+    lost = arm("q5", status=Status.FAILED, reason="no memory", verdict=Verdict(sentence="not running"))
+    first, second = build_view(sample_report(candidates=(bare, lost))).candidates
+    assert (first.verdict, second.sentence) == ("no verdict", "not running (no memory)")
 
 
 def test_a_verdicts_further_notes_stand_in_its_row() -> None:
@@ -176,18 +162,16 @@ def test_a_verdicts_further_notes_stand_in_its_row() -> None:
     assert "Rounding noise 0.0001" in row.others
 
 
-def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
-    axes = {"kld": kld_axis(0.02, 0.001, control=0.01, bound=True)}
-    view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
+def test_topk_figures_are_lower_bounds_and_have_no_excess_and_a_negative_one_is_shown_as_such() -> None:
+    def view_of(axis: Measurement) -> View:
+        return build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes={"kld": axis}),)))
+
+    view = view_of(kld_axis(0.02, 0.001, control=0.01, bound=True))
     row = view.candidates[0]
     assert (row.kld.value, row.excess.value) == ("≥ 0.0200", "–")
     assert [point.name for point in view.points] == ["bf16"]
-
-
-def test_a_negative_excess_is_shown_as_such() -> None:
-    axes = {"kld": kld_axis(0.02, 0.001, over=(-0.001, (-0.002, 0)))}
-    view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
-    assert str(view.candidates[0].excess) == "−0.00100 (−0.0020 to 0)"
+    less = view_of(kld_axis(0.02, 0.001, over=(-0.001, (-0.002, 0))))
+    assert str(less.candidates[0].excess) == "−0.00100 (−0.0020 to 0)"
 
 
 def test_failed_items_are_listed_with_their_counts() -> None:
@@ -198,12 +182,11 @@ def test_failed_items_are_listed_with_their_counts() -> None:
     )
 
 
-def test_a_missing_floor_and_control_are_said() -> None:
+def test_a_missing_floor_and_control_are_said_and_a_broken_control_says_why() -> None:
     view = build_view(sample_report(floor={}, control=None))
-    assert (view.floor, view.control) == (
-        "Run-to-run noise (reference against itself): not measured",
-        "Control: none",
-    )
+    assert (view.floor, view.control) == ("Run-to-run noise (reference against itself): not measured", "Control: none")
+    view = build_view(sample_report(control=arm("bf16", status=Status.FAILED, reason="killed")))
+    assert view.control == "Control bf16: failed: killed"
 
 
 def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:
@@ -213,11 +196,6 @@ def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:
     first, second, last = view.control.split(". ")
     assert (first[:13], second[:21]) == ("Control bf16:", "Control bf16 (eager):")
     assert last == "The excess over the control is the paired difference to it"
-
-
-def test_a_broken_control_says_why() -> None:
-    view = build_view(sample_report(control=arm("bf16", status=Status.FAILED, reason="killed")))
-    assert view.control == "Control bf16: failed: killed"
 
 
 def test_asked_and_ran_stand_side_by_side() -> None:
@@ -234,8 +212,7 @@ def test_layers_of_one_setting_share_a_row_that_says_where_their_scales_come_fro
     fp8 = {"format": "fp8_e4m3", "dtype": "uint8", "k_scale": 0.5, "v_scale": 1.0, "scale_source": "checkpoint"}
     rows = [{"layer": n, **(native if n in (0, 3) else fp8)} for n in range(4)]
     table = cache_layers_of([arm("mixed", ran=RuntimeRecord.model_validate({"cache_layers": rows}))])
-    assert table is not None
-    assert table.rows == (
+    assert present(table).rows == (
         ("mixed", "layers 0, 3", "bfloat16", "–", "–"),
         ("mixed", "layers 1–2", "fp8_e4m3", "0.5–1", "checkpoint"),
     )
@@ -290,17 +267,10 @@ def test_a_heading_names_the_unit_unless_the_values_or_the_name_do(name: str, un
     assert heading(name, unit) == text
 
 
-def test_texts_keep_their_lines_but_no_control_characters() -> None:
-    assert printable("a\n\tb\x1b[31m\u202e\x00c") == "a\n\tb\ufffd[31m\ufffd\ufffdc"
-
-
-def test_the_size_is_told_against_a_16_bit_cache_under_a_32_bit_reference_too() -> None:
+def test_the_size_is_told_against_a_16_bit_cache_and_without_one_against_the_reference() -> None:
     assert [row.size.value for row in build_view(sample_report()).rows[:4]] == ["–", "–", "−25%", "−50%"]
     [_, *without] = build_view(sample_report(control=None)).rows  # half of the 32-bit reference
     assert without[0].size.value == "−25%"
-
-
-def test_without_a_16_bit_size_the_size_is_told_against_the_reference() -> None:
     reference = arm("q8_0", ran=RuntimeRecord(k_dtype="q8_0", v_dtype="q8_0", cache_bytes_per_token=24480))
     candidates = (candidate("q4_0", 0.1, "FAIL", 12960, "x"),)
     view = build_view(sample_report(reference=reference, control=None, candidates=candidates))
@@ -416,19 +386,16 @@ def test_what_repeats_is_counted() -> None:
     assert floor_of(kld=kld_axis(0, 0, n_items=255, contexts=contexts)) == f"kld (1,278 of 1,278 items) is{HERE}"
 
 
-def test_a_floor_that_does_not_repeat_is_told_by_its_cost() -> None:
+def test_a_floor_of_any_axis_that_does_not_repeat_is_told_by_its_cost() -> None:
     greedy = trajectory_axis(95, 3, exact=0.5, n_items=8)
     apart = "trajectory: 4 of 8 items repeat, trajectory 95.0 (92–98)"
-    assert floor_of(trajectory=greedy, kld=kld_axis(0.001, 0.0005)) == (f"{apart}; kld: mean 0.00100 (0.00050–0.0015)")
-    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (f"kld (510 of 510 items) is{HERE}; {apart}")
-
-
-def test_the_floor_of_any_axis_is_told() -> None:
     same = Measurement(status=Status.IDENTICAL)
     other = Measurement(status=Status.OK, metrics=(Definition("score", "points")(98.0),))
     assert floor_of(rniah=same) == f"rniah is{HERE}"
     assert floor_of(rniah=same, plad=other) == f"rniah is{HERE}; plad 98.0"
     assert floor_of(perplexity=Measurement(status=Status.OK)) == "perplexity: measured"
+    assert floor_of(trajectory=greedy, kld=kld_axis(0.001, 0.0005)) == (f"{apart}; kld: mean 0.00100 (0.00050–0.0015)")
+    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (f"kld (510 of 510 items) is{HERE}; {apart}")
 
 
 NO_JITTER = "Rounding noise was not measured"
@@ -483,10 +450,13 @@ def printed(report: Report) -> str:
 
 
 @pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
-def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> None:
+def test_every_face_says_what_was_modified_and_what_an_engine_remarks_on_how_an_arm_ran(
+    face: Callable[[Report], str],
+) -> None:
     ran = {
         "provenance": {"torch": "stock", "vllm": "modified: 1 file differs from the package, first a.py"},
         "pythonpath": [{"folder": "patched", "sha256": "0123abcd4567"}],
+        "remarks": ["FlashAttention 3 also quantized queries to FP8"],
     }
     shimmed = candidate("q4", 0.02, "PASS", 1, "safe", ran=RuntimeRecord.model_validate(ran))
     shown, plain = (
@@ -495,18 +465,10 @@ def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> Non
     for mark in ("modified", SHIM):
         assert mark in shown.split('type="application/json"')[0]
     assert "ran with" not in plain
+    assert "q4: FlashAttention 3 also quantized queries to FP8" in shown.split('type="application/json"')[0]
     assert list(sample_report(candidates=(shimmed,)).to_pandas()["modified"].dropna()) == [
         SHIM.removeprefix("ran with ").replace(", shim", "; shim")
     ]
-
-
-@pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
-def test_every_face_shows_what_an_engine_remarks_on_how_an_arm_ran(face: Callable[[Report], str]) -> None:
-    remark = "FlashAttention 3 also quantized queries to FP8"
-    ran = RuntimeRecord.model_validate({"remarks": [remark]})
-    marked = candidate("fp8", 0.02, "PASS", 1, "safe", ran=ran)
-    shown = face(sample_report(candidates=(marked,))).split('type="application/json"')[0]
-    assert f"fp8: {remark}" in shown
 
 
 @pytest.mark.parametrize("face", [printed, render_html, render_markdown], ids=["text", "html", "markdown"])
@@ -576,10 +538,7 @@ def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> 
     assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 (0.0050–0.015)"), ("q4_0", "failed", "–"))
     titles = {found.name: found.title for found in sections_of(report)}
     assert (titles["rniah"], titles["perplexity"]) == ("Is it so?", "perplexity")
-
-
-def test_without_other_axes_there_is_no_summary_of_them() -> None:
-    alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})
+    alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})  # without other axes there is no summary of them
     assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()
 
 
@@ -590,8 +549,7 @@ def test_arms_that_differ_in_weights_alone_are_plotted_over_the_size_of_their_we
     smaller = smaller.model_copy(update={"ran": smaller.ran.model_copy(update={"weight_bytes": 80 << 20})})
     view = build_view(sample_report(reference=reference, control=None, controls=(), candidates=(smaller,)))
     assert [(point.size, point.unit) for point in view.points] == [(80.0, "MiB of weights")]
-    assert view.reference is not None
-    assert (view.reference.size, view.reference.unit) == (300.0, "MiB of weights")
+    assert (present(view.reference).size, present(view.reference).unit) == (300.0, "MiB of weights")
 
 
 def test_what_ran_says_in_how_many_layers_and_forwards_the_format_was_seen() -> None:

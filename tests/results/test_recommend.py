@@ -40,6 +40,12 @@ def arm(
     kld = kld_axis(mean, mean / 10)
     metrics = tuple(m.model_copy(update={"ci": ci}) if m.key == "mean" else m for m in kld.metrics)
     band = None if ci is None else kl_band(ci[1])
+    counted = {"n_clusters": n, "n_failed": 0, "cluster": "document"}
+    sums: dict[str, Any] = {
+        "kl": tuple((POSITIONS * means).tolist()),
+        "probability_loss": tuple((POSITIONS * lost).tolist()),
+    }
+    documents_ = DocumentSums(context=512, documents=tuple(range(n)), positions=(POSITIONS,) * n, **sums)
     return ArmRecord(
         status=Status.OK,
         name=name,
@@ -48,35 +54,17 @@ def arm(
         kv=KVSpec.parse("fp8"),
         serve_command=f"vllm serve m --kv-cache-dtype {name}",
         ran=RuntimeRecord(k_dtype=name, v_dtype=name, cache_bytes_per_token=size),
-        axes={
-            "kld": kld.model_copy(update={"metrics": metrics, "n_clusters": n, "n_failed": 0, "cluster": "document"})
-        },
+        axes={"kld": kld.model_copy(update={"metrics": metrics, **counted})},
         verdict=Verdict.model_validate({"band": band and band.value, "sentence": "s"}),
         certificates={"kld": Certificate.of(certificate, [512], [flips])},
-        documents=(
-            DocumentSums(
-                context=512,
-                documents=tuple(range(n)),
-                positions=(POSITIONS,) * n,
-                kl=tuple((POSITIONS * means).tolist()),
-                probability_loss=tuple((POSITIONS * lost).tolist()),
-            ),
-        ),
+        documents=(documents_,),
     )
 
 
 def report(*arms: ArmRecord) -> Report:
     reference = arm("bf16", 1000, 0.0).model_copy(update={"axes": {}, "verdict": None, "certificates": {}})
-    return whole_report().model_copy(
-        update={
-            "reference": reference,
-            "control": None,
-            "controls": (),
-            "candidates": arms,
-            "comparisons": (),
-            "attribution": (),
-        }
-    )
+    none = {"control": None, "controls": (), "comparisons": (), "attribution": ()}
+    return whole_report().model_copy(update={"reference": reference, "candidates": arms, **none})
 
 
 def advice(*arms: ArmRecord, **limits: float) -> Recommendation:
@@ -92,12 +80,8 @@ def failing(one: ArmRecord, **verdict: Any) -> ArmRecord:
     return one.model_copy(update={"verdict": one.verdict.model_copy(update=verdict)})
 
 
-BIG, SMALL, TINY, BAD = (
-    arm("big", 750, 0.0004),
-    arm("small", 500, 0.0006),
-    arm("tiny", 250, 0.02),
-    arm("bad", 100, 0.2, 0.02),
-)
+BIG, SMALL, TINY = (arm(*sizes) for sizes in (("big", 750, 0.0004), ("small", 500, 0.0006), ("tiny", 250, 0.02)))
+BAD = arm("bad", 100, 0.2, 0.02)
 
 
 def test_the_smallest_arm_of_the_best_class_is_recommended_with_its_command() -> None:
@@ -186,9 +170,8 @@ def test_of_candidates_that_cannot_be_told_apart_the_smaller_one_is_kept() -> No
 
 
 def test_an_emulated_format_is_ranked_by_what_it_would_take_packed() -> None:
-    ran = RuntimeRecord.model_validate(
-        {"cache_bytes_per_token": 1000.0, "emulated": True, "packed_bytes_per_token": 400.0}
-    )
+    bits = {"cache_bytes_per_token": 1000.0, "emulated": True, "packed_bytes_per_token": 400.0}
+    ran = RuntimeRecord.model_validate(bits)
     int3 = SMALL.model_copy(update={"name": "int3", "ran": ran, "serve_command": None})
     assert (found := recommend(report(BIG, int3, SMALL))) is not None
     assert (found.arm, found.saving) == ("int3", 0.6)
@@ -382,13 +365,7 @@ def test_a_candidate_is_settled_by_what_more_windows_cannot_change() -> None:
     undecided = arm("undecided", 700, 0.007)
     every = report(SMALL, TINY, BAD, undecided, arm("large", 900, 0.007))
     assert settled(every, min_saving=0.2) == {"small", "tiny", "bad", "large"}
-
-
-def test_a_limit_that_few_documents_do_not_show_is_not_settled() -> None:
-    """The upper end of the share of changed tokens falls with every window."""
+    # the upper end of the share of changed tokens falls with every window
     assert settled(report(SMALL), max_flips=1e-6) == set()
-
-
-def test_a_beaten_candidate_that_is_undecided_is_not_settled() -> None:
-    """While it is undecided, no smaller one is confirmed."""
+    # while a beaten one is undecided, no smaller one is confirmed
     assert settled(report(arm("beaten", 750, 0.007), SMALL)) == {"small"}

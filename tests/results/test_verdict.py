@@ -70,11 +70,7 @@ def verdict(arm: ArmRecord, *others: ArmRecord, n_ctx: int | None = None, state:
 CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
     (record(status=Status.FAILED, reason="out of\nmemory"), {}, "not running: out of memory"),
     (record(status=Status.NOT_SUPPORTED, reason="hf has: bf16"), {}, "not supported: hf has: bf16"),
-    (
-        record(status=Status.NOT_ENGAGED, reason="the cache holds bf16"),
-        {},
-        "format not applied: the cache holds bf16",
-    ),
+    (record(status=Status.NOT_ENGAGED, reason="the cache holds bf16"), {}, "format not applied: the cache holds bf16"),
     (
         record(status=Status.NOT_ENGAGED, reason="K is bfloat16", forced=True),
         {},
@@ -98,16 +94,8 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
     ),
     (record(), {}, "no verdict: full-vocabulary KLD was not measured"),
     (record(reason="KLD failed: time-out"), {}, "no verdict: KLD failed: time-out"),
-    (
-        record(kld=0.002, topk=True),
-        {},
-        "no verdict: only a lower bound could be measured (KLD ≥ 0.00200)",
-    ),
-    (
-        record(kld=0.02, topk=True),
-        {},
-        "no verdict, at best PASS: only a lower bound could be measured (KLD ≥ 0.0200)",
-    ),
+    (record(kld=0.002, topk=True), {}, "no verdict: only a lower bound could be measured (KLD ≥ 0.00200)"),
+    (record(kld=0.02, topk=True), {}, "no verdict, at best PASS: only a lower bound could be measured (KLD ≥ 0.0200)"),
     (record(kld=0.512, topk=True), {}, "do not use, KLD at least 0.512. Try k16v8."),
     (
         record(kld=0.07),
@@ -140,21 +128,13 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
         "safe, KLD 0.0200 (0.015–0.025). The top token changes at 20.0% of positions, only at near ties.",
     ),
     (record("int4", *COARSE), {}, "do not use, KLD 0.712 (0.36–0.80). Try k16v8."),
-    (
-        record(kld=0.07, ci=(0.06, 0.09)),
-        {},
-        "use with care, KLD 0.0700 (0.060–0.090). Try k16v8.",
-    ),
+    (record(kld=0.07, ci=(0.06, 0.09)), {}, "use with care, KLD 0.0700 (0.060–0.090). Try k16v8."),
     (
         record("int4/bf16", *COARSE),
         {},
         "do not use, KLD 0.712 (0.36–0.80). Quantizing the keys causes the loss, try k16v8.",
     ),
-    (
-        record("q4_0", *COARSE, wider_keys="f16/q8_0"),
-        {},
-        "do not use, KLD 0.712 (0.36–0.80). Try f16/q8_0.",
-    ),
+    (record("q4_0", *COARSE, wider_keys="f16/q8_0"), {}, "do not use, KLD 0.712 (0.36–0.80). Try f16/q8_0."),
     (
         record("bf16/int2", 0.4, (0.2, 0.5)),
         {},
@@ -240,14 +220,10 @@ def test_imported_figures_without_an_interval_say_why() -> None:
     assert found.sentence == "no verdict, at best DEGRADED: the file holds no windows"
 
 
-@pytest.mark.parametrize("name", ["bf16", "f16", "F32", "fp16", "float32", "bfloat16", "auto", "native"])
-def test_native_formats_are_known_by_all_their_names(name: str) -> None:
-    assert is_native(name)
-
-
-@pytest.mark.parametrize("name", ["fp8_e4m3", "q8_0", "int4", "fp8", "f16x", "turbo3"])
-def test_coarse_formats_are_not_native(name: str) -> None:
-    assert not is_native(name)
+def test_native_formats_are_known_by_all_their_names_and_coarse_ones_are_not_native() -> None:
+    native = ("bf16", "f16", "F32", "fp16", "float32", "bfloat16", "auto", "native")
+    coarse = ("fp8_e4m3", "q8_0", "int4", "fp8", "f16x", "turbo3")
+    assert [name for name in (*native, *coarse) if is_native(name)] == [*native]
 
 
 def test_a_preliminary_verdict_says_so_and_what_it_takes() -> None:
@@ -283,8 +259,7 @@ def test_what_two_clauses_have_no_room_for_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ci", "said"),
-    [((1.8e-5, 0.00013), "0.00002–0.00013"), ((1.8e-5, 2.7e-5), "below 0.0001"), ((0.0, 0.0), "0")],
+    ("ci", "said"), [((1.8e-5, 0.00013), "0.00002–0.00013"), ((1.8e-5, 2.7e-5), "below 0.0001"), ((0.0, 0.0), "0")]
 )
 def test_an_interval_in_a_sentence_has_no_exponent(ci: tuple[float, float], said: str) -> None:
     assert verdict(record(kld=ci[1], ci=ci)).sentence.endswith(f"({said})")

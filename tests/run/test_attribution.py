@@ -17,6 +17,7 @@ from fidelab.results.compare import compare
 from fidelab.results.record import Report
 from fidelab.run.pairing import ArmResult
 from fidelab.run.scoring import RunFacts, score_run
+from tests.present import present
 from tests.run.harness import Done, run_fake
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})
@@ -58,10 +59,8 @@ def relabelled(done: Done, roles: dict[str, str], **changed: dict[str, Any]) -> 
 def part_means(report: Report) -> tuple[float | None, float | None, float | None]:
     """Mean KL of the one attribution's three parts: here, of the kernel alone, of the format alone."""
     [found] = report.attribution
-    assert found.here is not None
-    assert found.kernel is not None
     assert found.format is not None
-    return found.here.mean, found.kernel.mean, found.format.mean
+    return present(found.here).mean, present(found.kernel).mean, found.format.mean
 
 
 def test_each_part_is_the_kl_over_its_own_reference(done: Done) -> None:
@@ -77,11 +76,9 @@ def test_the_differences_are_paired_and_carry_intervals(done: Done) -> None:
     report = relabelled(done, {"exact": "reference", "exact:tilt[q=0.6]": "candidate:tilt[q=0.52]"})
     [found] = report.attribution
     assert found.here_minus_kernel is not None
-    assert found.here_minus_format is not None
-    assert found.format_minus_kernel is not None
     assert found.here_minus_kernel.mean == pytest.approx(kl(0.6) - kl(0.55), rel=1e-4)
-    assert found.here_minus_format.mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
-    assert found.format_minus_kernel.mean == pytest.approx(kl(0.52) - kl(0.55), rel=1e-4)
+    assert present(found.here_minus_format).mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+    assert present(found.format_minus_kernel).mean == pytest.approx(kl(0.52) - kl(0.55), rel=1e-4)
     assert found.here_minus_kernel.ci is not None
     low, high = found.here_minus_kernel.ci
     assert low <= found.here_minus_kernel.mean <= high
@@ -89,8 +86,7 @@ def test_the_differences_are_paired_and_carry_intervals(done: Done) -> None:
 
 def test_the_truth_is_measured_over_the_reference(done: Done) -> None:
     report = relabelled(done, {"truth": "candidate:tilt[q=0.52]"})
-    assert report.truth is not None
-    assert report.truth.axes["kld"].value("mean") == pytest.approx(kl(0.52), rel=1e-4)
+    assert present(report.truth).axes["kld"].value("mean") == pytest.approx(kl(0.52), rel=1e-4)
     [found] = report.attribution
     assert found.format is None
     assert found.here_minus_format is None
@@ -99,10 +95,8 @@ def test_the_truth_is_measured_over_the_reference(done: Done) -> None:
 def test_an_arm_with_native_queries_is_measured_over_the_reference(done: Done) -> None:
     report = relabelled(done, {"queries:tilt[q=0.6]": "candidate:tilt[q=0.52]"})
     [found] = report.attribution
-    assert found.native_queries is not None
-    assert found.native_queries.mean == pytest.approx(kl(0.52), rel=1e-4)
-    assert found.here_minus_native_queries is not None
-    assert found.here_minus_native_queries.mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+    assert present(found.native_queries).mean == pytest.approx(kl(0.52), rel=1e-4)
+    assert present(found.here_minus_native_queries).mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
     assert [arm.name for arm in report.candidates] == ["tilt[q=0.6]"]
     out = io.StringIO()
     render_text(report, Console(file=out, width=160), details=True)
@@ -143,25 +137,21 @@ def test_an_excess_is_over_the_control_that_took_the_same_kernel_path(done: Done
     [arm] = report.candidates
     assert arm.axes["kld"].value("over_control") == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
     assert (arm.control, [control.name for control in report.controls]) == ("tilt[q=0.52]", ["tilt[q=0.52]"])
-    assert report.control is not None
-    assert report.control.name == "tilt[q=0.55]"
-    assert arm.verdict is not None
-    assert not any("attention" in fact for fact in arm.verdict.because)
+    assert present(report.control).name == "tilt[q=0.55]"
+    assert not any("attention" in fact for fact in present(arm.verdict).because)
 
 
 def test_the_kernel_part_is_the_control_of_the_same_kernel_path(done: Done) -> None:
     roles = {"control:eager": "candidate:tilt[q=0.52]", "exact": "reference"}
     [found] = relabelled(done, roles, **PATHS).attribution
-    assert found.kernel is not None
-    assert found.kernel.mean == pytest.approx(kl(0.52), rel=1e-5)
+    assert present(found.kernel).mean == pytest.approx(kl(0.52), rel=1e-5)
 
 
 def test_a_candidate_that_ran_another_kernel_without_a_control_says_so(done: Done) -> None:
     ran = {"reference": {"engine": "hf", "attention": "fidelab"}, "control": {"engine": "hf", "attention": "fidelab"}}
     report = relabelled(done, {}, **ran, candidate={"engine": "hf", "attention": "sdpa"})
     [arm] = report.candidates
-    assert arm.verdict is not None
-    assert "attention is sdpa here and fidelab in the reference" in arm.verdict.because[-1]
+    assert "attention is sdpa here and fidelab in the reference" in present(arm.verdict).because[-1]
 
 
 def test_an_excess_over_another_control_is_not_compared_with_one_over_the_run_s(done: Done) -> None:

@@ -16,7 +16,7 @@ import pytest
 from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import dump_manifest
 from fidelab.ledger.reference import json_schema
-from fidelab.results.record import Borrowed, MachineDifference, Report
+from fidelab.results.record import MachineDifference, Report
 from fidelab.results.store import RunFolder
 from fidelab.results.verdict import judged, widened
 from fidelab.run.pipeline import rescore
@@ -86,15 +86,6 @@ def test_on_a_language_model_the_figures_are_the_local_ones_bit_for_bit(tmp_path
     assert "weights dequantized from Q4_1, Q8_0" in " ".join(there.out.split())
 
 
-def test_nothing_of_a_borrowed_reference_runs_here(packed: Path, tmp_path: Path) -> None:
-    done = borrow(tmp_path, packed)
-    events = [json.loads(line) for line in (done.folder / "events.jsonl").read_text().splitlines()]
-    started = {event["role"]: event["missing"] for event in events if event["event"] == "job_started"}
-    assert started.pop("reference") == []
-    assert f"candidate:{KV}" in started
-    assert not {"control", "floor"} & started.keys()
-
-
 def test_a_run_does_not_take_borrowed_outputs_for_its_own(packed: Path, tmp_path: Path) -> None:
     borrow(tmp_path, packed)
     own = compare(tmp_path, KV, flags=HIDDEN, windows=12)
@@ -104,10 +95,16 @@ def test_a_run_does_not_take_borrowed_outputs_for_its_own(packed: Path, tmp_path
     assert missing
 
 
-def test_the_first_screen_says_where_the_reference_is_from_and_that_machines_may_differ(
+def test_nothing_of_a_borrowed_reference_runs_here_and_the_first_screen_says_where_it_is_from(
     packed: Path, tmp_path: Path
 ) -> None:
-    out = " ".join(borrow(tmp_path, packed).out.split())
+    done = borrow(tmp_path, packed)
+    events = [json.loads(line) for line in (done.folder / "events.jsonl").read_text().splitlines()]
+    started = {event["role"]: event["missing"] for event in events if event["event"] == "job_started"}
+    assert started.pop("reference") == []
+    assert f"candidate:{KV}" in started
+    assert not {"control", "floor"} & started.keys()
+    out = " ".join(done.out.split())
     assert "reference borrowed from pack (" in out
     assert "difference between machines unknown" in out
 
@@ -269,16 +266,16 @@ def test_windows_of_a_private_log_are_not_packed(tmp_path: Path) -> None:
     assert "are of a log of requests" in refused(cli("share", "reference", done.folder, "--to", "pack", cwd=tmp_path))
 
 
-def test_a_folder_that_exists_is_not_written_to(local: Done, pack: Path) -> None:
+def test_a_folder_that_exists_is_not_written_to_and_what_an_interrupted_packing_left_is_replaced(
+    local: Done, pack: Path
+) -> None:
     before = manifest_of(pack)
     assert cli("share", "reference", local.folder, "--to", pack, cwd=local.cwd).code == 2
     assert manifest_of(pack) == before
-
-
-def test_what_an_interrupted_packing_left_is_replaced(local: Done, tmp_path: Path) -> None:
-    (tmp_path / ".partial-pack-abc" / "pack" / "captures").mkdir(parents=True)
-    assert cli("share", "reference", local.folder, "--to", tmp_path / "pack", cwd=local.cwd).code == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+    room = pack.parent / "room"
+    (room / ".partial-pack-abc" / "pack" / "captures").mkdir(parents=True)
+    assert cli("share", "reference", local.folder, "--to", room / "pack", cwd=local.cwd).code == 0
+    assert [path.name for path in room.iterdir()] == ["pack"]
 
 
 def test_a_borrowed_reference_is_not_packed_again(packed: Path, tmp_path: Path) -> None:
@@ -330,10 +327,7 @@ def test_a_pack_says_how_far_a_run_on_another_machine_is(local: Done, tmp_path: 
     assert (found["mean"], found["machines"][1]) == (0.0, "another one")
     out = " ".join(borrow(tmp_path, tmp_path / "pack").out.split())
     assert "verdicts allow for 0 between machines" in out
-
-
-def test_a_run_on_the_same_machine_is_no_other_one(local: Done, tmp_path: Path) -> None:
-    words = ("share", "reference", local.folder, "--to", tmp_path / "pack", "--other", local.folder)
+    words = ("share", "reference", local.folder, "--to", tmp_path / "same", "--other", local.folder)
     assert "was made on the same machine" in refused(cli(*words, cwd=local.cwd))
 
 
@@ -356,10 +350,6 @@ def test_a_verdict_allows_for_the_difference_between_machines(packed: Path, tmp_
         bands.append(again.verdict.band)
     assert arm.verdict is not None
     assert bands == [arm.verdict.band, arm.verdict.band, "FAIL"]
-
-
-def test_a_record_of_a_borrowed_reference_needs_no_difference() -> None:
-    assert Borrowed(place="x", sha256="y", machine="z").difference is None
 
 
 def test_the_manifest_holds_to_its_schema_which_is_the_one_in_its_folder(packed: Path) -> None:

@@ -117,12 +117,8 @@ class Chaos:
     def run(self, role: str, *, count: int = 0, after: float | None = None) -> bool:
         """Run the command, and kill the role at its ``count``-th step or ``after`` seconds; whether that struck."""
         steps = self.order(role, "kill", count)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fidelab", *self.words()],
-            cwd=self.room,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        line, quiet = [sys.executable, "-m", "fidelab", *self.words()], subprocess.DEVNULL
+        process = subprocess.Popen(line, cwd=self.room, stdout=quiet, stderr=quiet)
         family = struck = set[psutil.Process]()
         began = time.monotonic()
         while process.poll() is None:
@@ -235,8 +231,7 @@ def command(chaos: Chaos, *words: object, **more: Any) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize(
-    ("role", "share"),
-    first([("parent", 0.3), ("worker", 0.6), ("parent", 0.02), ("parent", 0.9), ("worker", 0.02)], 2),
+    ("role", "share"), first([("parent", 0.3), ("worker", 0.6), ("parent", 0.02), ("parent", 0.9), ("worker", 0.02)], 2)
 )
 def test_a_disk_that_fills_up_is_said_and_room_made_the_run_goes_on(role: str, share: float, chaos: Chaos) -> None:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)
@@ -271,12 +266,8 @@ def test_a_folder_that_may_only_be_read_is_read_or_named(chaos: Chaos) -> None:
     chaos.order("all", "EROFS", 1)
     for reading in (f"report {folder}", "runs list"):
         assert command(chaos, *reading.split()).returncode == 0, reading
-    for writing in (
-        f"report {folder} --rescore",
-        f"compare --resume {folder}",
-        " ".join(WORDS),
-        f"report {folder} --format lm-eval -o runs/r",
-    ):
+    going_on = (f"compare --resume {folder}", " ".join(WORDS))
+    for writing in (f"report {folder} --rescore", *going_on, f"report {folder} --format lm-eval -o runs/r"):
         done = command(chaos, *writing.split())
         assert done.returncode == 2, writing
         assert "Read-only file system" in done.stderr, writing

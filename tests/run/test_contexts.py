@@ -20,7 +20,6 @@ from tests.run.test_run_closed_forms import tilt
 
 SHORT, LONG, WINDOWS, LONGER = 16, 64, 24, 6  # 24 · 16 / 64 windows of the longer context
 CONTROL, MIXED = 0.52, [0.62, 0.68] * (WINDOWS // 2)
-PREFILLS = {f"kld.{SHORT}": WINDOWS * (SHORT // 2 - 1), f"kld.{LONG}": LONGER * (LONG // 2 - 1)}  # part → rows
 
 
 def answer_anew(run: Done, role: str, n_ctx: int, qs: Sequence[float]) -> None:
@@ -64,11 +63,8 @@ def kld(run: Done, arm: str) -> Measurement:
 
 
 def test_every_context_is_a_part_of_the_axis_with_its_own_captures(run: Done) -> None:
-    assert {*run.report["comparability_key"]} == {*PREFILLS}
-    assert {name: one["settings"]["n_ctx"] for name, one in run.report["comparability_key"].items()} == {
-        f"kld.{SHORT}": SHORT,
-        f"kld.{LONG}": LONG,
-    }
+    asked = {name: one["settings"]["n_ctx"] for name, one in run.report["comparability_key"].items()}
+    assert asked == {f"kld.{SHORT}": SHORT, f"kld.{LONG}": LONG}
 
 
 def test_the_verdict_rests_on_the_worst_context(run: Done) -> None:

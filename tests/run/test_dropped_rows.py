@@ -29,11 +29,10 @@ from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inpu
 
 ARMS = ("tilt[q=0.6]", "tilt[q=0.9]", "nan-row[item=3,row=2]", "small-vocab[cut=16,q=0.5]")
 AXES = ("--axes", "kld,forced,perplexity,trajectory", "--set", "axes.perplexity.contexts=[32]")
-FLAGS = AXES
 
 
 def _run(folder: Path, *flags: str, kv: tuple[str, ...] = ARMS) -> Done:
-    done = compare(folder, *kv, flags=(*FLAGS, *flags), windows=12)
+    done = compare(folder, *kv, flags=(*AXES, *flags), windows=12)
     assert done.code == 0, done.err
     return done
 
@@ -54,19 +53,16 @@ def _captures(done: Done) -> dict[str, Capture]:
     return {f"{c.manifest['asked']['kv']['label']} {c.axis} {c.manifest['key']['replicate']}": c for c in found}
 
 
-def test_report_is_the_same_without_the_rows(kept: Done, dropped: Done) -> None:
+def test_report_is_the_same_without_the_rows_and_no_capture_keeps_any(kept: Done, dropped: Done) -> None:
     assert _scored(kept) == _scored(dropped)
+    assert not any("logprobs" in capture.names(0) for capture in _captures(dropped).values())
+    assert any("logprobs" in capture.names(0) for capture in _captures(kept).values())
 
 
 def _scored(done: Done) -> dict[str, object]:
     """What was measured, without settings, which name the folder."""
     report = same_report(done.report)
     return {**report, "settings": None}
-
-
-def test_no_capture_keeps_rows(kept: Done, dropped: Done) -> None:
-    assert not any("logprobs" in capture.names(0) for capture in _captures(dropped).values())
-    assert any("logprobs" in capture.names(0) for capture in _captures(kept).values())
 
 
 def test_rows_of_candidates_are_gone_when_they_have_answered(
@@ -142,13 +138,9 @@ def test_kept_rows_are_captured_again_where_they_are_gone(tmp_path: Path) -> Non
 
 
 def test_reference_keeps_its_rows_for_a_candidate_that_failed(tmp_path: Path) -> None:
-    compare(tmp_path, *ARMS[:2], flags=(*FLAGS, "--engine-arg", f"crash={ARMS[1]}:1"), windows=12)
-    kept = {
-        capture.manifest["asked"]["kv"]["label"]
-        for capture in _captures_in(tmp_path)
-        if capture.axis == "kld" and "logprobs" in capture.names(0)
-    }
-    assert kept == {"exact"}
+    compare(tmp_path, *ARMS[:2], flags=(*AXES, "--engine-arg", f"crash={ARMS[1]}:1"), windows=12)
+    rows = [capture for capture in _captures_in(tmp_path) if "logprobs" in capture.names(0)]
+    assert {capture.manifest["asked"]["kv"]["label"] for capture in rows if capture.axis == "kld"} == {"exact"}
 
 
 def _captures_in(folder: Path) -> list[Capture]:

@@ -39,17 +39,10 @@ def own_timings(tmp_path: Path) -> Iterator[None]:
 
 def fake(folder: Path, **change: Any) -> Experiment:
     write_inputs(folder)
-    settings = {
-        "model": "fake",
-        "engine": "fake",
-        "reference": "exact",
-        "control": "none",
-        "candidates": ["tilt"],
-        "axes": AXES,
-        "text": str(folder / "text.txt"),
-        "prompts": str(folder / "prompts.txt"),
-        "output_dir": str(folder / "runs"),
-    }
+    names = {"text": "text.txt", "prompts": "prompts.txt", "output_dir": "runs"}
+    arms = {"reference": "exact", "control": "none", "candidates": ["tilt"]}
+    settings = {"model": "fake", "engine": "fake", **arms, "axes": AXES}
+    settings |= {key: str(folder / name) for key, name in names.items()}
     return validate({**settings, **change}, "test")
 
 
@@ -71,9 +64,8 @@ def test_loads_answers_follow_ups_benches_and_scoring_are_all_counted(tmp_path: 
     assert asked["reference"] == {"kld", "trajectory", "forced.path", "forced.kl"}
     assert asked["candidate:tilt"] == {"kld", "trajectory", "forced.kl"}
     assert set(expected.benches) == {"", "prefill", "startup"}
-    assert expected.benches["startup"] == pytest.approx(
-        2 * 4 * expected.jobs[0].took["loads", ""], rel=0.1
-    )  # of each arm four starts
+    starts = 2 * 4 * expected.jobs[0].took["loads", ""]  # of each arm four
+    assert expected.benches["startup"] == pytest.approx(starts, rel=0.1)
     assert expected.seconds == pytest.approx(sum(expected.parts().values()))
 
 
@@ -86,12 +78,7 @@ def test_tokens_of_questions_that_follow_are_those_that_the_run_then_asks(tmp_pa
     assert made.request == again.request
     assert sum(map(len, made.request.items())) == 2 * (prompt + 6)
     assert foretold["candidate:tilt"] == 4 * 16 + 2 * (prompt + 4) + 2 * (prompt + 6)
-
-
-def test_nothing_but_scoring_is_left_where_everything_is_captured(tmp_path: Path) -> None:
-    experiment = fake(tmp_path)
-    execute(experiment, command="")
-    expected = prepare(experiment).estimate()
+    expected = prepare(experiment).estimate()  # everything is captured: nothing but scoring is left
     assert [job.seconds for job in expected.jobs] == [0.0] * 3
     assert expected.seconds == expected.scoring > 0
 
@@ -139,15 +126,8 @@ def test_a_dry_run_says_what_takes_the_time_and_where_its_rates_are_from(tmp_pat
         assert word in done.out
     assert max(map(len, done.out.splitlines()[:4])) <= 80
     plan = json.loads(data.out)
-    assert list(plan["parts"]) == [
-        "planning",
-        "loads",
-        "prefill",
-        "decoding",
-        "follow-up questions",
-        "benches",
-        "scoring",
-    ]
+    parts = [*("planning", "loads", "prefill", "decoding", "follow-up questions"), "benches", "scoring"]
+    assert list(plan["parts"]) == parts
     assert plan["seconds"] == pytest.approx(sum(plan["parts"].values()), abs=0.5)
     assert (plan["follows"], plan["not_counted"]) == (["forced"], [])
     assert "factor of several" in done.err

@@ -14,13 +14,8 @@ from fidelab.run.build import Plan
 from fidelab.run.prepare import prepare
 from fidelab.run.resolve import Settings, resolve_experiment
 
-FAKE: dict[str, Any] = {
-    "model": "fake",
-    "engine": "fake",
-    "reference": "exact",
-    "control": "none",
-    "axes": {"kld": {"windows": 8, "n_ctx": 32}},
-}
+KLD = {"kld": {"windows": 8, "n_ctx": 32}}
+FAKE: dict[str, Any] = {"model": "fake", "engine": "fake", "reference": "exact", "control": "none", "axes": KLD}
 
 
 def settings(tmp_path: Path, **change: Any) -> Settings:
@@ -31,19 +26,11 @@ def plan(tmp_path: Path, **change: Any) -> Plan:
     return prepare(validate({**FAKE, "output_dir": str(tmp_path), **change}, "test")).plan
 
 
-def test_cells_come_after_the_other_candidates(tmp_path: Path) -> None:
+def test_cells_come_after_the_other_candidates_and_have_the_references_format_without_one(tmp_path: Path) -> None:
     found = settings(tmp_path, candidates=["decay"], vary=["kv=exact,tilt", "margin=1,2"]).candidates
-    assert [arm.name for arm in found] == [
-        "decay",
-        *(f"kv={kv}, margin={margin}" for kv in ("exact", "tilt") for margin in (1, 2)),
-    ]
-    assert [(arm.kv.label, dict(arm.options)) for arm in found[1:3]] == [
-        ("exact", {"margin": "1"}),
-        ("exact", {"margin": "2"}),
-    ]
-
-
-def test_a_cell_without_a_kv_format_has_the_references(tmp_path: Path) -> None:
+    cells = [(kv, margin) for kv in ("exact", "tilt") for margin in ("1", "2")]
+    assert [arm.name for arm in found] == ["decay", *(f"kv={kv}, margin={margin}" for kv, margin in cells)]
+    assert [(arm.kv.label, dict(arm.options)) for arm in found[1:]] == [(kv, {"margin": m}) for kv, m in cells]
     found = settings(tmp_path, reference="tilt[q=0.55]", vary=["margin=1,2"]).candidates
     assert [(arm.name, arm.kv.label) for arm in found] == [("margin=1", "tilt[q=0.55]"), ("margin=2", "tilt[q=0.55]")]
 
@@ -57,10 +44,8 @@ def test_the_cell_that_is_the_reference_is_captured_again(tmp_path: Path) -> Non
 def test_a_cell_that_the_engine_refuses_is_not_supported_and_the_others_run(tmp_path: Path) -> None:
     found = plan(tmp_path, vary=["kv=exact,refused", "margin=1,2"])
     assert set(found.settings.unsupported) == {"kv=refused, margin=1", "kv=refused, margin=2"}
-    assert [job.role for job in found.jobs if job.role.startswith("candidate")] == [
-        "candidate:kv=exact, margin=1",
-        "candidate:kv=exact, margin=2",
-    ]
+    asked = [job.role for job in found.jobs if job.role.startswith("candidate")]
+    assert asked == ["candidate:kv=exact, margin=1", "candidate:kv=exact, margin=2"]
 
 
 def test_levels_that_go_together_in_some_cells_alone_leave_the_other_cells_unsupported(tmp_path: Path) -> None:
@@ -87,18 +72,12 @@ def test_a_format_that_one_of_the_engines_lacks_is_not_supported_there(
         (["kv=exact,tilt[q=2]"], "q=2 cannot be"),
         (["kv=exact,tilt[q"], "write a name, K/V, or options in brackets"),
         (["engine=fake,fakes"], "fakes"),
+        (["kv=exact,tild"], "'tild'"),
+        (["kv=exact,decay"], "given twice"),
     ],
 )
-def test_a_level_that_no_cell_can_have_is_a_mistake(vary: list[str], says: str, tmp_path: Path) -> None:
-    with pytest.raises((UsageError, ConfigError), match=says.replace("[", r"\[")):
-        settings(tmp_path, vary=vary)
-
-
-def test_an_unknown_format_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match="'tild'"):
-        settings(tmp_path, vary=["kv=exact,tild"])
-
-
-def test_a_candidate_that_is_a_cell_already_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="given twice"):
-        settings(tmp_path, candidates=["tilt"], vary=["kv=exact,tilt"])
+def test_a_level_that_no_cell_can_have_and_a_candidate_that_is_one_already_are_mistakes(
+    vary: list[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises((UsageError, ConfigError, UnknownNameError), match=says.replace("[", r"\[")):
+        settings(tmp_path, candidates=["decay"], vary=vary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -145,29 +144,17 @@ def test_the_comparison_tells_the_results_own_bytes_and_is_not_repeated(
     assert arm.model == str(output)
     # 4 bits of code, and for each 32 of them a scale of 16 bits and a zero point of 4
     sentence = "quantized by rtn to W4A16 in groups of 32: 14 modules at 4.62 bits per weight, scales included"
-    assert [said for said in arm.ran.remarks if said.startswith("quantized")] == [
-        f"{sentence}; kept in 16 bits: head (1)"
-    ]
+    [said] = [said for said in arm.ran.remarks if said.startswith("quantized")]
+    assert said == f"{sentence}; kept in 16 bits: head (1)"
     assert sentence in (output / "fidelab-report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_worker_and_leaves_what_can_be_resumed(folder: Path, number: signal.Signals) -> None:
     (folder / "mode").write_text("sleep")
-    words = [
-        "checkpoint",
-        "quantize",
-        "tiny",
-        "--recipe",
-        "recipe.yaml",
-        "-o",
-        "out",
-        "--python",
-        str(folder / "python"),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fidelab", *words], cwd=folder, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
+    words = [*("checkpoint", "quantize", "tiny", "--recipe", "recipe.yaml", "-o", "out", "--python"), "./python"]
+    command = [sys.executable, "-m", "fidelab", *words]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     try:
         for _ in range(600):
             if calls(folder):

@@ -165,19 +165,13 @@ def test_before_a_gpu_was_timed_its_published_rates_count(
     assert Timings(tmp_path / "none").rates(resolved(device="cuda", options=(("tp", "4"),))).read == rates.read / 4
 
 
-def test_what_is_too_short_to_measure_leaves_no_rate(tmp_path: Path) -> None:
-    timings = Timings(tmp_path / "timings.json")
-    timings.add(resolved(), LOAD, {"kld": (work_of(prefill(1, 8), MODEL), 0.001)})
-    assert timings.rates(resolved()).source == DEFAULT
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", '{"runs": 3, "scoring": 1}', '{"runs": [{"arm": {}}], "scoring": 1}', "[" * 9000]
-)
-def test_a_file_that_cannot_be_read_is_an_empty_one(text: str, tmp_path: Path) -> None:
+def test_what_is_too_short_to_measure_and_a_file_that_cannot_be_read_leave_no_rate(tmp_path: Path) -> None:
     path = tmp_path / "timings.json"
-    path.write_text(text)
+    Timings(path).add(resolved(), LOAD, {"kld": (work_of(prefill(1, 8), MODEL), 0.001)})
     assert Timings(path).rates(resolved()).source == DEFAULT
+    for text in ("", "{", '{"runs": 3, "scoring": 1}', '{"runs": [{"arm": {}}], "scoring": 1}', "[" * 9000):
+        path.write_text(text)
+        assert Timings(path).rates(resolved()).source == DEFAULT
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.7, 1.7), (0.01, 0.5), (90.0, 4.0)])

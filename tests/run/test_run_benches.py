@@ -53,10 +53,8 @@ def test_a_bench_without_axes_gives_speed_and_no_verdict(alone: Done) -> None:
     for arm in arms:
         assert arm["status"] == "ok"
         assert arm["ran"]["k_format"] == arm["kv"]["k"] + ("[q=0.6]" if arm["kv"]["k"] == "tilt" else "")
-        assert {key: cell["rate"]["value"] for key, cell in cells(arm, "prefill").items()} == {
-            (16, 1): RATE,
-            (32, 1): RATE,
-        }
+        rates = {key: cell["rate"]["value"] for key, cell in cells(arm, "prefill").items()}
+        assert rates == {(16, 1): RATE, (32, 1): RATE}
         assert arm["axes"] == {}
         assert value(arm["benches"]["startup"], "total", start="warm") > 0
     assert report["candidates"][0]["verdict"] is None or report["candidates"][0]["verdict"]["band"] is None
@@ -91,19 +89,13 @@ def test_benches_time_the_arm_as_it_is_deployed_and_axes_capture_it_as_asked(
 
 def test_warm_up_answers_are_not_kept(alone: Done) -> None:
     assert not (alone.folder / "timed" / "warm-up").exists()
-    assert (
-        cells(json.loads(alone.out)["reference"], "prefill")[16, 1]["facts"]["warmups"] == 3
-    )  # three alike are steady
+    facts = cells(json.loads(alone.out)["reference"], "prefill")[16, 1]["facts"]
+    assert facts["warmups"] == 3  # three alike are steady
 
 
 def test_fidelity_speed_and_memory_stand_in_one_report(tmp_path: Path) -> None:
-    done = compare(
-        tmp_path,
-        "tilt[q=0.6]",
-        flags=["--control", "tilt[q=0.52]", "--benches", "prefill,decode,memory"],
-        windows=8,
-        limit=2,
-    )
+    flags = ["--control", "tilt[q=0.52]", "--benches", "prefill,decode,memory"]
+    done = compare(tmp_path, "tilt[q=0.6]", flags=flags, windows=8, limit=2)
     assert done.code == 0, done.err
     for name in ("reference", "control", "tilt[q=0.6]"):
         arm = done.arm(name)
@@ -167,8 +159,16 @@ def test_an_arm_that_dies_in_a_bench_leaves_the_others_theirs(tmp_path: Path) ->
     assert "tilt[q=0.6]" in done.err
 
 
-def test_repeats_can_be_spread_over_several_loads_and_say_so(tmp_path: Path) -> None:
-    done = bench(tmp_path, *PREFILL, "--interleave", "loads")
+@pytest.mark.parametrize("full", [False, True])
+def test_repeats_are_spread_over_several_loads_where_asked_or_where_arms_do_not_fit_together_and_say_so(
+    full: bool, tmp_path: Path
+) -> None:
+    if full:
+        memory = mock.Mock(available=0, total=1)
+        with mock.patch("fidelab.run.benches.psutil.virtual_memory", return_value=memory):
+            done = bench(tmp_path, *PREFILL)
+    else:
+        done = bench(tmp_path, *PREFILL, "--interleave", "loads")
     cell = cells(done.arm("reference"), "prefill")[16, 1]
     assert len(cell["rate"]["repeats"]) == 3
     assert [flag["kind"] for flag in cell["flags"]] == ["loads"]
@@ -176,14 +176,6 @@ def test_repeats_can_be_spread_over_several_loads_and_say_so(tmp_path: Path) -> 
     loads = [event["role"] for event in events if event["event"] == "benched"]
     assert len(loads) == 6  # three loads of two arms, the arms alternating
     assert all(one != other for one, other in pairwise(loads))
-
-
-def test_arms_that_do_not_fit_into_memory_together_are_loaded_one_after_another(tmp_path: Path) -> None:
-    full = mock.Mock(available=0, total=1)
-    with mock.patch("fidelab.run.benches.psutil.virtual_memory", return_value=full):
-        done = bench(tmp_path, *PREFILL)
-    flags = cells(done.arm("reference"), "prefill")[16, 1]["flags"]
-    assert [flag["kind"] for flag in flags] == ["loads"]
 
 
 def test_speeds_are_comparable_by_work_and_machine_not_by_the_list_of_cells(alone: Done) -> None:
@@ -202,12 +194,6 @@ def test_the_resolved_file_of_a_bench_repeats_it(tmp_path: Path, alone: Done) ->
     assert measured[0] == measured[1]
 
 
-def test_a_setting_of_a_bench_that_is_left_out_is_an_error(tmp_path: Path) -> None:
-    assert "--prompt-lens belongs to bench prefill or memory, which --benches startup leaves out" in refused(
-        bench(tmp_path, "--benches", "startup", "--prompt-lens", "16")
-    )
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -215,6 +201,10 @@ def test_a_setting_of_a_bench_that_is_left_out_is_an_error(tmp_path: Path) -> No
         (["--batch", "two"], "--batch 'two': write numbers"),
         (["--interleave", "sometimes"], "benches.prefill.interleave"),
         (["--repeats", "0"], "benches.startup.repeats"),
+        (
+            ["--benches", "startup", "--prompt-lens", "16"],
+            "--prompt-lens belongs to bench prefill or memory, which --benches startup leaves out",
+        ),
     ],
 )
 def test_bad_flags_are_one_line(tmp_path: Path, flags: list[str], message: str) -> None:
@@ -224,18 +214,11 @@ def test_bad_flags_are_one_line(tmp_path: Path, flags: list[str], message: str) 
 
 def test_load_on_servers_stands_beside_their_arms(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    shape = (
-        "--benches",
-        "serving",
-        "--set",
-        "benches.serving.contexts=[16]",
-        "--set",
-        "benches.serving.concurrency=[2]",
-    )
-    sizes = ("--set", "benches.serving.output=8", "--set", "benches.serving.num_prompts=6")
+    sizes = ("contexts=[16]", "concurrency=[2]", "output=8", "num_prompts=6")
+    flags = [word for size in sizes for word in ("--set", f"benches.serving.{size}")]
     with MockServer(MockSettings(itl=0.004)) as fast, MockServer(MockSettings(itl=0.02)) as slow:
         arms = ("--base-url", fast.url, "--candidate", f"base-url={slow.url},name=slow")
-        done = cli("bench", model, "--engine", "openai", *arms, *shape, *sizes, cwd=tmp_path)
+        done = cli("bench", model, "--engine", "openai", *arms, "--benches", "serving", *flags, cwd=tmp_path)
     assert done.code == 0, done.err
     one, other = (done.arm(name)["benches"]["serving"] for name in ("reference", "slow"))
     assert [found["cells"][0]["facts"]["measured"]["output_tokens"] for found in (one, other)] == [48, 48]

@@ -40,10 +40,15 @@ def test_what_another_tool_would_make_of_the_captures_stands_beside_the_truth(tm
 
 
 @pytest.mark.parametrize("q", [0.6, 0.9])
-def test_mean_kl_of_the_two_level_family(q: float, grand: Done) -> None:
+def test_mean_kl_of_the_two_level_family_and_its_excess_beyond_the_controls(q: float, grand: Done) -> None:
     kld = grand.axis(f"tilt[q={q}]", "kld")
     assert kld.value("mean") == pytest.approx(tilt(q), abs=1e-6)
     assert kld.value("score") == pytest.approx(100 * math.exp(-tilt(q)), abs=1e-4)
+    found = kld.metric("over_control")
+    assert found is not None
+    assert (found.unit, found.better) == ("nats", "lower")
+    assert found.value == pytest.approx(tilt(q) - tilt(0.52), abs=1e-6)
+    assert found.interval == pytest.approx([tilt(q) - tilt(0.52)] * 2, abs=1e-6)
 
 
 def test_every_quantile_of_a_constant_divergence_is_its_mean(grand: Done) -> None:
@@ -88,17 +93,13 @@ def test_hidden_states_and_their_head_give_the_same_divergence(tmp_path: Path) -
     assert kld.facts["estimator"] == "hidden"
 
 
-def test_a_token_impossible_in_the_candidate_alone_fails_the_row(grand: Done) -> None:
+def test_a_nan_row_is_left_out_of_the_mean_and_a_token_impossible_in_the_candidate_alone_fails_the_row(
+    grand: Done,
+) -> None:
     kld = grand.axis("masked", "kld")
     assert (kld.status, kld.n_failed, kld.value("mean")) == ("failed", 280, None)
-
-
-def test_a_nan_row_is_counted_and_left_out_of_the_mean(grand: Done) -> None:
     kld = grand.axis("nan-row[item=3,row=2]", "kld")
     assert (kld.n_items, kld.n_failed, kld.value("mean")) == (280, 1, 0.0)
-
-
-def test_a_nan_row_makes_degraded_the_best_verdict(grand: Done) -> None:
     assert grand.arm("nan-row[item=3,row=2]")["verdict"]["band"] == "DEGRADED"
 
 
@@ -113,22 +114,12 @@ def test_verdicts_follow_the_mean(grand: Done) -> None:
     assert bands == {"control": "EXCELLENT", "tilt[q=0.6]": "PASS", "tilt[q=0.9]": "FAIL", "masked": "FAIL"}
 
 
-@pytest.mark.parametrize("q", [0.6, 0.9])
-def test_excess_is_the_divergence_beyond_the_controls(q: float, grand: Done) -> None:
-    found = grand.axis(f"tilt[q={q}]", "kld").metric("over_control")
-    assert found is not None
-    assert (found.unit, found.better) == ("nats", "lower")
-    assert found.value == pytest.approx(tilt(q) - tilt(0.52), abs=1e-6)
-    assert found.interval == pytest.approx([tilt(q) - tilt(0.52)] * 2, abs=1e-6)
-
-
-def test_the_control_is_measured_like_a_candidate_and_has_no_excess(grand: Done) -> None:
+def test_the_control_is_measured_like_a_candidate_and_has_no_excess_nor_has_a_run_without(
+    grand: Done, plain: Done
+) -> None:
     kld = grand.axis("control", "kld")
     assert kld.value("mean") == pytest.approx(tilt(0.52), abs=1e-6)
     assert kld.metric("over_control") is None
-
-
-def test_without_a_control_there_is_no_excess(plain: Done) -> None:
     assert plain.report["control"] is None
     assert plain.axis("tilt[q=0.6]", "kld").metric("over_control") is None
 
@@ -158,6 +149,7 @@ def test_trajectory_of_a_fork(grand: Done) -> None:
     found = grand.axis("fork[at=3,every=2]", "trajectory")
     assert found.value("score") == pytest.approx(100 * (4 * 3 + 4 * 8) / 64)
     assert (found.value("exact_match"), found.value("median_first_divergence")) == (0.5, 3.0)
+    assert found.value("near_ties") == 0.0  # far below the best token
     [survival] = [plot for plot in found.plots if isinstance(plot, Curve)]
     assert survival.y == (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5)
 
@@ -175,20 +167,13 @@ def test_a_fork_is_shown_as_text_with_the_margin_there(grand: Done) -> None:
         assert fork.candidate == bytes(other).decode(errors="replace")
 
 
-def test_a_side_that_ended_has_no_text_and_no_margin(grand: Done) -> None:
-    shown = forks(grand, "short[at=3,every=4]")
-    assert {(fork.candidate, fork.tag, fork.label[-13:]) for fork in shown} == {("", "ended", "one side ends")}
-
-
-def test_a_candidate_that_stops_early_is_not_perfect(grand: Done) -> None:
+def test_a_candidate_that_stops_early_is_not_perfect_and_has_no_text_there(grand: Done) -> None:
     found = grand.axis("short[at=3,every=4]", "trajectory")
     assert found.value("score") == pytest.approx(100 * (2 * 3 + 6 * 8) / 64)
     assert found.value("score_refract") == 100.0
     assert (found.value("exact_match"), found.value("median_first_divergence")) == (0.75, 3.0)
-
-
-def test_a_fork_far_below_the_best_token_is_no_near_tie(grand: Done) -> None:
-    assert grand.axis("fork[at=3,every=2]", "trajectory").value("near_ties") == 0.0
+    shown = forks(grand, "short[at=3,every=4]")
+    assert {(fork.candidate, fork.tag, fork.label[-13:]) for fork in shown} == {("", "ended", "one side ends")}
 
 
 @pytest.mark.parametrize(("margin", "share"), [(0.05, 1.0), (0.2, 0.0)])

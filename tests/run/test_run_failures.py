@@ -11,28 +11,19 @@ from fidelab.results.store import RunFolder
 from tests.run.harness import Done, axis_of, cli, compare
 
 
-def test_a_crash_and_a_hang_leave_the_other_arms_their_results(broken: Done) -> None:
-    fine = broken.arm("tilt[q=0.6]")
-    assert (fine["status"], fine["verdict"]["band"]) == ("ok", "PASS")
-
-
-def test_a_crash_is_explained_with_the_last_line_of_its_log(broken: Done) -> None:
-    arm = broken.arm("tilt[q=0.7]")
-    assert arm["status"] == "failed"
+def test_a_crash_is_explained_with_the_last_line_of_its_log_and_leaves_the_other_arms_theirs(broken: Done) -> None:
+    fine, arm = broken.arm("tilt[q=0.6]"), broken.arm("tilt[q=0.7]")
+    assert (fine["status"], fine["verdict"]["band"], arm["status"]) == ("ok", "PASS", "failed")
     assert arm["reason"].startswith("the worker was ended by SIGABRT")
     assert "crashing as asked" in arm["reason"]
 
 
 @pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])
-def test_a_failed_arm_has_no_score_no_composite_and_no_verdict(name: str, broken: Done) -> None:
+def test_a_failed_arm_is_named_and_has_no_score_no_composite_and_no_verdict(name: str, broken: Done) -> None:
     arm = broken.arm(name)
     assert (axis_of(arm, "kld").value("score"), arm["composite"], arm["verdict"]["band"]) == (None, None, None)
     assert arm["verdict"]["sentence"].startswith("not running: ")
-
-
-@pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])
-def test_every_failed_arm_is_named_on_standard_error(name: str, broken: Done) -> None:
-    assert f"fidelab: {name} failed: {broken.arm(name)['reason']}" in broken.err.splitlines()
+    assert f"fidelab: {name} failed: {arm['reason']}" in broken.err.splitlines()
 
 
 def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(room: Path) -> None:
@@ -44,27 +35,19 @@ def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(r
     assert done.err.count("fidelab: exact, tilt[q=0.6], tilt[q=0.7] failed: the worker was ended by SIGABRT") == 1
 
 
-def test_arms_that_cannot_be_compared_do_not_repeat_why_the_reference_failed(crashed_reference: Done) -> None:
-    done = crashed_reference
-    report = " ".join(cli("report", done.folder, "--details", cwd=done.cwd).out.split())
-    assert report.count("the worker was ended by SIGABRT") == 1
-    assert "tilt[q=0.6]: not compared: the reference has no answer" in report
-
-
-def test_each_arm_has_a_log_of_its_own(broken: Done) -> None:
+def test_each_arm_has_a_log_of_its_own_and_a_crashed_one_leaves_no_half_capture(broken: Done) -> None:
     logs = sorted((broken.folder / "logs").iterdir())
     assert len(logs) == 4
     crashed = [path for path in logs if "crashing as asked" in path.read_text()]
     assert [path.name.startswith("candidate-tilt_q_0.7") for path in crashed] == [True]
-
-
-def test_a_crashed_arm_leaves_no_half_capture(broken: Done) -> None:
     captures = broken.cwd / "runs" / "captures"
     assert list(captures.rglob(".partial-*")) == []
     assert not any(path.is_file() for folder in captures.glob("*tilt_q_0.7*") for path in folder.rglob("*"))
 
 
-def test_a_crashed_reference_is_said_for_every_arm(crashed_reference: Done) -> None:
+def test_a_crashed_reference_is_said_for_every_arm_in_a_whole_run_folder_and_its_cause_once(
+    crashed_reference: Done,
+) -> None:
     run = crashed_reference
     assert run.code == 1
     assert run.arm("reference")["status"] == "failed"
@@ -72,10 +55,10 @@ def test_a_crashed_reference_is_said_for_every_arm(crashed_reference: Done) -> N
     assert candidate["status"] == "failed"
     assert candidate["reason"].startswith("the reference has no answer: the worker was ended by SIGABRT")
     assert "Traceback" not in run.err
-
-
-def test_a_crashed_reference_leaves_a_whole_run_folder(crashed_reference: Done) -> None:
-    files = {path.name for path in crashed_reference.folder.iterdir()}
+    report = " ".join(cli("report", run.folder, "--details", cwd=run.cwd).out.split())
+    assert report.count("the worker was ended by SIGABRT") == 1
+    assert "tilt[q=0.6]: not compared: the reference has no answer" in report
+    files = {path.name for path in run.folder.iterdir()}
     assert files >= {"config.resolved.yaml", "events.jsonl", "report.json", "report.html"}
 
 

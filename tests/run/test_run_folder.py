@@ -28,16 +28,10 @@ def rows(run: Done) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_json_output_is_one_object_and_nothing_else(grand: Done) -> None:
+def test_json_output_is_the_report_which_holds_to_its_schema_and_keeps_the_order_of_candidates(grand: Done) -> None:
     assert json.loads(grand.out) == grand.report
-
-
-def test_the_report_keeps_the_order_in_which_candidates_were_given(grand: Done) -> None:
-    assert tuple(arm["name"] for arm in grand.report["candidates"]) == CANDIDATES
-
-
-def test_the_report_holds_to_its_schema(grand: Done) -> None:
     jsonschema.validate(grand.report, Report.json_schema())
+    assert tuple(arm["name"] for arm in grand.report["candidates"]) == CANDIDATES
 
 
 def test_every_reason_is_one_line(grand: Done) -> None:
@@ -169,13 +163,10 @@ def test_a_command_with_a_line_break_does_not_break_the_resolved_settings(tmp_pa
     assert settings["text"] == str(tmp_path / "a\nb.txt")
 
 
-def test_every_capture_of_a_finished_run_is_complete(grand: Done) -> None:
+def test_every_capture_of_a_finished_run_is_complete_and_nothing_temporary_remains(grand: Done) -> None:
     folders = [path.parent for path in (grand.cwd / "runs" / "captures").rglob("manifest.json")]
     assert len(folders) == 2 * 13
     assert all(map(is_complete, folders))
-
-
-def test_nothing_temporary_remains(grand: Done) -> None:
     assert list((grand.cwd / "runs").rglob(".*")) == []
 
 
@@ -204,13 +195,10 @@ def test_the_api_runs_the_same_job(plain: Done, tmp_path: Path) -> None:
     assert Report.from_json(tmp_path / report.run_id / "report.json") == report
 
 
-def test_the_api_raises_what_the_command_line_prints(tmp_path: Path) -> None:
+def test_the_api_raises_what_the_command_line_prints_as_errors_of_one_family(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean 'tilt'"):
         fidelab.compare("fake", engine="fake", reference="exact", candidates=["tlit"], output_dir=str(tmp_path / "r"))
     assert not (tmp_path / "r").exists()
-
-
-def test_every_error_of_the_api_is_of_one_family() -> None:
     with pytest.raises(FidelabError, match="unknown key 'widnows'"):
         fidelab.compare("fake", reference="exact", candidates=["tilt"], widnows=3)
 
@@ -265,12 +253,8 @@ def test_a_report_is_found_by_its_folder_by_its_file_and_as_the_latest(plain: Do
     whole = cli("report", "runs/20260102-120000-new", cwd=tmp_path)
     assert whole.code == 0
     assert "20260102-120000-new/report.html" in whole.out
-    for word in (
-        "latest",
-        "runs/latest",
-        "runs/20260102-120000-new/report.json",
-        "runs/20260102-120000-new/report.html",
-    ):
+    new = "runs/20260102-120000-new"
+    for word in ("latest", "runs/latest", f"{new}/report.json", f"{new}/report.html"):
         again = cli("report", word, cwd=tmp_path)
         assert (again.code, again.out) == (0, whole.out), word
     assert "-old/report.html" in cli("report", "runs/20260101-120000-old/report.json", cwd=tmp_path).out
@@ -288,11 +272,3 @@ def test_a_report_away_from_its_run_is_shown_and_nothing_is_written(plain: Done,
 def test_where_there_is_no_run_none_is_the_latest(tmp_path: Path) -> None:
     done = cli("report", "latest", cwd=tmp_path)
     assert (done.code, done.err) == (2, "fidelab: runs holds no run, so none is the latest: name a run's folder\n")
-
-
-def test_a_report_can_be_had_as_a_section_for_a_model_card(plain: Done) -> None:
-    done = cli("report", plain.folder, "--markdown", cwd=plain.cwd)
-    assert (done.code, done.err) == (0, "")
-    assert "| verdict |" in done.out
-    assert "tilt[q=0.6]" in done.out
-    refused(cli("report", plain.folder, "--markdown", "--json", cwd=plain.cwd))

@@ -46,10 +46,7 @@ def score(cwd: Path, ref: Path, *tests: Path | str, flags: tuple[object, ...] = 
 def test_only_capture_prints_the_folder_that_only_score_takes(captured: dict[str, Path]) -> None:
     folder = captured["exact"]
     assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == ["kld", "trajectory"]
-
-
-def test_capture_makes_no_run_folder(captured: dict[str, Path]) -> None:
-    store = captured["exact"].parent
+    store = folder.parent  # and makes no run folder
     assert [path.name for path in store.parent.iterdir()] == ["captures"]
     assert {path.name for path in store.iterdir()} >= {"heads", "vocabularies"}
 
@@ -68,19 +65,16 @@ def test_two_phases_give_the_numbers_of_one_run(captured: dict[str, Path], compa
     assert found["comparability_key"] == compared.report["comparability_key"]
 
 
-def test_a_single_capture_can_be_scored_alone(captured: dict[str, Path], compared: Done, tmp_path: Path) -> None:
-    folders = [next(captured[name].glob("kld-*")) for name in ("exact", "tilt[q=0.6]")]
-    found = json.loads(score(tmp_path, *folders, flags=("--json",)).out)
-    [arm] = found["candidates"]
-    assert axis_of(arm, "kld") == compared.axis("tilt[q=0.6]", "kld")
-    assert "trajectory" not in arm["axes"]
-
-
-def test_an_axis_that_one_side_lacks_is_left_out_aloud(captured: dict[str, Path], tmp_path: Path) -> None:
-    alone = next(captured["tilt[q=0.6]"].glob("kld-*"))
-    found = score(tmp_path, captured["exact"], alone, flags=("--json",))
-    assert "trajectory" not in json.loads(found.out)["candidates"][0]["axes"]
-    assert f"axis trajectory is left out: {alone} has no capture of it" in found.err
+def test_a_single_capture_can_be_scored_alone_and_an_axis_that_one_side_lacks_is_left_out_aloud(
+    captured: dict[str, Path], compared: Done, tmp_path: Path
+) -> None:
+    ref, alone = (next(captured[name].glob("kld-*")) for name in ("exact", "tilt[q=0.6]"))
+    for reference in (ref, captured["exact"]):
+        done = score(tmp_path, reference, alone, flags=("--json",))
+        [arm] = json.loads(done.out)["candidates"]
+        assert axis_of(arm, "kld") == compared.axis("tilt[q=0.6]", "kld")
+        assert "trajectory" not in arm["axes"]
+    assert f"axis trajectory is left out: {alone} has no capture of it" in done.err
 
 
 def test_a_candidate_can_be_given_a_name(captured: dict[str, Path], tmp_path: Path) -> None:
@@ -153,23 +147,19 @@ def test_an_edited_capture_is_refused_by_name(file: str, captured: dict[str, Pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_references_own_capture_is_no_test(captured: dict[str, Path], tmp_path: Path) -> None:
-    line = refused(score(tmp_path, captured["exact"], captured["exact"]))
-    assert "reference and candidate are the same capture" in line
-
-
 def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]]:
     exact, tilt = captured["exact"], captured["tilt[q=0.6]"]
     return {
         "nowhere": ((exact, tmp_path / "nowhere"), (), "nowhere does not exist"),
         "no-capture": ((exact, tmp_path), (), "is not a capture"),
+        "same": ((exact, exact), (), "reference and candidate are the same capture"),
         "whole-store": ((exact, exact.parent), (), "holds saved outputs of several configurations"),
         "twice": ((exact, tilt, tilt), (), "two candidates are named 'tilt[q=0.6]'; tell them apart with"),
         "bands": ((exact, tilt), ("--bands", "x"), "bands: Input should be 'fidelab' or 'refract'"),
     }
 
 
-@pytest.mark.parametrize("case", ["nowhere", "no-capture", "whole-store", "twice", "bands"])
+@pytest.mark.parametrize("case", ["nowhere", "no-capture", "same", "whole-store", "twice", "bands"])
 def test_bad_input_to_score_is_one_line(case: str, captured: dict[str, Path], tmp_path: Path) -> None:
     folders, flags, said = cases(captured, tmp_path)[case]
     assert said in refused(score(tmp_path, *folders, flags=flags))

@@ -22,6 +22,7 @@ from fidelab.run.build import PlannedJob
 from fidelab.run.pairing import ArmResult
 from fidelab.run.prepare import prepare
 from fidelab.run.scoring import RunFacts, score_run
+from tests.present import present
 from tests.run.harness import Done, cli, compare, write_inputs
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})
@@ -56,19 +57,13 @@ def test_each_family_has_one_twin_which_is_its_first_arm_with_other_last_bits(ro
     assert [job.role for job in found] == ["twin:int4", "twin:q8_0", "twin:16 bits"]
     assert [dict(job.arm.options) for job in found] == [{"jitter": "1"}] * 3
     assert [job.arm.kv.label for job in found] == ["int4", "q8_0", "int4"]
+    for job in found:  # a quarter of the kld windows and nothing else
+        assert [(capture.axis, len(capture.request.items())) for capture in job.captures] == [("kld", 2)]
 
 
-def test_a_twin_answers_a_quarter_of_the_kld_windows_and_nothing_else(room: Path) -> None:
-    [job] = twins(room, "int4")
-    assert [(capture.axis, len(capture.request.items())) for capture in job.captures] == [("kld", 2)]
-
-
-@pytest.mark.parametrize("change", [{"twins": 0}, {"axes": {"perplexity": {"contexts": [32], "windows": 4}}}])
-def test_there_is_no_twin_where_none_is_wanted_or_none_would_be_asked(room: Path, change: dict[str, Any]) -> None:
-    assert twins(room, "int4", **change) == []
-
-
-def test_an_arm_that_cannot_run_has_no_twin(room: Path) -> None:
+def test_there_is_no_twin_where_none_is_wanted_or_would_be_asked_nor_of_an_arm_that_cannot_run(room: Path) -> None:
+    for change in ({"twins": 0}, {"axes": {"perplexity": {"contexts": [32], "windows": 4}}}):
+        assert twins(room, "int4", **change) == []
     assert twins(room, {"kv": "int4[skip-layers=99]", "name": "beyond"}, "q8_0")[0].role == "twin:q8_0"
 
 
@@ -92,9 +87,8 @@ def floors(done: Done) -> dict[str, dict[str, Any]]:
 
 def test_a_floor_is_the_mean_kl_of_the_candidate_from_its_twin(done: Done) -> None:
     arms = {arm["role"]: arm for arm in json.loads((done.folder / "outcomes.json").read_text())["arms"]}
-    [mine, its] = [
-        Capture((done.folder / arms[role]["captures"]["kld"]).resolve()) for role in ("candidate:int4", "twin:int4")
-    ]
+    folders = [arms[role]["captures"]["kld"] for role in ("candidate:int4", "twin:int4")]
+    mine, its = (Capture((done.folder / folder).resolve()) for folder in folders)
     kls = []
     for r, t in Pair.match(mine, its, subset=True).items:
         p, q = rows(mine, r), rows(its, t)
@@ -129,10 +123,8 @@ def test_scoring_again_gives_the_same_floors(done: Done) -> None:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    flags = ["--control", "none", "--no-floor"]
-    return compare(
-        tmp_path_factory.mktemp("known"), "tilt[q=0.6]", "tilt[q=0.52]", flags=(*flags, "--keep-rows"), windows=8
-    )
+    flags = ["--control", "none", "--no-floor", "--keep-rows"]
+    return compare(tmp_path_factory.mktemp("known"), "tilt[q=0.6]", "tilt[q=0.52]", flags=flags, windows=8)
 
 
 def scored(done: Done, twin: dict[str, Any], **settings: Any) -> Report:
@@ -145,21 +137,14 @@ def scored(done: Done, twin: dict[str, Any], **settings: Any) -> Report:
     return score_run(experiment, FACTS, results).report
 
 
-def test_the_floor_of_a_known_pair_is_its_closed_form(known: Done) -> None:
+def test_the_floor_of_a_known_pair_is_its_closed_form_and_the_noise_of_what_is_in_nats(known: Done) -> None:
     [arm] = scored(known, {}).candidates
-    assert arm.floor is not None
-    assert arm.floor.mean == pytest.approx(0.6 * math.log(0.6 / 0.52) + 0.4 * math.log(0.4 / 0.48), rel=1e-4)
-    assert arm.floor.ci is not None
-    assert arm.axes["kld"].value("mean") == pytest.approx(
-        0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4), rel=1e-4
-    )
-
-
-def test_last_bits_are_the_noise_of_what_is_measured_in_nats(known: Done) -> None:
-    [arm] = scored(known, {}).candidates
-    assert arm.floor is not None
-    noise = {metric.noise for metric in arm.axes["kld"].metrics if metric.unit == "nats"}
-    assert noise == {arm.floor.mean}
+    floor = present(arm.floor)
+    assert floor.mean == pytest.approx(0.6 * math.log(0.6 / 0.52) + 0.4 * math.log(0.4 / 0.48), rel=1e-4)
+    assert floor.ci is not None
+    kl = 0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4)
+    assert arm.axes["kld"].value("mean") == pytest.approx(kl, rel=1e-4)
+    assert {metric.noise for metric in arm.axes["kld"].metrics if metric.unit == "nats"} == {floor.mean}
     assert {metric.noise for metric in arm.axes["kld"].metrics if metric.unit != "nats"} == {0.0}
 
 
@@ -168,8 +153,7 @@ def test_a_twin_that_fails_leaves_its_reason_and_takes_nothing_down(known: Done,
     fields = {"status": status, "reason": "out of memory", "captures": {}, "failures": {"kld": "out of memory"}}
     report = scored(known, fields)
     [arm] = report.candidates
-    assert arm.floor is not None
-    assert (arm.floor.mean, arm.floor.reason) == (None, "out of memory")
+    assert (present(arm.floor).mean, present(arm.floor).reason) == (None, "out of memory")
     [bare] = scored(known, {}, twins=0).candidates
     assert bare.floor is None
     assert (arm.status, arm.axes, arm.verdict) == (bare.status, bare.axes, bare.verdict)

@@ -51,16 +51,9 @@ def live(tmp_path: Path, plugin_path: str) -> Iterator[Live]:
         alone: bool = True,
     ) -> Worker:
         arm = replace(sample.ARM, engine=engine, options=(("do", do),) if do else (), device=device)
-        made.append(
-            Worker(
-                make_job(tmp_path / "captures", arm, tasks=[]),
-                log=tmp_path / f"worker-{len(made)}.log",
-                env={"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"},
-                deadline=deadline,
-                listen=listen,
-                alone=alone,
-            )
-        )
+        job, env = make_job(tmp_path / "captures", arm, tasks=[]), {"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"}
+        log = tmp_path / f"worker-{len(made)}.log"
+        made.append(Worker(job, log=log, env=env, deadline=deadline, listen=listen, alone=alone))
         return made[-1]
 
     yield make
@@ -105,7 +98,13 @@ def test_one_model_answers_round_after_round(live: Live) -> None:
     assert [type(message) for message in said if isinstance(message, Opened | Idle)] == [Opened, Idle, Idle, Idle]
 
 
-def test_asking_nothing_opens_the_model_and_later_changes_nothing(live: Live) -> None:
+def test_a_worker_that_was_never_asked_starts_no_process_and_asking_nothing_opens_the_model(
+    live: Live, tmp_path: Path
+) -> None:
+    with live() as worker:
+        assert worker.finish().status is Status.OK
+    assert worker._process is None
+    assert list(tmp_path.glob("*.log")) == []
     with live() as worker:
         assert worker.ask()
         assert worker.outcome.load_seconds is not None
@@ -119,9 +118,10 @@ def test_live_workers_take_turns_each_with_its_own_model(live: Live) -> None:
         for number in range(2):
             assert ask(one, number, "one")
             assert ask(other, number, "other")
-        assert one._process is not None
-        assert other._process is not None
-        assert one._process.pid != other._process.pid
+        first, second = one._process, other._process
+        assert first
+        assert second
+        assert first.pid != second.pid
         assert [len(worker.finish().captured) for worker in (one, other)] == [2, 2]
 
 
@@ -135,13 +135,6 @@ def test_what_a_probe_fails_at_is_known_at_once_and_the_next_is_answered(live: L
     assert (list(done.captured), done.status, done.reason) == ([1], Status.FAILED, "ValueError: no such tensor")
 
 
-def test_a_worker_that_was_never_asked_starts_no_process(live: Live, tmp_path: Path) -> None:
-    with live() as worker:
-        assert worker.finish().status is Status.OK
-    assert worker._process is None
-    assert list(tmp_path.glob("*.log")) == []
-
-
 def test_phases_run_from_the_start_of_the_process_to_the_loaded_model(live: Live) -> None:
     with live(engine="fake") as worker:
         assert worker.ask()
@@ -150,10 +143,7 @@ def test_phases_run_from_the_start_of_the_process_to_the_loaded_model(live: Live
     assert min(phases.values()) >= 0
     assert load is not None
     assert sum(phases.values()) - phases["interpreter"] <= load
-
-
-def test_what_an_engine_does_not_tell_apart_is_warm_up(live: Live) -> None:
-    with live() as worker:
+    with live() as worker:  # whose engine tells nothing apart
         worker.ask()
         assert list(worker.outcome.phases) == ["interpreter", "import", "warm-up"]
 

@@ -20,18 +20,7 @@ from fidelab.bench.load.client import MAX_P99_DELAY, drive
 from fidelab.bench.load.exchange import Exchange, Load, LoadRequest, Target
 from fidelab.core.errors import InputError, UsageError
 from tests.bench.load.mock import MockServer, MockSettings
-from tests.bench.load.sse_server import (
-    HEAD,
-    Script,
-    Talk,
-    chunked,
-    event,
-    proper,
-    requests,
-    serve,
-    unused_port,
-    well,
-)
+from tests.bench.load.sse_server import HEAD, Script, Talk, chunked, event, proper, requests, serve, unused_port, well
 from tests.processes import until
 
 
@@ -172,11 +161,7 @@ def test_the_client_counts_its_own_lag_and_time() -> None:
 def test_progress_tells_how_many_ended() -> None:
     seen: list[tuple[int, int]] = []
     with serve(after_a_while) as served:
-        drive(
-            Target(served.url),
-            Load(requests(60), concurrency=2),
-            lambda ended, total: seen.append((ended, total)),
-        )
+        drive(Target(served.url), Load(requests(60), concurrency=2), lambda ended, total: seen.append((ended, total)))
     assert {total for _, total in seen} == {60}
     assert [ended for ended, _ in seen] == sorted(ended for ended, _ in seen)
     assert seen[-1] == (60, 60)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
 import json
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +16,9 @@ from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Load, LoadRequest, Target
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
 from tests.bench.load.mock import MockServer, MockSettings
-from tests.bench.load.sse_server import Talk, serve
+from tests.bench.load.sse_server import Talk, serve, sized
 from tests.present import present
+from tests.processes import until
 
 Texts = Sequence[tuple[float, bytes]]
 
@@ -199,43 +198,26 @@ def test_sglang_without_speculation_shows_a_length_of_zero() -> None:
     assert said([(1.0, sglang(1)), (3.0, sglang(1))]).speculation == SpeculationReading(drafted=0, accepted=0)
 
 
-Answer = Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]
-
-
 class Odd:
-    """A server on a free loopback port that answers as it is told."""
+    """A server that answers as it is told; 200 and vLLM's metrics at first."""
+
+    url = ""
 
     def __init__(self) -> None:
-        self.answer: Answer = lambda _: (200, vllm(0))
+        self.answer: Callable[[Talk], bytes] = lambda _: sized(vllm(0))
         self.paths: list[str] = []
-        outer = self
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.paths.append(self.path)
-                status, body = outer.answer(self)
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    async def script(self, talk: Talk) -> None:
+        self.paths.append(talk.head.split()[1].decode())
+        talk.send(self.answer(talk))
 
 
 @pytest.fixture
 def odd() -> Iterator[Odd]:
-    server = Odd()
-    yield server
-    server.close()
+    made = Odd()
+    with serve(made.script) as served:
+        made.url = served.url.removesuffix("/v1")
+        yield made
 
 
 @pytest.mark.parametrize(("base", "path"), [("", "/metrics"), ("/v1", "/metrics"), ("/a/v1/", "/a/metrics")])
@@ -246,53 +228,34 @@ def test_metrics_lie_beside_the_api(odd: Odd, base: str, path: str) -> None:
 
 
 def test_headers_are_sent(odd: Odd) -> None:
-    seen: list[str | None] = []
-
-    def answer(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
-        seen.append(request.headers["Authorization"])
-        return 200, b""
-
-    odd.answer = answer
+    heads: list[bytes] = []
+    odd.answer = lambda talk: heads.append(talk.head.lower()) or sized(b"")  # type: ignore[func-returns-value]
     with Scraper(odd.url, headers={"Authorization": "Bearer k"}):
         pass
-    assert set(seen) == {"Bearer k"}
+    assert heads
+    assert all(b"\r\nauthorization: bearer k\r\n" in head for head in heads)
 
 
 def test_the_last_reading_lies_behind_the_load(odd: Odd) -> None:
-    odd.answer = lambda _: (200, vllm(50 * len(odd.paths)))
+    odd.answer = lambda _: sized(vllm(50 * len(odd.paths)))
     with Scraper(odd.url, interval=60) as scraper:
         started = time.monotonic()
         ended = started + 1e-3
         time.sleep(2e-3)
-    found = present(scraper.reading(started, ended))
-    assert found.output_rate is not None
+    assert present(scraper.reading(started, ended)).output_rate is not None
     assert len(odd.paths) == 2
-
-
-def test_a_load_that_is_over_before_the_block_is_read_once_more(odd: Odd) -> None:
-    odd.answer = lambda _: (200, vllm(50 * len(odd.paths)))
-    with Scraper(odd.url, interval=60) as scraper:
+    with Scraper(odd.url, interval=60) as scraper:  # a load that is over before the block is read once more
         started = time.monotonic()
-        found = scraper.reading(started, time.monotonic())
-    assert found is not None
-    assert found.output_rate is not None
+        assert present(scraper.reading(started, time.monotonic())).output_rate is not None
 
 
 def test_readings_are_taken_all_the_time(odd: Odd) -> None:
-    enough = threading.Event()
-
-    def answer(_: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
-        if len(odd.paths) >= 5:
-            enough.set()
-        return 200, vllm(1)
-
-    odd.answer = answer
     with Scraper(odd.url, interval=0.01):
-        assert enough.wait(30)
+        assert until(lambda: len(odd.paths) >= 5, 30)
 
 
 def test_a_server_without_metrics_is_asked_once_and_says_nothing(odd: Odd) -> None:
-    odd.answer = lambda _: (404, b"not here")
+    odd.answer = lambda _: sized(b"not here", b"404 No")
     with Scraper(odd.url, interval=0.01) as scraper:
         time.sleep(0.1)
     assert scraper.reading(0.0, time.monotonic()) is None
@@ -300,7 +263,7 @@ def test_a_server_without_metrics_is_asked_once_and_says_nothing(odd: Odd) -> No
 
 
 def test_a_server_that_fails_now_and_then_is_asked_again(odd: Odd) -> None:
-    odd.answer = lambda _: (200, vllm(8)) if len(odd.paths) > 3 else (500, b"")
+    odd.answer = lambda _: sized(vllm(8)) if len(odd.paths) > 3 else sized(b"", b"500 Oh")
     begun = time.monotonic()
     with Scraper(odd.url, interval=0.01) as scraper:
         while len(odd.paths) < 5:
@@ -309,8 +272,9 @@ def test_a_server_that_fails_now_and_then_is_asked_again(odd: Odd) -> None:
     assert found.samples >= 2
 
 
-def test_the_text_of_a_failed_answer_is_no_reading(odd: Odd) -> None:
-    odd.answer = lambda _: (503, vllm(8))
+@pytest.mark.parametrize("answer", [sized(b"vllm:num_requests_running 8\n", b"503 No"), b"nonsense\r\n\r\n"])
+def test_the_text_of_a_failed_answer_or_of_what_is_not_http_is_no_reading(answer: bytes, odd: Odd) -> None:
+    odd.answer = lambda _: answer
     with Scraper(odd.url) as scraper:
         pass
     assert scraper.reading(0.0, time.monotonic()) is None
@@ -321,17 +285,6 @@ def test_a_server_that_is_not_there_is_no_error(url: str) -> None:
     with Scraper(url) as scraper:
         pass
     assert scraper.reading(0.0, 1.0) is None
-
-
-def test_an_answer_that_is_not_http_is_no_error(odd: Odd) -> None:
-    def answer(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
-        request.wfile.write(b"nonsense\r\n\r\n")
-        return 200, b""
-
-    odd.answer = answer
-    with Scraper(odd.url) as scraper:
-        pass
-    assert scraper.reading(0.0, time.monotonic()) is None
 
 
 @pytest.mark.long  # reads within the scraper's time-out, which a busy machine exceeds
@@ -410,9 +363,8 @@ def test_a_load_on_the_mock_is_counted_whole(style: Any, kind: str) -> None:
     assert found.kind == kind
     assert (found.output_rate or 0) * (ended - begun) == pytest.approx(20 * 6)
     if style == "vllm":  # per event three drafts, of which one was taken
-        assert found.speculation is not None
-        assert found.speculation.drafted == pytest.approx(180)
-        assert found.speculation.accepted == pytest.approx(60)
+        assert present(found.speculation).drafted == pytest.approx(180)
+        assert present(found.speculation).accepted == pytest.approx(60)
 
 
 def test_what_breaks_the_load_is_not_hidden(odd: Odd) -> None:

@@ -17,6 +17,7 @@ from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, servi
 from fidelab.core import Status
 from fidelab.results.measurement import Cell
 from fidelab.results.plots import Curve
+from tests.present import present
 
 ASKED = LoadAsked(context=100, output=10, concurrency=1)
 
@@ -295,12 +296,10 @@ CELLS = [_cell(1, 10), _cell(2, 11, valid=False), _cell(4, 40), _cell(8, 41), _c
 def test_saturation_is_found_per_context_among_valid_cells() -> None:
     found = serving_measurement(CELLS, {})
     small, large = (found.cell({"context": context}) for context in (128, 1024))
-    assert small is not None
-    assert large is not None
-    assert found.value("saturation", small.at) == 4
-    assert small.facts == pytest.approx({"gain": 1 / 40, "threshold": 0.05})
-    assert found.value("saturation", large.at) is None  # not as far as was measured
-    assert large.facts["gain"] == 1
+    assert found.value("saturation", present(small).at) == 4
+    assert present(small).facts == pytest.approx({"gain": 1 / 40, "threshold": 0.05})
+    assert found.value("saturation", present(large).at) is None  # not as far as was measured
+    assert present(large).facts["gain"] == 1
 
 
 def test_the_highest_valid_load_at_the_smallest_context_stands_for_the_server() -> None:
