@@ -63,7 +63,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> None:
             _say(engine=name, status=str(status), reason=reason)
             continue
         arms[name] = results["reference"]
-        floor = Scorer(experiment, list(results.values()), {}, strict=False).measure(results["floor"])
+        floor = Scorer(experiment, list(results.values()), {}).measure(results["floor"])
         kld = floor.scores.get("kld")
         _say(
             engine=name,

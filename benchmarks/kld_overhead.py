@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,6 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Vocabulary
     from fidelab.core.serial import to_json
-    from fidelab.run.phases import score_captures
 
     folders, spent = [], {"answers of the reference": 0.0, "answers of the candidate": 0.0, "heads, checksums": 0.0}
     for job, engine in zip(jobs, engines, strict=True):
@@ -128,7 +128,7 @@ def _pipeline(jobs: list[Any], engines: list[Any], store: Path) -> dict[str, flo
         spent[f"answers of the {job.role.partition(':')[0]}"] += answered - began
         spent["heads, checksums"] += time.perf_counter() - answered
     began = time.perf_counter()
-    score_captures(folders[0], [(None, folder) for folder in folders[1:]], {}, output_dir=store.parent / "scored")
+    _score([job.arm for job in jobs], folders, engines[0].runtime_info().record())
     return {**spent, "scores": time.perf_counter() - began}
 
 
@@ -181,10 +181,33 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
     return writer.finish("hidden", {"k_format": str(arm.kv.k), "v_format": str(arm.kv.v)}, {})
 
 
-def _score_here(ref: Path, test: Path) -> None:
-    from fidelab.run.phases import score_captures
+def _score(arms: Sequence[Any], folders: Sequence[Path], ran: Any) -> None:
+    """Score the captures of a candidate against those of the reference."""
+    from fidelab.config.experiment import validate
+    from fidelab.core import Status
+    from fidelab.run.pairing import ArmResult
+    from fidelab.run.scoring import RunFacts, score_run
 
-    score_captures(ref, [("test", test)], {}, output_dir=test.parent / "scored")
+    settings = {
+        **{"model": arms[0].model, "reference": {"kv": arms[0].kv}, "control": "none", "floor": 0.0, "twins": 0.0},
+        **{"candidates": [{"kv": arms[1].kv, "name": "test"}], "axes": {"kld": {}}, "dtype": "float32"},
+    }
+    facts = RunFacts("benchmark", "2026-01-01T00:00:00Z", "", {})
+    results = [
+        ArmResult(role, replace(arm, name=role.rpartition(":")[2]), Status.OK, ran=ran, captures={"kld": folder})
+        for role, arm, folder in zip(("reference", "candidate:test"), arms, folders, strict=True)
+    ]
+    [arm] = score_run(validate(settings, "benchmark"), facts, results).report.candidates
+    assert "kld" in arm.axes, arm.reason
+
+
+def _score_here(ref: Path, test: Path) -> None:
+    from fidelab.captures.reader import Capture
+    from fidelab.core import Arm
+    from fidelab.core.serial import from_json
+
+    manifests = [Capture(folder).manifest for folder in (ref, test)]
+    _score([from_json(Arm, manifest["asked"]) for manifest in manifests], [ref, test], manifests[0]["ran"])
     # VmHWM, not ru_maxrss: that one is inherited from the process that started us
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
     print(int(line.split()[1]) * 1024)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -122,16 +120,22 @@ def outcome(report: Report) -> dict[str, tuple[int, list[str]]]:
 def print_times(room: Path, engine: str) -> None:
     """Seconds of an arm's answers: axis kld as it is by default, and all ways of 4 windows of 256 tokens."""
     seconds = {}
-    native = ARMS[engine][0] if engine in ARMS else "auto"
+    reference, (kv, *_), _ = ARMS.get(engine, ("auto", ("fp8_e4m3",), {}))
     for axis in ("kld", "paths"):
-        words = ["smollm2-135m", "--engine", engine, "--reference", native, "--axes", axis, "--threads", "1"]
-        words += ["--output-dir", str(room / axis)]
-        subprocess.run(
-            [sys.executable, "-m", "fidelab", "compare", "--only", "capture", *words],
-            check=True,
-            stdout=subprocess.DEVNULL,
+        fidelab.compare(
+            "smollm2-135m",
+            engine=engine,
+            reference=reference,
+            candidates=[{"kv": kv, "name": "timed"}],
+            axes={axis: {}},
+            control="none",
+            floor=False,
+            threads=1,
+            output_dir=str(room / axis),
         )
-        parts = {c.axis: float(c.manifest["facts"]["seconds"]) for c in map(Capture, find_captures(room / axis))}
+        manifests = [Capture(path).manifest for path in find_captures(room / axis)]
+        timed = [manifest for manifest in manifests if manifest["asked"]["name"] == "timed"]
+        parts = {manifest["axis"]: float(manifest["facts"]["seconds"]) for manifest in timed}
         seconds[axis] = sum(parts.values())
         print(", ".join(f"{part} {spent:.1f} s" for part, spent in parts.items()))
     ratio = seconds["paths"] / seconds["kld"]

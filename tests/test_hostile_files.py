@@ -18,7 +18,7 @@ import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,15 @@ import yaml
 
 from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, dump_manifest
-from fidelab.core import digest
+from fidelab.config.experiment import validate
+from fidelab.core import Arm, Status, digest
 from fidelab.core.errors import FidelabError
+from fidelab.core.serial import from_json
 from fidelab.models.gguf import read_header
+from fidelab.report.html import write_html
+from fidelab.results.record import Report
+from fidelab.run.pairing import ArmResult
+from fidelab.run.scoring import RunFacts, score_run
 from tests.captures import sample
 from tests.conftest import MakeFolder
 from tests.models.tiny_gguf import write_gguf
@@ -200,8 +206,31 @@ class Captured:
                 entry |= {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
         (self.test / MANIFEST).write_text(dump_manifest(manifest))
 
-    def score(self) -> None:
-        answered(cli("compare", "--only", "score", "--reference", self.ref, "--candidate", self.test, cwd=self.room))
+    def score(self) -> Report | None:
+        """The report of the pair, written as JSON and as a page; ``None``: refused in one line."""
+        manifests = (json.loads((self.ref / MANIFEST).read_text()), self.manifest)
+        arms = [from_json(Arm, manifest["asked"]) for manifest in manifests]
+        arms = [replace(arm, name=name) for arm, name in zip(arms, ("reference", "test"), strict=True)]
+        axis = self.manifest["axis"]
+        experiment = {
+            **{"model": "fake", "engine": arms[0].engine, "dtype": arms[0].dtype, "control": "none"},
+            **{"reference": {"kv": arms[0].kv}, "candidates": [{"kv": arms[1].kv, "name": "test"}]},
+            **{"axes": {axis: {}}, "floor": 0.0, "twins": 0.0},
+        }
+        results = [
+            ArmResult(role, arm, Status.OK, ran=manifest["ran"], captures={axis: folder})
+            for role, arm, manifest, folder in zip(
+                ("reference", "candidate:test"), arms, manifests, (self.ref, self.test), strict=True
+            )
+        ]
+        facts = RunFacts("strangers", "2026-01-01T00:00:00Z", "", {})
+        try:
+            report = score_run(validate(experiment, "experiment"), facts, results).report
+            report.write(self.room / "report.json")
+            write_html(report, self.room / "report.html")
+        except FidelabError:  # of one line
+            return None
+        return report
 
 
 AXES = ("kld", "trajectory", "plad", "gsm8k")
@@ -227,7 +256,7 @@ def captured(run: Done, request: pytest.FixtureRequest, tmp_path: Path) -> Captu
     shutil.copytree(run.cwd / "runs" / "captures", room)
     [ref], [test] = (room.glob(f"fake-fake-{kv}-*/{request.param}-*") for kv in ("exact", "tilt"))
     captured = Captured(room, ref, test)
-    captured.score()
+    assert captured.score() is not None
     return captured
 
 
@@ -297,7 +326,7 @@ def test_strangers_heads_and_vocabularies_are_a_result_or_one_line(harm: str, tm
 
     ref, test = write("bf16", head), write("int4", {**head, "bias": np.zeros(8, np.float32)})
     captured = Captured(tmp_path, ref, test)
-    captured.score()
+    assert captured.score() is not None
     [words] = (tmp_path / "int4" / "vocabularies").iterdir()
     [weights] = (tmp_path / "int4" / "heads").iterdir()
     raw = weights.read_bytes()
@@ -325,9 +354,9 @@ def test_a_request_that_unpacks_to_more_than_any_request_is_refused(run: Done, t
     packed = b"".join([*(packer.compress(bytes(1 << 20)) for _ in range(600)), packer.flush()])
     captured.put(PROBE, packed)
     with bounds(512 << 20):
-        done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, cwd=tmp_path)
-    assert (len(packed) < 4 << 20, done.code) == (True, 1)
-    assert "probe.json.gz is damaged (it unpacks to more than 128 MiB)" in " ".join(done.err.split())
+        report = captured.score()
+    assert (len(packed) < 4 << 20, report is None) == (True, False)
+    assert "probe.json.gz is damaged (it unpacks to more than 128 MiB)" in str(report and report.candidates[0].reason)
 
 
 @pytest.fixture

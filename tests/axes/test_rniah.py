@@ -21,7 +21,7 @@ from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.results.plots import Heatmap, TablePlot, Texts
-from fidelab.run.pipeline import capture
+from fidelab.run.pipeline import execute
 from tests.axes.captures import make_arm, make_capture
 from tests.run.harness import Done, refused, run_fake
 
@@ -275,9 +275,12 @@ def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_
         "axes": {"rniah": axis.settings.model_dump(mode="json")},
         "dtype": "float32",
         "output_dir": str(tmp_path),
+        "floor": 0.0,
+        "twins": 0.0,
     }
-    [result] = capture(Experiment.model_validate(experiment))
-    reference = Capture(result.captures["rniah.main"])
+    execute(Experiment.model_validate(experiment), command="")
+    [path] = (tmp_path / "captures").glob("*-f32-*/rniah.main-*")
+    reference = Capture(path)
     score = axis.score_parts({"main": Pair.match(reference, reference)}, 0)
     values = _values(score)
     assert (values["reference's accuracy"], values["informative cells"]) == (1.0, 3)

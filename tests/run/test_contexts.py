@@ -14,7 +14,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.results.measurement import Measurement
-from tests.run.harness import SMALL, Done, axis_of, cli, write_inputs
+from tests.run.harness import SMALL, Done, cli, write_inputs
 from tests.run.test_attribution import part_means, relabelled
 from tests.run.test_run_closed_forms import tilt
 
@@ -92,19 +92,6 @@ def test_the_page_counts_the_positions_of_the_worst_context(run: Done) -> None:
 def test_the_floor_repeats_a_share_of_every_context(run: Done) -> None:
     floor = run.floor("kld")
     assert (floor.status, [one["windows"] for one in floor.facts["contexts"]]) == ("identical", [WINDOWS // 4, 2])
-
-
-def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) -> None:
-    write_inputs(tmp_path)
-    sizes = ("--text", "text.txt", "--axes", "kld", "--windows", WINDOWS, "--n-ctx", f"{SHORT},{LONG}")
-    words = ("--engine", "fake")
-    ref, test = (
-        cli("compare", "fake", "--only", "capture", *words, "--reference", kv, *sizes, cwd=tmp_path).out.strip()
-        for kv in ("exact", "tilt[q=0.6]")
-    )
-    done = cli("compare", "--only", "score", "--reference", ref, "--candidate", test, "--json", cwd=tmp_path)
-    [arm] = json.loads(done.out)["candidates"]
-    assert [one["n_ctx"] for one in axis_of(arm, "kld").facts["contexts"]] == [SHORT, LONG]
 
 
 def test_the_resolved_settings_repeat_the_contexts(run: Done) -> None:

@@ -88,6 +88,17 @@ def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
     assert (moved / "report.json").read_bytes() == before
 
 
+def test_saved_outputs_that_are_damaged_are_removed(plain: Done, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(plain.cwd / "runs" / "captures", store)
+    [victim] = store.glob("fake-fake-tilt*/kld-*")
+    (victim / "part-00000.safetensors").write_bytes(b"")
+    for flags, word, there in (([], "would remove", True), (["--remove"], "removed", False)):
+        found = cli("setup", "clean", "outputs", "--captures-dir", store, *flags, cwd=tmp_path)
+        assert f"{word} {victim}" in found.out
+        assert victim.exists() == there
+
+
 def test_positions_hold_a_row_per_scored_position_and_arm(grand: Done) -> None:
     table = rows(grand)
     scored = [arm for arm in (grand.arm("control"), *grand.report["candidates"]) if axis_of(arm, "kld").n_items]

@@ -134,7 +134,7 @@ def test_float16_in_a_bfloat16_model_is_identical_where_attention_was_seen_to_ge
         for kv, seen in [arms[result.role]]
     ]
     experiment = validate({"model": "fake", "engine": "fake", "candidates": ["exact"], "axes": {"kld": {}}}, "test")
-    scorer = Scorer(experiment, made, {}, strict=False)
+    scorer = Scorer(experiment, made, {})
     assert scorer.measure(made[1]).status == status
 
 

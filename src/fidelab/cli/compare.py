@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,11 +37,6 @@ BRIEF = (
     "axes",
     "output_dir",
 )
-
-
-class _Phase(StrEnum):
-    CAPTURE = "capture"
-    SCORE = "score"
 
 
 @options.expand_options
@@ -170,14 +164,6 @@ def compare(
     ] = 1,
     show: options.ShowOptions,
     dry_run: options.DryRun = False,
-    only: Annotated[
-        _Phase | None,
-        typer.Option(
-            help="capture: save outputs and print their folders. score: compare saved outputs (--reference DIR "
-            "--candidate DIR).",
-            show_default=False,
-        ),
-    ] = None,
     resume_dir: Annotated[
         Path | None,
         typer.Option(
@@ -217,20 +203,6 @@ def compare(
     if file is not None:
         options.refuse_other_options(context, "file", "file", ("overrides", *flags, "dry_run"))
         _run_file(file, overrides or [], trusted or [], show, dry_run)
-        return
-    if only is _Phase.SCORE:
-        allowed = (*_RESCORE_PARAMETERS, *vars(scoring), *vars(limits), *vars(runs))
-        options.refuse_other_options(context, "only", "saved outputs", allowed)
-        _score(reference, candidate or [], {**scoring.settings(), **limits.settings()}, runs.output_dir, show)
-        return
-    if only is _Phase.CAPTURE:
-        given = options.given_flags(context)
-        if useless := [flag for name, flag in given.items() if name in _NOT_CAPTURED or name in vars(limits)]:
-            raise UsageError(f"--only capture compares nothing: leave out {useless[0]}")
-        if model is None:
-            raise UsageError("name a model: fidelab compare MODEL --kv FORMAT --only capture")
-        asked = {"model": model, **engine.settings(), **axes.settings(), **runs.settings()}
-        _capture(asked, reference, [*(kv or []), *(candidate or [])], overrides or [])
         return
     words = (reference or "", control, *(candidate or []), *(vary or []))
     if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
@@ -381,85 +353,6 @@ def _run_file(
         show_cross_plan(settings, show.as_json)
     else:
         _run_cross_engine(settings, show.as_json)
-
-
-# ------------------------------------------------------------------------------------------- one phase
-
-_RESCORE_PARAMETERS = ("reference", "candidate", "as_json", "details", "markdown")
-_NOT_CAPTURED = frozenset(
-    (
-        "control",
-        "vary",
-        "serve",
-        "change",
-        "preset",
-        "benches",
-        "n_runs",
-        "keep_rows",
-        "floor",
-        "force",
-        "budget",
-        "as_json",
-        "details",
-        "markdown",
-        "dry_run",
-        "seed",
-        "bands",
-    )
-)
-
-
-def _capture(data: dict[str, Any], reference: str | None, candidates: Sequence[str], overrides: Sequence[str]) -> None:
-    """Capture the reference, unless it is a folder of saved outputs, and the candidates; print a folder for each.
-
-    On some axes, the requests to candidates depend on the reference's answers.
-    """
-    from fidelab.cli.progress import watcher
-    from fidelab.run.pipeline import capture
-
-    follow = None if reference is None or not Path(reference).is_dir() else Path(reference)
-    arms = [*([reference or {"kv": None}] if follow is None else []), *candidates]
-    for arm in arms:
-        one = {**data, "reference": arm, "control": "none", "candidates": [arm], "floor": 0.0, "twins": 0.0}
-        [result] = capture(experiment_from(one, "compare", overrides), follow=follow, listener=watcher())
-        if result.reason:
-            exit_on([f"{result.arm.name} failed: {result.reason}"])
-        folders = sorted({path.parent for path in result.captures.values()})
-        for folder in folders:
-            print(folder)
-        follow = follow or folders[0]
-
-
-def _score(
-    reference: str | None,
-    candidates: Sequence[str],
-    settings: dict[str, Any],
-    output_dir: Path,
-    show: options.ShowOptions,
-) -> None:
-    """Score saved outputs against those of a reference."""
-    from fidelab.core.errors import UsageError
-    from fidelab.run.phases import score_captures
-
-    if reference is None or not candidates:
-        raise UsageError("name folders of saved outputs: --only score --reference DIR --candidate DIR")
-    named = [_parse_named_folder(text) for text in candidates]
-    report, folder = score_captures(
-        Path(reference),
-        named,
-        settings,
-        output_dir=output_dir,
-        command=command_line(),
-        note=lambda text: note(f"fidelab: {text}"),
-    )
-    show_report(report, folder=folder, **vars(show))
-    exit_on(failures(report))
-
-
-def _parse_named_folder(text: str) -> tuple[str | None, Path]:
-    """Parse ``NAME=DIR`` or ``DIR``."""
-    name, _, path = text.rpartition("=")
-    return (name, Path(path)) if name and not Path(text).exists() else (None, Path(text))
 
 
 def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:

@@ -8,7 +8,6 @@ is certain:
 - *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
 - *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
   but two reports do not hold the pairs. The interval is therefore too wide rather than too narrow.
-  ``compare --only score`` on both sides' captures pairs them.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
 - a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
   (``ArmRecord.floor``, the larger of both sides); it is the least allowance.

@@ -52,7 +52,7 @@ def attribute(
         if arm.role.startswith(f"{QUERIES}:")
     }
     if any(result.role == EXACT for result in diagnostics):
-        scorer = Scorer(_kld_only(experiment), diagnostics, {}, strict=False, reference=EXACT)
+        scorer = Scorer(_kld_only(experiment), diagnostics, {}, reference=EXACT)
         apart |= {arm.role: scorer.measure(arm) for arm in diagnostics if arm.role.startswith(f"{EXACT}:")}
     return tuple(
         _attribution(arm, control_of(arm, measured), apart, floors.get(arm.result.arm.name), experiment.seed)
@@ -79,7 +79,7 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
     name = candidate.arm.name
     pair = [candidate, replace(twin, role=TWIN)]
     try:
-        arm = Scorer(_kld_only(experiment), pair, {}, strict=False, reference=candidate.role).measure(pair[1])
+        arm = Scorer(_kld_only(experiment), pair, {}, reference=candidate.role).measure(pair[1])
     except FidelabError as error:  # a capture that is gone or damaged
         return NoiseFloor(of=name, reason=str(error))
     score = _score(arm)
@@ -109,7 +109,7 @@ def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | N
 
 def measure_diagnostic(experiment: Experiment, reference: ArmResult, arm: ArmResult) -> Measured:
     """Score a diagnostic arm against the reference, on KLD."""
-    return Scorer(_kld_only(experiment), [reference, arm], {}, strict=False).measure(arm)
+    return Scorer(_kld_only(experiment), [reference, arm], {}).measure(arm)
 
 
 def _kld_only(experiment: Experiment) -> Experiment:

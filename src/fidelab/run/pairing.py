@@ -243,9 +243,9 @@ class Measured:
 class Scorer:
     """Pairs every arm's captures with the reference's and scores the pairs.
 
-    ``reference``: role of the arm that all others are compared with.  ``strict``: captures that must not be compared
-    raise; otherwise they are a failure of that arm on that axis.  ``figures``: of pairs that an earlier look compared;
-    those of this one are added.
+    ``reference``: role of the arm that all others are compared with.  Captures that must not be compared
+    are a failure of that arm on that axis.  ``figures``: of pairs that an earlier look compared; those of this one are
+    added.
     """
 
     def __init__(
@@ -254,12 +254,10 @@ class Scorer:
         results: Sequence[ArmResult],
         unavailable: Mapping[str, str],
         *,
-        strict: bool,
         reference: str = "reference",
         figures: Figures | None = None,
     ) -> None:
         self.experiment = experiment
-        self.strict = strict
         self._role = reference
         self.unavailable = unavailable
         self.by_role = {result.role: result for result in results}
@@ -328,8 +326,6 @@ class Scorer:
             try:
                 scores[name] = self._score(axis, name, result)
             except FidelabError as error:
-                if self.strict and isinstance(error, MismatchError):
-                    raise
                 failures[name] = (Status.FAILED, str(error))
             except UNTRUSTED_DATA_ERRORS as error:
                 _LOGGER.debug("%s, %s", result.arm.name, name, exc_info=True)

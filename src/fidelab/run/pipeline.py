@@ -22,7 +22,6 @@ from typing import Any
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.store import Readers
 from fidelab.config.experiment import load, validate
 from fidelab.config.load import dump, read_text, read_yaml, validate_as
@@ -188,34 +187,6 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
             f"fidelab compare --resume {folder.path}"
         ) from None
     return results, facts, planned
-
-
-def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
-    """Make only the reference arm's captures, in ``captures_dir``; nothing is scored.
-
-    ``follow``: a folder with another arm's captures. That arm is then the reference: requests that depend on the
-    reference's answers use its answers.
-
-    Raises:
-        CaptureError: If ``follow`` holds no capture.
-    """
-    experiment = experiment.model_copy(update={"keep_rows": True})  # what they are compared with is not known here
-    prepared = prepare(experiment, only="reference" if follow is None else "candidate")
-    [job] = prepared.plan.jobs
-    logs = prepared.settings.captures_dir / "logs"
-    watcher = listener or Silent()
-    asking = prepared.asking(watcher, lambda *_a, **_k: None)
-    if follow is not None:
-        captures = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
-        if not captures:
-            raise CaptureError(f"{follow} holds no capture to follow")
-        asking.follow(captures)
-    watcher.start(prepared.plan, None)
-    try:
-        with terminate_as_interrupt():
-            return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
-    finally:
-        watcher.close()
 
 
 # ----------------------------------------------------------------------------------------------- inside

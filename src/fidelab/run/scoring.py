@@ -1,4 +1,4 @@
-"""Turn captures into a report without an engine: the common part of ``run``, ``rescore`` and ``score``."""
+"""Turn captures into a report without an engine: the common part of ``run`` and ``rescore``."""
 
 from __future__ import annotations
 
@@ -75,20 +75,18 @@ def score_run(
     facts: RunFacts,
     results: Sequence[ArmResult],
     *,
-    strict: bool = False,
     figures: Figures | None = None,
 ) -> Scored:
     """Score every arm against the reference, control and floor included.
 
-    If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``strict`` and
-    ``figures``: as of :class:`~fidelab.run.pairing.Scorer`.
+    If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``figures``: as
+    of :class:`~fidelab.run.pairing.Scorer`.
 
     Raises:
-        MismatchError: If ``strict`` and two captures must not be compared.
         MissingPackageError: If SciPy is not installed.
     """
     require("scipy", "scoring")
-    scorer = Scorer(experiment, results, facts.unavailable, strict=strict, figures=figures)
+    scorer = Scorer(experiment, results, facts.unavailable, figures=figures)
     reference = scorer.by_role["reference"]
     status, reason = engaged(reference)
     control = scorer.by_role.get(CONTROL)
