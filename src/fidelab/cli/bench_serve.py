@@ -294,7 +294,7 @@ def _start_and_measure(
 
     Options that captures cannot have, such as the length of the context, are passed only to the servers.
     """
-    from fidelab.cli.bench_watch import watcher
+    from fidelab.cli.bench_lines import CellLines
     from fidelab.cli.output import command_line, failures
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Preset
@@ -322,7 +322,7 @@ def _start_and_measure(
         patience=engine.deadline or _SERVER_START_SECONDS,
         output_dir=run.output_dir,
         command=command_line(),
-        watch=watcher(),
+        watch=CellLines(),
         say=note,
     )
     show_report(report, as_json=as_json, folder=folder.path)
@@ -389,7 +389,7 @@ def _run(
 ) -> Measurement:
     """Measure and report.  ``measure``: the bench, if it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
-    from fidelab.cli.bench_watch import watcher
+    from fidelab.cli.bench_lines import CellLines
     from fidelab.core.errors import EngineError, UsageError
     from fidelab.engines.openai.http import read_key
 
@@ -398,7 +398,7 @@ def _run(
     try:
         key = key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**options)
-        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=_label(run.kv), bench=bench)
+        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=_label(run.kv), bench=bench)
         serving = _measure(settings, key, keeper, measure)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
         raise type(error)(_in_flags(str(error))) from None
@@ -427,7 +427,6 @@ def _measure(
             return measure(settings, key, keeper)
         return measure_serving(settings, key, watch=keeper)
     except BaseException:
-        keeper.close()
         if keeper.report is not None and keeper.folder is not None:
             keeper.finish()
             note(f"fidelab: the cells so far are in {keeper.folder.path}")

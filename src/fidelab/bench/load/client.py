@@ -22,7 +22,7 @@ import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from types import SimpleNamespace
@@ -40,7 +40,6 @@ from fidelab.engines.openai.http import cleaner, error_message, split_url
 MAX_P99_DELAY = 0.050  # seconds: p99 of sent − due above which an open loop did not keep its rate
 
 _POLL_SECONDS = 0.010  # seconds between looks at the clock
-_PROGRESS_TICKS = 20
 _EARLY = 3  # equal failures in a row, before any answer, that stop the load
 _MAX_REFUSALS = 50  # refused connections in a row that mean that the server is gone
 _MAX_BUFFERED_BYTES = 400_000_000  # bytes of raw answers that are kept; beyond this, each answer is parsed when it ends
@@ -80,12 +79,11 @@ class _Flight:
             self.deadline.reschedule(asyncio.get_running_loop().time() + self.timeout)
 
 
-def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | None = None) -> DriveResult:
+def drive(target: Target, load: Load) -> DriveResult:
     """Send ``load`` to ``target`` and return the outcome of each request.
 
     The function always returns, since every request has time-outs.  A failed request becomes an exchange with an error,
-    and the load continues.  ``on_progress`` is called about five times a second with the number of finished requests
-    and of all requests.
+    and the load continues.
 
     Raises:
         InputError: If no server answers at the URL.
@@ -100,7 +98,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
         raise ValueError("an open loop needs to know when each request is due")
     if load.concurrency is not None and load.concurrency < 1:
         raise UsageError(f"concurrency is {load.concurrency}: at least 1 is needed")
-    client = _Client(target, load, on_progress)
+    client = _Client(target, load)
     with asyncio.Runner() as runner, _room_for_connections(), _no_collection():
         try:
             return runner.run(client.run())
@@ -157,8 +155,8 @@ def _room_for_connections() -> Iterator[None]:
 class _Client:
     """Sends a load."""
 
-    def __init__(self, target: Target, load: Load, on_progress: Callable[[int, int], None] | None) -> None:
-        self._target, self._load, self._on_progress = target, load, on_progress
+    def __init__(self, target: Target, load: Load) -> None:
+        self._target, self._load = target, load
         self._url, self._headers = "".join(split_url(target.base_url)) + target.path, _headers(target)
         self._clean = cleaner([target.api_key] if target.api_key else [])
         self._landed: list[_Flight] = []
@@ -354,16 +352,13 @@ class _Client:
 
         A loop that was blocked over several ticks was late for each of them.
         """
-        due, ticks = monotonic() + _POLL_SECONDS, 0
+        due = monotonic() + _POLL_SECONDS
         while True:
             await _sleep_until(due)
             now = monotonic()
             while due <= now:
                 self._late.append(now - due)
                 due += _POLL_SECONDS
-            ticks += 1
-            if self._on_progress is not None and ticks % _PROGRESS_TICKS == 0:
-                self._on_progress(len(self._landed) + len(self._exchanges), len(self._load.requests))
 
     # --------------------------------------------------------------------------------------- giving up at once
 
@@ -388,10 +383,7 @@ class _Client:
     # ------------------------------------------------------------------------------------------------- reading
 
     def _read_all(self) -> list[Exchange]:
-        for at, flight in enumerate(self._landed):
-            if at % 500 == 0 and self._on_progress is not None:
-                self._on_progress(len(self._landed) + len(self._exchanges), len(self._load.requests))
-            self._exchanges.append(self._read(flight))
+        self._exchanges.extend(map(self._read, self._landed))
         self._exchanges.sort(key=lambda exchange: exchange.index)
         return self._exchanges
 

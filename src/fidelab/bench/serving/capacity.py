@@ -163,20 +163,18 @@ class _Search:
 
     def _load(self, context: int, n: int, title: str) -> _Border | None:
         settings, contact = self._settings, self._contact
-        self._watch.begin(title, n)
+        self._watch.begin(title)
         number = len(self._tried)
         requests = contact.requests([context] * n, [settings.output] * n, None, settings.seed + number)
         try:
             with contact.scraper(_INTERVAL) as scraper:
                 load = Load(requests, concurrency=n)
-                result = drive(contact.target, load, self._watch.advance)
+                result = drive(contact.target, load)
                 driven = Drive(requests, result, scraper.reading(result.started, result.ended))
         except ServerRefusedError as error:
             return _refusal(error.status, error.said or str(error))
         except InputError as error:
             return self._failed_border(str(error))
-        finally:
-            self._watch.close()
         self._watch.driven(number, 0, driven)
         return self._judge(driven, n)
 
@@ -224,7 +222,7 @@ class _Search:
         if room is not None:
             metrics.append(PREDICTED(room, cell=at))
         self._cells.append(CellResult(cell, tuple(metrics)))
-        self._watch.begin(f"context {context:,}", 1)
+        self._watch.begin(f"context {context:,}")
         self._watch.measured(self._cells[-1], self._measurement(self._failure))
 
     def _measurement(self, reason: str) -> Measurement:

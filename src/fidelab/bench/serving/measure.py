@@ -38,20 +38,14 @@ class ServingWatch:
     def reached(self, contact: Contact) -> None:
         """The server has answered."""
 
-    def begin(self, title: str, requests: int) -> None:
+    def begin(self, title: str) -> None:
         """A cell begins."""
-
-    def advance(self, done: int, requests: int) -> None:
-        """``done`` requests of the current cell have ended."""
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         """A cell was driven, with this outcome of each request."""
 
     def measured(self, cell: CellResult, serving: Measurement) -> None:
         """A cell is done; receives all cells so far."""
-
-    def close(self) -> None:
-        """The load is over, or was stopped."""
 
 
 def measure_serving(
@@ -99,7 +93,7 @@ class _Sweep:
 
     def _measure(self, number: int, repeat: int, asked: LoadAsked, title: str) -> str | None:
         """Drive one cell once; return why the server is gone, if it is."""
-        self._watch.begin(title, self._settings.count(asked) + self._settings.warmup)
+        self._watch.begin(title)
         if reason := self._limit_reason(asked):
             self._end(number, asked, Status.NOT_SUPPORTED, reason)
             return None
@@ -138,7 +132,7 @@ class _Sweep:
         )
         with contact.scraper() as scraper:
             begun = time.monotonic()
-            result = drive(contact.target, load, self._watch.advance)
+            result = drive(contact.target, load)
             driven = Drive(requests, result, scraper.reading(result.started, result.ended))
             driven = count_by_finish(driven) if asked.by_finish else driven
             whole = scraper.reading(begun, ended := time.monotonic())

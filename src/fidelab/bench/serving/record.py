@@ -27,7 +27,7 @@ class _Over(ServingWatch):
 
     def __init__(self, shown: ServingWatch) -> None:
         self._shown = shown
-        for name in ("reached", "begin", "advance", "driven", "measured", "close"):
+        for name in ("reached", "begin", "driven", "measured"):
             if name not in vars(type(self)):
                 setattr(self, name, getattr(shown, name))
 
