@@ -77,7 +77,7 @@ EXTRAS: dict[str, set[str]] = {
     "scipy": {"metrics", "physics"},
 }
 """Packages that the base does not install → rooms that may import them, in the functions that need them."""
-AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py", "physics/probe.py")
+AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py")
 """Files that are themselves imported where an extra is needed."""
 LEAN_MODULES = [
     *("fidelab.core", "fidelab.captures.requests", "fidelab.captures.writer", "fidelab.engines.base"),

@@ -130,7 +130,6 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
             "shape of model_type 'granite' needs Transformers: pip install 'fidelab[hf]'",
         ),
         (["estimate", "other"], ("torch",), "shape of model_type 'granite' needs PyTorch: pip install 'fidelab[hf]'"),
-        (["estimate", "probe"], EXTRAS, "needs PyTorch: pip install 'fidelab[hf]'"),
     ],
 )
 def test_a_missing_or_half_installed_extra_is_one_line(

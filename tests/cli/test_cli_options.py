@@ -38,7 +38,7 @@ OTHERS = {
         "--budget": "compare",  # a time, not bytes
         "--benches": "bench offline",  # benches are what it is for: never none
         "--candidate": "diagnose layers, bench offline",  # exactly one; one of several arms
-        "--device": "estimate model, estimate probe",  # rows of the device table; what is measured
+        "--device": "estimate model",  # rows of the device table
         "--dry-run": "serve start, reproduce run",  # a command or stages, not jobs
         "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
         # engines that pass on states; the engine of a plan; filters; the preset's own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 from typer.testing import CliRunner
 
 from fidelab.cli import app
@@ -21,9 +19,8 @@ from fidelab.core import KVSpec, cache_parameter
 from fidelab.core.errors import FidelabError, InputError, NotSupportedError, UsageError
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics import devices, geometry
-from fidelab.physics.devices import Device, find_device, remember_device
+from fidelab.physics.devices import Device, find_device
 from fidelab.physics.geometry import model_geometry, named_geometry
-from fidelab.physics.probe import probe_device
 from fidelab.physics.shapes import Geometry, KVLayer
 from fidelab.physics.traffic import Model
 from tests.tiny_models import KINDS, model
@@ -200,13 +197,11 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state" / "fidelab" / "devices.yaml"
 
 
-def test_a_probe_of_this_machine_gives_a_row_that_the_table_takes(state: Path) -> None:
-    found = probe_device("cpu", 0.01)
-    assert remember_device("here", found.row) == state
+def test_rows_of_the_own_table_are_added_to_the_published_ones(state: Path) -> None:
+    state.parent.mkdir(parents=True)
+    state.write_text("here: {memory: 32, bandwidth: 640, sustained: 700, compute: {bf16: 2}, verified: by hand}")
     row = find_device("HERE")
-    assert row.verified
-    assert row.bandwidth >= (row.sustained or 0) > 0
-    assert set(row.compute) == {"f32", "bf16"}
+    assert (row.memory, row.bandwidth, row.compute, row.verified) == (32e9, 700e9, {"bf16": 2e12}, "by hand")
     assert not any(device.verified for name, device in devices.devices().items() if name != "here")
 
 
@@ -224,13 +219,6 @@ def test_a_wrong_row_of_the_own_table_is_named(text: str, said: str, state: Path
     state.write_text(text)
     with pytest.raises(InputError, match=said):
         find_device("H100")
-
-
-def test_the_profile_collects_what_is_read() -> None:
-    text = files("fidelab.config").joinpath("profiles/hardware-report.yaml").read_text("utf-8")
-    profile = yaml.safe_load(text)
-    [probe] = [stage["command"] for stage in profile["stages"] if stage["name"] == "probe"]
-    assert (profile["collect"], probe[:2], "--json" in probe) == (True, ["estimate", "probe"], True)
 
 
 def run(*words: str) -> Any:

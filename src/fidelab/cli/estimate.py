@@ -13,7 +13,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console, print_json
+from fidelab.cli.output import open_console, print_json
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -235,9 +235,6 @@ def _rate(entry: Mapping[str, Any]) -> str:
     return format_amount(entry["tokens_per_s"]) + (" c" if entry["bound"] == "compute" else "")
 
 
-_Row = Annotated[str | None, typer.Option("--as", help="Name of the row (default: the device's name).")]
-
-
 @app.command()
 def fit(
     file: Annotated[Path, typer.Argument(help="CSV file, JSON list of objects, or report.json with bench decode.")],
@@ -324,35 +321,3 @@ def list_devices(
         lines.append((one_line(name), *figures, one_line(row.verified) or "unverified"))
     headings = ("device", "GB", "driver GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")
     print_table(open_console(), headings, lines, words=(0, 6))
-
-
-@app.command()
-def probe(
-    name: _Row = None,
-    device: Annotated[str, typer.Option(help="cpu, or a CUDA device such as cuda:0.")] = "cpu",
-    seconds: Annotated[float, typer.Option(help="Seconds per measurement.")] = 2.0,
-    as_json: options.Json = False,
-) -> None:
-    """Measure this device's bandwidth and matrix throughput, and store them in the device table.
-
-    [bold]Examples[/bold]
-
-      fidelab estimate probe
-
-      fidelab estimate probe --device cuda:0 --as H100-here
-    """
-    from fidelab.environments.host import cpu_name
-    from fidelab.physics.devices import remember_device
-    from fidelab.physics.probe import probe_device
-
-    if not 0 < seconds <= 600:
-        raise UsageError(f"--seconds {seconds:g}: write a number above 0 and at most 600")
-    found = probe_device(device, seconds)
-    label = name or found.name or cpu_name()
-    path = remember_device(label, found.row)
-    if as_json:
-        print_json({"name": label, **found.row})
-        return
-    rates = ", ".join(f"{kind} {rate:.2f} TFLOP/s" for kind, rate in found.row["compute"].items())
-    print(f"{label}: copy {found.row['sustained']:.1f} GB/s, read {found.row['read']:.1f} GB/s, {rates}")
-    note(f"kept in {path}; fidelab estimate MODEL --device {label!r} uses it")

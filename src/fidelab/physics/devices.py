@@ -16,7 +16,7 @@ from fidelab.core import read_file, state_dir
 from fidelab.core.errors import InputError, UsageError, nearest_first
 
 _MAX_FILE_BYTES = 2**20
-_FIELDS = {"memory", "reported", "bandwidth", "sustained", "read", "compute", "links", "verified", "source"}
+_FIELDS = {"memory", "reported", "bandwidth", "sustained", "compute", "links", "verified", "source"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def find_device(name: str) -> Device:
     found = next((device for key, device in table.items() if key.lower() == name.strip().lower()), None)
     if found is None:
         known = ", ".join(nearest_first(name, table))
-        raise UsageError(f"unknown device {name!r}; known: {known}; fidelab estimate probe adds this machine's")
+        raise UsageError(f"unknown device {name!r}; known: {known}; own rows go into {user_table()}")
     return found
 
 
@@ -97,24 +97,6 @@ def device_of(told: str) -> Device | None:
     table = devices()
     found = _rows_of(told, table)
     return table[max(found, key=len)] if found else None  # what was measured on it has its full name
-
-
-def remember_device(name: str, row: Mapping[str, Any]) -> Path:
-    """Add a row to the user's table, in the units of the file. Returns the file.
-
-    Raises:
-        InputError: If the existing table cannot be read.
-        UsageError: If the row is wrong.
-    """
-    path = user_table()
-    table = _read(path)
-    table[name] = dict(row)
-    _device(name, row, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(yaml.safe_dump(table, sort_keys=False), "utf-8")
-    part.replace(path)
-    return path
 
 
 def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:
