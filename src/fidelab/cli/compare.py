@@ -342,7 +342,7 @@ def _run_file(
     from fidelab.config.trust import load_trusted
     from fidelab.core.errors import UsageError
 
-    settings = load_trusted(find_experiment(experiment), overrides, trusted, _settings)
+    settings = load_trusted(find_experiment(experiment), overrides, trusted, read_settings)
     if isinstance(settings, Experiment):
         launch(settings, show, dry_run)
     elif show.details or show.markdown:
@@ -355,7 +355,7 @@ def _run_file(
         _run_cross_engine(settings, show.as_json)
 
 
-def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
+def read_settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
     """Read an experiment of either kind.
 
     Raises:

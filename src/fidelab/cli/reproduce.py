@@ -35,30 +35,14 @@ Parameters = Annotated[
 def list_profiles(as_json: options.Json = False) -> None:
     """List the profiles that come with fidelab."""
     from fidelab.config.profiles import load_profile, names
-
-    rows: list[dict[str, Any]] = []
-    for name in names():
-        profile = load_profile(name)
-        rows.append(
-            {
-                "name": name,
-                "purpose": profile.purpose,
-                "source": profile.source.title,
-                "device": profile.needs.device,
-                "hours": profile.needs.hours,
-                "stages": [stage.name for stage in profile.stages],
-                "variants": list(profile.variants),
-            }
-        )
-    if as_json:
-        print_json({"profiles": rows})
-        return
     from fidelab.report.text import print_table
 
-    cells = [
-        (row["name"], row["purpose"], "" if row["hours"] is None else f"{row['hours']:g}", ", ".join(row["variants"]))
-        for row in rows
-    ]
+    profiles = {name: load_profile(name) for name in names()}
+    if as_json:
+        rows = [{"name": name, **p.model_dump(mode="json", exclude_defaults=True)} for name, p in profiles.items()]
+        print_json({"profiles": rows})
+        return
+    cells = [(name, p.purpose, f"{p.needs.hours or 0:g}", ", ".join(p.variants)) for name, p in profiles.items()]
     print_table(open_console(), ("profile", "what", "hours", "variants"), cells, words=range(4))
 
 
@@ -121,29 +105,28 @@ def run_one(
 
       fidelab reproduce --resume runs/profiles/20260101-120000-decode-tiny
     """
-    from fidelab.config.profiles import load_profile, parse_parameters, resolve
+    from fidelab.config.profiles import load_profile, resolve
     from fidelab.core.errors import UsageError
     from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
+    def watch(text: str) -> None:
+        note(f"fidelab: stage {text}")
+
     if resume_dir is not None:
         options.refuse_other_options(context, "resume_dir", "profile", ("as_json", "trusted"))
-        study, folder = resume_profile(resume_dir, trusted=trusted or [], watch=_watch), resume_dir.absolute()
+        study, folder = resume_profile(resume_dir, trusted=trusted or [], watch=watch), resume_dir.absolute()
     elif name is None:
         raise UsageError("name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)")
     else:
-        resolved = resolve(name, load_profile(name, trusted or []), variant, parse_parameters(parameters or []))
+        resolved = resolve(name, load_profile(name, trusted or []), variant, parameters or [])
         check_stages(resolved, context.find_root().command)
         if dry_run:
             show_study(plan_profile(resolved, output_dir, only=stages or [], command=command_line()), None, as_json)
             return
-        study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=_watch)
+        study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=watch)
     show_study(study, folder, as_json)
     ran = any(row.measured for row in study.rows if row.at["part"] == "stage")
     exit_on(study.faults, [] if study.faults or ran else ["no stage could be run here"])
-
-
-def _watch(text: str) -> None:
-    note(f"fidelab: stage {text}")
 
 
 def check_stages(resolved: Resolved, root: Any) -> None:
@@ -152,24 +135,21 @@ def check_stages(resolved: Resolved, root: Any) -> None:
     Raises:
         ConfigError: If an experiment has an invalid key or value, or a command has invalid words.
     """
-    from fidelab.config.cross import validate_cross
-    from fidelab.config.experiment import validate
+    from fidelab.cli.compare import read_settings
     from fidelab.core.errors import ConfigError
 
     for stage in resolved.stages:
-        where = f"{resolved.name}: stage {stage.name}"
+        where, words = f"{resolved.name}: stage {stage.name}", [str(word) for word in stage.command or ()]
         if stage.experiment is not None:
-            (validate if "kind" not in stage.experiment else validate_cross)(stage.experiment, where)
+            read_settings(stage.experiment, where)
+        if words[:1] in ([], ["k16v8"]):  # no command, or one of another package
             continue
-        words = [str(word) for word in stage.command or ()]
-        if words[:1] == ["k16v8"]:  # a command of another package
-            continue
-        command = root
+        command, left = root, words
         try:
-            context = command.make_context("fidelab", words)
+            context = command.make_context("fidelab", left)
             while hasattr(command, "resolve_command"):  # a group
-                _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
-                context = command.make_context(command.name, words, parent=context)
+                _, command, left = command.resolve_command(context, [*context._protected_args, *context.args])
+                context = command.make_context(command.name, left, parent=context)
         except Exception as error:
             said = error.format_message() if hasattr(error, "format_message") else str(error)
-            raise ConfigError(f"{where}: fidelab {shlex.join(map(str, stage.command or ()))}: {said}") from None
+            raise ConfigError(f"{where}: fidelab {shlex.join(words)}: {said}") from None

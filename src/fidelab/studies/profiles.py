@@ -20,8 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
@@ -29,9 +27,9 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from fidelab.config.profiles import Figure, Resolved, Stage
+from fidelab.config.profiles import Figure, Resolved, Stage, fill
 from fidelab.config.trust import check_trusted, trust_content
-from fidelab.core import Status, read_file, strict_json, usable_cores
+from fidelab.core import Status, read_file, slug, strict_json, usable_cores
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
@@ -71,116 +69,79 @@ class Skip(Record):
 # ------------------------------------------------------------------------------------------------- needs and machine
 
 
-@dataclass(frozen=True)
-class Machine:
-    """This machine, as far as stages need to know it. Each property is determined only when a need is judged."""
+def machine_record(folder: Path) -> dict[str, Any]:
+    """Return what stages need to know of this machine: GPUs that torch can use, cores, GB of memory and of free disk.
 
-    folder: Path
+    ``folder``: where runs are written; it need not exist.
+    """
+    import psutil
 
-    @cached_property
-    def gpus(self) -> tuple[str, tuple[tuple[str, int], ...]]:
-        """``cuda``, ``rocm`` or ``none``, and the name and bytes of each GPU that torch can use."""
-        from fidelab.engines.installed import gpu_files
+    from fidelab.engines.installed import gpu_files
+    from fidelab.environments.host import cgroup_memory
 
-        if not gpu_files():
-            return "none", ()
+    device, gpus = "cpu", list[dict[str, Any]]()
+    if gpu_files():
         try:
             import torch
 
-            found = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-            kind = "rocm" if getattr(torch.version, "hip", None) else "cuda"
-            rows = [torch.cuda.get_device_properties(index) for index in found]
-            return (kind if rows else "none"), tuple((str(row.name), int(row.total_memory)) for row in rows)
+            rows = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            gpus = [{"name": str(row.name), "gb": round(row.total_memory / _GB, 1)} for row in rows]
+            device = ("rocm" if getattr(torch.version, "hip", None) else "cuda") if gpus else "cpu"
         except Exception as error:  # a driver that does not fit; doctor says more
-            return f"none ({one_line(str(error))[:80]})", ()
-
-    @cached_property
-    def memory(self) -> int:
-        """Bytes of the host that this process may use."""
-        import psutil
-
-        from fidelab.environments.host import cgroup_memory
-
-        total = int(psutil.virtual_memory().total)
-        group = cgroup_memory()
-        return total if group is None else min(total, group[0])
-
-    @property
-    def disk(self) -> int:
-        """Bytes free where runs are written."""
-        place = self.folder.absolute()
-        while not place.exists():
-            place = place.parent
-        return shutil.disk_usage(place).free
-
-    def record(self) -> dict[str, Any]:
-        """Return all of it, for the record."""
-        kind, cards = self.gpus
-        return {
-            "device": "cpu" if not cards else kind,
-            "gpus": [{"name": name, "gb": round(size / _GB, 1)} for name, size in cards],
-            "cores": usable_cores(),
-            "memory_gb": round(self.memory / _GB, 1),
-            "disk_gb": round(self.disk / _GB, 1),
-        }
+            device = f"cpu ({one_line(str(error))[:80]})"
+    total, group = int(psutil.virtual_memory().total), cgroup_memory()
+    place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return {
+        "device": device,
+        "gpus": gpus,
+        "cores": usable_cores(),
+        "memory_gb": round(min(total, group[0] if group else total) / _GB, 1),
+        "disk_gb": round(shutil.disk_usage(place).free / _GB, 1),
+    }
 
 
-def judge(stage: Stage, machine: Machine, ended: Mapping[str, Status]) -> list[Skip]:
+def judge(stage: Stage, machine: Mapping[str, Any], ended: Mapping[str, Status]) -> list[Skip]:
     """Return the requirements of a stage that this machine lacks; empty if it can run.
 
-    ``ended``: status of the stages before it.
+    ``machine``: as of :func:`machine_record`.  ``ended``: status of the stages before it.
     """
-    needs, skips = stage.needs, list[tuple[str, str]]()
+    needs, gpus = stage.needs, machine["gpus"]
+    lacks = list[tuple[str, str]]()
     if needs.never is not None:
         return [Skip(stage=stage.name, need=needs.never, found=f"this variant of {stage.name}")]
     if needs.device not in (None, "cpu") or needs.gpus or needs.gpu_memory:
-        kind, cards = machine.gpus
-        wanted = needs.device if needs.device not in (None, "cpu") else "gpu"
-        found = ", ".join(f"{name} ({size / _GB:.0f} GB)" for name, size in cards) or f"GPUs that torch can use: {kind}"
-        if not cards or wanted not in ("gpu", kind):
-            skips.append((f"device {wanted}", found))
-        elif len(cards) < (needs.gpus or 1):
-            skips.append((f"{needs.gpus} GPUs", found))
-        elif min(size for _, size in cards) < (needs.gpu_memory or 0) * _GB:
-            skips.append((f"{needs.gpu_memory:g} GB of GPU memory", found))
-    amounts = (
-        (needs.memory, "GB of memory", lambda: machine.memory / _GB),
-        (needs.disk, "GB of free disk", lambda: machine.disk / _GB),
-        (needs.cores, "cores", usable_cores),
-    )
-    for least, unit, have in amounts:
-        if least is not None and have() < least:
-            skips.append((f"{least:g} {unit}", f"{have():.1f} {unit}" if unit != "cores" else f"{have()} {unit}"))
-    skips += [(f"package {name}", "not installed") for name in needs.packages if util.find_spec(name) is None]
-    skips += [(f"engine {name}", why) for name in needs.engines if (why := _lacks_engine(name))]
-    skips += [(f"data {name}", why) for name in needs.data if (why := _lacks_data(name))]
-    lost = {name: ended.get(name) for name in needs.stages if ended.get(name) is not Status.OK}
-    skips += [(f"stage {name}", "not run" if status is None else word_of(status)) for name, status in lost.items()]
-    return [Skip(stage=stage.name, need=need, found=one_line(found)) for need, found in skips]
+        found = ", ".join(f"{gpu['name']} ({gpu['gb']:.0f} GB)" for gpu in gpus) or f"device {machine['device']}"
+        if not gpus or needs.device == "cuda" != machine["device"]:
+            lacks.append((f"device {needs.device or 'gpu'}", found))
+        elif len(gpus) < (needs.gpus or 1):
+            lacks.append((f"{needs.gpus} GPUs", found))
+        elif min(gpu["gb"] for gpu in gpus) < (needs.gpu_memory or 0):
+            lacks.append((f"{needs.gpu_memory:g} GB of GPU memory", found))
+    for least, unit, have in (
+        (needs.memory, "GB of memory", machine["memory_gb"]),
+        (needs.disk, "GB of free disk", machine["disk_gb"]),
+    ):
+        if least is not None and have < least:
+            lacks.append((f"{least:g} {unit}", f"{have:.1f} {unit}"))
+    lacks += [(f"package {name}", "not installed") for name in needs.packages if util.find_spec(name) is None]
+    lacks += [(f"engine {name}", why) for name in needs.engines if (why := _refusal("engine", name))]
+    lacks += [(f"data {name}", why) for name in needs.data if (why := _refusal("data", name))]
+    lost = {name: ended.get(name) for name in needs.stages}
+    words = {None: "not run", Status.NOT_SUPPORTED: "skipped", Status.FAILED: "failed"}
+    lacks += [(f"stage {name}", words[status]) for name, status in lost.items() if status in words]
+    return [Skip(stage=stage.name, need=need, found=one_line(found)) for need, found in lacks]
 
 
-def word_of(status: Status) -> str:
-    """Return ``ok``, ``failed``, or ``skipped`` for a stage that this machine cannot run."""
-    return "skipped" if status is Status.NOT_SUPPORTED else status.value
-
-
-def _lacks_engine(name: str) -> str:
+def _refusal(kind: str, name: str) -> str:
+    """Reason why an engine or a data set is not available; a data set on the hub is fetched."""
     from fidelab.environments.environment import locate
-
-    try:
-        locate(name)
-    except FidelabError as error:
-        return str(error)
-    return ""
-
-
-def _lacks_data(name: str) -> str:
-    """Reason why a data set is unavailable; one on the hub is fetched."""
     from fidelab.inputs.gsm8k import load_problems
     from fidelab.inputs.texts import load_text
 
     try:
-        if name == "gsm8k" or name.endswith(".jsonl"):
+        if kind == "engine":
+            locate(name)
+        elif name == "gsm8k" or name.endswith(".jsonl"):
             load_problems(name, 1)
         else:
             load_text(name)
@@ -208,13 +169,12 @@ def run_profile(
         Interrupted: If stopped by Ctrl-C or SIGTERM. :func:`resume_profile` continues.
     """
     _chosen(resolved, only)
-    label = resolved.name.replace("/", "-").removesuffix(".yaml") + (f"-{resolved.variant}" if resolved.variant else "")
+    label = slug("-".join(filter(None, (Path(resolved.name).stem, resolved.variant))))
     written = {"kind": KIND, "only": list(only), "command": command, "resolved": resolved.model_dump(mode="json")}
     text = yaml.safe_dump(written, sort_keys=False, allow_unicode=True)
-    label = re.sub(r"[^A-Za-z0-9.-]+", "-", label.rpartition("-.")[2])
     folder = RunFolder.create(output_dir.absolute() / "profiles", label, text)
     trust_content(folder.config, text.encode())
-    return _run_jobs(resolved, folder.path, only, command, watch), folder.path
+    return _run_stages(resolved, folder.path, only, command, watch), folder.path
 
 
 def resume_profile(
@@ -241,7 +201,7 @@ def resume_profile(
         raise InputError(f"{folder} is not a run of a profile: it has no {CONFIG}") from None
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
         raise InputError(f"{file} cannot be read: {one_line(str(error))[:200]}") from None
-    return _run_jobs(resolved, folder, only, command, watch)
+    return _run_stages(resolved, folder, only, command, watch)
 
 
 def stage_command(stage: Stage, folder: Path) -> list[str]:
@@ -251,19 +211,9 @@ def stage_command(stage: Stage, folder: Path) -> list[str]:
         OutputError: If the file cannot be written.
     """
     own = folder / "stages" / stage.name
-
-    def placed(value: Any) -> Any:
-        match value:
-            case str():
-                return value.replace("{folder}", str(own)).replace("{stages}", str(folder / "stages"))
-            case list() | tuple():
-                return [placed(inner) for inner in value]
-            case dict():
-                return {key: placed(inner) for key, inner in value.items()}
-        return value
-
+    known = {"folder": str(own), "stages": str(folder / "stages")}
     if stage.experiment is None:
-        return _with_program([str(placed(word)) for word in stage.command or ()])
+        return _with_program([str(fill(word, known, stage.name)) for word in stage.command or ()])
     places = {"output_dir": str(own / "runs"), "captures_dir": str(folder / "captures")}
     if stage.experiment.get("kind") is not None:  # a cross-engine experiment keeps its captures itself
         del places["captures_dir"]
@@ -273,16 +223,10 @@ def stage_command(stage: Stage, folder: Path) -> list[str]:
     except OSError as error:
         raise OutputError(f"{own} cannot be made: {error.strerror or error}") from None
     # JSON is YAML, and says what is a text and what a number
-    write_atomically(file, json.dumps({**places, **placed(stage.experiment)}, indent=2, ensure_ascii=False) + "\n")
-    return [
-        "fidelab",
-        "compare",
-        "-f",
-        str(file),
-        "--json",
-        "--trust",
-        str(file),
-    ]  # whoever runs the profile has trusted it
+    text = json.dumps({**places, **fill(stage.experiment, known, stage.name)}, indent=2, ensure_ascii=False)
+    write_atomically(file, f"{text}\n")
+    # whoever runs the profile has trusted it
+    return ["fidelab", "compare", "-f", str(file), "--json", "--trust", str(file)]
 
 
 def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
@@ -293,7 +237,7 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
     Raises:
         UnknownNameError: If ``only`` names a stage that the profile does not have.
     """
-    machine, rows, commands = Machine(output_dir), dict[str, StudyRow](), dict[str, str]()
+    machine, rows, commands = machine_record(output_dir), dict[str, StudyRow](), dict[str, str]()
     for stage in _chosen(resolved, only):
         skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
         words = ["compare", "-f", "EXPERIMENT", "--json"] if stage.experiment is not None else stage.command or ()
@@ -301,26 +245,15 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
         seconds, disk = (None, None) if skips or stage.experiment is None else _dry_run(stage)
         if seconds is None and stage.needs.hours is not None:
             seconds = 3600 * stage.needs.hours
-        rows[stage.name] = _stage(
-            stage,
-            Status.NOT_SUPPORTED if skips else Status.OK,
-            _lacking(skips) or None,
-            seconds,
-            disk,
-            about=stage.about,
-            experiment=stage.experiment,
-            skips=[skip.model_dump() for skip in skips],
-            needs=stage.needs.model_dump(mode="json", exclude_defaults=True),
-        )
+        found = [skip.model_dump() for skip in skips]
+        rows[stage.name] = _row(stage, skips, seconds, disk, about=stage.about, skips=found)
     running = [row for row in rows.values() if row.measured]
     times = [row.value("seconds") for row in running]
     seconds, disk = sum(filter(None, times)), sum(row.value("disk") or 0.0 for row in running)
     unknown = f", and {counted(n, 'stage')} of unknown time" if (n := times.count(None)) else ""
-    return new_study(
-        command=command,
-        settings=resolved.model_dump(mode="json"),
-        kind=KIND,
-        title=_title(resolved),
+    return _study(
+        resolved,
+        command,
         columns=("name", "about", "seconds", "disk"),
         rows=tuple(rows.values()),
         sentences=(f"in all about {seconds:,.0f} s and {disk / _MB:,.1f} MB of saved outputs{unknown}",),
@@ -335,75 +268,63 @@ def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         plan = strict_json(done.stdout)
-        whole = sum(float(plan.get(key, 0)) for key in ("disk_bytes", "conversion_bytes"))
-        return float(plan["seconds"]), whole
+        return float(plan["seconds"]), sum(float(plan.get(key, 0)) for key in ("disk_bytes", "conversion_bytes"))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None, None
 
 
 def _chosen(resolved: Resolved, only: Sequence[str]) -> list[Stage]:
     known = [stage.name for stage in resolved.stages]
-    for name in only:
-        if name not in known:
-            raise UnknownNameError(f"stage of profile {resolved.name}", name, known)
+    if unknown := next((name for name in only if name not in known), None):
+        raise UnknownNameError(f"stage of profile {resolved.name}", unknown, known)
     return [stage for stage in resolved.stages if not only or stage.name in only]
-
-
-def _title(resolved: Resolved) -> str:
-    return f"{resolved.name}{f' ({resolved.variant})' if resolved.variant else ''}: {resolved.purpose}"
-
-
-def _lacking(skips: Sequence[Skip]) -> str:
-    return "; ".join(f"needs {skip.need}, found {skip.found}" for skip in skips)
 
 
 def _with_program(words: list[str]) -> list[str]:
     return words if words[:1] == ["k16v8"] else ["fidelab", *words]
 
 
-def _run_jobs(
+def _run_stages(
     resolved: Resolved, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
 ) -> Study:
-    machine = Machine(folder)
-    ended: dict[str, StudyRow] = {}
-    skips: list[Skip] = []
-    chosen = _chosen(resolved, only)
+    machine, chosen = machine_record(folder), _chosen(resolved, only)
+    ended, skips = dict[str, StudyRow](), list[Skip]()
     for number, stage in enumerate(chosen, 1):
         place = f"{stage.name} ({number} of {len(chosen)})"
-        kept = _finished_row(folder, stage)
-        lacking = [] if kept else judge(stage, machine, {name: row.status for name, row in ended.items()})
-        if kept is not None:
+        if (row := _finished_row(folder, stage)) is not None:
             watch(f"{place}: done before")
-            ended[stage.name] = kept
-        elif lacking:
-            skips += lacking
-            reason = _lacking(lacking)
-            watch(f"{place}: skipped, {reason}")
-            ended[stage.name] = _stage(stage, Status.NOT_SUPPORTED, reason)
+        elif lacks := judge(stage, machine, {name: row.status for name, row in ended.items()}):
+            skips += lacks
+            row = _row(stage, lacks)
+            watch(f"{place}: skipped, {row.reason}")
         else:
             watch(f"{place}: {stage.about or 'runs'}; log: {folder / 'stages' / stage.name / 'log.txt'}")
-            ended[stage.name] = row = _run_stage(stage, folder)
-            why = f", {row.reason}" if row.reason else ""
-            watch(f"{place}: {row.status.value}{why}, {row.value('seconds'):.0f} s")
-        study = _study(resolved, folder, ended, skips, machine, command)
+            row = _run_stage(stage, folder)
+            watch(f"{place}: {', '.join(filter(None, (row.status.value, row.reason)))}, {row.value('seconds'):.0f} s")
+        ended[stage.name] = row
+        found = [skip.model_dump() for skip in skips]
+        study = _measured_study(resolved, folder, ended, {"machine": machine, "skips": found}, command)
         write_study(study, RunFolder(folder))
-        write_atomically(folder / SKIPS, json.dumps([skip.model_dump() for skip in skips], indent=2) + "\n")
+        write_atomically(folder / SKIPS, json.dumps(found, indent=2) + "\n")
     return study
 
 
-def _stage(
-    stage: Stage,
-    status: Status,
-    reason: str | None,
-    seconds: float | None = None,
-    disk: float | None = None,
-    **facts: Any,
+def _row(
+    stage: Stage, outcome: str | Sequence[Skip], seconds: float | None = None, disk: float | None = None, **facts: Any
 ) -> StudyRow:
-    """Outcome of a stage; ``hours``: the profile's estimate for the required machine."""
-    metrics = [made(value) for made, value in ((_SECONDS, seconds), (_DISK, disk)) if value is not None]
-    facts = {"hours": stage.needs.hours, **facts}
-    at = {PART: "stage", "name": stage.name}
-    return StudyRow(status=status, reason=reason, at={**at}, metrics=tuple(metrics), facts=facts)
+    """Row of a stage; ``outcome``: why it failed, or why it cannot run here; empty if neither."""
+    if isinstance(outcome, str):
+        reason, status = outcome, Status.FAILED
+    else:
+        reason = "; ".join(f"needs {skip.need}, found {skip.found}" for skip in outcome)
+        status = Status.NOT_SUPPORTED
+    return StudyRow(
+        status=status if reason else Status.OK,
+        reason=reason or None,
+        at={PART: "stage", "name": stage.name},
+        metrics=tuple(made(value) for made, value in ((_SECONDS, seconds), (_DISK, disk)) if value is not None),
+        facts={"hours": stage.needs.hours, **facts},  # the profile's estimate for the machine that it needs
+    )
 
 
 def _finished_row(folder: Path, stage: Stage) -> StudyRow | None:
@@ -430,9 +351,8 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
         except KeyboardInterrupt:
             _stop(process)
             raise Interrupted(folder, "fidelab reproduce") from None
-    reason = None if code == 0 else _reason(own / "log.txt", code)
     seconds = round(time.monotonic() - began, 3)
-    row = _stage(stage, Status.FAILED if code else Status.OK, reason, seconds, command=words, exit_code=code)
+    row = _row(stage, _reason(own / "log.txt", code) if code else "", seconds, command=words, exit_code=code)
     write_atomically(own / "stage.json", row.model_dump_json(indent=2, exclude_defaults=True) + "\n")
     return row
 
@@ -448,12 +368,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _reason(log: Path, code: int) -> str:
     """The last line that the stage wrote for people."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
-            lines = [one_line(line) for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    except OSError:
-        lines = []
+    lines = [one_line(line) for line in log.read_text("utf-8", "replace")[-8192:].splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if line.startswith("fidelab: ")), lines[-1] if lines else "")
     return ": ".join(filter(None, (f"exit code {code}", said.removeprefix("fidelab: ")[:400])))
 
@@ -465,27 +380,24 @@ def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] |
     """Return the value at a path in a stage's JSON, its interval, and the reason if there is none.
 
     Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only matching item of a list. A metric,
-    which is an object with ``value`` and perhaps ``ci``, counts as its value; the interval of ``name`` may also be its
-    neighbour ``name_ci``.
+    which is an object with ``value`` and perhaps ``ci``, counts as its value.
     """
     node, why, interval = data, "", None
     for step in _STEP.findall(at):
         if isinstance(node, Mapping):
             why = str(node.get("reason") or why)
-        name = step.strip("[]")
         if step.startswith("["):
-            conditions = [condition.partition("=")[::2] for condition in name.split(",")]
+            conditions = [condition.partition("=")[::2] for condition in step[1:-1].split(",")]
             items = node if isinstance(node, list) else []
             fitting = [item for item in items if all(_leaf(item, key) == wanted for key, wanted in conditions)]
             if len(fitting) != 1:
-                return None, None, why or f"{'several items' if fitting else 'no item'} with {name}"
+                return None, None, why or f"{'several items' if fitting else 'no item'} with {step[1:-1]}"
             node = fitting[0]
-        elif isinstance(node, Mapping) and name in node:
-            node, interval = node[name], node.get(f"{name}_ci")
-        elif isinstance(node, list) and name.isdecimal() and int(name) < len(node):
-            node = node[int(name)]
         else:
-            return None, None, why or f"no {name!r} in what the stage printed"
+            try:
+                node = node[int(step) if isinstance(node, list) else step]
+            except (LookupError, TypeError, ValueError):
+                return None, None, why or f"no {step!r} in what the stage printed"
     if isinstance(node, Mapping) and "value" in node:
         interval, node = node.get("ci"), node["value"]
     if isinstance(node, bool) or not isinstance(node, int | float):
@@ -500,13 +412,14 @@ def _leaf(item: Any, path: str) -> str | None:
     return None if item is None else str(item)
 
 
-def _study(
-    resolved: Resolved,
-    folder: Path,
-    ended: Mapping[str, StudyRow],
-    skips: Sequence[Skip],
-    machine: Machine,
-    command: str,
+def _study(resolved: Resolved, command: str, **fields: Any) -> Study:
+    variant = f" ({resolved.variant})" if resolved.variant else ""
+    title, settings = f"{resolved.name}{variant}: {resolved.purpose}", resolved.model_dump(mode="json")
+    return new_study(command=command, settings=settings, kind=KIND, title=title, **fields)
+
+
+def _measured_study(
+    resolved: Resolved, folder: Path, ended: Mapping[str, StudyRow], facts: Mapping[str, Any], command: str
 ) -> Study:
     outputs = {name: _output(folder, name) for name, row in ended.items() if row.status is not Status.NOT_SUPPORTED}
     source, differences = resolved.source, (*resolved.differences, *_versions(resolved))
@@ -516,21 +429,14 @@ def _study(
         differences and "Differences of the protocol:",
         *(f"- {difference}" for difference in differences),
     )
-    return new_study(
+    return _study(
+        resolved,
+        command,
         run_id=folder.name,
-        command=command,
-        settings=resolved.model_dump(mode="json"),
-        kind=KIND,
-        title=_title(resolved),
         columns=_COLUMNS,
         rows=(*ended.values(), *(_figure(figure, ended, outputs) for figure in resolved.expected)),
         sentences=tuple(filter(None, said)),
-        facts={
-            "machine": machine.record(),
-            "skips": [skip.model_dump() for skip in skips],
-            "differences": list(differences),
-            "outputs": outputs if resolved.collect else {},
-        },
+        facts={**facts, "differences": list(differences), "outputs": outputs if resolved.collect else {}},
     )
 
 
@@ -551,13 +457,13 @@ def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str,
         if value is None and stage.status is Status.FAILED:
             reason = "stage failed"
     metrics = [_EXPECTED(figure.value)] if figure.value is not None else []
-    facts = {"unit": figure.unit} if figure.unit else {}
+    metrics += [_MEASURED(value, interval)] if value is not None else []
     return StudyRow(
-        status=Status.OK if value is not None else Status.NOT_MEASURABLE,
+        status=Status.NOT_MEASURABLE if reason else Status.OK,
         reason=reason,
         at={PART: "figure", "name": figure.name, "stage": figure.stage},
-        metrics=(*metrics, _MEASURED(value, interval)) if value is not None else tuple(metrics),
-        facts=facts if value is not None else {**facts, "why": reason},
+        metrics=tuple(metrics),
+        facts={**({"unit": figure.unit} if figure.unit else {}), **({"why": reason} if reason else {})},
     )
 
 
@@ -565,10 +471,7 @@ def _versions(resolved: Resolved) -> list[str]:
     """Pinned values that differ here."""
     lines = []
     for name, pinned in resolved.pins.packages.items():
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found = "none"
+        found = metadata.version(name) if util.find_spec(name) else "none"
         if found.partition("+")[0] != pinned:
             lines.append(f"{name}: {found} here, {pinned} pinned")
     return lines

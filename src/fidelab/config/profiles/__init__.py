@@ -14,34 +14,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fidelab.config.load import read_yaml, validate_as
-from fidelab.core.errors import ConfigError, UnknownNameError, UsageError, nearest_first
+from fidelab.config.load import apply_overrides, read_yaml, validate_as
+from fidelab.core.errors import ConfigError, UnknownNameError, nearest_first
 
 _PROFILE_DIR = Path(__file__).parent
 _EXPERIMENTS = _PROFILE_DIR / "experiments"
-_STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-_NAME = r"^[a-z0-9][a-z0-9-]*$"  # a stage is a folder of this name
 _PLACE = re.compile(r"\{(\w+)\}")
-_FOLDERS = ("folder", "stages")  # placeholders that are known only when a stage runs
+_FOLDERS = {"folder": "{folder}", "stages": "{stages}"}  # known only when a stage runs
 
 Amount = Annotated[float, Field(gt=0)]
 Value = str | int | float
 
 
-class Needs(BaseModel):
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Needs(_Strict):
     """Requirements of a stage on the machine. Sizes are in GB (10^9 bytes); all GPUs are alike."""
 
-    model_config = _STRICT_CONFIG
-
-    device: Literal["cpu", "gpu", "cuda", "rocm"] | None = Field(default=None, description="kind of device")
+    device: Literal["cpu", "gpu", "cuda"] | None = Field(default=None, description="kind of device")
     gpus: Annotated[int, Field(ge=1)] | None = Field(default=None, description="number of GPUs")
     gpu_memory: Amount | None = Field(default=None, description="GB of each GPU")
     memory: Amount | None = Field(default=None, description="GB of the host")
     disk: Amount | None = Field(default=None, description="GB free where runs are written")
-    cores: Annotated[int, Field(ge=1)] | None = Field(default=None, description="usable CPU cores")
     hours: Amount | None = Field(default=None, description="expected duration in hours, for information")
     packages: tuple[str, ...] = Field(default=(), description="modules that fidelab's interpreter can import")
     engines: tuple[str, ...] = Field(default=(), description="engines with an environment here")
@@ -50,20 +48,16 @@ class Needs(BaseModel):
     never: str | None = Field(default=None, description="why no machine can run it in this variant")
 
 
-class Source(BaseModel):
+class Source(_Strict):
     """Source of the protocol and the expected figures."""
-
-    model_config = _STRICT_CONFIG
 
     title: str = Field(description="title of the document")
     url: str = Field(default="", description="public address; empty where the profile repeats nobody's measurement")
     setup: str = Field(default="", description="device, model and software of the source")
 
 
-class Pins(BaseModel):
+class Pins(_Strict):
     """Versions with which the profile was written."""
-
-    model_config = _STRICT_CONFIG
 
     models: dict[str, str | None] = Field(
         default_factory=dict, description="checkpoint → revision; null where its source names none"
@@ -71,27 +65,23 @@ class Pins(BaseModel):
     packages: dict[str, str] = Field(default_factory=dict, description="package → version, for fidelab's interpreter")
 
 
-class StageChange(BaseModel):
+class StageChange(_Strict):
     """Replacements of a variant."""
-
-    model_config = _STRICT_CONFIG
 
     needs: Needs | None = Field(default=None, description="needs, replacing the stage's")
     experiment: dict[str, Any] | None = Field(default=None, description="settings that override the experiment's")
     command: tuple[Value, ...] | None = Field(default=None, description="words, replacing the stage's")
 
 
-class Stage(BaseModel):
+class Stage(_Strict):
     """An experiment, or the words of a command of fidelab."""
 
-    model_config = _STRICT_CONFIG
-
-    name: str = Field(pattern=_NAME, description="name, unique in the profile")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="name, unique in the profile; that of its folder")
     about: str = Field(default="", description="what it measures, in one line")
     needs: Needs = Field(default_factory=Needs, description="requirements on the machine")
     experiment: dict[str, Any] | None = Field(default=None, description="experiment, as fidelab compare -f takes it")
     command: tuple[Value, ...] | None = Field(
-        default=None, description="command of fidelab, without that word; or k16v8 …"
+        default=None, min_length=1, description="command of fidelab, without that word; or k16v8 …"
     )
     variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
@@ -99,15 +89,11 @@ class Stage(BaseModel):
     def _check_kind(self) -> Stage:
         if (self.experiment is None) == (self.command is None):
             raise ValueError("a stage has either 'experiment' or 'command'")
-        if self.command is not None and not self.command:
-            raise ValueError("command: name a command of fidelab or k16v8")
         return self
 
 
-class Figure(BaseModel):
+class Figure(_Strict):
     """A figure of the source, and where a stage's JSON has ours."""
-
-    model_config = _STRICT_CONFIG
 
     name: str = Field(description="name of the figure")
     stage: str = Field(description="stage that measures it")
@@ -116,21 +102,16 @@ class Figure(BaseModel):
     unit: str = Field(default="", description="unit, as in reports")
 
 
-class Variant(BaseModel):
+class Variant(_Strict):
     """The same protocol at another size."""
 
-    model_config = _STRICT_CONFIG
-
     about: str = Field(description="purpose, in one line")
-    needs: Needs = Field(default_factory=Needs, description="default needs of stages in this variant")
     parameters: dict[str, Value] = Field(default_factory=dict, description="parameters that differ")
     differences: tuple[str, ...] = Field(default=(), description="further differences from the source's")
 
 
-class Profile(BaseModel):
+class Profile(_Strict):
     """A profile as its file has it."""
-
-    model_config = _STRICT_CONFIG
 
     kind: Literal["profile"] = Field(description="profile")
     purpose: str = Field(description="question that the profile answers")
@@ -144,57 +125,28 @@ class Profile(BaseModel):
     variants: dict[str, Variant] = Field(default_factory=dict, description="name → variant")
     collect: bool = Field(default=False, description="put the output of the stages into the record, for sharing")
 
-    @field_validator("parameters")
-    @classmethod
-    def _have_no_folder(cls, value: dict[str, Value]) -> dict[str, Value]:
-        for name in value:
-            if name in _FOLDERS or not name.isidentifier():
-                raise ValueError(f"{name!r} cannot be the name of a parameter")
-        return value
-
     @model_validator(mode="after")
     def _names_exist(self) -> Profile:
-        stages = [stage.name for stage in self.stages]
-        if twice := next((name for name in stages if stages.count(name) > 1), None):
+        names = [stage.name for stage in self.stages]
+        if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two stages have the name {twice!r}")
+        named = [(f"expected figure {figure.name!r}", "stage", figure.stage, names) for figure in self.expected]
         for place, stage in enumerate(self.stages):
-            changes = stage.variants.values()
-            wanted = {name for needs in (stage.needs, *(c.needs for c in changes if c.needs)) for name in needs.stages}
-            for name in sorted(wanted):
-                if name not in stages[:place]:
-                    raise ValueError(f"stage {stage.name!r} needs {name!r}, which is not a stage before it")
-            for name in stage.variants:
-                if name not in self.variants:
-                    raise ValueError(f"stage {stage.name!r} has variant {name!r}, which is not in 'variants'")
-            for change in changes:
-                if (change.experiment is not None and stage.experiment is None) or (
-                    change.command is not None and stage.command is None
-                ):
-                    raise ValueError(f"stage {stage.name!r}: a variant cannot turn an experiment into a command")
-        for figure in self.expected:
-            if figure.stage not in stages:
-                nearest = nearest_first(figure.stage, stages)[0]
-                raise ValueError(
-                    f"expected figure {figure.name!r}: unknown stage {figure.stage!r}; did you mean {nearest!r}?"
-                )
+            where, changed = f"stage {stage.name!r}", [change.needs or Needs() for change in stage.variants.values()]
+            wanted = [name for needs in (stage.needs, *changed) for name in needs.stages]
+            named += [(where, "earlier stage", name, names[:place]) for name in wanted]
+            named += [(where, "variant", name, list(self.variants)) for name in stage.variants]
+        for where, kind, name, known in named:
+            if name not in known:
+                raise ValueError(f"{where}: unknown {kind} {name!r}; known: {', '.join(known) or 'none'}")
         return self
 
 
-class Resolved(BaseModel):
+class Resolved(Profile):
     """A profile in one variant, its parameters put in; :func:`fidelab.studies.profiles.run_profile` takes it."""
-
-    model_config = _STRICT_CONFIG
 
     name: str
     variant: str | None
-    purpose: str
-    source: Source
-    pins: Pins
-    parameters: dict[str, Value]
-    stages: tuple[Stage, ...]
-    expected: tuple[Figure, ...]
-    differences: tuple[str, ...]
-    collect: bool
 
 
 def names() -> list[str]:
@@ -213,7 +165,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
         path = _PROFILE_DIR / f"{name}.yaml"
     elif not (path := Path(name)).is_file():
         raise UnknownNameError("profile", name, names())
-    elif not any(path.resolve() in (file.resolve(), *file.resolve().glob("*")) for file in trusted):
+    elif not {path.resolve(), path.resolve().parent} & {file.resolve() for file in trusted}:
         raise ConfigError(
             f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add "
             f"--trust {name}"
@@ -226,16 +178,14 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     return validate_as(Profile, data, name)
 
 
-def resolve(
-    name: str, profile: Profile, variant: str | None = None, parameters: Mapping[str, Value] | None = None
-) -> Resolved:
-    """Return the stages as they would be run.
+def resolve(name: str, profile: Profile, variant: str | None = None, overrides: Sequence[str] = ()) -> Resolved:
+    """Return the profile as it would be run.
 
     Args:
         name: The user's name for the profile.
         profile: The profile as loaded.
         variant: One of its variants; ``None`` means the protocol at its full size.
-        parameters: Values from the command line, which take precedence over the variant's.
+        overrides: ``NAME=VALUE`` of parameters, which take precedence over the variant's.
 
     Raises:
         UnknownNameError: If the variant or parameter does not exist.
@@ -244,73 +194,42 @@ def resolve(
     if variant is not None and variant not in profile.variants:
         raise UnknownNameError(f"variant of profile {name}", variant, profile.variants)
     chosen = profile.variants[variant] if variant else Variant(about="")
-    values = {**profile.parameters, **chosen.parameters}
-    for key, value in (parameters or {}).items():
-        if key not in values:
-            raise UnknownNameError(f"parameter of profile {name}", key, values)
-        values[key] = value
-    known = {**values, **{key: f"{{{key}}}" for key in _FOLDERS}}
+    values, given = {**profile.parameters, **chosen.parameters}, dict[str, Any]()
+    apply_overrides(given, overrides)
+    if unknown := next((key for key in given if key not in values), None):
+        raise UnknownNameError(f"parameter of profile {name}", unknown, values)
+    values |= given
     stages = []
     for stage in profile.stages:
         change = stage.variants.get(variant or "", StageChange())
-        own = change.needs or (chosen.needs if variant else merged_needs(profile.needs, stage.needs))
-        needed = merged_needs(Needs(stages=stage.needs.stages, data=stage.needs.data), own)
-        fields: dict[str, Any] = {
+        always = Needs(stages=stage.needs.stages, data=stage.needs.data)
+        own = (change.needs or Needs(),) if variant else (profile.needs, stage.needs)
+        data = {
             "name": stage.name,
             "about": stage.about,
+            "needs": _merged(always, *own),
             "experiment": None if stage.experiment is None else _over(stage.experiment, change.experiment or {}),
             "command": change.command or stage.command,
         }
-        for key in ("experiment", "command"):
-            fields[key] = _filled(fields[key], known, f"{name}: stage {stage.name!r}")
-        needs = _filled(needed.model_dump(exclude_defaults=True), known, f"{name}: stage {stage.name!r}")
-        stages.append(validate_as(Stage, {**fields, "needs": needs}, name, f"stage {stage.name!r}"))
-    return Resolved(
-        name=name,
-        variant=variant,
-        purpose=profile.purpose,
-        source=profile.source,
-        pins=profile.pins,
-        parameters=values,
-        stages=tuple(stages),
-        expected=tuple(
-            validate_as(Figure, _filled(figure.model_dump(), known, where), name, f"figure {figure.name!r}")
-            for figure in profile.expected
-            for where in (f"{name}: figure {figure.name!r}",)
-        ),
-        differences=(*profile.differences, *chosen.differences),
-        collect=profile.collect,
-    )
-
-
-def parse_parameters(words: Sequence[str]) -> dict[str, Value]:
-    """Parse ``name=value`` words; values are read as YAML.
-
-    Raises:
-        UsageError: If a word does not have this form.
-    """
-    found: dict[str, Value] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
-        if not equals or not key or isinstance(value, list | dict) or value is None:
-            raise UsageError(f"--set {word!r}: write name=value, the name being a parameter of the profile")
-        found[key] = str(value) if not isinstance(value, int | float) or isinstance(value, bool) else value
-    return found
-
-
-def merged_needs(first: Needs, second: Needs) -> Needs:
-    """Return both requirements; if both state the same amount, the second one counts."""
-    lists = {
-        key: tuple(dict.fromkeys((*getattr(first, key), *getattr(second, key))))
-        for key in ("packages", "engines", "data", "stages")
+        stages.append(fill(data, {**values, **_FOLDERS}, f"{name}: stage {stage.name!r}"))
+    expected = [
+        fill(figure.model_dump(), {**values, **_FOLDERS}, f"{name}: figure {figure.name!r}")
+        for figure in profile.expected
+    ]
+    replaced = {
+        **{"name": name, "variant": variant, "parameters": values, "stages": stages, "expected": expected},
+        **{"needs": {}, "variants": {}, "differences": [*profile.differences, *chosen.differences]},
     }
-    return Needs.model_validate(
-        {**first.model_dump(exclude_none=True), **second.model_dump(exclude_none=True), **lists}
-    )
+    return validate_as(Resolved, {**profile.model_dump(), **replaced}, name)
+
+
+def _merged(*all_needs: Needs) -> dict[str, Any]:
+    """Return all requirements; of the same amount the last one counts."""
+    merged = dict[str, Any]()
+    for needs in all_needs:
+        for key, value in needs.model_dump(exclude_defaults=True).items():
+            merged[key] = (*dict.fromkeys((*merged.get(key, ()), *value)),) if isinstance(value, tuple) else value
+    return merged
 
 
 def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -329,19 +248,21 @@ def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _filled(value: Any, known: Mapping[str, Value], where: str) -> Any:
-    """Fill in parameters; a text that is only one parameter becomes its value."""
+def fill(value: Any, known: Mapping[str, Value], where: str) -> Any:
+    """Fill in parameters in all texts of a value; a text that is only one parameter becomes its value.
+
+    Raises:
+        ConfigError: If a text names something that is not ``known``.
+    """
     if isinstance(value, Mapping):
-        return {key: _filled(inner, known, where) for key, inner in value.items()}
+        return {key: fill(inner, known, where) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_filled(inner, known, where) for inner in value]
+        return [fill(inner, known, where) for inner in value]
     if not isinstance(value, str):
         return value
-    for name in _PLACE.findall(value):
-        if name not in known:
-            raise ConfigError(
-                f"{where}: {{{name}}} is not a parameter; available: {', '.join(nearest_first(name, known))}"
-            )
+    if unknown := next((name for name in _PLACE.findall(value) if name not in known), None):
+        available = ", ".join(nearest_first(unknown, known))
+        raise ConfigError(f"{where}: {{{unknown}}} is not a parameter; available: {available}")
     whole = _PLACE.fullmatch(value)
     return known[whole[1]] if whole else _PLACE.sub(lambda match: str(known[match[1]]), value)
 
@@ -360,11 +281,11 @@ def find_experiment(path: Path) -> Path:
     Raises:
         ConfigError: If there is neither.  The message lists the bundled experiments, and how to run a profile.
     """
+    bundled = _EXPERIMENTS / f"{path.stem}.yaml"
     if path.exists():
         return path
-    is_bundled = path.parent in (Path(), Path("experiments")) and path.suffix in ("", ".yaml")
-    if is_bundled and path.stem in experiments():
-        return _EXPERIMENTS / f"{path.stem}.yaml"
+    if path.parent in (Path(), Path("experiments")) and path.suffix in ("", ".yaml") and bundled.exists():
+        return bundled
     known = ", ".join(nearest_first(path.stem, experiments()))
     hint = f"; {path} is a profile: fidelab reproduce {path}" if str(path) in names() else ""
     raise ConfigError(f"{path} does not exist; name an experiment file or a bundled one: {known}{hint}")
