@@ -13,7 +13,7 @@ from torch import Tensor
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.formats import create
-from fidelab.formats.fp8 import Float8, fn_to_fnuz, fnuz_to_fn
+from fidelab.formats.fp8 import Float8
 from tests.formats.samples import normal
 from tests.present import present
 
@@ -246,51 +246,6 @@ def test_a_missing_fitted_scale_is_an_error(name: str, scale: str) -> None:
     fmt = make(name, scale)
     with pytest.raises(ValueError, match=r"needs the scale that fit\(\) returned"):
         fmt.encode(normal(1, 2, 3, 64))
-
-
-FN_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-fn_types = pytest.mark.parametrize("name", list(FN_TYPES))
-ALL_CODES = torch.arange(256, dtype=torch.uint8)
-
-
-@fn_types
-def test_converted_to_fnuz_every_finite_code_keeps_its_value(name: str) -> None:
-    converted, scale = fn_to_fnuz(ALL_CODES, torch.tensor(0.75), FN_TYPES[name])
-    assert scale == 1.5
-    out = values(f"{name}fnuz")[converted.numpy()] * 1.5
-    finite = np.isfinite(values(name))
-    np.testing.assert_array_equal(out[finite], values(name)[finite] * 0.75)
-    assert np.isnan(out[~finite]).all()
-
-
-@fn_types
-def test_converted_to_fnuz_minus_zero_is_zero(name: str) -> None:
-    assert fn_to_fnuz(ALL_CODES, torch.tensor(1.0), FN_TYPES[name])[0][0x80] == 0
-
-
-@fn_types
-def test_converted_from_fnuz_every_code_keeps_its_value_or_saturates(name: str) -> None:
-    converted, scale = fnuz_to_fn(ALL_CODES, torch.tensor(1.5), FN_TYPES[name])
-    assert scale == 0.75
-    top = TOP[name] * 0.75
-    expected = np.clip(values(f"{name}fnuz") * 1.5, -top, top)
-    np.testing.assert_array_equal(values(name)[converted.numpy()] * 0.75, expected)
-
-
-@fn_types
-def test_there_and_back_gives_the_codes_of_numbers(name: str) -> None:
-    numbers = ALL_CODES[torch.from_numpy(np.isfinite(values(name))) & (ALL_CODES != 0x80)]
-    back, scale = fnuz_to_fn(*fn_to_fnuz(numbers, torch.tensor(0.3), FN_TYPES[name]), FN_TYPES[name])
-    assert torch.equal(back, numbers)
-    assert scale == torch.tensor(0.3)
-
-
-@fn_types
-def test_conversion_keeps_the_type_and_shape_of_codes(name: str) -> None:
-    codes_in = ALL_CODES.view(2, 128)
-    for convert in (fn_to_fnuz, fnuz_to_fn):
-        out, _ = convert(codes_in, torch.tensor(1.0), FN_TYPES[name])
-        assert (out.dtype, out.shape) == (torch.uint8, (2, 128))
 
 
 def need(scale: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ as ``code * s``.  Values beyond the range saturate, infinities included; NaN sta
 other value.  Source of the types: Micikevicius et al., "FP8 formats for deep learning", 2022: e4m3 has no
 infinity and one NaN per sign, e5m2 is the upper half of a float16.  The "fnuz" types of AMD's CDNA3 have no
 infinity, no negative zero and one NaN, code 0x80; their exponent bias is larger by one, so that a code means
-half of what it means in the other type: :func:`fn_to_fnuz` and :func:`fnuz_to_fn` convert.
+half of what it means in the other type.
 
 Parts: codes uint8 ``[batch, heads, tokens, head_dim]``, for ``per-token-head`` also the scale float16
 ``[batch, heads, tokens, 1]``.  Codes are uint8 and not torch's float8, for which few operations exist (no
@@ -155,32 +155,6 @@ class Float8(Format):
         if scale is None:
             raise ValueError(f"{self.name}[scale={self.scaling}] needs the scale that fit() returned")
         return scale
-
-
-# type: the code of its largest number, and of one NaN
-_TOP_CODES = {"float8_e4m3fn": (0x7E, 0x7F), "float8_e5m2": (0x7B, 0x7F)}
-_FNUZ_NAN = 0x80
-
-
-def fn_to_fnuz(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert codes (uint8) of ``dtype`` (e4m3fn or e5m2) and their scale to fnuz codes and twice the scale.
-
-    Every finite value stays what it was; -0 (0x80) becomes 0, NaN and infinities the one NaN.
-    """
-    top, _ = _TOP_CODES[_name(dtype)]
-    number = (codes & 0x7F) <= top
-    return torch.where(number, codes * (codes != _FNUZ_NAN), _FNUZ_NAN), scale * 2
-
-
-def fnuz_to_fn(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert fnuz codes to codes of ``dtype`` (e4m3fn or e5m2) and half the scale, the inverse of :func:`fn_to_fnuz`.
-
-    Codes that ``dtype`` keeps for NaN and infinity are numbers in fnuz (0x7F, in e5m2 from 0x7C): they saturate at its
-    largest number.  NaN stays NaN.
-    """
-    top, nan = _TOP_CODES[_name(dtype)]
-    number = (codes & 0x7F).clamp_max(top) | codes & 0x80
-    return torch.where(codes == _FNUZ_NAN, nan, number), scale / 2
 
 
 def _name(dtype: torch.dtype) -> str:
