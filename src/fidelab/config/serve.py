@@ -438,48 +438,32 @@ def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
     return assigned, command
 
 
+_PIECES = re.compile(r"""(?s)\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*|\$\(|.""")  # of a shell's text
+
+
 def _logical_lines(text: str, where: str) -> list[str]:
     """Return the lines of a command without comments; lines continued by a backslash are joined.
+
+    A line that is only a comment does not end a continued command.
 
     Raises:
         UsageError: If there is anything outside of quotes that a shell would interpret.
     """
-    lines, line, quote, at = list[str](), "", "", 0
-    text = text.replace("\r\n", "\n")
-    while at < len(text):
-        sign, after = text[at], text[at : at + 2]
-        if after == "\\\n":
-            line, at = line + " ", at + 2
-            continue
-        if sign == "\\" and quote != "'":
-            line, at = line + after, at + 2
-            continue
-        if quote != "'" and (sign == "`" or after == "$("):
-            raise UsageError(f"{where}: {sign if sign == '`' else '$(…)'} runs a command; write its result instead")
-        if sign in "'\"" and quote in ("", sign):
-            quote = "" if quote else sign
-        elif not quote and sign in ";|&<>()":
+    text = re.sub(r"(?m)^[ \t]*#.*\n?", "", text.replace("\r\n", "\n")).replace("\\\n", " ")
+    lines = [""]
+    for piece in _PIECES.findall(text):
+        if not piece.startswith(("'", "#")) and (runs := re.search(r"(?<!\\)(`|\$\()", piece)):
+            raise UsageError(f"{where}: {'`' if runs[1] == '`' else '$(…)'} runs a command; write its result instead")
+        if piece in ";|&<>()":
             raise UsageError(
-                f"{where}: {sign!r} is shell syntax; paste only the server's command, "
+                f"{where}: {piece!r} is shell syntax; paste only the server's command, "
                 "with quotes around values that hold such signs"
             )
-        elif not quote and sign == "#" and (not line or line[-1].isspace()):
-            end = text.find("\n", at)
-            at = len(text) if end < 0 else end
-            if line.strip() and at < len(text) and _continued(text[:at], line):
-                at += 1  # a comment between continued lines
-            continue
-        elif not quote and sign == "\n":
-            lines.append(line)
-            line, at = "", at + 1
-            continue
-        line, at = line + sign, at + 1
-    return [line for line in (*lines, line) if line.strip()]
-
-
-def _continued(before: str, line: str) -> bool:
-    """Return whether a comment is on a separate line, in the middle of a command."""
-    return not before.rpartition("\n")[2].partition("#")[0].strip() and bool(line.strip())
+        if piece == "\n":
+            lines.append("")
+        elif not piece.startswith("#"):
+            lines[-1] += piece
+    return [line for line in lines if line.strip()]
 
 
 def _expanded(word: str, where: str) -> str:
