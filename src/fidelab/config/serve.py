@@ -86,7 +86,6 @@ _LIST_FLAGS = re.compile(
 )
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
 _ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
-_MODULES = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")
 
 Target = str | tuple[str, str, str]
 """An option of an arm, ``@`` and a field of it, or an option with its values where the flag is given and negated."""
@@ -290,30 +289,25 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
         place = Path(file)
         text, where = read_text(expand(file)), file
     assigned, words = split_command(text, where)
-    program, rest, starter = _program(words, where)
-    run = _container(starter, rest, where) if starter else _Container([], {}, {}, {}, [], [])
-    wrapper, mounts, image, notes, outer = run.wrapper, run.mounts, "", run.ignored, _FlagValues()
-    if wrapper:
-        image = wrapper[-1]
-        assigned = {**assigned, **run.env}
-        program, rest, nested = _program([*run.entry, *run.words], where, image)
-        if nested:
+    program, rest = _program(words, where)
+    run = _Container()
+    if program[1:] == ["run"]:
+        run = _container(program, rest, where)
+        program, rest = _program([*run.entry, *run.words], where, run.image)
+        if program[1:] == ["run"]:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
-    engine = _engine_of(program, image, where)
-    if image and engine not in _RUN_IN_IMAGE:
-        notes[image] = "runs in the engine's installed environment: this engine's images have no Python"
-    _variables(outer, assigned, "-e " if wrapper else "")
+    engine = _engine_of(program, run.image, where)
+    if run.image and engine not in _RUN_IN_IMAGE:
+        run.ignored[run.image] = "runs in the engine's installed environment: this engine's images have no Python"
     said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
-    for key, value in said.options.items():
-        said.options[key] = move_folders(value, mounts)
+    _variables(said, {**assigned, **run.env}, "-e " if run.image else "")
     if "model" not in said.fields:
         raise UsageError(f"{where}: the command does not name a model, which every configuration needs")
-    said.fields["model"] = move_folders(said.fields["model"], mounts)
-    said.env = {name: move_folders(value, mounts) for name, value in outer.env.items()}
-    said.fields = {**outer.fields, **said.fields}
-    said.ignored = {**notes, **outer.ignored, **said.ignored}
-    said.secrets += outer.secrets
-    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts, place)
+    said.fields["model"] = move_folders(said.fields["model"], run.mounts)
+    for values in (said.options, said.env):
+        values.update({name: move_folders(value, run.mounts) for name, value in values.items()})
+    said.ignored = {**run.ignored, **said.ignored}
+    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(run.wrapper), run.mounts, place)
 
 
 def program_python(pasted: Pasted) -> str | None:
@@ -488,25 +482,22 @@ def _expanded(word: str, where: str) -> str:
 # ----------------------------------------------------------------------------------------------- programs
 
 
-def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str], list[str]]:
-    """Return the words of the program, the words after it, and those of ``docker run`` if it is used."""
-    match [Path(word).name if n == 0 else word for n, word in enumerate(words)]:
-        case ["docker" | "podman" | "nerdctl", "run", *_]:
-            return list(words[:2]), list(words[2:]), list(words[:2])
-        case ["vllm" | "sglang", "serve", *_]:
-            return list(words[:2]), list(words[2:]), []
-        case ["llama-server" | "server", *_] if Path(words[0]).name == "llama-server" or image:
-            return list(words[:1]), list(words[1:]), []
-        case [python, "-m", "vllm.entrypoints.cli.main", "serve", *_] if python.startswith("python"):
-            return list(words[:4]), list(words[4:]), []
-        case [python, "-m", module, *_] if python.startswith("python") and module in _MODULES:
-            return list(words[:3]), list(words[3:]), []
-        case ["sh" | "bash", *_]:
-            raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
-        case [first, *_] if image and first.startswith("-"):
-            return [], list(words), []
-        case [] if image:
-            return [], [], []
+_PROGRAM = re.compile(
+    r"((docker|podman|nerdctl) run|(vllm|sglang) serve|llama-server|python\S* -m (vllm\.entrypoints\.cli\.main serve"
+    r"|vllm\.entrypoints\.openai\.api_server|sglang\.launch_server))(?!\S)"
+)
+
+
+def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str]]:
+    """Return the words of the program, which is ``docker run`` for a container, and the words after it."""
+    line = " ".join([Path(words[0]).name, *words[1:]]) if words else ""
+    if (match := _PROGRAM.match(line)) or (image and (match := re.match(r"server(?!\S)", line))):
+        n = len(match[0].split())
+        return list(words[:n]), list(words[n:])
+    if image and line[:1] in ("", "-"):
+        return [], list(words)
+    if line.partition(" ")[0] in ("sh", "bash"):
+        raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
     known = "vllm serve, python -m vllm.entrypoints.openai.api_server, python -m sglang.launch_server, sglang serve, "
     raise UsageError(
         f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}llama-server, "
@@ -529,64 +520,61 @@ _CONTAINER_SWITCHES = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Container:
     """``docker run`` and its flags: words up to the image, their meaning, and the words after it."""
 
-    wrapper: list[str]
-    mounts: dict[str, str]
-    env: dict[str, str]
-    ignored: dict[str, str]
-    entry: list[str]
-    words: list[str]
+    wrapper: list[str] = field(default_factory=list)
+    mounts: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    entry: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+
+    @property
+    def image(self) -> str:
+        """Name of the image; empty outside of a container."""
+        return self.wrapper[-1] if self.wrapper else ""
 
 
 def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Container:
-    mounts: dict[str, str] = {}
-    env: dict[str, str] = {}
-    notes: dict[str, str] = {}
-    kept, rest, entry = list(wrapper), list(words), list[str]()
+    found, rest = _Container(list(wrapper)), list(words)
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
-        if word.startswith("-e") and len(word) > 2:  # -eNAME=VALUE
-            rest.insert(0, word[2:])
-            word = "-e"
         flag, equals, value = word.partition("=")
-        if not equals and not _CONTAINER_SWITCHES.fullmatch(flag):
-            if flag[:2] in ("-v", "-e", "-p") and len(flag) > 2 and not flag.startswith("--"):
-                flag, value = flag[:2], flag[2:]
-            elif rest:
-                value = rest.pop(0)
+        if packed := re.fullmatch(r"(-[evp])(.+)", word):  # -eNAME=VALUE
+            flag, value = packed.groups()
+        elif not equals and rest and not _CONTAINER_SWITCHES.fullmatch(flag):
+            value = rest.pop(0)
         given = [flag, value] if value else [flag]
         if flag in ("-e", "--env"):
             name, written, text = value.partition("=")
-            if _SECRET.fullmatch(name):
-                kept += ["-e", name]  # without a value, it is taken from the environment of the command
             if written or name in os.environ:
-                env[name] = text if written else os.environ[name]
-            continue
-        if flag == "--env-file":
+                found.env[name] = text if written else os.environ[name]
+            # without a value, a secret is taken from the environment of the command
+            given = ["-e", name] if _SECRET.fullmatch(name) else []
+        elif flag == "--env-file":
             raise UsageError(f"{where}: {flag} reads variables from a file; write those that matter with -e")
-        if flag in ("-v", "--volume"):
+        elif flag in ("-v", "--volume"):
             source, _, target = value.partition(":")
             if target and source.startswith(("/", ".", "~")):
-                mounts[target.partition(":")[0].rstrip("/") or "/"] = str(expand(source))
+                found.mounts[target.partition(":")[0].rstrip("/") or "/"] = str(expand(source))
         elif flag == "--mount":
             parts = dict(part.partition("=")[::2] for part in value.split(","))
-            source, target = (
-                parts.get("source") or parts.get("src", ""),
-                parts.get("target") or parts.get("dst") or parts.get("destination", ""),
-            )
-            if parts.get("type", "volume") == "bind" and source and target:
-                mounts[target.rstrip("/")] = str(expand(source))
+            source = parts.get("source") or parts.get("src", "")
+            target = parts.get("target") or parts.get("dst") or parts.get("destination", "")
+            if parts.get("type") == "bind" and source and target:
+                found.mounts[target.rstrip("/")] = str(expand(source))
         elif flag == "--entrypoint":
-            entry = [value]
+            found.entry = [value]
         elif flag not in ("--rm", "-d", "--detach", "-i", "-t", "-it", "-ti"):
-            notes[" ".join(given)] = "concerns the container"
-        kept += given
+            found.ignored[" ".join(given)] = "concerns the container"
+        found.wrapper += given
     if not rest:
         raise UsageError(f"{where}: {wrapper[0]} run names no image")
-    return _Container([*kept, rest[0]], mounts, env, notes, entry, rest[1:])
+    found.wrapper.append(rest[0])
+    found.words = rest[1:]
+    return found
 
 
 def move_folders(text: str, folders: Mapping[str, str]) -> str:
@@ -609,7 +597,7 @@ def _variables(said: _FlagValues, assigned: Mapping[str, str], mark: str) -> Non
             said.ignored[f"{mark}{name}"] = _SECRET_REASON
             said.secrets += [] if value.startswith("$") else [value]
         elif name == "OMP_NUM_THREADS" and value.isdecimal() and int(value) > 0:
-            said.fields["threads"] = value
+            said.fields.setdefault("threads", value)
         else:
             said.env[name] = value
 
