@@ -115,18 +115,18 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
 
 
 def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, trust: Trust) -> None:
-    left = [demand for demand in asked if not _inside(demand, file)]
-    known = _hash(written, asked)
-    if not left or known in _trusted_digests():
-        return
-    if any(_place(path) in (_place(file), _place(file.parent)) for path in trust.files):
-        _note(known, file)
-        return
-    listed = "; ".join(map(str, left))
-    raise ConfigError(
-        f"{file} asks for actions that need permission: {listed}. Nothing was run or read; "
-        f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
-    )
+    left = "; ".join(str(demand) for demand in asked if not _inside(demand, file))
+    if left:
+        fault = f"asks for actions that need permission: {left}. Nothing was run or read"
+        _check_known(_hash(written, asked), file, trust.files, fault, ", or give the same flags")
+
+
+def _check_known(known: str, file: Path, files: Sequence[Path], fault: str, remedy: str = "") -> None:
+    """Refuse a file unless its hash is remembered, or it or its folder is named in ``files``, which is remembered."""
+    if known not in _trusted_digests() and not {_place(file), _place(file.parent)} & {*map(_place, files)}:
+        quoted = shlex.quote(str(file))
+        raise ConfigError(f"{file} {fault}; if you trust it, add --trust {quoted}{remedy}")
+    _note(known, file)
 
 
 def load_trusted(
@@ -164,15 +164,8 @@ def check_trusted(file: Path, content: bytes, what: str, files: Sequence[Path]) 
     Raises:
         ConfigError: If the file is neither remembered (:func:`trust_content`) nor trusted.
     """
-    known = digest(content)
-    if known in _trusted_digests():
-        return
-    if any(_place(path) in (_place(file), _place(file.parent)) for path in files):
-        _note(known, file)
-        return
-    raise ConfigError(
-        f"{file} {what}, and was not written by fidelab for you on this machine. Nothing was run; "
-        f"if you trust it, add --trust {shlex.quote(str(file))}"
+    _check_known(
+        digest(content), file, files, f"{what}, and was not written by fidelab for you on this machine. Nothing was run"
     )
 
 
