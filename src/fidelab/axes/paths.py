@@ -33,7 +33,6 @@ from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve
 
 _COLD = "cold"
-_BATCH = "batch"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
 _TOKENS_AFTER_HIT = 9  # tokens after the last whole block of a prefix hit
 _CHUNK = 64

@@ -55,10 +55,7 @@ class System:
 
     def text(self, name: str) -> str:
         """Return a file's content, stripped; empty if it cannot be read."""
-        try:
-            return self.path(name).read_text("utf-8", "replace").strip("\0 \n")
-        except OSError:
-            return ""
+        return _read(self.path(name))
 
     def tool(self, name: str, *words: str) -> str | None:
         """Return the output of a tool; ``None`` if it is absent or fails."""
@@ -143,20 +140,14 @@ def _none(cards: Mapping[str, str]) -> DoctorCheck:
 
 def _displays(system: System) -> Iterator[tuple[str, str]]:
     """Yield address and vendor of the PCI devices that draw or compute: GPUs."""
-    for device in _devices(system):
-        if _read(device, "class").startswith(("0x03", "0x12")):
-            yield device.name, _read(device, "vendor")
+    for device in sorted(system.path("/sys/bus/pci/devices").glob("*")):
+        if _read(device / "class").startswith(("0x03", "0x12")):
+            yield device.name, _read(device / "vendor")
 
 
-def _devices(system: System) -> list[Path]:
-    with suppress(OSError):
-        return sorted(system.path("/sys/bus/pci/devices").iterdir())
-    return []
-
-
-def _read(device: Path, name: str) -> str:
+def _read(file: Path) -> str:
     try:
-        return (device / name).read_text("utf-8", "replace").strip()
+        return file.read_text("utf-8", "replace").strip("\0 \n")
     except OSError:
         return ""
 
@@ -209,7 +200,7 @@ def _amd_gpus(system: System, cards: Iterable[str]) -> Iterator[_GPU]:
     )
     for index, card in enumerate(cards):
         device = system.path(f"/sys/bus/pci/devices/{card}")
-        total, used = (_read(device, f"mem_info_vram_{name}") for name in ("total", "used"))
+        total, used = (_read(device / f"mem_info_vram_{name}") for name in ("total", "used"))
         if not total.isdigit():
             continue
         kind, name = agents[index] if index < len(agents) else ("gfx?", "AMD GPU")
@@ -219,8 +210,7 @@ def _amd_gpus(system: System, cards: Iterable[str]) -> Iterator[_GPU]:
 def _firmware(system: System, cards: Iterable[str]) -> Iterator[str]:
     for card in cards:
         with suppress(ValueError):
-            text = _read(system.path(f"/sys/bus/pci/devices/{card}"), "fw_version/mes_fw_version")
-            yield str(int(text, 16) & 0xFFF)
+            yield str(int(system.text(f"/sys/bus/pci/devices/{card}/fw_version/mes_fw_version"), 16) & 0xFFF)
 
 
 # --- ways between GPUs
@@ -232,30 +222,20 @@ def _peers_nvidia(system: System) -> Iterator[DoctorCheck]:
         return
     rows = [line.split() for line in matrix.splitlines() if re.match(r"\s*GPU\d+\s+(X|\w+)\s", line)]
     words = [word for row in rows for word in row[1:] if word != "X" and not word.startswith("GPU")]
-    bad = sorted({word for word in words if word != "OK"})
-    if bad:
-        meaning = {"CNS": "the chipset does not allow it", "GNS": "the GPU does not", "TNS": "the topology does not"}
-        why = ", ".join(meaning.get(word, word) for word in bad)
-        yield _warning(
-            "peer access", f"not between all GPUs: {why}", "NCCL goes through host memory: prefer fewer, larger GPUs"
-        )
+    meaning = {"CNS": "the chipset does not allow it", "GNS": "the GPU does not", "TNS": "the topology does not"}
+    if why := ", ".join(meaning.get(word, word) for word in sorted({*words} - {"OK"})):
+        remedy = "NCCL goes through host memory: prefer fewer, larger GPUs"
+        yield _warning("peer access", f"not between all GPUs: {why}", remedy)
     elif words:
         yield _ok("peer access", "between all GPUs")
 
 
 def _peers_amd(system: System) -> Iterator[DoctorCheck]:
     """Yield checks of the links by the kernel's topology: XGMI, PCIe, or none."""
-    nodes = system.path("/sys/class/kfd/kfd/topology/nodes")
-    gpus = (
-        {node.name: node for node in sorted(nodes.iterdir()) if _property(node, "simd_count") not in ("", "0")}
-        if nodes.is_dir()
-        else {}
-    )
-    found: set[str] = set()
-    for node in gpus.values():
-        for link in [*node.glob("io_links/*"), *node.glob("p2p_links/*")]:
-            if _property(link, "node_to") in gpus:
-                found.add(_property(link, "type"))
+    nodes = system.path("/sys/class/kfd/kfd/topology/nodes").glob("*")
+    gpus = {node.name: node for node in nodes if _property(node, "simd_count") not in ("", "0")}
+    links = [link for node in gpus.values() for kind in ("io", "p2p") for link in node.glob(f"{kind}_links/*")]
+    found = {_property(link, "type") for link in links if _property(link, "node_to") in gpus}
     if _XGMI in found:
         yield _ok("peer access", "by XGMI")
     elif _PCIE in found:
@@ -266,7 +246,7 @@ def _peers_amd(system: System) -> Iterator[DoctorCheck]:
 
 
 def _property(folder: Path, name: str) -> str:
-    match = re.search(rf"^{name} (\S+)", _read(folder, "properties"), re.M)
+    match = re.search(rf"^{name} (\S+)", _read(folder / "properties"), re.M)
     return match[1] if match else ""
 
 
@@ -319,13 +299,10 @@ def _known_bad_checks(
     hits: dict[str, DoctorCheck] = {}
     for place, here in known or [("", dict(facts))]:
         for pair in KNOWN_BAD:
-            met = pair.matching_versions(here, system.environ)
-            if not met:
-                continue
-            where = f" in {Path(place).name}" if set(pair.conditions) - set(facts) else ""
-            detail = f"{met}{where}: {pair.harm} ({pair.source})"
-            make = _broken if pair.settled else _warning
-            hits.setdefault(detail, make("known bad", detail, pair.remedy))
+            if met := pair.matching_versions(here, system.environ):
+                where = f" in {Path(place).name}" if set(pair.conditions) - set(facts) else ""
+                detail = f"{met}{where}: {pair.harm} ({pair.source})"
+                hits.setdefault(detail, (_broken if pair.settled else _warning)("known bad", detail, pair.remedy))
     yield from hits.values()
     if not hits:
         yield _ok("known bad", f"none of {len(KNOWN_BAD)} pairs of versions is here")

@@ -112,14 +112,12 @@ def _in_colour(text: list[str]) -> bool:
         from rich.console import Console
         from rich.text import Text
 
-        console = Console(highlight=False)
-        painted = []
+        console, rows = Console(highlight=False), list[Text]()
         for line in text:
             word = next((word for word in _STYLES if line.startswith(word)), "")
-            painted.append(Text(line))
-            painted[-1].stylize(_STYLES.get(word, ""), 0, len(word))
+            rows.append(Text.assemble((word, _STYLES.get(word, "")), line.removeprefix(word)))
     except CAUGHT:
         return False
-    for row in painted:
+    for row in rows:
         console.print(row, soft_wrap=True)
     return True

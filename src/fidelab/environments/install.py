@@ -299,11 +299,14 @@ def _pip(
 
 
 def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None = None) -> int:
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     log.write(f"$ {' '.join(command)}\n".encode())
     log.flush()
-    env = {**(variables or {}), **inherited, **_PIP}
+    env = {**(variables or {}), **_inherited(), **_PIP}
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False).returncode
+
+
+def _inherited() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def _check(recipe: Recipe, environment: Environment) -> dict[str, str]:
@@ -323,10 +326,8 @@ def _imported(recipe: Recipe, environment: Environment, log: IO[bytes]) -> dict[
         EngineError: If a package cannot be imported.
     """
     code = "import importlib, json, sys; print(json.dumps({n: importlib.import_module(n).__version__ for n in %r}))"
-    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(
-        [environment.python, "-c", code % (recipe.imports,)], stdout=subprocess.PIPE, stderr=log, env=inherited
-    )
+    words = [environment.python, "-c", code % (recipe.imports,)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=log, env=_inherited())
     if done.returncode:
         raise EngineError(f"{recipe.name} is not installed: its packages cannot be imported; log: {log.name!s}")
     lines = done.stdout.decode("utf-8", "replace").splitlines()

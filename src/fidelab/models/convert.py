@@ -41,8 +41,8 @@ _EXTRA_DISK_BYTES = 64 << 20  # bytes: config and tokenizer
 Loader = Callable[[], "Tensor"]  # reads a parameter of the model
 
 
-def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16") -> Path:
-    """Write the file's weights in ``dtype``, config, tokenizer and template to the folder ``target``, once.
+def to_safetensors(file: Path, text: Path, target: Path) -> Path:
+    """Write the file's weights in bfloat16, config, tokenizer and template to the folder ``target``, once.
 
     ``text``: the folder with the file's tokenizer and template.
 
@@ -53,7 +53,7 @@ def to_safetensors(file: Path, text: Path, target: Path, dtype: str = "bfloat16"
 
     def convert(scratch: Path) -> Path:
         try:
-            return _convert(file.resolve(), text, scratch, dtype)
+            return _convert(file.resolve(), text, scratch)
         except (InputError, OutputError):
             raise
         except Exception as error:  # readers of damaged files fail in many ways
@@ -79,11 +79,11 @@ def check_room(target: Path, size: int) -> None:
         )
 
 
-def _convert(file: Path, text: Path, scratch: Path, dtype: str) -> Path:
+def _convert(file: Path, text: Path, scratch: Path) -> Path:
     import torch
 
     config = hf_config(file, scratch)
-    model, wanted, loaders = _parameters(file, config, getattr(torch, dtype))
+    model, wanted, loaders = _parameters(file, config, torch.bfloat16)
     size = sum(value.nbytes for value in wanted.values())
     _log.info("converting %s to %.2f GiB of safetensors (once)", file, size / 2**30)
     out = scratch / "hf"
