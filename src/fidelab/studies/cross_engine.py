@@ -143,10 +143,7 @@ def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[St
     """
     alone = experiment.model_copy(update={"axes": {DECIDING: experiment.axes[DECIDING]}})
     results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of(DECIDING, arm.captures)}
-    scorers = {
-        name: Scorer(alone, list(results.values()), {}, strict=False, reference=arm.role)
-        for name, arm in results.items()
-    }
+    scorers = {name: Scorer(alone, list(results.values()), {}, reference=arm.role) for name, arm in results.items()}
     return tuple(_agree(scorers[one], one, results[other], other) for one, other in permutations(results, 2))
 
 
