@@ -30,7 +30,6 @@ COMMANDS = [
     ("bench", "offline"),
     ("bench", "serve"),
     ("bench", "sweep"),
-    ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
     ("estimate", "explain"),
