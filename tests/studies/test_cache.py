@@ -115,9 +115,6 @@ def test_heads_are_measured_one_by_one(room: Path) -> None:
     per_layer = len(heads) // LAYERS
     assert {place.split(".")[1] for place in heads} == {str(head) for head in range(per_layer)}
     assert all((row.value("kld") or 0) > 0 for row in study.rows)
-    known = [one.cell for one in study.findings if one.key == "rank_correlation"]
-    assert {at["predictor"] for at in known} == {"amax of K", "channel kurtosis of K", "amax of V"}
-    assert all(at["places"] == LAYERS * per_layer for at in known)
 
 
 def test_fragile_keys_break_in_fp8_and_in_four_bits_and_values_do_not(room: Path) -> None:
