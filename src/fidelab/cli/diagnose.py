@@ -71,13 +71,8 @@ def sensitivity(
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="With --kv: write the plan as an engine reads it.", show_default=False),
-    ] = None,
-    export_format: Annotated[
-        str | None,
         typer.Option(
-            help="Form of --export: vllm (.json), vllm-args (.args), modelopt (hf_quant_config.json), ik_llama, "
-            "llamacpp, tensorrt-llm or fidelab (.kv).",
+            help="With --kv: write the plan: NAME.json for vLLM, hf_quant_config.json for Model-Optimizer, NAME.kv.",
             show_default=False,
         ),
     ] = None,
@@ -110,17 +105,19 @@ def sensitivity(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
+    from fidelab.studies.recipes import export_plan, form_of
 
     cached = bits is not None or bool(kv)
     if (weights is None) == (not cached):
         raise UsageError(
             "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
         )
-    if (export or export_format or prove) and not (kv and budget):
+    if (export or prove) and not (kv and budget):
         raise UsageError("--export and --prove need a plan: add --kv FORMAT --by layer --budget 8bits")
     if prove and engine_name(engine.engine) != "vllm":
         raise UsageError("--prove runs the plan on its engine: add --engine vllm")
-    form = _export_form(export, export_format)
+    if export is not None:
+        form_of(export)  # a wrong name is refused before hours of measuring
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
     if by not in kinds:
@@ -160,20 +157,11 @@ def sensitivity(
     show_study(study, folder.path, as_json)
     exit_on(study.faults)
     if export is not None and study.plan is not None:
-        from fidelab.studies.recipes import export_plan
-
-        export_plan(study.plan, export, form)
-        note(f"fidelab: {export} holds the plan ({form})")
+        note(f"fidelab: {export} holds the plan ({export_plan(study.plan, export)})")
     if prove and study.plan is not None:
         _prove(
             study.plan, model, {"windows": windows, "n_ctx": n_ctx}, engine.settings(), text.settings(), runs.settings()
         )
-
-
-def _export_form(path: Path | None, given: str | None) -> str:
-    from fidelab.studies.recipes import form_of
-
-    return "" if path is None else form_of(path, given)
 
 
 def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
