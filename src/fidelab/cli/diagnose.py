@@ -16,7 +16,6 @@ from fidelab.cli.output import command_line, exit_on, note, show_study
 from fidelab.core import engine_name
 
 if TYPE_CHECKING:
-    from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By
 
@@ -76,9 +75,6 @@ def sensitivity(
             show_default=False,
         ),
     ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="With --engine vllm: compare the plan and the best single format there.")
-    ] = False,
     text: options.TextOptions,
     windows: Annotated[
         int, typer.Option(help="Number of text windows. With a budget, every second one tests the plan.")
@@ -112,12 +108,10 @@ def sensitivity(
         raise UsageError(
             "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
         )
-    if (export or prove) and not (kv and budget):
-        raise UsageError("--export and --prove need a plan: add --kv FORMAT --by layer --budget 8bits")
-    if prove and engine_name(engine.engine) != "vllm":
-        raise UsageError("--prove runs the plan on its engine: add --engine vllm")
     if export is not None:
         form_of(export)  # a wrong name is refused before hours of measuring
+        if not (kv and budget):
+            raise UsageError("--export needs a plan: add --kv FORMAT --by layer --budget 8bits")
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
     if by not in kinds:
@@ -158,10 +152,6 @@ def sensitivity(
     exit_on(study.faults)
     if export is not None and study.plan is not None:
         note(f"fidelab: {export} holds the plan ({export_plan(study.plan, export)})")
-    if prove and study.plan is not None:
-        _prove(
-            study.plan, model, {"windows": windows, "n_ctx": n_ctx}, engine.settings(), text.settings(), runs.settings()
-        )
 
 
 def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
@@ -169,28 +159,6 @@ def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
     if engine_name(engine.engine) == "hf":
         return engine.settings()
     return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
-
-
-def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> None:
-    """Compare the plan with the best single format on its engine.
-
-    Raises:
-        NotSupportedError: If the plan is a single format.
-    """
-    from fidelab.cli.compare import launch
-    from fidelab.core.errors import NotSupportedError
-    from fidelab.results.numbers import format_kld, format_span
-
-    if plan.kv is None or plan.uniform is None or plan.kv == plan.uniform:
-        raise NotSupportedError("--prove: the plan is one format in all layers, there is nothing to compare it with")
-    candidates = {"candidates": [plan.uniform, plan.kv], "reference": "auto"}
-    report = launch(
-        study_experiment("sensitivity", model, kld, candidates, *more), options.ShowOptions(as_json=False, details=True)
-    )
-    for one in report.comparisons if report is not None else ():
-        answer = f"{one.better} is better than {one.worse}" if one.differs else "no better than the single format"
-        span = "" if one.ci is None else f", 95% {format_span(one.ci)}"
-        note(f"fidelab: on the engine, {answer}: difference {format_kld(one.difference)} nats{span}")
 
 
 def _widths(bits: str) -> list[int]:
