@@ -68,7 +68,6 @@ def offline(
         list[str] | None,
         typer.Option(
             help="KV format. The first is the reference. Repeatable.",
-            autocompletion=options.complete_kv,
         ),
     ] = None,
     candidate: Annotated[

@@ -67,7 +67,6 @@ def compare(
             help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
             "auto. \\[default: native]",
             show_default=False,
-            autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -86,7 +85,6 @@ def compare(
         list[str] | None,
         typer.Option(
             help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.",
-            autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
     ] = None,

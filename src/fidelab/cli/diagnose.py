@@ -50,7 +50,6 @@ def sensitivity(
         typer.Option(
             help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.",
             show_default=False,
-            autocompletion=options.complete_kv,
         ),
     ] = None,
     by: Annotated[
@@ -197,7 +196,6 @@ def layers(
         typer.Option(
             help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].",
             show_default=False,
-            autocompletion=options.complete_kv,
         ),
     ] = None,
     candidate: Annotated[

@@ -163,42 +163,6 @@ def begin_from_preset(
 ARMS, MEASURED, ENGINE, SCORING = "Configurations", "Measurement", "Engine", "Scoring"  # panels of --help
 
 
-def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
-    """Return a completer for the last name of a comma-separated list, from a registry."""
-
-    def complete(incomplete: str) -> list[str]:
-        from importlib import import_module
-
-        before, comma, begun = incomplete.rpartition(",")
-        names = getattr(import_module(module), table).names()
-        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
-
-    return complete
-
-
-def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete KV formats of fidelab.  Formats of other engines are known only in their environments."""
-    if context.params.get("engine") not in (None, "hf"):
-        return []
-    from fidelab.formats import FORMATS
-
-    before, slash, begun = incomplete.rpartition("/")
-    return [f"{before}{slash}{name}" for name in ("k16v8", *FORMATS.names()) if name.startswith(begun)]
-
-
-def complete_preset(incomplete: str) -> list[str]:
-    """Complete names of presets."""
-    from fidelab.config.presets import listing
-
-    return [name for name in listing() if name.startswith(incomplete)]
-
-
-def _runs(incomplete: str) -> list[str]:
-    """Complete runs below the folder ``runs``, and ``latest``; without a match, the shell completes paths."""
-    found = ("latest", *sorted(map(str, Path("runs").glob("2*"))))
-    return [name for name in found if name.startswith(incomplete)]
-
-
 _MODEL = typer.Argument(help="smollm2-135m, hub id, folder or .gguf file.", show_default=False)
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
@@ -221,7 +185,6 @@ RunDir = Annotated[
     typer.Argument(
         metavar="RUN_DIR",
         help="Run folder, report.json, or 'latest' (newest in runs).",
-        autocompletion=_runs,
         callback=find_run,
     ),
 ]
@@ -230,7 +193,6 @@ Reference = Annotated[
     typer.Option(
         help="Reference: KV format or KEY=VALUE,…. \\[default: native]",
         show_default=False,
-        autocompletion=complete_kv,
         rich_help_panel=ARMS,
     ),
 ]
@@ -240,7 +202,6 @@ Preset = Annotated[
         metavar="NAME",
         help="Preset (name or file) with model, engine and options. It is the reference unless --reference is given.",
         show_default=False,
-        autocompletion=complete_preset,
         rich_help_panel=ARMS,
     ),
 ]
@@ -249,7 +210,6 @@ Benches = Annotated[
     typer.Option(
         help="Benchmarks, comma-separated: startup, prefill, decode, memory, serving, offline (the first four).",
         show_default=False,
-        autocompletion=_of_table("fidelab.bench", "BENCHES"),
         rich_help_panel=MEASURED,
     ),
 ]
@@ -306,9 +266,7 @@ class EngineOptions(Options, panel=ENGINE):
 
     engine: Annotated[
         str,
-        typer.Option(
-            help="Engine that runs all configurations.", autocompletion=_of_table("fidelab.engines", "ENGINES")
-        ),
+        typer.Option(help="Engine that runs all configurations."),
     ] = "hf"
     python: Python = None
     image: Image = None
@@ -419,7 +377,6 @@ class AxesOptions(TextOptions):
         str | None,
         typer.Option(
             help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]",
-            autocompletion=_of_table("fidelab.axes", "AXES"),
         ),
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False

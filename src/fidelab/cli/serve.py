@@ -28,13 +28,7 @@ _SERVE = "serve."  # prefix of an option that only the server has
 app = Commands(help="Start, check and stop servers from presets.")
 
 
-def _running(incomplete: str) -> list[str]:
-    from fidelab.environments.servers import records
-
-    return [server.name for server in records() if server.name.startswith(incomplete)]
-
-
-Name = Annotated[str, typer.Argument(help="Preset name or file.", autocompletion=options.complete_preset)]
+Name = Annotated[str, typer.Argument(help="Preset name or file.")]
 
 
 class PresetOptions(options.Options, panel="Preset"):
@@ -181,7 +175,7 @@ def _wait(launched: Launched) -> None:
 def stop(
     name: Annotated[
         str | None,
-        typer.Argument(help="Preset name of the server. \\[default: the only one]", autocompletion=_running),
+        typer.Argument(help="Preset name of the server. \\[default: the only one]"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all servers started by fidelab.")] = False,
 ) -> None:
