@@ -37,7 +37,7 @@ class _ServerOptions(Options, panel="Server"):
         str | None,
         typer.Option(
             help="Model name or folder of the tokenizer that makes prompts of exact length. "
-            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
+            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]"
         ),
     ] = None
 
@@ -115,8 +115,7 @@ class _FigureOptions(Options, panel="Metrics"):
     """Options for limits on the metrics."""
 
     goodput: Annotated[
-        list[str] | None,
-        typer.Option(help="Targets of the goodput in ms: ttft:500,tpot:50,e2el:5000."),
+        list[str] | None, typer.Option(help="Targets of the goodput in ms: ttft:500,tpot:50,e2el:5000.")
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -199,8 +198,7 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
     """Options for a running server, or for none."""
 
     base_url: Annotated[
-        str | None,
-        typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]"),
+        str | None, typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]")
     ] = None  # type: ignore[assignment]
 
 
@@ -208,8 +206,7 @@ class _CapacityRunOptions(_RunOptions, panel="Run"):
     """Options for sending requests and storing the run."""
 
     kv: Annotated[
-        list[str] | None,
-        typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable."),
+        list[str] | None, typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable.")
     ] = None  # type: ignore[assignment]
 
 
@@ -218,10 +215,7 @@ def capacity(
     context: typer.Context,
     *,
     started: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.")
     ] = None,
     server: _AnyServerOptions,
     load: _CapacityOptions,

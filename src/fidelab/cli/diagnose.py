@@ -38,26 +38,17 @@ def sensitivity(
     *,
     model: options.FloatModel,
     weights: Annotated[
-        list[str] | None,
-        typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
+        list[str] | None, typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.")
     ] = None,
-    bits: Annotated[
-        str | None,
-        typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
-    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.")] = None,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.",
-            show_default=False,
-        ),
+        list[str] | None, typer.Option(help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.")
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
             help="Unit to round: module (default), layer or kind for weights; cache (default), layer or head for "
-            "--bits and --kv.",
-            show_default=False,
+            "--bits and --kv."
         ),
     ] = None,
     group: Annotated[int, typer.Option(help="With --bits: values per scale.")] = 32,
@@ -70,8 +61,7 @@ def sensitivity(
     export: Annotated[
         Path | None,
         typer.Option(
-            help="With --kv: write the plan: NAME.json for vLLM, hf_quant_config.json for Model-Optimizer, NAME.kv.",
-            show_default=False,
+            help="With --kv: write the plan: NAME.json for vLLM, hf_quant_config.json for Model-Optimizer, NAME.kv."
         ),
     ] = None,
     text: options.TextOptions,
@@ -192,17 +182,12 @@ def layers(
     model: Annotated[str, typer.Argument(help="smollm2-135m, hub id (optional @revision) or folder.")],
     reference: options.Reference = None,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].",
-            show_default=False,
-        ),
+        list[str] | None, typer.Option(help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].")
     ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option.",
-            show_default=False,
+            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option."
         ),
     ] = None,
     text: options.TextOptions,

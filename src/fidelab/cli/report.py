@@ -30,11 +30,7 @@ def report(
     show: options.ShowOptions,
     form: Annotated[
         _Format | None,
-        typer.Option(
-            "--format",
-            help="Export as lm-eval (JSON) or hub (model card).",
-            rich_help_panel=_FORMS,
-        ),
+        typer.Option("--format", help="Export as lm-eval (JSON) or hub (model card).", rich_help_panel=_FORMS),
     ] = None,
     arm: Annotated[
         str | None,

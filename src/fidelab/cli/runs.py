@@ -26,8 +26,7 @@ def list_runs(
     model: Annotated[str | None, typer.Option(help="Only models whose name contains this text.")] = None,
     engine: Annotated[str | None, typer.Option(help="Only runs on this engine.")] = None,
     since: Annotated[
-        str | None,
-        typer.Option(metavar="WHEN", help="Only runs since a date (2026-01-31) or within a time (7d, 12h)."),
+        str | None, typer.Option(metavar="WHEN", help="Only runs since a date (2026-01-31) or within a time (7d, 12h).")
     ] = None,
     runs: options.RunsOptions,
     as_json: options.Json = False,
