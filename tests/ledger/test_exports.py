@@ -22,8 +22,6 @@ from fidelab.results.record import Report
 from tests.report.sample import hostile_report, sample_report
 from tests.run.harness import Done, cli
 
-SVG = "{http://www.w3.org/2000/svg}"
-
 
 def read_by_the_harness(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, Any, bool | None]]:
     """(task, metric) → value, error, direction: by the lookups of lm-evaluation-harness 0.4 when it prints a table."""
