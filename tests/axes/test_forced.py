@@ -241,17 +241,3 @@ def test_the_path_of_sampled_text_says_how_it_was_drawn() -> None:
     assert isinstance(greedy, Generate)
     assert greedy.sampling is None
     assert dict(greedy.settings).keys() == {"n_predict", "template"}  # captures of former versions are still found
-
-
-def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: Path) -> None:
-    pieces = [" so", " a", " b", " c", " d", " e", " f", " g"]
-    request = _forced(40)
-    ref = np.zeros((40, V), dtype=np.float32)
-    test = ref.copy()
-    test[[8, 16], 0] = 3.0  # where the text goes on with " so", twice of five times
-    captures = (
-        make_capture(tmp_path / name, request, [{"logprobs": rows}], make_arm(name), pieces=pieces)
-        for name, rows in (("f32", ref), ("int4", test))
-    )
-    score = AXIS.score(Pair.match(*captures), 0)
-    assert (score.found.value("turn_words_where_kl_is_high"), score.found.value("turn_words")) == (1.0, 5 / 40)

@@ -26,9 +26,8 @@ from fidelab.core.errors import CaptureError, UnavailableError
 from fidelab.inputs.conversations import recorded
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
-from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
-from fidelab.metrics.structure import turns
-from fidelab.results.measurement import Definition, Metric
+from fidelab.metrics.intervals import RatioItems, ratio_interval
+from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
@@ -67,15 +66,6 @@ _RISES = Definition(
     name="prompts where KL rises for good",
 )
 _RISES_AT = Definition("rises_at_token", "tokens", None, "Median token from which on the KL stays higher.")
-
-_TURN_WORDS = Definition(
-    "turn_words_where_kl_is_high",
-    "share",
-    None,
-    "Share of words at which reasoning turns, of the 5% of highest KL.",
-    name="turn words where KL is high",
-)
-_TURN_BASE = Definition("turn_words", "share", None, "Share of words at which reasoning turns, of all tokens.")
 
 
 class ForcedSettings(AxisSettings):
@@ -209,7 +199,6 @@ class ForcedDecode(Axis):
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
-                *_turn_word_metrics(pair, rows, clusters, seed),
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
@@ -246,24 +235,6 @@ def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:
 
 def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
-
-
-def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
-    """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
-    request = pair.ref.request
-    assert isinstance(request, Forced)
-    try:
-        marks = [turns([pair.ref.text([token]) for token in request.continuations[r]]) for r, _ in pair.items]
-    except CaptureError:  # the capture has no vocabulary
-        return
-    turn = np.array([mark for each in marks for mark in each], dtype=np.float64)
-    usable = ~rows.failed & np.isfinite(rows.kl)
-    if len(turn) != len(rows) or not turn[usable].any():
-        return
-    high = usable & (rows.kl >= np.quantile(rows.kl[usable], _HIGH))
-    for define, among in ((_TURN_WORDS, high), (_TURN_BASE, usable)):
-        items = RatioItems.of(turn[among], 1.0, clusters[among])
-        yield define(ratio_estimate(items), ratio_interval(items, seed, bounds=(0.0, 1.0), proportion=True))
 
 
 def _growth(
