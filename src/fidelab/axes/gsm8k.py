@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate
-from json import loads
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -23,13 +22,14 @@ from fidelab.axes.base import (
     accuracy_falls,
     answer_text,
     lost_and_gained,
+    notes_of,
     written_text,
 )
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
-from fidelab.core.errors import CaptureError, InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -198,12 +198,9 @@ class _Item:
 
 
 def _read(pair: Pair) -> list[_Item]:
-    request = pair.ref.request
-    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
-        raise CaptureError(f"capture {pair.ref.folder} holds no answers to problems")
-    items = []
+    items, notes = [], notes_of(pair.ref)
     for r, t in pair.items:
-        note = loads(request.notes[r])
+        note = notes[r]
         gold = Decimal(note["gold"])
         ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
         items.append(_Item(r, note["id"], gold, ref, test))

@@ -22,6 +22,7 @@ from fidelab.axes.base import (
     AxisSettings,
     answer_text,
     lost_and_gained,
+    notes_of,
     select_groups,
     texts,
 )
@@ -29,7 +30,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request
 from fidelab.core import canonical_json
-from fidelab.core.errors import CaptureError, InputError, UnavailableError
+from fidelab.core.errors import InputError, UnavailableError
 from fidelab.metrics.equivalence import flip_counts
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, wilson_interval
 from fidelab.results.measurement import Definition, Metric
@@ -187,12 +188,9 @@ class _Turn:
 
 
 def _read(pair: Pair) -> list[_Turn]:
-    request = pair.ref.request
-    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
-        raise CaptureError(f"capture {pair.ref.folder} holds no answers to turns")
-    turns = []
+    turns, notes = [], notes_of(pair.ref)
     for r, t in pair.items:
-        note = loads(request.notes[r])
+        note = notes[r]
         schemas = _schemas(pair.ref.text(note["tools"]))
         ref, test = _answer(pair.ref, r, schemas), _answer(pair.test, t, schemas)
         ids = pair.ref.ids(r), pair.test.ids(t)

@@ -18,6 +18,7 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    answered,
     prompt_ids,
     texts,
 )
@@ -113,13 +114,7 @@ class Trajectory(Axis):
         answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]
         pairs = [first_divergence(ref, test) for ref, test in answers]
         compat = pair.ref.manifest["settings"].get("compat")
-        usable = np.array(
-            [
-                not agreement.failed and pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None
-                for (r, t), agreement in zip(pair.items, pairs, strict=True)
-            ],
-            dtype=bool,
-        )
+        usable = answered(pair) & np.array([not agreement.failed for agreement in pairs], dtype=bool)
         score = AxisScore.percent(
             [p.prefix for p in pairs],
             [r for r, _ in pair.items],
