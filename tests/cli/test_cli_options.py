@@ -57,7 +57,7 @@ OTHERS = {
     "--engine": {
         "diagnose layers": "engines that pass on the states behind layers",
         "diagnose sensitivity": "the engine that a plan is for",
-        **dict.fromkeys(("runs list", "setup formats"), "a filter"),
+        "setup formats": "a filter",
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
     "--image": {"setup engines": "what is listed instead"},
@@ -81,7 +81,6 @@ OTHERS = {
     "--model": {
         "bench capacity": "the model on the server",
         "setup formats": "the model whose cache is counted",
-        "runs list": "a filter",
         "import kld-dumps": "a label",
         "bench serve": "the model on the server",
         "bench sweep": "the model on the server",
@@ -96,7 +95,7 @@ OTHERS = {
         "import kld-dumps": "a candidate's, repeated",
         "import lm-eval": "a candidate's, repeated",
     },
-    "--out": {"report": "a file or a folder"},
+    "--out": {"report": "a file"},
     "--output": {"estimate explain": "a page, not a folder"},
     "--output-dir": {
         "compare": "with captures",

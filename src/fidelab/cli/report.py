@@ -42,13 +42,7 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="PATH",
-            help="Output file. \\[default: printed]",
-            rich_help_panel=_FORMS,
-        ),
+        typer.Option("--out", "-o", metavar="PATH", help="Output file. \\[default: printed]", rich_help_panel=_FORMS),
     ] = None,
 ) -> None:
     """Print a run's report and update its report.html.
