@@ -151,8 +151,9 @@ def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_
 
 
 def test_a_prompt_too_long_for_the_model_names_the_setting() -> None:
+    asked = ForcedDecode.Settings.model_validate({"n_predict": 8, "limit": None, "template": "raw"})
     with pytest.raises(InputError, match=r"prompt '1' has 9 tokens; with axes\.forced\.n_predict=8 .* 16 positions"):
-        greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", 8, None, "raw", batch=4)
+        greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", asked)
 
 
 @pytest.fixture(scope="module")

@@ -397,6 +397,21 @@ def prompt_ids(
     return ids
 
 
+def greedy_request(
+    inputs: AxisInputs,
+    axis: str,
+    prompts: tuple[Tokens, ...],
+    asked: Any,
+    settings: tuple[tuple[str, Any], ...],
+    *,
+    rows: bool = False,
+    notes: tuple[str, ...] = (),
+) -> Generate:
+    """Return the request for greedy answers to prompts; ``asked``: the axis' settings, ``n_predict`` and ``batch``."""
+    stop = inputs.tokenizer.stop_ids
+    return Generate(axis, prompts, asked.n_predict, stop, asked.batch, settings=settings, rows=rows, notes=notes)
+
+
 def image_files(shown: Sequence[Sequence[bytes]]) -> tuple[tuple[str, ...], tuple[Tokens, ...]]:
     """Return each distinct file once, in base64, and for each prompt the indices of the files that it shows."""
     numbers: dict[bytes, int] = {}

@@ -125,8 +125,7 @@ class Degeneration(Axis):
     settings: DegenerationSettings
 
     def request(self, inputs: AxisInputs) -> Generate:
-        s = self.settings
-        return greedy_probe(inputs, self.name, s.n_predict, s.limit, s.template, batch=s.batch)
+        return greedy_probe(inputs, self.name, self.settings)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items, usable = _judged(pair), answered(pair)

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, prompt_ids
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    greedy_request,
+    part_name,
+    prompt_ids,
+)
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -106,7 +115,7 @@ class ForcedDecode(Axis):
         s = self.settings
         if s.answers == "recorded":
             return {_KL: self._recorded(inputs)}
-        path = greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
+        path = greedy_probe(inputs, part_name(self.name, _PATH), s)
         if s.temperature:
             drawn = (("sampling_seed", s.seed), ("temperature", s.temperature), ("top_p", s.top_p))
             path = replace(path, settings=tuple(sorted((*path.settings, *drawn))))
@@ -207,25 +216,18 @@ class ForcedDecode(Axis):
         )
 
 
-def greedy_probe(
-    inputs: AxisInputs, axis: str, n_predict: int, limit: int | None, template: Literal["chat", "raw"], *, batch: int
-) -> Generate:
+def greedy_probe(inputs: AxisInputs, axis: str, asked: Any) -> Generate:
     """Return the request for greedy continuations of the first prompts, with token ids only.
+
+    ``asked``: settings with ``n_predict``, ``limit``, ``template`` and ``batch``.
 
     Raises:
         InputError: If a prompt has no tokens, or is too long for the model.  The message names the setting to change.
     """
-    tokenizer = inputs.tokenizer
-    setting = f"axes.{axis.split('.', 1)[0]}.n_predict={n_predict}"
-    return Generate(
-        axis=axis,
-        prompts=prompt_ids(inputs, limit, template, n_predict, setting),
-        max_tokens=n_predict,
-        stop=tokenizer.stop_ids,
-        batch=batch,
-        settings=(("n_predict", n_predict), ("template", "raw" if template == "raw" else tokenizer.template)),
-        rows=False,
-    )
+    setting = f"axes.{axis.split('.', 1)[0]}.n_predict={asked.n_predict}"
+    prompts = prompt_ids(inputs, asked.limit, asked.template, asked.n_predict, setting)
+    template = "raw" if asked.template == "raw" else inputs.tokenizer.template
+    return greedy_request(inputs, axis, prompts, asked, (("n_predict", asked.n_predict), ("template", template)))
 
 
 def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:

@@ -21,6 +21,7 @@ from fidelab.axes.base import (
     AxisSettings,
     accuracy_falls,
     answer_text,
+    greedy_request,
     lost_and_gained,
     notes_of,
     written_text,
@@ -110,16 +111,9 @@ class GSM8K(Axis):
                 f"gsm8k: a prompt with shots: {s.shots} has {longest} tokens; with n_predict {s.n_predict} that is "
                 f"beyond the model's limit of {inputs.max_positions} positions: use fewer axes.gsm8k.shots"
             )
-        return Generate(
-            axis=self.name,
-            prompts=prompts,
-            max_tokens=s.n_predict,
-            stop=tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(("n_predict", s.n_predict), ("shots", s.shots), ("template", used)),
-            rows=False,
-            notes=tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems),
-        )
+        settings = (("n_predict", s.n_predict), ("shots", s.shots), ("template", used))
+        notes = tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems)
+        return greedy_request(inputs, self.name, prompts, s, settings, notes=notes)
 
     def available(self, inputs: AxisInputs) -> int:
         return len(load_problems(self.settings.data))

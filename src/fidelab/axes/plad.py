@@ -20,6 +20,7 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    greedy_request,
     notes_of,
     request_of,
     select_groups,
@@ -119,22 +120,15 @@ class PLAD(Axis):
                 f"plad: prompt {note['id']!r} has {len(longest)} tokens; with axes.plad.n_predict {s.n_predict} that "
                 f"is beyond the model's limit of {inputs.max_positions} positions"
             )
-        return Generate(
-            axis=self.name,
-            prompts=tuple(ids for ids, _ in asked),
-            max_tokens=s.n_predict,
-            stop=tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(
-                ("n_predict", s.n_predict),
-                ("perturbations", ",".join(s.perturbations)),
-                ("prompts", len(prompts)),
-                ("seed", s.seed),
-                ("template", "raw" if s.template == "raw" else tokenizer.template),
-            ),
-            rows=False,
-            notes=tuple(canonical_json(note) for _, note in asked),
+        settings = (
+            ("n_predict", s.n_predict),
+            ("perturbations", ",".join(s.perturbations)),
+            ("prompts", len(prompts)),
+            ("seed", s.seed),
+            ("template", "raw" if s.template == "raw" else tokenizer.template),
         )
+        notes = tuple(canonical_json(note) for _, note in asked)
+        return greedy_request(inputs, self.name, tuple(ids for ids, _ in asked), s, settings, notes=notes)
 
     def _questions(self, inputs: AxisInputs, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
         """Return the token ids and notes of a prompt, unperturbed and perturbed.

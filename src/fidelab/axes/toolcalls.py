@@ -21,6 +21,7 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     answer_text,
+    greedy_request,
     lost_and_gained,
     notes_of,
     select_groups,
@@ -93,16 +94,9 @@ class ToolCalls(Axis):
                 f"model's limit of {room} positions"
             )
         asked = fitting[: s.limit]
-        return Generate(
-            axis=self.name,
-            prompts=tuple(prompt for prompt, _ in asked),
-            max_tokens=s.n_predict,
-            stop=inputs.tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(("n_predict", s.n_predict), ("template", "chat"), ("too_long", len(turns) - len(fitting))),
-            rows=False,
-            notes=tuple(note for _, note in asked),
-        )
+        prompts, notes = tuple(prompt for prompt, _ in asked), tuple(note for _, note in asked)
+        settings = (("n_predict", s.n_predict), ("template", "chat"), ("too_long", len(turns) - len(fitting)))
+        return greedy_request(inputs, self.name, prompts, s, settings, notes=notes)
 
     def available(self, inputs: AxisInputs) -> int:
         return len(_turns(inputs))
