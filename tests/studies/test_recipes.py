@@ -174,5 +174,5 @@ def test_the_form_follows_the_name_of_the_file(name: str, form: str) -> None:
 
 
 def test_a_name_without_a_form_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--export plan\.txt: name it NAME\.json"):
+    with pytest.raises(UsageError, match="--export plan.txt: name it NAME.json"):
         form_of(Path("plan.txt"))

@@ -161,7 +161,9 @@ def form_of(path: Path) -> str:
     """
     form = "modelopt" if path.name == "hf_quant_config.json" else {".json": "vllm", ".kv": "fidelab"}.get(path.suffix)
     if form is None:
-        raise UsageError(f"--export {path}: name it NAME.json (vLLM), hf_quant_config.json or NAME.kv")
+        raise UsageError(
+            f"--export {path}: name it NAME.json (vLLM), hf_quant_config.json (Model-Optimizer) or NAME.kv"
+        )
     return form
 
 
