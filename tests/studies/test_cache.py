@@ -142,7 +142,7 @@ def test_terminal_and_page_say_cliffs_and_the_plan(room: Path, done: Done) -> No
 
 def test_a_plan_of_named_formats_is_refined_and_written_for_an_engine(room: Path) -> None:
     formats = ("--kv", "q8_0", "--kv", "q4_0", "--by", "layer", "--budget", "6bits")
-    done = sensitivity(room, "tiny", *formats, "--export", "hf_quant_config.json", "--json")
+    done = sensitivity(room, "tiny", *formats, "--export", "plan", "--export-format", "modelopt", "--json")
     study = Study.model_validate_json(done.out)
     plan = present(study.plan)
     assert {row.at["format"] for row in study.rows} == {"q8_0", "q4_0"}
@@ -182,7 +182,6 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
         (("--kv", "q8_0", "--by", "layer", "--engine", "llamacpp"), "Nearest that works: compare single formats"),
         (("--kv", "q8_0", "--by", "layer", "--engine", "vllm"), "a plan for vLLM is made of fp8_e4m3, fp8_e5m2, int8"),
         (("--kv", "q8_0", "--export", "x.json"), "--export needs a plan"),
-        (("--kv", "q8_0", "--by", "layer", "--budget", "9", "--export", "plan"), "--export plan: name it NAME.json"),
         (("--bits", "9"), "9 is not one of 8, 7, 6, 5, 4, 3, 2"),
         (("--bits", "4,4"), "name each width once"),
         (("--bits", "four"), "'four' is not a width"),

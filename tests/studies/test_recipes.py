@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -111,6 +112,8 @@ SIDES = Recipe.of(
 def test_vllm_reads_one_format_and_the_layers_without_it() -> None:
     arguments = json.loads(EXPORTS["vllm"](SKIPPING, None))
     assert arguments == {"kv_cache_dtype": "fp8_e4m3", "kv_cache_dtype_skip_layers": ["0", "3", "4", "5"]}
+    words = shlex.split(EXPORTS["vllm-args"](SKIPPING, None))
+    assert words == ["--kv-cache-dtype", "fp8_e4m3", "--kv-cache-dtype-skip-layers", "0", "3", "4", "5"]
 
 
 @pytest.mark.parametrize(
@@ -145,6 +148,20 @@ def test_model_optimizers_map_names_the_quantized_layers() -> None:
     assert (whole["kv_cache_quant_algo"], len(whole["kv_cache_quantized_layers"])) == ("FP8", 2)
 
 
+def test_ik_llama_sets_the_first_and_the_last_layers() -> None:
+    words = shlex.split(EXPORTS["ik_llama"](SIDES, None))
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    layers: dict[str, list[str]] = {}
+    for side in "kv":
+        types = [flags[f"--cache-type-{side}"]] * 4
+        for place in ("first", "last"):
+            name, _, n = flags.get(f"--cache-type-{side}-{place}", "f16,0").partition(",")
+            at = slice(0, int(n)) if place == "first" else slice(4 - int(n), 4)
+            types[at] = [name] * int(n)
+        layers[side] = types
+    assert layers == {"k": ["q8_0", "q4_0", "q4_0", "q4_0"], "v": ["q8_0", "q4_0", "q4_0", "f16"]}
+
+
 @pytest.mark.parametrize(
     ("form", "recipe", "says"),
     [
@@ -153,9 +170,17 @@ def test_model_optimizers_map_names_the_quantized_layers() -> None:
         (
             "vllm",
             Recipe.of({"0": "bf16/int8"}),
-            "vLLM itself stores fp8_e4m3 and fp8_e5m2, not bf16/int8; a .kv file has it",
+            "vLLM itself stores fp8_e4m3 and fp8_e5m2, not bf16/int8; --export-format fidelab has it",
         ),
         ("modelopt", SIDES, "Model-Optimizer has FP8, NVFP4 and FP8/NVFP4, not q8_0/q8_0 of layer 0"),
+        ("llamacpp", SIDES, "llama.cpp has one type for keys and one for values in all layers"),
+        ("ik_llama", SKIPPING, "ik_llama.cpp has q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl and f16, not fp8_e4m3"),
+        (
+            "ik_llama",
+            Recipe.of({str(n): ("q8_0", "q4_0")[n % 2] for n in range(4)}),
+            "ik_llama.cpp sets the first and the last layers, this plan changes keys in 4 places",
+        ),
+        ("tensorrt-llm", SKIPPING, "no released TensorRT-LLM documents cache formats by layer"),
     ],
 )
 def test_what_an_engine_cannot_store_is_refused_with_the_nearest_that_works(
@@ -167,12 +192,22 @@ def test_what_an_engine_cannot_store_is_refused_with_the_nearest_that_works(
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("plan.json", "vllm"), ("hf_quant_config.json", "modelopt"), ("plan.kv", "fidelab")]
+    ("name", "given", "form"),
+    [
+        ("plan.json", None, "vllm"),
+        ("hf_quant_config.json", None, "modelopt"),
+        ("plan.args", None, "vllm-args"),
+        ("plan.kv", None, "fidelab"),
+        ("plan.json", "ik_llama", "ik_llama"),
+    ],
 )
-def test_the_form_follows_the_name_of_the_file(name: str, form: str) -> None:
-    assert form_of(Path(name)) == form
+def test_the_form_follows_the_name_of_the_file_unless_it_is_given(name: str, given: str | None, form: str) -> None:
+    assert form_of(Path(name), given) == form
 
 
-def test_a_name_without_a_form_is_refused() -> None:
-    with pytest.raises(UsageError, match="--export plan.txt: name it NAME.json"):
-        form_of(Path("plan.txt"))
+@pytest.mark.parametrize(
+    ("name", "given", "says"), [("plan.txt", None, "add --export-format vllm, "), ("x", "vlm", "did you mean 'vllm'")]
+)
+def test_a_form_that_does_not_exist_is_refused(name: str, given: str | None, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        form_of(Path(name), given)

@@ -60,8 +60,13 @@ def sensitivity(
     ] = None,
     export: Annotated[
         Path | None,
+        typer.Option(help="With --kv: write the plan as an engine reads it."),
+    ] = None,
+    export_format: Annotated[
+        str | None,
         typer.Option(
-            help="With --kv: write the plan: NAME.json for vLLM, hf_quant_config.json for Model-Optimizer, NAME.kv."
+            help="Form of --export: vllm (.json), vllm-args (.args), modelopt (hf_quant_config.json), ik_llama, "
+            "llamacpp, tensorrt-llm or fidelab (.kv).",
         ),
     ] = None,
     text: options.TextOptions,
@@ -90,17 +95,15 @@ def sensitivity(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
-    from fidelab.studies.recipes import export_plan, form_of
 
     cached = bits is not None or bool(kv)
     if (weights is None) == (not cached):
         raise UsageError(
             "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
         )
-    if export is not None:
-        form_of(export)  # a wrong name is refused before hours of measuring
-        if not (kv and budget):
-            raise UsageError("--export needs a plan: add --kv FORMAT --by layer --budget 8bits")
+    if (export or export_format) and not (kv and budget):
+        raise UsageError("--export needs a plan: add --kv FORMAT --by layer --budget 8bits")
+    form = _export_form(export, export_format)
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
     if by not in kinds:
@@ -140,7 +143,16 @@ def sensitivity(
     show_study(study, folder.path, as_json)
     exit_on(study.faults)
     if export is not None and study.plan is not None:
-        note(f"fidelab: {export} holds the plan ({export_plan(study.plan, export)})")
+        from fidelab.studies.recipes import export_plan
+
+        export_plan(study.plan, export, form)
+        note(f"fidelab: {export} holds the plan ({form})")
+
+
+def _export_form(path: Path | None, given: str | None) -> str:
+    from fidelab.studies.recipes import form_of
+
+    return "" if path is None else form_of(path, given)
 
 
 def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:

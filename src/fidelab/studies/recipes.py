@@ -6,13 +6,15 @@ See docs/diagnosis.md#which-keys-and-values.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from fidelab.core import KVSpec
-from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.core.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.engines.hf.weights import NATIVE
 from fidelab.results.numbers import format_layers
 from fidelab.results.record import write_atomically
@@ -22,6 +24,7 @@ WIDE: Final = ("auto", NATIVE, "bf16", "f16", "f32", "bfloat16", "float16", "flo
 """Names of the compute type."""
 VLLM: Final = ("fp8_e4m3", "fp8_e5m2")
 """Formats of vLLM itself that Transformers rounds to the same numbers."""
+_GGML: Final = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _MODELOPT: Final = {
     ("fp8_e4m3", "fp8_e4m3"): "FP8",
     ("nvfp4", "nvfp4"): "NVFP4",
@@ -100,8 +103,8 @@ def _nothing() -> NotSupportedError:
     return NotSupportedError("--export: the plan keeps the compute type in all layers, there is nothing to write")
 
 
-def _vllm(recipe: Recipe, uniform: str | None) -> str:
-    """Arguments of ``vllm.LLM``: the only quantized format of the plan, and the layers without it."""
+def _for_vllm(recipe: Recipe, uniform: str | None) -> tuple[str, list[int]]:
+    """The only quantized format of the plan, and the layers without it."""
     if not recipe.quantized:
         raise _nothing()
     if len(recipe.quantized) > 1:
@@ -109,11 +112,22 @@ def _vllm(recipe: Recipe, uniform: str | None) -> str:
     [(k, v)] = recipe.quantized
     if k != v or k not in VLLM:
         name = recipe.name.get((k, v), f"{k}/{v}")
-        raise _refusal(f"vLLM itself stores {' and '.join(VLLM)}, not {name}; a .kv file has it", uniform)
-    arguments: dict[str, Any] = {"kv_cache_dtype": k}
-    if recipe.skipped:
-        arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.skipped]
+        raise _refusal(f"vLLM itself stores {' and '.join(VLLM)}, not {name}; --export-format fidelab has it", uniform)
+    return k, recipe.skipped
+
+
+def _vllm(recipe: Recipe, uniform: str | None) -> str:
+    name, skipped = _for_vllm(recipe, uniform)
+    arguments: dict[str, Any] = {"kv_cache_dtype": name}
+    if skipped:
+        arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in skipped]
     return json.dumps(arguments) + "\n"
+
+
+def _vllm_arguments(recipe: Recipe, uniform: str | None) -> str:
+    name, skipped = _for_vllm(recipe, uniform)
+    words = ["--kv-cache-dtype", name]
+    return shlex.join([*words, "--kv-cache-dtype-skip-layers", *map(str, skipped)] if skipped else words) + "\n"
 
 
 def _modelopt(recipe: Recipe, uniform: str | None) -> str:
@@ -139,42 +153,77 @@ def _modelopt(recipe: Recipe, uniform: str | None) -> str:
     return json.dumps({"producer": {"name": "fidelab"}, "quantization": quantization}, indent=2) + "\n"
 
 
+def _ik_llama(recipe: Recipe, uniform: str | None) -> str:
+    """First and last layers with types of their own; the compute type is f16."""
+    words: list[str] = []
+    for place, side in enumerate("kv"):
+        types = ["f16" if pair[place] == NATIVE else pair[place] for pair in recipe.layers.values()]
+        if unknown := next((name for name in types if name not in (*_GGML, "f16")), None):
+            raise _refusal(f"ik_llama.cpp has {', '.join(_GGML)} and f16, not {unknown}", uniform)
+        spans = [(name, len([*some])) for name, some in groupby(types)]
+        if len(spans) > 3:
+            sides = {"k": "keys", "v": "values"}[side]
+            raise _refusal(
+                f"ik_llama.cpp sets the first and the last layers, this plan changes {sides} in {len(spans)} places",
+                uniform,
+            )
+        middle = max(range(len(spans)), key=lambda at: spans[at][1]) if len(spans) < 3 else 1
+        words += [f"--cache-type-{side}", spans[middle][0]]
+        words += [f"--cache-type-{side}-first", f"{spans[0][0]},{spans[0][1]}"] if middle > 0 else []
+        words += [f"--cache-type-{side}-last", f"{spans[-1][0]},{spans[-1][1]}"] if middle < len(spans) - 1 else []
+    return shlex.join(words) + "\n"
+
+
+def _llamacpp(recipe: Recipe, uniform: str | None) -> str:
+    if len(recipe.quantized) == 1 and not recipe.skipped:
+        return _ik_llama(recipe, uniform)
+    raise _refusal("llama.cpp has one type for keys and one for values in all layers", uniform)
+
+
 def _fidelab(recipe: Recipe, uniform: str | None) -> str:
     if (kv := recipe.kv()) is None:
         raise _refusal("--kv has one format next to native layers, this plan has several", uniform)
     return kv + "\n"
 
 
+def _tensorrt(recipe: Recipe, uniform: str | None) -> str:
+    raise _refusal("no released TensorRT-LLM documents cache formats by layer", uniform)
+
+
 EXPORTS: Final[Mapping[str, Callable[[Recipe, str | None], str]]] = {
     "vllm": _vllm,
+    "vllm-args": _vllm_arguments,
     "modelopt": _modelopt,
+    "ik_llama": _ik_llama,
+    "llamacpp": _llamacpp,
+    "tensorrt-llm": _tensorrt,
     "fidelab": _fidelab,
 }
 """Name → the text of a recipe.  The second argument is the nearest single format."""
+_BY_NAME: Final = {"hf_quant_config.json": "modelopt"}
+_BY_SUFFIX: Final = {".json": "vllm", ".args": "vllm-args", ".kv": "fidelab"}
 
 
-def form_of(path: Path) -> str:
-    """Return the name of the form by the file's name.
+def form_of(path: Path, given: str | None) -> str:
+    """Return the name of the form, by ``--export-format`` or by the file's name.
 
     Raises:
-        UsageError: If the name does not give one.
+        UsageError: If the form does not exist, or the file's name does not give one.
     """
-    form = "modelopt" if path.name == "hf_quant_config.json" else {".json": "vllm", ".kv": "fidelab"}.get(path.suffix)
-    if form is None:
-        raise UsageError(
-            f"--export {path}: name it NAME.json (vLLM), hf_quant_config.json (Model-Optimizer) or NAME.kv"
-        )
-    return form
+    name = given or _BY_NAME.get(path.name) or _BY_SUFFIX.get(path.suffix)
+    if name is None:
+        raise UsageError(f"--export {path}: add --export-format {', '.join(EXPORTS)}")
+    if name not in EXPORTS:
+        raise UnknownNameError("--export-format", name, EXPORTS)
+    return name
 
 
-def export_plan(plan: StudyPlan, path: Path) -> str:
-    """Write the plan for an engine, in the form that the file's name asks for, and return the form's name.
+def export_plan(plan: StudyPlan, path: Path, form: str) -> None:
+    """Write the plan for an engine; ``form`` is a name of :data:`EXPORTS`.
 
     Raises:
         NotSupportedError: If the engine cannot store the plan.
         OutputError: If the file cannot be written.
     """
-    form = form_of(path)
     text = plan.kv + "\n" if form == "fidelab" and plan.kv else EXPORTS[form](Recipe.of(plan.formats), plan.uniform)
     write_atomically(path, text)
-    return form
