@@ -30,6 +30,7 @@ COMMANDS = [
     ("bench", "offline"),
     ("bench", "serve"),
     ("bench", "sweep"),
+    ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
     ("estimate", "explain"),

@@ -58,6 +58,7 @@ from fidelab.metrics.perplexity import compare_nll, row_nll
 from fidelab.metrics.retrieval import Cells, accuracy_difference, chance_score, retrieval_interval, retrieval_score
 from fidelab.metrics.sample_size import paired_spread, ratio_spread
 from fidelab.metrics.serving import count_good, effective_concurrency, latencies, percentiles
+from fidelab.metrics.speculation import compose
 from fidelab.metrics.structure import structures
 from tests.present import present
 
@@ -596,3 +597,17 @@ def test_figures_of_serving_do_not_depend_on_the_order_of_requests(
     busy = effective_concurrency(answered, 0.0, 20.0)
     assert busy == pytest.approx(effective_concurrency(moved, 0.0, 20.0))
     assert 0 <= busy <= len(answered)
+
+
+@properties
+@given(st.lists(st.lists(st.floats(1, 1e4), min_size=2, max_size=4), min_size=4, max_size=4), st.floats(0.1, 10))
+def test_how_speedups_compose_is_of_no_unit_and_symmetric_in_the_two_methods(
+    rates: list[list[float]], unit: float
+) -> None:
+    plain, quantized, speculative, both = rates
+    found, swapped = compose(plain, quantized, speculative, both), compose(plain, speculative, quantized, both)
+    assert found.rho == pytest.approx(swapped.rho, rel=1e-9)
+    other = compose(*([unit * rate for rate in arm] for arm in rates))
+    assert other.rho == pytest.approx(found.rho, rel=1e-9)
+    assert found.interval is not None
+    assert found.interval[0] <= found.rho <= found.interval[1]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fidelab.models import Model
+from fidelab.results.study import Study
 from tests.real.servers import llamacpp_server, sglang_server, vllm_server
 from tests.run.harness import Done, cli
 
@@ -65,8 +66,8 @@ def cells(done: Done) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(plain: str, speculative: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
-    """One load on each of vLLM's servers."""
-    urls = {"plain": plain, "speculative": speculative}
+    """One load on both of vLLM's servers, twice: nothing is quantized."""
+    urls = {"plain": plain, "quantized": plain, "speculative": speculative, "both": speculative}
     return {name: bench("serve", url, tmp_path_factory.mktemp(name), *LOAD) for name, url in urls.items()}
 
 
@@ -106,6 +107,25 @@ def test_vllm_tells_whether_it_speculated(runs: dict[str, Done]) -> None:
     found = with_ngram["server"]["speculation"]
     assert 0 < found["accepted"] <= found["drafted"] <= 3 * found["drafts"]
     assert 1 < found["acceptance_length"] <= 4
+
+
+def test_speculation_that_ran_gives_a_ratio(runs: dict[str, Done], tmp_path: Path) -> None:
+    words = [word for name, done in runs.items() for word in (f"--{name}", done.folder)]
+    done = cli("bench", "speculation", *words, "--json", cwd=tmp_path)
+    *arms, together = Study.model_validate_json(done.out).rows
+    assert done.code == 0
+    assert (together.value("rho") or 0) > 0
+    assert {row.at["arm"] for row in arms if row.value("acceptance_length")} == {"speculative", "both"}
+
+
+def test_speculation_that_did_not_run_gives_none(runs: dict[str, Done], tmp_path: Path) -> None:
+    other = {"plain": "speculative", "quantized": "both", "speculative": "plain", "both": "quantized"}
+    words = [word for name, taken in other.items() for word in (f"--{name}", runs[taken].folder)]
+    done = cli("bench", "speculation", *words, "--json", cwd=tmp_path)
+    together = Study.model_validate_json(done.out).rows[-1]
+    assert done.code == 3
+    assert together.value("rho") is None
+    assert [flag.kind for flag in together.flags[:4]] == ["not-engaged"] * 4
 
 
 def test_the_capacity_of_a_server_is_its_seats_or_what_its_cache_holds(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fidelab.cli import bench_serve, options
+from fidelab.cli import bench_serve, bench_speculation, options
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import experiment_from, launch
@@ -23,6 +23,7 @@ app = Commands(
 app.command("serve")(bench_serve.serve)
 app.command("sweep")(bench_serve.sweep)
 app.command("capacity")(bench_serve.capacity)
+app.command("speculation")(bench_speculation.speculation)
 
 
 class _MeasureOptions(options.Options, panel=options.MEASURED):

@@ -1,6 +1,7 @@
 """Record of a study, ``study.json``: one question with many answers, one row for each.
 
-Studies are the sensitivity of weights and of keys and values, comparisons by layer and by engine, and profiles.
+Studies are the sensitivity of weights and of keys and values, comparisons by layer and by engine, profiles, and
+speculation with quantization.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
-StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile"]
+StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation"]
 
 
 class StudyRow(Measurement):
