@@ -146,8 +146,9 @@ def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_
 
 
 def test_a_prompt_too_long_for_the_model_names_the_setting() -> None:
+    asked = ForcedDecode.Settings.model_validate({"n_predict": 8, "limit": None, "template": "raw"})
     with pytest.raises(InputError, match=r"prompt '1' has 9 tokens; with axes\.forced\.n_predict=8 .* 16 positions"):
-        greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", 8, None, "raw", batch=4)
+        greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", asked)
 
 
 @pytest.fixture(scope="module")
@@ -223,17 +224,3 @@ def test_the_path_of_sampled_text_says_how_it_was_drawn() -> None:
     assert isinstance(greedy, Generate)
     assert greedy.sampling is None
     assert dict(greedy.settings).keys() == {"n_predict", "template"}  # captures of former versions are still found
-
-
-def test_turn_words_are_counted_among_tokens_of_high_kl_and_among_all(tmp_path: Path) -> None:
-    pieces = [" so", " a", " b", " c", " d", " e", " f", " g"]
-    request = _forced(40)
-    ref = np.zeros((40, V), dtype=np.float32)
-    test = ref.copy()
-    test[[8, 16], 0] = 3.0  # where the text goes on with " so", twice of five times
-    captures = (
-        make_capture(tmp_path / name, request, [{"logprobs": rows}], make_arm(name), pieces=pieces)
-        for name, rows in (("f32", ref), ("int4", test))
-    )
-    score = AXIS.score(Pair.match(*captures), 0)
-    assert (score.found.value("turn_words_where_kl_is_high"), score.found.value("turn_words")) == (1.0, 5 / 40)

@@ -41,9 +41,8 @@ OTHERS = {
         "--device": "estimate model",  # rows of the device table
         "--dry-run": "serve start, reproduce run",  # a command or stages, not jobs
         "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
-        # engines that pass on states; the engine of a plan; filters; the preset's own
-        "--engine": "diagnose layers, diagnose sensitivity, runs list, setup formats, serve start, serve show, "
-        "serve check",
+        # engines that pass on states; the engine of a plan; a filter; the preset's own
+        "--engine": "diagnose layers, diagnose sensitivity, setup formats, serve start, serve show, serve check",
         "--image": "setup engines",  # what is listed instead
         "--floor": "diagnose layers",  # captures all again, not a quarter
         "--force": "serve start",  # starts a server
@@ -56,8 +55,8 @@ OTHERS = {
         "--reference": "estimate model, compare",  # a format of no run; a packed reference, too
         "--to": "checkpoint convert",  # a form of weights
         "--tp": "estimate model",  # what a device holds
-        # the model on the server; the model whose cache is counted; a filter; a label
-        "--model": "bench capacity, bench serve, bench sweep, setup formats, runs list, import kld-dumps",
+        # the model on the server; the model whose cache is counted; a label
+        "--model": "bench capacity, bench serve, bench sweep, setup formats, import kld-dumps",
         "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # one context, of no axis
         "--name": "import refract, import kld-dumps, import lm-eval",  # a candidate's
         "--out": "report",  # a file or a folder

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, parse_eval_result_entries
+from huggingface_hub import ModelCard
 
 from fidelab.core import Status
 from fidelab.core.errors import UnknownNameError, UsageError
-from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
+from fidelab.report.exports import choose_arm, lm_eval_results, model_card
 from fidelab.report.markdown import code_span
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
 from tests.report.sample import hostile_report, sample_report
 from tests.run.harness import Done, cli
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def read_by_the_harness(results: Mapping[str, Any]) -> dict[tuple[str, str], tuple[float, Any, bool | None]]:
@@ -89,7 +87,7 @@ def parts_of(card: str) -> tuple[dict[str, Any], str]:
     return yaml.safe_load(head), body
 
 
-def solved(n: int = 1319, **settings: Any) -> Report:
+def solved() -> Report:
     """A report whose first candidate was asked GSM8K's problems and solves a half."""
     measured = Measurement(
         status=Status.OK,
@@ -97,19 +95,19 @@ def solved(n: int = 1319, **settings: Any) -> Report:
             Definition("score", "points", "higher")(50.0, (47.0, 53.0), headline=True),
             Definition("accuracy", "share", "higher")(0.5, (0.47, 0.53)),
         ),
-        n_items=n,
+        n_items=1319,
         n_failed=0,
     )
     report = sample_report()
     one = report.candidates[0].model_copy(update={"axes": {**report.candidates[0].axes, "gsm8k": measured}})
-    asked = {"data": "gsm8k", "limit": None, "shots": 8, "n_predict": 256, "template": "raw", **settings}
+    asked = {"data": "gsm8k", "limit": None, "shots": 8, "n_predict": 256, "template": "raw"}
     return report.model_copy(update={"candidates": (one,), "settings": {"axes": {"gsm8k": asked}, "text": "/x/y.txt"}})
 
 
 def test_the_hub_reads_the_first_figures_of_every_axis_from_the_card() -> None:
     report = solved()
     one = report.candidates[0]
-    card = hub_files(report, one)["README.md"]
+    card = model_card(report, one)
     data: Any = ModelCard(card).data
     assert data.model_name == one.model
     found = {result.metric_type: result for result in data.eval_results or []}
@@ -125,31 +123,20 @@ def test_the_hub_reads_the_first_figures_of_every_axis_from_the_card() -> None:
 
 def test_a_card_of_hostile_names_stays_metadata_and_text() -> None:
     report = hostile_report()
-    files = hub_files(report, report.candidates[0])
-    data, body = parts_of(files["README.md"])
+    card = model_card(report, report.candidates[0])
+    data, body = parts_of(card)
     assert [*data] == ["model-index"]
-    read: Any = ModelCard(files["README.md"]).data
+    read: Any = ModelCard(card).data
     assert read.eval_results
     assert body.startswith(f"\n# Fidelity of {code_span(report.candidates[0].name)}\n")
 
 
-def test_only_whole_benchmarks_go_to_the_hubs_leaderboards() -> None:
-    report = solved()
-    text = hub_files(report, report.candidates[0])[".eval_results/fidelab.yaml"]
-    [entry] = parse_eval_result_entries(yaml.safe_load(text))
-    assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 50.0)
-    assert entry.date == report.created.date().isoformat()
-    assert "8" in (entry.notes or "")
-    for other in (solved(200), solved(data="/home/me/problems.jsonl")):
-        assert [*hub_files(other, other.candidates[0])] == ["README.md"]
-
-
-def test_files_that_are_there_are_not_replaced(made: Done, tmp_path: Path) -> None:
+def test_a_card_that_is_there_is_not_replaced(made: Done, tmp_path: Path) -> None:
     words = ("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]")
-    assert cli(*words, "-o", "card", cwd=tmp_path).out == "card/README.md\n"
+    assert cli(*words, "-o", "card/README.md", cwd=tmp_path).out == "card/README.md\n"
     card = (tmp_path / "card" / "README.md").read_text()
     assert cli(*words, cwd=tmp_path).out == card
-    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", "card", cwd=tmp_path)
+    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", "card/README.md", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert (tmp_path / "card" / "README.md").read_text() == card
 

@@ -1,12 +1,11 @@
-"""Cliffs of widths, asymmetry of keys and values, and rank correlations."""
+"""Cliffs of widths, and asymmetry of keys and values."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.stats import spearmanr
 
-from fidelab.metrics.cliff import PER_BIT, asymmetry, cliff, rank_correlation
+from fidelab.metrics.cliff import PER_BIT, asymmetry, cliff
 from tests.present import present
 
 CLUSTERS = np.repeat(np.arange(8), 5)
@@ -73,18 +72,3 @@ def test_row_without_a_number_is_left_out_of_all_sides() -> None:
     native[3], k[7] = np.nan, np.inf
     found = present(asymmetry(native, k, v, CLUSTERS))
     assert found[0] == pytest.approx((np.exp(3) - np.exp(2)) / (np.exp(2.5) - np.exp(2)))
-
-
-def test_rank_correlation_is_scipys() -> None:
-    rng = np.random.default_rng(9)
-    x = rng.integers(0, 9, 30).astype(float)
-    y = x + rng.normal(0, 3, 30).round()
-    found = present(rank_correlation(x.tolist(), y.tolist()))
-    assert found[0] == pytest.approx(spearmanr(x, y).statistic)
-    assert found[1] is not None
-    assert found[1][0] < found[0] < found[1][1]
-
-
-@pytest.mark.parametrize(("x", "y"), [([1, 2, 3], [1, 2, 3]), ([1, 1, 1, 1], [1, 2, 3, 4])])
-def test_rank_correlation_needs_four_pairs_that_vary(x: list[float], y: list[float]) -> None:
-    assert rank_correlation(x, y) is None

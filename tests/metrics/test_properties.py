@@ -26,7 +26,6 @@ from fidelab.metrics.agreement import (
     survival_curve,
     trajectory_score,
 )
-from fidelab.metrics.cliff import rank_correlation
 from fidelab.metrics.composite import composite, harmonic_mean, kl_band
 from fidelab.metrics.degeneration import degeneration_onset, distinct_ratios
 from fidelab.metrics.divergence import (
@@ -550,27 +549,6 @@ def test_errors_of_layers_are_of_no_scale_and_of_no_order_of_dimensions(
     added = added_errors(errors)
     assert (added >= 0).all()
     assert (outlier_ratios(added) >= 0).all()
-
-
-@properties
-@given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=4, max_size=20), seeds)
-def test_rank_correlation_is_symmetric_bounded_and_blind_to_order_and_to_monotone_changes(
-    points: list[tuple[float, float]], seed: int
-) -> None:
-    x, y = (list(column) for column in zip(*points, strict=True))
-    found, other = rank_correlation(x, y), rank_correlation(y, x)
-    assert (found is None) == (other is None)
-    if found is None or other is None:
-        return
-    assert -1 <= found[0] <= 1
-    assert found[0] == pytest.approx(other[0], abs=1e-12)
-    order = np.random.default_rng(seed).permutation(len(x))
-    moved = present(rank_correlation([x[i] for i in order], [y[i] for i in order]))
-    assert moved[0] == pytest.approx(found[0], abs=1e-12)
-    doubled = present(
-        rank_correlation([2 * value for value in x], y)
-    )  # no rounding: equal values stay equal, others apart
-    assert doubled[0] == pytest.approx(found[0], abs=1e-12)
 
 
 @dataclass

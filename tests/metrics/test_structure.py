@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from fidelab.metrics.structure import structures, turns
+from fidelab.metrics.structure import structures
 
 
 def _kinds(text: str, kind: str) -> str:
@@ -55,8 +55,3 @@ def test_every_key_and_bracket_of_any_json_is_found() -> None:
     keys = re.findall(r'"k\d"', _kinds(text, "JSON key"))
     assert sorted(keys) == [f'"k{n}"' for n in range(1, 6)]
     assert _kinds(text, "JSON punctuation").count("{") == 4
-
-
-def test_turn_words_are_whole_words_in_any_case_and_across_tokens() -> None:
-    pieces = ["Wai", "t", ", ", "sofa", " so", " hold", " on", " hold", " it", "!"]
-    assert turns(pieces) == [True, True, False, False, True, True, True, False, False, False]

@@ -153,7 +153,9 @@ def test_a_dry_run_of_a_cross_engine_file_counts_every_engine_and_runs_none(tmp_
     assert roles == ["reference", "candidate:tilt", "floor"]
     assert "has no option 'colour'" in plan["engines"]["absent"]["reason"]
     assert plan["tokens"] == sum(job["tokens"] for job in plan["engines"]["one"]["jobs"]) > 0
+    assert plan["seconds"] == plan["engines"]["one"]["seconds"]
     assert "cannot run: " in done.out
+    assert done.out.splitlines()[-1].endswith(" in all")
     assert not list(tmp_path.glob("runs"))
 
 

@@ -114,9 +114,6 @@ def test_heads_are_measured_one_by_one(room: Path) -> None:
     per_layer = len(heads) // LAYERS
     assert {place.split(".")[1] for place in heads} == {str(head) for head in range(per_layer)}
     assert all((row.value("kld") or 0) > 0 for row in study.rows)
-    known = [one.cell for one in study.findings if one.key == "rank_correlation"]
-    assert {at["predictor"] for at in known} == {"amax of K", "channel kurtosis of K", "amax of V"}
-    assert all(at["places"] == LAYERS * per_layer for at in known)
 
 
 def test_fragile_keys_break_in_fp8_and_in_four_bits_and_values_do_not(room: Path) -> None:
@@ -183,8 +180,7 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
         (("--kv", "q8_0", "--by", "layer", "--budget", "1"), "the smallest of these formats takes 8.5"),
         (("--kv", "q8_0", "--by", "layer", "--engine", "llamacpp"), "Nearest that works: compare single formats"),
         (("--kv", "q8_0", "--by", "layer", "--engine", "vllm"), "a plan for vLLM is made of fp8_e4m3, fp8_e5m2, int8"),
-        (("--kv", "q8_0", "--export", "x.json"), "--export and --prove need a plan"),
-        (("--kv", "q8_0", "--by", "layer", "--budget", "9", "--prove"), "add --engine vllm"),
+        (("--kv", "q8_0", "--export", "x.json"), "--export needs a plan"),
         (("--bits", "9"), "9 is not one of 8, 7, 6, 5, 4, 3, 2"),
         (("--bits", "4,4"), "name each width once"),
         (("--bits", "four"), "'four' is not a width"),

@@ -10,6 +10,7 @@ implements ``follow_up``.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from fidelab.inputs.tokens import Template, Tokenizer
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Request)
 Floats = NDArray[np.float64]
 
 _HARM_POINTS = -5.0  # points
@@ -391,6 +393,21 @@ def prompt_ids(
     return ids
 
 
+def greedy_request(
+    inputs: AxisInputs,
+    axis: str,
+    prompts: tuple[Tokens, ...],
+    asked: Any,
+    settings: tuple[tuple[str, Any], ...],
+    *,
+    rows: bool = False,
+    notes: tuple[str, ...] = (),
+) -> Generate:
+    """Return the request for greedy answers to prompts; ``asked``: the axis' settings, ``n_predict`` and ``batch``."""
+    stop = inputs.tokenizer.stop_ids
+    return Generate(axis, prompts, asked.n_predict, stop, asked.batch, settings=settings, rows=rows, notes=notes)
+
+
 def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
     """Return the plot of texts side by side, or nothing without pairs.
 
@@ -401,6 +418,28 @@ def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
     except CaptureError:
         return ()
     return (Texts(title=title, pairs=listed),) if listed else ()
+
+
+def request_of(capture: Capture, kind: type[R]) -> R:
+    """Return the request that a capture answers.
+
+    Raises:
+        CaptureError: If it is of another kind.
+    """
+    if not isinstance(capture.request, kind):
+        raise CaptureError(f"capture {capture.folder} answers no {kind.__name__} request; delete it and capture again")
+    return capture.request
+
+
+def notes_of(capture: Capture) -> list[dict[str, Any]]:
+    """Return what the notes of a request for text say about each of its prompts."""
+    return [json.loads(note) for note in request_of(capture, Generate).notes]
+
+
+def answered(pair: Pair) -> NDArray[np.bool_]:
+    """Return whether both sides answered, for each item of a pair."""
+    failures = ((pair.ref.items[r]["failed"], pair.test.items[t]["failed"]) for r, t in pair.items)
+    return np.array([failed == (None, None) for failed in failures], dtype=bool)
 
 
 def written_text(capture: Capture, item: int) -> str:

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, texts
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, answered, request_of, texts
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate
-from fidelab.core.errors import CaptureError
 from fidelab.metrics.degeneration import (
     EARLIER,
     Onset,
@@ -126,15 +125,10 @@ class Degeneration(Axis):
     settings: DegenerationSettings
 
     def request(self, inputs: AxisInputs) -> Generate:
-        s = self.settings
-        return greedy_probe(inputs, self.name, s.n_predict, s.limit, s.template, batch=s.batch)
+        return greedy_probe(inputs, self.name, self.settings)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        items = _judged(pair)
-        usable = np.array(
-            [pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None for r, t in pair.items],
-            dtype=bool,
-        )
+        items, usable = _judged(pair), answered(pair)
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
@@ -162,9 +156,7 @@ def _judged(pair: Pair) -> list[_Item]:
 
     The lowest distinct-token ratio comes from the prompts and the reference's texts up to their loops.
     """
-    request = pair.ref.request
-    if not isinstance(request, Generate):
-        raise CaptureError(f"capture {pair.ref.folder} holds no generated text")
+    request = request_of(pair.ref, Generate)
     vocab = pair.ref.vocabulary.size
     written = [_unended(pair.ref.ids(r), request.stop) for r in range(len(request.prompts))]
     floor = distinct_floor([*request.prompts, *(ids[: loop_onset(ids)] for ids in written)])

@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, prompt_ids
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    greedy_request,
+    part_name,
+    prompt_ids,
+)
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -26,9 +35,8 @@ from fidelab.core.errors import CaptureError, UnavailableError
 from fidelab.inputs.conversations import recorded
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
-from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
-from fidelab.metrics.structure import turns
-from fidelab.results.measurement import Definition, Metric
+from fidelab.metrics.intervals import RatioItems, ratio_interval
+from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
@@ -67,15 +75,6 @@ _RISES = Definition(
     name="prompts where KL rises for good",
 )
 _RISES_AT = Definition("rises_at_token", "tokens", None, "Median token from which on the KL stays higher.")
-
-_TURN_WORDS = Definition(
-    "turn_words_where_kl_is_high",
-    "share",
-    None,
-    "Share of words at which reasoning turns, of the 5% of highest KL.",
-    name="turn words where KL is high",
-)
-_TURN_BASE = Definition("turn_words", "share", None, "Share of words at which reasoning turns, of all tokens.")
 
 
 class ForcedSettings(AxisSettings):
@@ -116,7 +115,7 @@ class ForcedDecode(Axis):
         s = self.settings
         if s.answers == "recorded":
             return {_KL: self._recorded(inputs)}
-        path = greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
+        path = greedy_probe(inputs, part_name(self.name, _PATH), s)
         if s.temperature:
             drawn = (("sampling_seed", s.seed), ("temperature", s.temperature), ("top_p", s.top_p))
             path = replace(path, settings=tuple(sorted((*path.settings, *drawn))))
@@ -209,7 +208,6 @@ class ForcedDecode(Axis):
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
-                *_turn_word_metrics(pair, rows, clusters, seed),
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
@@ -218,25 +216,18 @@ class ForcedDecode(Axis):
         )
 
 
-def greedy_probe(
-    inputs: AxisInputs, axis: str, n_predict: int, limit: int | None, template: Literal["chat", "raw"], *, batch: int
-) -> Generate:
+def greedy_probe(inputs: AxisInputs, axis: str, asked: Any) -> Generate:
     """Return the request for greedy continuations of the first prompts, with token ids only.
+
+    ``asked``: settings with ``n_predict``, ``limit``, ``template`` and ``batch``.
 
     Raises:
         InputError: If a prompt has no tokens, or is too long for the model.  The message names the setting to change.
     """
-    tokenizer = inputs.tokenizer
-    setting = f"axes.{axis.split('.', 1)[0]}.n_predict={n_predict}"
-    return Generate(
-        axis=axis,
-        prompts=prompt_ids(inputs, limit, template, n_predict, setting),
-        max_tokens=n_predict,
-        stop=tokenizer.stop_ids,
-        batch=batch,
-        settings=(("n_predict", n_predict), ("template", "raw" if template == "raw" else tokenizer.template)),
-        rows=False,
-    )
+    setting = f"axes.{axis.split('.', 1)[0]}.n_predict={asked.n_predict}"
+    prompts = prompt_ids(inputs, asked.limit, asked.template, asked.n_predict, setting)
+    template = "raw" if asked.template == "raw" else inputs.tokenizer.template
+    return greedy_request(inputs, axis, prompts, asked, (("n_predict", asked.n_predict), ("template", template)))
 
 
 def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:
@@ -246,24 +237,6 @@ def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:
 
 def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
-
-
-def _turn_word_metrics(pair: Pair, rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> Iterator[Metric]:
-    """Frequency of reasoning-turn words among tokens of high KL and among all tokens; empty without any."""
-    request = pair.ref.request
-    assert isinstance(request, Forced)
-    try:
-        marks = [turns([pair.ref.text([token]) for token in request.continuations[r]]) for r, _ in pair.items]
-    except CaptureError:  # the capture has no vocabulary
-        return
-    turn = np.array([mark for each in marks for mark in each], dtype=np.float64)
-    usable = ~rows.failed & np.isfinite(rows.kl)
-    if len(turn) != len(rows) or not turn[usable].any():
-        return
-    high = usable & (rows.kl >= np.quantile(rows.kl[usable], _HIGH))
-    for define, among in ((_TURN_WORDS, high), (_TURN_BASE, usable)):
-        items = RatioItems.of(turn[among], 1.0, clusters[among])
-        yield define(ratio_estimate(items), ratio_interval(items, seed, bounds=(0.0, 1.0), proportion=True))
 
 
 def _growth(

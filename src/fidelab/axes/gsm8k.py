@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate
-from json import loads
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,14 +21,16 @@ from fidelab.axes.base import (
     AxisSettings,
     accuracy_falls,
     answer_text,
+    greedy_request,
     lost_and_gained,
+    notes_of,
     written_text,
 )
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
-from fidelab.core.errors import CaptureError, InputError
+from fidelab.core.errors import InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -110,16 +111,9 @@ class GSM8K(Axis):
                 f"gsm8k: a prompt with shots: {s.shots} has {longest} tokens; with n_predict {s.n_predict} that is "
                 f"beyond the model's limit of {inputs.max_positions} positions: use fewer axes.gsm8k.shots"
             )
-        return Generate(
-            axis=self.name,
-            prompts=prompts,
-            max_tokens=s.n_predict,
-            stop=tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(("n_predict", s.n_predict), ("shots", s.shots), ("template", used)),
-            rows=False,
-            notes=tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems),
-        )
+        settings = (("n_predict", s.n_predict), ("shots", s.shots), ("template", used))
+        notes = tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems)
+        return greedy_request(inputs, self.name, prompts, s, settings, notes=notes)
 
     def available(self, inputs: AxisInputs) -> int:
         return len(load_problems(self.settings.data))
@@ -198,12 +192,9 @@ class _Item:
 
 
 def _read(pair: Pair) -> list[_Item]:
-    request = pair.ref.request
-    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
-        raise CaptureError(f"capture {pair.ref.folder} holds no answers to problems")
-    items = []
+    items, notes = [], notes_of(pair.ref)
     for r, t in pair.items:
-        note = loads(request.notes[r])
+        note = notes[r]
         gold = Decimal(note["gold"])
         ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
         items.append(_Item(r, note["id"], gold, ref, test))

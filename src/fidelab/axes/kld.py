@@ -26,6 +26,7 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     part_name,
+    request_of,
     spread,
 )
 from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
@@ -33,7 +34,6 @@ from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_it
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
-from fidelab.core.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -311,7 +311,7 @@ class KLD(Axis):
 
     def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
         """Score one context from a pair for each of its captures, in order."""
-        first, asked = pairs[0], [_prefill(pair) for pair in pairs]
+        first, asked = pairs[0], [request_of(pair.ref, Prefill) for pair in pairs]
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
         rows = RowComparison.concat(
@@ -443,14 +443,8 @@ def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
     return [sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]
 
 
-def _prefill(pair: Pair) -> Prefill:
-    if isinstance(request := pair.ref.request, Prefill):
-        return request
-    raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
-
-
 def _structure(pair: Pair) -> NDArray[np.object_]:
-    request = _prefill(pair)
+    request = request_of(pair.ref, Prefill)
     return structure_labels(pair, [request.windows[r] for r, _ in pair.items], request.first, request.last)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, request_of
 from fidelab.axes.rows import compare_item
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -177,20 +177,21 @@ class Paths(Axis):
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")
-        ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
+        ref, test = {part: pair.ref for part, pair in pairs.items()}, {part: pair.test for part, pair in pairs.items()}
         lost = _unproven(test[_COLD])  # no way can be compared without the cold prefill
         unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
         known = _unproven(ref[_COLD]) is None
-        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # an arm with other kernels is not a twin
+        engines = {str(capture.manifest["asked"]["engine"]) for capture in (ref[_COLD], test[_COLD])}
+        if known and len(engines) == 1:  # an arm with other kernels is not a twin
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _first_divergent_rows(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
         cost = _kl(ref[_COLD], test[_COLD])
         ends = _first_divergent_rows(own, sound, _tail(cost) if known and np.isfinite(cost).any() else math.inf)
-        first = {part: _request(test[part]).first for part in proven}
+        first = {part: request_of(test[part], Served).first for part in proven}
         rows = np.concatenate([*(kl.ravel() for kl in own.values()), np.empty(0)])
         windows = np.concatenate([*(_windows(kl) for kl in own.values()), np.empty(0, dtype=np.int64)])
         added = {part: at for part, at in ends.items() if part not in theirs}
@@ -232,18 +233,6 @@ class Paths(Axis):
         return self._own[key]
 
 
-def _ref(pair: Pair) -> Capture:
-    return pair.ref
-
-
-def _test(pair: Pair) -> Capture:
-    return pair.test
-
-
-def _engine(capture: Capture) -> str:
-    return str(capture.manifest["asked"]["engine"])
-
-
 def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
     """Return prompts for the other requests, each of a different length, from the end of the text."""
     ids = inputs.tokenizer.encode(inputs.text.content)
@@ -260,12 +249,6 @@ def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
     return tuple(tails)
 
 
-def _request(capture: Capture) -> Served:
-    if not isinstance(capture.request, Served):
-        raise CaptureError(f"capture {capture.folder} holds no rows of a way of serving")
-    return capture.request
-
-
 def _unproven(capture: Capture) -> tuple[Status, str] | None:
     """Return why the rows of a capture do not count (way unsupported, or not proven by counters), else ``None``."""
     facts = capture.manifest["facts"]
@@ -278,8 +261,8 @@ def _unproven(capture: Capture) -> tuple[Status, str] | None:
 
 def _kl(cold: Capture, way: Capture) -> Floats:
     """Return KL(cold ‖ way) [windows, rows of the way] in nats; NaN where a row failed."""
-    pair, rows = Pair(cold, way, ()), _request(way).n_rows
-    targets, skip = np.full(rows, -1, dtype=np.int64), _request(way).first - _request(cold).first
+    pair, asked = Pair(cold, way, ()), request_of(way, Served)
+    targets, skip = np.full(asked.n_rows, -1, dtype=np.int64), asked.first - request_of(cold, Served).first
     return np.stack([compare_item(pair, item, item, targets, skip).kl for item in range(len(way.items))])
 
 

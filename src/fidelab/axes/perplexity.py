@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, request_of
 from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logits, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
@@ -193,9 +193,7 @@ class _Rows:
 
     @classmethod
     def of(cls, pair: Pair) -> _Rows:
-        request = pair.ref.request
-        if not isinstance(request, Prefill):
-            raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
+        request = request_of(pair.ref, Prefill)
         sides = [_item_nll(pair, request, r, t) for r, t in pair.items]
         ref, test = (np.concatenate([side[i] for side in sides]) for i in (0, 1))
         clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r, _ in pair.items])

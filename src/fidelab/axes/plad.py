@@ -14,12 +14,23 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, select_groups, texts
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    greedy_request,
+    notes_of,
+    request_of,
+    select_groups,
+    texts,
+)
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Tokens
 from fidelab.core import canonical_json
-from fidelab.core.errors import CaptureError, InputError, UnknownNameError
+from fidelab.core.errors import InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
 from fidelab.inputs.prompts import Prompt
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
@@ -109,22 +120,15 @@ class PLAD(Axis):
                 f"plad: prompt {note['id']!r} has {len(longest)} tokens; with axes.plad.n_predict {s.n_predict} that "
                 f"is beyond the model's limit of {inputs.max_positions} positions"
             )
-        return Generate(
-            axis=self.name,
-            prompts=tuple(ids for ids, _ in asked),
-            max_tokens=s.n_predict,
-            stop=tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(
-                ("n_predict", s.n_predict),
-                ("perturbations", ",".join(s.perturbations)),
-                ("prompts", len(prompts)),
-                ("seed", s.seed),
-                ("template", "raw" if s.template == "raw" else tokenizer.template),
-            ),
-            rows=False,
-            notes=tuple(canonical_json(note) for _, note in asked),
+        settings = (
+            ("n_predict", s.n_predict),
+            ("perturbations", ",".join(s.perturbations)),
+            ("prompts", len(prompts)),
+            ("seed", s.seed),
+            ("template", "raw" if s.template == "raw" else tokenizer.template),
         )
+        notes = tuple(canonical_json(note) for _, note in asked)
+        return greedy_request(inputs, self.name, tuple(ids for ids, _ in asked), s, settings, notes=notes)
 
     def _questions(self, inputs: AxisInputs, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
         """Return the token ids and notes of a prompt, unperturbed and perturbed.
@@ -222,7 +226,7 @@ def _cells(pair: Pair) -> list[_Cell]:
 
     For run-to-run noise, only some prompts are repeated.
     """
-    notes = _notes(pair.test)
+    notes = notes_of(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
     cells = []
     for note in notes:
@@ -245,7 +249,7 @@ def _cells(pair: Pair) -> list[_Cell]:
 
 def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
     """Return both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts."""
-    request, notes = _generate_request(pair.ref), _notes(pair.ref)
+    request, notes = request_of(pair.ref, Generate), notes_of(pair.ref)
     asked = {
         n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
     }
@@ -268,20 +272,9 @@ def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None
     return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
 
 
-def _generate_request(capture: Capture) -> Generate:
-    request = capture.request
-    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
-        raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
-    return request
-
-
-def _notes(capture: Capture) -> list[dict[str, Any]]:
-    return [json.loads(note) for note in _generate_request(capture).notes]
-
-
 def _skipped(ref: Capture) -> dict[str, int]:
     """Return for each perturbation the number of prompts that it does not change."""
-    names = [note["perturbation"] for note in _notes(ref)]
+    names = [note["perturbation"] for note in notes_of(ref)]
     settings = ref.manifest["settings"]
     return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
 

@@ -21,7 +21,9 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     answer_text,
+    answered,
     lost_and_gained,
+    notes_of,
     part_name,
     select_groups,
     written_text,
@@ -153,7 +155,7 @@ class RNIAH(Axis):
         if self.settings.style != "auto" or "question" not in reference:
             return {}
         asked, first = self._plan(inputs), reference["question"]
-        notes = enumerate(_notes(first))
+        notes = enumerate(notes_of(first))
         answered = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
         style: Style = "question" if answered else "cloze"
         return {"main": asked.request("main", style, asked.lengths)}
@@ -276,11 +278,6 @@ def _setting(pair: Pair, name: str) -> Any:
     return pair.ref.manifest["settings"][name]
 
 
-def _notes(capture: Capture) -> list[dict[str, Any]]:
-    request = capture.request
-    return [] if isinstance(request, Timed) else [json.loads(note) for note in request.notes]
-
-
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
     """Return the share 0 … 1 of the needles that an answer returns; compat mode includes its reasoning."""
     text = written_text(capture, item) if compat else answer_text(capture, item)
@@ -292,10 +289,9 @@ def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str 
 
 def _trials(pair: Pair, compat: str | None) -> list[Trial]:
     """Return the requests with the answers of both sides."""
-    notes, trials = _notes(pair.ref), []
-    for ref, test in pair.items:
+    notes, trials = notes_of(pair.ref), []
+    for (ref, test), well in zip(pair.items, answered(pair), strict=True):
         note = notes[ref]
-        failures = [pair.ref.items[ref]["failed"], pair.test.items[test]["failed"]]
         trial = Trial(
             length=note["length"],
             position=note["position"],
@@ -304,7 +300,7 @@ def _trials(pair: Pair, compat: str | None) -> list[Trial]:
             base=_returned(pair.ref, ref, note, compat),
             cand=_returned(pair.test, test, note, compat),
             texts=(written_text(pair.ref, ref), written_text(pair.test, test)),
-            failed=any(failure is not None for failure in failures),
+            failed=not well,
             same=pair.ref.ids(ref) == pair.test.ids(test),
         )
         trials.append(trial)

@@ -18,6 +18,8 @@ from fidelab.axes.base import (
     AxisInputs,
     AxisScore,
     AxisSettings,
+    answered,
+    greedy_request,
     prompt_ids,
     texts,
 )
@@ -92,18 +94,10 @@ class Trajectory(Axis):
 
     def request(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
-        return Generate(
-            axis=self.name,
-            prompts=prompt_ids(inputs, s.limit, s.template, s.n_predict, f"--n-predict {s.n_predict}"),
-            max_tokens=s.n_predict,
-            stop=tokenizer.stop_ids,
-            batch=s.batch,
-            settings=(
-                *((("compat", s.compat),) if s.compat else ()),
-                ("n_predict", s.n_predict),
-                ("template", "raw" if s.template == "raw" else tokenizer.template),
-            ),
-        )
+        prompts = prompt_ids(inputs, s.limit, s.template, s.n_predict, f"--n-predict {s.n_predict}")
+        template = "raw" if s.template == "raw" else tokenizer.template
+        settings = (*((("compat", s.compat),) if s.compat else ()), ("n_predict", s.n_predict), ("template", template))
+        return greedy_request(inputs, self.name, prompts, s, settings, rows=True)
 
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         answers = ((r, t, pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items)
@@ -113,13 +107,7 @@ class Trajectory(Axis):
         answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]
         pairs = [first_divergence(ref, test) for ref, test in answers]
         compat = pair.ref.manifest["settings"].get("compat")
-        usable = np.array(
-            [
-                not agreement.failed and pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None
-                for (r, t), agreement in zip(pair.items, pairs, strict=True)
-            ],
-            dtype=bool,
-        )
+        usable = answered(pair) & np.array([not agreement.failed for agreement in pairs], dtype=bool)
         score = AxisScore.percent(
             [p.prefix for p in pairs],
             [r for r, _ in pair.items],

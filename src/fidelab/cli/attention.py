@@ -23,8 +23,7 @@ _DEFAULT_TOKENS = 4096  # default tokens of the window: plain attention needs me
 def attention(
     model: options.FloatModel,
     layers: Annotated[
-        str | None,
-        typer.Option(metavar="N[,N…]", help="Layers. \\[default: the first, the middle and the last]"),
+        str | None, typer.Option(metavar="N[,N…]", help="Layers. \\[default: the first, the middle and the last]")
     ] = None,
     implementation: Annotated[
         str | None,

@@ -30,12 +30,8 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
     """The benches, and settings that several of them have."""
 
     benches: options.Benches = "offline"
-    prompt_lens: Annotated[str | None, typer.Option(help="Prompt lengths in tokens: 128,512.", show_default=False)] = (
-        None
-    )
-    depths: Annotated[str | None, typer.Option(help="Context lengths before decoding: 0,512.", show_default=False)] = (
-        None
-    )
+    prompt_lens: Annotated[str | None, typer.Option(help="Prompt lengths in tokens: 128,512.")] = None
+    depths: Annotated[str | None, typer.Option(help="Context lengths before decoding: 0,512.")] = None
     decode_tokens: Annotated[int | None, typer.Option(help="Tokens decoded at each depth. \\[default: 32]")] = None
     batch: Annotated[str | None, typer.Option(help="Batch sizes: 1,4. \\[default: 1]")] = None
     repeats: Annotated[int | None, typer.Option(help="Number of measurements. \\[default: 5; start-up: 3]")] = None
@@ -65,16 +61,9 @@ def offline(
     *,
     model: options.OptionalModel = None,
     preset: options.Preset = None,
-    kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KV format. The first is the reference. Repeatable.",
-            autocompletion=options.complete_kv,
-        ),
-    ] = None,
+    kv: Annotated[list[str] | None, typer.Option(help="KV format. The first is the reference. Repeatable.")] = None,
     candidate: Annotated[
-        list[str] | None,
-        typer.Option(help="Further configuration as KEY=VALUE,…, as in fidelab compare. Repeatable."),
+        list[str] | None, typer.Option(help="Further configuration as KEY=VALUE,…, as in fidelab compare. Repeatable.")
     ] = None,
     measure: _MeasureOptions,
     overrides: options.Set = None,

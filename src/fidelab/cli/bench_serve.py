@@ -37,7 +37,7 @@ class _ServerOptions(Options, panel="Server"):
         str | None,
         typer.Option(
             help="Model name or folder of the tokenizer that makes prompts of exact length. "
-            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
+            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]"
         ),
     ] = None
 
@@ -115,8 +115,7 @@ class _FigureOptions(Options, panel="Metrics"):
     """Options for limits on the metrics."""
 
     goodput: Annotated[
-        list[str] | None,
-        typer.Option(help="Targets of the goodput in ms: ttft:500,tpot:50,e2el:5000."),
+        list[str] | None, typer.Option(help="Targets of the goodput in ms: ttft:500,tpot:50,e2el:5000.")
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -199,8 +198,7 @@ class _AnyServerOptions(_ServerOptions, panel="Server"):
     """Options for a running server, or for none."""
 
     base_url: Annotated[
-        str | None,
-        typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]"),
+        str | None, typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]")
     ] = None  # type: ignore[assignment]
 
 
@@ -208,8 +206,7 @@ class _CapacityRunOptions(_RunOptions, panel="Run"):
     """Options for sending requests and storing the run."""
 
     kv: Annotated[
-        list[str] | None,
-        typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable."),
+        list[str] | None, typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable.")
     ] = None  # type: ignore[assignment]
 
 
@@ -218,10 +215,7 @@ def capacity(
     context: typer.Context,
     *,
     started: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.", show_default=False
-        ),
+        str | None, typer.Argument(metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.")
     ] = None,
     server: _AnyServerOptions,
     load: _CapacityOptions,
@@ -387,50 +381,34 @@ def _run(
     bench: str = "serving",
     measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
 ) -> Measurement:
-    """Measure and report.  ``measure``: the bench, if it is not the load itself."""
-    from fidelab.bench.serving import Keeper, ServingSettings
+    """Measure and report; on any exception the finished cells are kept.
+
+    ``measure``: the bench, if it is not the load itself.
+    """
+    from fidelab.bench.serving import Keeper, ServingSettings, measure_serving
     from fidelab.cli.bench_lines import CellLines
     from fidelab.core.errors import EngineError, UsageError
     from fidelab.engines.openai.http import read_key
 
-    options = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
-    key = server.api_key
+    kv = run.kv[0] if isinstance(run.kv, list) and run.kv else run.kv or None
+    keeper = None
     try:
-        key = key or read_key(server.base_url, server.api_key_env)
-        settings = ServingSettings.of(**options)
-        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=_label(run.kv), bench=bench)
-        serving = _measure(settings, key, keeper, measure)
-    except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
-        raise type(error)(_in_flags(str(error))) from None
+        key = server.api_key or read_key(server.base_url, server.api_key_env)
+        settings = ServingSettings.of(**server.settings(), **load.settings(), **figures.settings(), **run.settings())
+        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=kv, bench=bench)
+        serving = measure(settings, key, keeper) if measure else measure_serving(settings, key, watch=keeper)
+    except BaseException as error:
+        if keeper is not None and keeper.report is not None and keeper.folder is not None:
+            keeper.finish()
+            note(f"fidelab: the cells so far are in {keeper.folder.path}")
+        if isinstance(error, EngineError | UsageError):  # words of engine openai, which has other flags
+            raise type(error)(_in_flags(str(error))) from None
+        raise
     report = keeper.keep(serving)
     keeper.finish()
     assert keeper.folder is not None
     show_report(report, as_json=as_json, folder=keeper.folder.path)
     return serving
-
-
-def _label(kv: str | list[str] | None) -> str | None:
-    return kv[0] if isinstance(kv, list) and kv else None if isinstance(kv, list) else kv
-
-
-def _measure(
-    settings: ServingSettings,
-    key: str | None,
-    keeper: Keeper,
-    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None,
-) -> Measurement:
-    """Run the load; on any exception the finished cells are kept."""
-    from fidelab.bench.serving import measure_serving
-
-    try:
-        if measure is not None:
-            return measure(settings, key, keeper)
-        return measure_serving(settings, key, watch=keeper)
-    except BaseException:
-        if keeper.report is not None and keeper.folder is not None:
-            keeper.finish()
-            note(f"fidelab: the cells so far are in {keeper.folder.path}")
-        raise
 
 
 def _gate(serving: Measurement) -> None:

@@ -20,32 +20,22 @@ _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
 
 def check(
     run_dir: options.RunDir,
-    max_kld: Annotated[
-        float | None, typer.Option(help="Maximum mean KLD in nats (kld.mean).", show_default=False)
-    ] = None,
+    max_kld: Annotated[float | None, typer.Option(help="Maximum mean KLD in nats (kld.mean).")] = None,
     min_same_top: Annotated[
-        str | None,
-        typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).", show_default=False),
+        str | None, typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).")
     ] = None,
-    policy: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.", show_default=False)
-    ] = None,
+    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")] = None,
     baseline: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.", show_default=False),
+        Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")
     ] = None,
     arm: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Configuration. \\[default: the recommended or the only one]"),
+        str | None, typer.Option(metavar="NAME", help="Configuration. \\[default: the recommended or the only one]")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Check all configurations.")] = False,
     json_file: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write the decision as JSON; - prints it.", show_default=False),
+        str | None, typer.Option("--json", metavar="FILE", help="Write the decision as JSON; - prints it.")
     ] = None,
-    junit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the decision as JUnit XML.", show_default=False)
-    ] = None,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decision as JUnit XML.")] = None,
     markdown: options.Markdown = False,
 ) -> None:
     """Check a finished run against limits: GO (exit code 0), NO-GO (1) or INCONCLUSIVE (3).

@@ -28,10 +28,7 @@ app = Commands(help="Audit, convert, quantize and calibrate checkpoint files.")
 @app.command()
 def audit(
     checkpoint: Annotated[str, typer.Argument(help="Folder with config.json and *.safetensors, .gguf file or hub id.")],
-    base: Annotated[
-        str | None,
-        typer.Option(metavar="ORIGINAL", help="Original checkpoint, to compare with.", show_default=False),
-    ] = None,
+    base: Annotated[str | None, typer.Option(metavar="ORIGINAL", help="Original checkpoint, to compare with.")] = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel size to check.")] = 1,
     as_json: options.Json = False,
 ) -> None:
@@ -113,17 +110,12 @@ def _paragraph(label: str, text: str, width: int) -> None:
 def convert(
     source: Annotated[str, typer.Argument(help="Folder with config.json and *.safetensors, or hub id.")],
     target: Annotated[Path, typer.Argument(help="Output folder. It must not exist.")],
-    to: Annotated[
-        str,
-        typer.Option("--to", help="awq or safetensors (dense).", show_default=False),
-    ],
+    to: Annotated[str, typer.Option("--to", help="awq or safetensors (dense).")],
     lossy: Annotated[
-        bool,
-        typer.Option("--lossy", help="Round weights that the target cannot hold and report the added error."),
+        bool, typer.Option("--lossy", help="Round weights that the target cannot hold and report the added error.")
     ] = False,
     dtype: Annotated[
-        str,
-        typer.Option(help="Type of scales, norms and other 16-bit tensors: keep, float16, bfloat16 or float32."),
+        str, typer.Option(help="Type of scales, norms and other 16-bit tensors: keep, float16, bfloat16 or float32.")
     ] = "keep",
     as_json: options.Json = False,
 ) -> None:
@@ -156,15 +148,10 @@ def convert(
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="Folder with safetensors, hub id or embedded model.")],
-    recipe: Annotated[Path, typer.Option(metavar="FILE", help="Recipe (YAML).", show_default=False)],
+    recipe: Annotated[Path, typer.Option(metavar="FILE", help="Recipe (YAML).")],
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            help="Output folder. It must not exist. \\[default: by model and recipe]",
-            show_default=False,
-        ),
+        typer.Option("--output", "-o", help="Output folder. It must not exist. \\[default: by model and recipe]"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
     python: options.Python = None,

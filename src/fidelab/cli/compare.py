@@ -51,7 +51,6 @@ def compare(
             "-f",
             metavar="FILE",
             help="Run an experiment file (YAML) or a bundled one by name. Change its settings with --set.",
-            show_default=False,
         ),
     ] = None,
     preset: options.Preset = None,
@@ -60,8 +59,6 @@ def compare(
         typer.Option(
             help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
             "auto. \\[default: native]",
-            show_default=False,
-            autocompletion=options.complete_kv,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -72,31 +69,24 @@ def compare(
             metavar="PLACE",
             envvar="FIDELAB_REFERENCES",
             help="Place that --reference auto searches: pack, folder of packs or hf://owner/name. Repeatable.",
-            show_default=False,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.",
-            autocompletion=options.complete_kv,
-            rich_help_panel=options.ARMS,
+            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.", rich_help_panel=options.ARMS
         ),
     ] = None,
     candidate: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable.",
-            rich_help_panel=options.ARMS,
-        ),
+        typer.Option(help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable.", rich_help_panel=options.ARMS),
     ] = None,
     serve: Annotated[
         str | None,
         typer.Option(
             metavar="COMMAND",
             help="Reference as a server command: vllm serve …, llama-server … or @FILE.",
-            show_default=False,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -105,7 +95,6 @@ def compare(
         typer.Option(
             metavar="FLAGS",
             help="Candidate as changed flags of --serve, e.g. '--kv-cache-dtype fp8'. Repeatable.",
-            show_default=False,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -118,11 +107,7 @@ def compare(
         ),
     ] = None,
     control: Annotated[
-        str,
-        typer.Option(
-            help="Control configuration: auto, none, full or a KV format.",
-            rich_help_panel=options.ARMS,
-        ),
+        str, typer.Option(help="Control configuration: auto, none, full or a KV format.", rich_help_panel=options.ARMS)
     ] = "auto",
     axes: options.AxesOptions,
     benches: options.Benches = "",
@@ -130,32 +115,20 @@ def compare(
     scoring: options.ScoringOptions,
     limits: options.MarginOptions,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Run even if a known engine bug applies.", rich_help_panel=options.ARMS),
+        bool, typer.Option("--force", help="Run even if a known engine bug applies.", rich_help_panel=options.ARMS)
     ] = False,
     floor: Annotated[
-        bool,
-        typer.Option(
-            help="Re-run a quarter of the data to measure noise.",
-            rich_help_panel=options.MEASURED,
-        ),
+        bool, typer.Option(help="Re-run a quarter of the data to measure noise.", rich_help_panel=options.MEASURED)
     ] = True,
     engine: options.ServableEngineOptions,
     runs: options.CapturedRunsOptions,
     executor: options.ExecutorOptions,
-    keep_rows: Annotated[
-        bool,
-        typer.Option(
-            "--keep-rows",
-            help="Keep full logits after scoring.",
-        ),
-    ] = False,
+    keep_rows: Annotated[bool, typer.Option("--keep-rows", help="Keep full logits after scoring.")] = False,
     budget: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
             help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
-            show_default=False,
             rich_help_panel=options.MEASURED,
         ),
     ] = None,
@@ -170,7 +143,6 @@ def compare(
             "--resume",
             metavar="RUN_DIR",
             help="Resume a stopped run (or 'latest'). Cannot be combined with other options.",
-            show_default=False,
             callback=options.find_run,
         ),
     ] = None,

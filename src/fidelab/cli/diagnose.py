@@ -16,7 +16,6 @@ from fidelab.cli.output import command_line, exit_on, note, show_study
 from fidelab.core import engine_name
 
 if TYPE_CHECKING:
-    from fidelab.results.study import StudyPlan
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By
 
@@ -39,27 +38,17 @@ def sensitivity(
     *,
     model: options.FloatModel,
     weights: Annotated[
-        list[str] | None,
-        typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.", show_default=False),
+        list[str] | None, typer.Option(help="A format of weights, such as int4\\[group=64]; repeat it.")
     ] = None,
-    bits: Annotated[
-        str | None,
-        typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.", show_default=False),
-    ] = None,
+    bits: Annotated[str | None, typer.Option(help="Bit widths of keys and values instead: 8,7,6,5,4,3,2.")] = None,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.",
-            show_default=False,
-            autocompletion=options.complete_kv,
-        ),
+        list[str] | None, typer.Option(help="KV format to plan with, e.g. q8_0 or fp8_e4m3. Repeatable.")
     ] = None,
     by: Annotated[
         str | None,
         typer.Option(
             help="Unit to round: module (default), layer or kind for weights; cache (default), layer or head for "
-            "--bits and --kv.",
-            show_default=False,
+            "--bits and --kv."
         ),
     ] = None,
     group: Annotated[int, typer.Option(help="With --bits: values per scale.")] = 32,
@@ -71,19 +60,15 @@ def sensitivity(
     ] = None,
     export: Annotated[
         Path | None,
-        typer.Option(help="With --kv: write the plan as an engine reads it.", show_default=False),
+        typer.Option(help="With --kv: write the plan as an engine reads it."),
     ] = None,
     export_format: Annotated[
         str | None,
         typer.Option(
             help="Form of --export: vllm (.json), vllm-args (.args), modelopt (hf_quant_config.json), ik_llama, "
             "llamacpp, tensorrt-llm or fidelab (.kv).",
-            show_default=False,
         ),
     ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove", help="With --engine vllm: compare the plan and the best single format there.")
-    ] = False,
     text: options.TextOptions,
     windows: Annotated[
         int, typer.Option(help="Number of text windows. With a budget, every second one tests the plan.")
@@ -116,10 +101,8 @@ def sensitivity(
         raise UsageError(
             "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
         )
-    if (export or export_format or prove) and not (kv and budget):
-        raise UsageError("--export and --prove need a plan: add --kv FORMAT --by layer --budget 8bits")
-    if prove and engine_name(engine.engine) != "vllm":
-        raise UsageError("--prove runs the plan on its engine: add --engine vllm")
+    if (export or export_format) and not (kv and budget):
+        raise UsageError("--export needs a plan: add --kv FORMAT --by layer --budget 8bits")
     form = _export_form(export, export_format)
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
@@ -164,10 +147,6 @@ def sensitivity(
 
         export_plan(study.plan, export, form)
         note(f"fidelab: {export} holds the plan ({form})")
-    if prove and study.plan is not None:
-        _prove(
-            study.plan, model, {"windows": windows, "n_ctx": n_ctx}, engine.settings(), text.settings(), runs.settings()
-        )
 
 
 def _export_form(path: Path | None, given: str | None) -> str:
@@ -181,28 +160,6 @@ def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
     if engine_name(engine.engine) == "hf":
         return engine.settings()
     return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
-
-
-def _prove(plan: StudyPlan, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> None:
-    """Compare the plan with the best single format on its engine.
-
-    Raises:
-        NotSupportedError: If the plan is a single format.
-    """
-    from fidelab.cli.compare import launch
-    from fidelab.core.errors import NotSupportedError
-    from fidelab.results.numbers import format_kld, format_span
-
-    if plan.kv is None or plan.uniform is None or plan.kv == plan.uniform:
-        raise NotSupportedError("--prove: the plan is one format in all layers, there is nothing to compare it with")
-    candidates = {"candidates": [plan.uniform, plan.kv], "reference": "auto"}
-    report = launch(
-        study_experiment("sensitivity", model, kld, candidates, *more), options.ShowOptions(as_json=False, details=True)
-    )
-    for one in report.comparisons if report is not None else ():
-        answer = f"{one.better} is better than {one.worse}" if one.differs else "no better than the single format"
-        span = "" if one.ci is None else f", 95% {format_span(one.ci)}"
-        note(f"fidelab: on the engine, {answer}: difference {format_kld(one.difference)} nats{span}")
 
 
 def _widths(bits: str) -> list[int]:
@@ -237,18 +194,12 @@ def layers(
     model: Annotated[str, typer.Argument(help="smollm2-135m, hub id (optional @revision) or folder.")],
     reference: options.Reference = None,
     kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].",
-            show_default=False,
-            autocompletion=options.complete_kv,
-        ),
+        list[str] | None, typer.Option(help="KV format of the candidate: NAME, K/V or NAME\\[key=value,…].")
     ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option.",
-            show_default=False,
+            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option."
         ),
     ] = None,
     text: options.TextOptions,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fidelab.cli.output import duration, note
@@ -20,16 +19,7 @@ if TYPE_CHECKING:
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan, without running or writing anything."""
-    from fidelab.run.looks import n_looks, planned, windows_of
-
-    began = time.monotonic()
-    prepared = planned(experiment, convert=False)
-    planning = time.monotonic() - began
-    expected = prepared.estimate()
-    plan = {**_plan(prepared, expected), **_times(expected, planning)}
-    if n_looks(prepared.settings) > 1:
-        most = round(prepared.estimate(whole=True).seconds + planning, 1)
-        plan |= {"windows": windows_of(prepared.plan), "seconds_at_most": most}
+    plan = _planned(experiment)
     if as_json:
         print(json.dumps(plan))
         return
@@ -40,44 +30,42 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     """Print the plan of every engine of a cross-engine experiment, and the total time."""
-    from fidelab.run.estimate import Estimate
-    from fidelab.studies.cross_engine import plan_cross
+    from fidelab.core.errors import FidelabError
+    from fidelab.studies.cross_engine import experiments_of
 
-    planned = plan_cross(cross)
-    lines: dict[str, dict[str, Any]] = {
-        line.label: {"reason": line.reason}
-        if line.prepared is None
-        else {**_plan(line.prepared, line.expected), **_times(line.expected, line.planning)}
-        for line in planned
-    }
-    named = [(line.label, line.expected) for line in planned]
-    whole = Estimate(
-        tuple(replace(job, role=f"{label} {job.role}") for label, expected in named for job in expected.jobs),
-        {f"{label} {name}": seconds for label, expected in named for name, seconds in expected.benches.items()},
-        scoring=sum(expected.scoring for _, expected in named),
-        sources={
-            source: [f"{label} {role}" for label, expected in named for role in expected.sources.get(source, ())]
-            for _, each in named
-            for source in each.sources
-        },
-    )
-    plan = {
-        "engines": lines,
-        "tokens": sum(line.get("tokens", 0) for line in lines.values()),
-        "disk_bytes": sum(line.get("disk_bytes", 0) for line in lines.values()),
-        **_times(whole, sum(line.planning for line in planned)),
-    }
+    plans: dict[str, dict[str, Any]] = {}
+    for label, experiment in experiments_of(cross).items():
+        try:
+            plans[label] = _planned(experiment)
+        except FidelabError as error:
+            plans[label] = {"reason": str(error)}
+    whole = {name: sum(plan.get(name, 0) for plan in plans.values()) for name in ("tokens", "disk_bytes", "seconds")}
     if as_json:
-        print(json.dumps(plan))
+        print(json.dumps({"engines": plans, **whole}))
         return
-    for label, line in lines.items():
+    for label, plan in plans.items():
         print(f"{label}:")
-        if "reason" in line:
-            print(f"  cannot run: {line['reason']}")
+        if "reason" in plan:
+            print(f"  cannot run: {plan['reason']}")
         else:
-            _print_jobs(line, "  ")
+            _print_jobs(plan, "  ")
+            _print_time(plan, "  ")
         print()
-    _print_time(plan)
+    print(f"about {duration(whole['seconds'])} in all")
+
+
+def _planned(experiment: Experiment) -> dict[str, Any]:
+    from fidelab.run.looks import n_looks, planned, windows_of
+
+    began = time.monotonic()
+    prepared = planned(experiment, convert=False)
+    planning = time.monotonic() - began
+    expected = prepared.estimate()
+    plan = {**_plan(prepared, expected), **_times(expected, planning)}
+    if n_looks(prepared.settings) > 1:
+        most = round(prepared.estimate(whole=True).seconds + planning, 1)
+        plan |= {"windows": windows_of(prepared.plan), "seconds_at_most": most}
+    return plan
 
 
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
@@ -153,18 +141,18 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
         print(f"{indent}and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")
 
 
-def _print_time(plan: Mapping[str, Any]) -> None:
+def _print_time(plan: Mapping[str, Any], indent: str = "") -> None:
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["parts"].items() if seconds >= 0.5)
-    print(f"about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
+    print(f"{indent}about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
     if "windows" in plan:
         first, most = plan["windows"]
         print(
-            f"{first} to {counted(most, 'window')}: a decided candidate reads no more; "
+            f"{indent}{first} to {counted(most, 'window')}: a decided candidate reads no more; "
             f"about {duration(plan['seconds_at_most'])} if none is decided early"
         )
     if len(plan["axes"]) > 1:
-        print("axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
+        print(f"{indent}axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
     for rates, arms in plan["sources"].items():
-        print(f"rates from {rates}: {', '.join(arms)}")
+        print(f"{indent}rates from {rates}: {', '.join(arms)}")
     if any(source.startswith("defaults") for source in plan["sources"]):
         note("the time is a guess by a factor of several: the first run here makes the next estimate a measured one")

@@ -34,12 +34,9 @@ _EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # constants, so that the table
 
 def formats(
     model: Annotated[
-        str | None,
-        typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]", show_default=False),
+        str | None, typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]")
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Only the formats that this engine stores, and how.", show_default=False)
-    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Only the formats that this engine stores, and how.")] = None,
     as_json: options.Json = False,
 ) -> None:
     """List KV cache formats with their size and engines.

@@ -32,9 +32,7 @@ app = Commands(help="Import results of other tools and recompute them.")
 def refract(
     *,
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="REFRACT report (JSON, schema v0.2 or v0.3).")],
-    name: Annotated[
-        str | None, typer.Option(help="Name of the candidate (default: its cache formats).", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the candidate (default: its cache formats).")] = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,
     as_json: options.Json = False,
@@ -57,16 +55,12 @@ def refract(
 @options.expand_options
 def kld_dumps(
     *,
-    ref_dir: Annotated[
-        Path,
-        typer.Argument(metavar="REF", help="Reference: a folder or a file."),
-    ],
+    ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="Reference: a folder or a file.")],
     test_dirs: _Tests,
     name: _Names = None,
-    model: Annotated[str | None, typer.Option(help="Name of the model.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model.")] = None,
     stride: Annotated[
-        int | None,
-        typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]", show_default=False),
+        int | None, typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]")
     ] = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,

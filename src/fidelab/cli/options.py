@@ -163,49 +163,11 @@ def begin_from_preset(
 ARMS, MEASURED, ENGINE, SCORING = "Configurations", "Measurement", "Engine", "Scoring"  # panels of --help
 
 
-def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
-    """Return a completer for the last name of a comma-separated list, from a registry."""
-
-    def complete(incomplete: str) -> list[str]:
-        from importlib import import_module
-
-        before, comma, begun = incomplete.rpartition(",")
-        names = getattr(import_module(module), table).names()
-        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
-
-    return complete
-
-
-def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
-    """Complete KV formats of fidelab.  Formats of other engines are known only in their environments."""
-    if context.params.get("engine") not in (None, "hf"):
-        return []
-    from fidelab.formats import FORMATS
-
-    before, slash, begun = incomplete.rpartition("/")
-    return [f"{before}{slash}{name}" for name in ("k16v8", *FORMATS.names()) if name.startswith(begun)]
-
-
-def complete_preset(incomplete: str) -> list[str]:
-    """Complete names of presets."""
-    from fidelab.config.presets import listing
-
-    return [name for name in listing() if name.startswith(incomplete)]
-
-
-def _runs(incomplete: str) -> list[str]:
-    """Complete runs below the folder ``runs``, and ``latest``; without a match, the shell completes paths."""
-    found = ("latest", *sorted(map(str, Path("runs").glob("2*"))))
-    return [name for name in found if name.startswith(incomplete)]
-
-
-_MODEL = typer.Argument(help="smollm2-135m, hub id, folder or .gguf file.", show_default=False)
+_MODEL = typer.Argument(help="smollm2-135m, hub id, folder or .gguf file.")
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 
-FloatModel = Annotated[
-    str, typer.Argument(help="Model with floating-point weights: name, hub id or folder.", show_default=False)
-]
+FloatModel = Annotated[str, typer.Argument(help="Model with floating-point weights: name, hub id or folder.")]
 WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
 
 
@@ -218,29 +180,16 @@ def find_run(name: Path | None) -> Path | None:
 
 RunDir = Annotated[
     Path,
-    typer.Argument(
-        metavar="RUN_DIR",
-        help="Run folder, report.json, or 'latest' (newest in runs).",
-        autocompletion=_runs,
-        callback=find_run,
-    ),
+    typer.Argument(metavar="RUN_DIR", help="Run folder, report.json, or 'latest' (newest in runs).", callback=find_run),
 ]
 Reference = Annotated[
-    str | None,
-    typer.Option(
-        help="Reference: KV format or KEY=VALUE,…. \\[default: native]",
-        show_default=False,
-        autocompletion=complete_kv,
-        rich_help_panel=ARMS,
-    ),
+    str | None, typer.Option(help="Reference: KV format or KEY=VALUE,…. \\[default: native]", rich_help_panel=ARMS)
 ]
 Preset = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="Preset (name or file) with model, engine and options. It is the reference unless --reference is given.",
-        show_default=False,
-        autocompletion=complete_preset,
         rich_help_panel=ARMS,
     ),
 ]
@@ -249,16 +198,13 @@ Benches = Annotated[
     typer.Option(
         help="Benchmarks, comma-separated: startup, prefill, decode, memory, serving, offline (the first four).",
         show_default=False,
-        autocompletion=_of_table("fidelab.bench", "BENCHES"),
         rich_help_panel=MEASURED,
     ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set",
-        help="Any other setting, e.g. axes.rniah.lengths=\\[512]. Repeatable.",
-        rich_help_panel=MEASURED,
+        "--set", help="Any other setting, e.g. axes.rniah.lengths=\\[512]. Repeatable.", rich_help_panel=MEASURED
     ),
 ]
 
@@ -277,26 +223,15 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown for a
 Trusted = Annotated[
     list[Path] | None,
     typer.Option(
-        "--trust",
-        metavar="FILE",
-        help="Trust this settings file (it may run commands and read files). Remembered.",
-        show_default=False,
+        "--trust", metavar="FILE", help="Trust this settings file (it may run commands and read files). Remembered."
     ),
 ]
 
-Python = Annotated[
-    str | None,
-    typer.Option(help="Python of the engine's environment (default: auto-detect).", show_default=False),
-]
-Image = Annotated[
-    str | None,
-    typer.Option(help="Container image with the engine, for docker or podman.", show_default=False),
-]
+Python = Annotated[str | None, typer.Option(help="Python of the engine's environment (default: auto-detect).")]
+Image = Annotated[str | None, typer.Option(help="Container image with the engine, for docker or podman.")]
 PythonPath = Annotated[list[str] | None, typer.Option(help="Folder of modules to put first on PYTHONPATH. Repeatable.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
-Threads = Annotated[
-    int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]", show_default=False)
-]
+Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]")]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
 
@@ -304,12 +239,7 @@ Threads = Annotated[
 class EngineOptions(Options, panel=ENGINE):
     """Options for an engine, its location, and its computation."""
 
-    engine: Annotated[
-        str,
-        typer.Option(
-            help="Engine that runs all configurations.", autocompletion=_of_table("fidelab.engines", "ENGINES")
-        ),
-    ] = "hf"
+    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = "hf"
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
@@ -321,9 +251,7 @@ class EngineOptions(Options, panel=ENGINE):
     threads: Threads = None
     deadline: Annotated[
         float | None,
-        typer.Option(
-            help="Time limit per configuration in seconds, model load included. \\[default: 14400]", show_default=False
-        ),
+        typer.Option(help="Time limit per configuration in seconds, model load included. \\[default: 14400]"),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -367,13 +295,8 @@ def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
 class ServableEngineOptions(EngineOptions):
     """Options for an engine, or for a server by its address."""
 
-    base_url: Annotated[
-        str | None, typer.Option(help="Engine openai: server URL, http://host:port/v1.", show_default=False)
-    ] = None
-    served: Annotated[
-        str | None,
-        typer.Option("--model", help="Engine openai: model name on the server.", show_default=False),
-    ] = None
+    base_url: Annotated[str | None, typer.Option(help="Engine openai: server URL, http://host:port/v1.")] = None
+    served: Annotated[str | None, typer.Option("--model", help="Engine openai: model name on the server.")] = None
 
     def _engine_args(self) -> dict[str, str]:
         flags = {"base-url": self.base_url, "model": self.served}
@@ -385,15 +308,13 @@ class ExecutorOptions(Options, panel=ENGINE):
 
     executor: Annotated[str, typer.Option(help="Where configurations run: local or ray.")] = "local"
     address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster: auto, HOST:PORT, or local (start one for this run).", show_default=False),
+        str | None, typer.Option(help="Ray cluster: auto, HOST:PORT, or local (start one for this run).")
     ] = None
     gpus_per_arm: Annotated[
         float | None,
         typer.Option(
             help="GPUs per configuration on a cluster. A value below 1 shares a GPU. "
-            "\\[default: the tensor parallel size]",
-            show_default=False,
+            "\\[default: the tensor parallel size]"
         ),
     ] = None
 
@@ -409,61 +330,37 @@ class TextOptions(Options, panel=MEASURED):
 
 
 Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
-NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It must not exist.", show_default=False)]
+NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It must not exist.")]
 
 
 class AxesOptions(TextOptions):
     """Options for the axes, their settings and their inputs."""
 
     axes: Annotated[
-        str | None,
-        typer.Option(
-            help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]",
-            autocompletion=_of_table("fidelab.axes", "AXES"),
-        ),
+        str | None, typer.Option(help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]")
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False
     windows: Annotated[
-        int | None,
-        typer.Option(
-            help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]", show_default=False
-        ),
+        int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
     ] = None
     n_ctx: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N[,N…]",
-            help="KLD: tokens per window. \\[default: 512,2048]",
-            show_default=False,
-        ),
+        str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")
     ] = None
-    protocol: Annotated[
-        str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]", show_default=False)
-    ] = None
-    stride: Annotated[
-        int | None,
-        typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False),
-    ] = None
+    protocol: Annotated[str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]")] = (
+        None
+    )
+    stride: Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]")] = (
+        None
+    )
     prompts: Prompts = "default"
     traffic: Annotated[
-        str | None,
-        typer.Option(
-            help="Log of requests: OpenAI or gateway .jsonl, ShareGPT .json, .txt.",
-            show_default=False,
-        ),
+        str | None, typer.Option(help="Log of requests: OpenAI or gateway .jsonl, ShareGPT .json, .txt.")
     ] = None
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: skip and count bad records.")] = False
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
-    n_predict: Annotated[
-        int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
-    ] = None
-    template: Annotated[
-        str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]", show_default=False)
-    ] = None
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(help="First items only: N (prompts) or AXIS=N. Repeatable.", show_default=False),
-    ] = None
+    n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None
+    template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
+    limit: Annotated[list[str] | None, typer.Option(help="First items only: N (prompts) or AXIS=N. Repeatable.")] = None
 
     def settings(self) -> dict[str, Any]:
         flags = {
@@ -489,9 +386,7 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Score bands: fidelab or refract.")] = "fidelab"
 
 
-MaxKLD = Annotated[
-    float | None, typer.Option(help="Maximum mean KLD for a recommendation, in nats.", show_default=False)
-]
+MaxKLD = Annotated[float | None, typer.Option(help="Maximum mean KLD for a recommendation, in nats.")]
 Memory = Annotated[str | None, typer.Option(help="Memory per device, e.g. 80G.")]
 Overhead = Annotated[str | None, typer.Option(help="Measured memory overhead of the engine, e.g. 2GiB.")]
 Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
@@ -501,17 +396,12 @@ class LimitOptions(Options, panel=SCORING):
     """Options for the requirements of the recommendation."""
 
     max_kld: MaxKLD = None
-    max_flips: Annotated[
-        str | None, typer.Option(help="Maximum share of changed top tokens, e.g. 1%.", show_default=False)
-    ] = None
-    max_accuracy_loss: Annotated[
-        str | None, typer.Option(help="Maximum net loss of correct predictions, e.g. 1%.", show_default=False)
-    ] = None
-    min_saving: Annotated[str | None, typer.Option(help="Minimum memory saving, e.g. 40%.", show_default=False)] = None
-    min_tokens_per_s: Annotated[
-        float | None,
-        typer.Option(help="Minimum generated tokens per second.", show_default=False),
-    ] = None
+    max_flips: Annotated[str | None, typer.Option(help="Maximum share of changed top tokens, e.g. 1%.")] = None
+    max_accuracy_loss: Annotated[str | None, typer.Option(help="Maximum net loss of correct predictions, e.g. 1%.")] = (
+        None
+    )
+    min_saving: Annotated[str | None, typer.Option(help="Minimum memory saving, e.g. 40%.")] = None
+    min_tokens_per_s: Annotated[float | None, typer.Option(help="Minimum generated tokens per second.")] = None
 
     def settings(self) -> dict[str, Any]:
         """Return the given options as data of an experiment."""
@@ -520,8 +410,7 @@ class LimitOptions(Options, panel=SCORING):
 
 
 Margin = Annotated[
-    str | None,
-    typer.Option(help="Non-inferiority margin: loss of accuracy to rule out. \\[default: 1%]", show_default=False),
+    str | None, typer.Option(help="Non-inferiority margin: loss of accuracy to rule out. \\[default: 1%]")
 ]
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
@@ -67,72 +67,6 @@ def _ending(job: PlannedJob, result: ArmResult) -> str:
     return f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else "")
 
 
-def _lost_text(job: PlannedJob, reason: str) -> str:
-    return f"{_title(job)}: lost on the cluster, {reason}"
-
-
-class _Bars:
-    """One bar for the whole run, measured in expected time; the current job is named."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        share = TextColumn("{task.percentage:>3.0f}%")
-        columns = (_Name(), BarColumn(20), share, _Rate(table_column=Column(no_wrap=True)))
-        left = _Left(table_column=Column(no_wrap=True))
-        self._bar = Progress(
-            *columns, left, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
-        self._task: TaskID | None = None
-        self._tokens, self._began = 0, 0.0  # start of the current job, once its model was loaded
-
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        if folder is not None:
-            self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)
-        for remark in plan.remarks:
-            self._console.print(remark, highlight=False, markup=False, soft_wrap=True)
-        self._task = self._bar.add_task("starting", total=None)
-        self._bar.start()
-
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
-
-    def job_lost(self, job: PlannedJob, reason: str) -> None:
-        self._bar.console.print(_lost_text(job, reason), highlight=False, markup=False)
-
-    def opened(self, job: PlannedJob, seconds: float) -> None:
-        self._tokens, self._began = 0, time.monotonic()
-        self._describe(_title(job))
-
-    def extended(self, job: PlannedJob, tokens: int) -> None: ...
-
-    def progress(self, job: PlannedJob, tokens: int) -> None:
-        self._tokens += tokens
-        if self._task is not None:
-            self._bar.update(self._task, rate=self._tokens / max(1e-3, time.monotonic() - self._began))
-
-    def advanced(self, done: float, total: float) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, completed=done, total=total)
-
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        if result.reason:
-            self._bar.console.print(_ending(job, result), highlight=False, markup=False)
-
-    def bench(self, text: str, done: int, total: int) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, description=f"benches, {done} of {total}: {text}", rate=None, refresh=True)
-
-    def scoring(self) -> None:
-        self._describe("scoring")
-
-    def close(self) -> None:
-        self._bar.stop()
-
-    def _describe(self, text: str) -> None:
-        if self._task is not None:
-            self._bar.update(self._task, description=text, refresh=True)  # shown even if it is short
-
-
 class _Lines:
     """Prints a line at the start and end of each job, and one every half minute in between."""
 
@@ -158,7 +92,7 @@ class _Lines:
         self._tokens += tokens
 
     def job_lost(self, job: PlannedJob, reason: str) -> None:
-        self._print(_lost_text(job, reason))
+        self._print(f"{_title(job)}: lost on the cluster, {reason}")
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._began = self._said = time.monotonic()
@@ -197,6 +131,56 @@ class _Lines:
 
     def _print(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Bars(_Lines):
+    """One bar for the whole run, measured in expected time; the current job is named."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        columns = (_Name(), BarColumn(20), TextColumn("{task.percentage:>3.0f}%"))
+        rates = (_Rate(table_column=Column(no_wrap=True)), _Left(table_column=Column(no_wrap=True)))
+        self._bar = Progress(
+            *columns, *rates, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self._task: TaskID | None = None
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        super().start(plan, folder)
+        self._task = self._bar.add_task("starting", total=None)
+        self._bar.start()
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self._update(description=f"{_title(job)}: {'found' if reused else 'loading'}", refresh=True)
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        self._done, self._began = 0, time.monotonic()
+        self._update(description=_title(job), refresh=True)
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        self._done += tokens
+        self._update(rate=self._done / max(1e-3, time.monotonic() - self._began))
+
+    def advanced(self, done: float, total: float) -> None:
+        self._update(completed=done, total=total)
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        if result.reason:
+            super().job_ended(job, result)
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        self._update(description=f"benches, {done} of {total}: {text}", rate=None, refresh=True)
+
+    def scoring(self) -> None:
+        self._update(description="scoring", refresh=True)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _update(self, **fields: Any) -> None:
+        """Change the bar; ``refresh`` shows the change even if the job is short."""
+        if self._task is not None:
+            self._bar.update(self._task, **fields)
 
 
 class Installation:

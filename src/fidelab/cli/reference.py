@@ -6,11 +6,14 @@ and benches from their tables.  A test compares the committed pages with the out
 
 from __future__ import annotations
 
+import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 Schema = Mapping[str, Any]
 
@@ -129,77 +132,40 @@ def _settings_page() -> str:
 
 
 def _file_pages() -> dict[str, str]:
+    """Return one page per kind of file that users write; ``schema/`` describes the files that fidelab writes."""
     from fidelab.checkpoints.recipe import Recipe
     from fidelab.config.cross import CrossEngine
     from fidelab.config.profiles import Profile
     from fidelab.config.schema import Experiment, Preset
-    from fidelab.ledger import reference
-    from fidelab.results.record import Report
-    from fidelab.results.study import Study
-
-    def of(model: Any) -> Schema:
-        schema: Schema = model.model_json_schema(by_alias=True)
-        return schema
 
     return {
         "experiment.md": _schema_page(
             "Experiment files",
             "Input of `fidelab compare -f FILE`. Every run writes one, `config.resolved.yaml`. "
             "Unknown keys are refused with the nearest known one.",
-            {"Experiment": of(Experiment), "Preset": of(Preset), "Cross-engine comparison": of(CrossEngine)},
+            {"Experiment": Experiment, "Preset": Preset, "Cross-engine comparison": CrossEngine},
         ),
         "profile.md": _schema_page(
-            "Profile files", "Input of `fidelab reproduce FILE --trust FILE`.", {"Profile": of(Profile)}
+            "Profile files", "Input of `fidelab reproduce FILE --trust FILE`.", {"Profile": Profile}
         ),
         "recipe.md": _schema_page(
             "Recipes",
             "Input of `fidelab checkpoint quantize --recipe FILE` ([quantize](../checkpoints.md#quantize)).",
-            {"Recipe": of(Recipe)},
-        ),
-        "report.md": _schema_page(
-            "report.json",
-            "The record of a run. The JSON Schema is `schema/fidelab.report-1.schema.json`. "
-            "Fields are only added within a version.",
-            {"Report": Report.json_schema()},
-            written=True,
-        ),
-        "study.md": _schema_page(
-            "study.json",
-            "The record of `fidelab diagnose sensitivity` and `fidelab diagnose layers`. The JSON Schema is "
-            "`schema/fidelab.study-0.schema.json`. Fields that have their default are left out.",
-            {"Study": Study.json_schema()},
-            elsewhere=Report.json_schema()["$defs"],
-        ),
-        "reference.md": _schema_page(
-            "Packed references",
-            "The `manifest.json` of a pack of `fidelab share reference` ([references](../sharing.md#references)). "
-            "The JSON Schema is `schema/fidelab.reference-0.schema.json`.",
-            {"Manifest": reference.json_schema()},
-            elsewhere=Report.json_schema()["$defs"],
-            written=True,
+            {"Recipe": Recipe},
         ),
     }
 
 
-def _schema_page(
-    title: str, about: str, schemas: Mapping[str, Schema], elsewhere: Iterable[str] = (), *, written: bool = False
-) -> str:
-    """Return a section with a table of fields for each schema, and for each record that it refers to."""
-    known = {*elsewhere, *_AS_TEXT, "FormatSpec"}
+def _schema_page(title: str, about: str, models: Mapping[str, type[BaseModel]]) -> str:
+    """Return a section with a table of fields for each model, and for each record that it refers to."""
     parts = [f"# {title}", _HEADER.strip(), about]
-    others = known - set(_AS_TEXT)
-    seen: set[str] = set()
-    for name, schema in schemas.items():
-        if schema.get("properties"):
-            parts += [f"## {name}", *_about(schema), _fields_table(schema, "field", others, written=written)]
-        for inner, definition in sorted(schema.get("$defs", {}).items()):
-            if inner not in known | seen:
-                seen.add(inner)
-                parts += [
-                    f"## {inner}",
-                    *_about(definition),
-                    _fields_table(definition, "field", others, written=written),
-                ]
+    seen = {*_AS_TEXT, "FormatSpec"}
+    for name, model in models.items():
+        schema: Schema = model.model_json_schema(by_alias=True)
+        inner = sorted((one, definition) for one, definition in schema.get("$defs", {}).items() if one not in seen)
+        seen.update(one for one, _ in inner)
+        for one, fields in [(name, schema), *inner]:
+            parts += [f"## {one}", *_about(fields), _fields_table(fields, "field")]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -208,22 +174,19 @@ def _about(schema: Schema) -> list[str]:
     return [_prose(text.replace("``", "`"))] if text else []
 
 
-def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, written: bool = False) -> str:
-    """Return a table of fields.
-
-    ``written``: fidelab writes such files, so all fields are present.
-    """
+def _fields_table(schema: Schema, word: str) -> str:
+    """Return a table of fields."""
     if "enum" in schema:
         return "One of " + ", ".join(f"`{value}`" for value in schema["enum"]) + "."
     required = schema.get("required", [])
     rows = [
         _row(
             f"`{name}`",
-            _type(field, set(elsewhere)),
+            _type(field),
             _about_value(
                 _prose(str(field.get("description", "")).replace("``", "`")),
-                None if written or field.get("default") in (None, [], {}) else _json(field["default"]),
-                required=name in required and not written,
+                None if field.get("default") in (None, [], {}) else json.dumps(field["default"], ensure_ascii=False),
+                required=name in required,
             ),
         )
         for name, field in schema.get("properties", {}).items()
@@ -231,14 +194,13 @@ def _fields_table(schema: Schema, word: str, elsewhere: Iterable[str] = (), *, w
     return f"| {word} | type | |\n|---|---|---|\n" + "\n".join(rows) if rows else ""
 
 
-def _type(field: Schema, elsewhere: set[str]) -> str:
+def _type(field: Schema) -> str:
     """Return a JSON type in words; records are links to their sections."""
     if "$ref" in field:
         name = field["$ref"].rpartition("/")[2]
-        page = "report.md" if name in elsewhere else ""
-        return _AS_TEXT.get(name) or f"[{name}]({page}#{name.lower()})"
+        return _AS_TEXT.get(name) or f"[{name}](#{name.lower()})"
     if "anyOf" in field or "oneOf" in field:
-        kinds = [_type(kind, elsewhere) for kind in field.get("anyOf") or field["oneOf"]]
+        kinds = [_type(kind) for kind in field.get("anyOf") or field["oneOf"]]
         return " or ".join(dict.fromkeys(kind for kind in kinds if kind))
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
@@ -247,10 +209,10 @@ def _type(field: Schema, elsewhere: set[str]) -> str:
     kind = field.get("type")
     if kind == "array":
         inner = field.get("items") or {"anyOf": field.get("prefixItems", [])}
-        return f"list of {_type(inner, elsewhere)}" if inner else "list"
+        return f"list of {_type(inner)}" if inner else "list"
     if kind == "object":
         inner = field.get("additionalProperties")
-        return f"mapping to {_type(inner, elsewhere)}" if isinstance(inner, dict) and inner else "mapping"
+        return f"mapping to {_type(inner)}" if isinstance(inner, dict) and inner else "mapping"
     words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
     return words.get(str(kind), "any") + _limits(field)
 
@@ -259,12 +221,6 @@ def _limits(field: Schema) -> str:
     words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     found = [f"{sign} {field[key]:g}" for key, sign in words.items() if key in field]
     return f" {', '.join(found)}" if found else ""
-
-
-def _json(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _strip_markup(text: str) -> str:

@@ -30,11 +30,7 @@ def report(
     show: options.ShowOptions,
     form: Annotated[
         _Format | None,
-        typer.Option(
-            "--format",
-            help="Export as lm-eval (JSON) or hub (model card).",
-            rich_help_panel=_FORMS,
-        ),
+        typer.Option("--format", help="Export as lm-eval (JSON) or hub (model card).", rich_help_panel=_FORMS),
     ] = None,
     arm: Annotated[
         str | None,
@@ -46,13 +42,7 @@ def report(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="PATH",
-            help="Output file; a folder for hub. \\[default: printed]",
-            rich_help_panel=_FORMS,
-        ),
+        typer.Option("--out", "-o", metavar="PATH", help="Output file. \\[default: printed]", rich_help_panel=_FORMS),
     ] = None,
 ) -> None:
     """Print a run's report and update its report.html.
@@ -112,43 +102,21 @@ def report(
 
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
-    """Write a report in the format of another tool."""
-    from fidelab.report.exports import choose_arm, hub_files, lm_eval_results
+    """Write a report in the format of another tool; an existing model card is not replaced."""
+    from fidelab.core.errors import UsageError
+    from fidelab.report.exports import choose_arm, lm_eval_results, model_card
     from fidelab.results.record import write_atomically
     from fidelab.results.store import read_run
 
     report = read_run(run_dir)
     chosen = choose_arm(report, arm)
     if form is _Format.HUB:
-        _write_files(hub_files(report, chosen), out)
-        return
-    text = json.dumps(lm_eval_results(report, chosen), indent=2, ensure_ascii=False) + "\n"
+        text = model_card(report, chosen)
+    else:
+        text = json.dumps(lm_eval_results(report, chosen), indent=2, ensure_ascii=False) + "\n"
     if out is None:
         sys.stdout.write(text)
+    elif form is _Format.HUB and out.exists():
+        raise UsageError(f"{out} exists and is not replaced: name another file with -o")
     else:
         print(write_atomically(out, text))
-
-
-def _write_files(files: dict[str, str], folder: Path | None) -> None:
-    """Write the files of a format that can have several; existing files are not replaced.
-
-    Raises:
-        UsageError: If several files would be printed, or a file already exists.
-    """
-    from fidelab.core.errors import OutputError, UsageError
-    from fidelab.results.record import write_atomically
-
-    if folder is None:
-        if len(files) > 1:
-            raise UsageError(f"these are {len(files)} files: name a folder with -o")
-        sys.stdout.write(next(iter(files.values())))
-        return
-    for name in files:
-        if (folder / name).exists():
-            raise UsageError(f"{folder / name} exists and is not replaced: name another folder with -o")
-    for name, text in files.items():
-        try:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"{folder}: cannot be made a folder: {error.strerror or error}") from error
-        print(write_atomically(folder / name, text))

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
@@ -21,38 +17,21 @@ app = Commands(help="List and show runs.")
 
 @app.command("list")
 @options.expand_options
-def list_runs(
-    *,
-    model: Annotated[str | None, typer.Option(help="Only models whose name contains this text.")] = None,
-    engine: Annotated[str | None, typer.Option(help="Only runs on this engine.")] = None,
-    since: Annotated[
-        str | None,
-        typer.Option(metavar="WHEN", help="Only runs since a date (2026-01-31) or within a time (7d, 12h)."),
-    ] = None,
-    runs: options.RunsOptions,
-    as_json: options.Json = False,
-) -> None:
+def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
     """List runs, newest first, with status, result and size.
 
     [bold]Example[/bold]
 
-      fidelab runs list --model qwen --engine vllm --since 30d
+      fidelab runs list
     """
     from fidelab.ledger import index
 
-    earliest = None if since is None else _moment(since)
-    rows = [
-        row
-        for row in index.list_runs(runs.output_dir)
-        if (model is None or model.lower() in row.model.lower())
-        and (engine is None or engine in row.engines)
-        and (earliest is None or (row.started is not None and row.started >= earliest))
-    ]
+    rows = index.list_runs(runs.output_dir)
     if as_json:
         print_json({"runs": [_entry(row) for row in rows]})
         return
     if not rows:
-        note(f"fidelab: there is no such run in {runs.output_dir}")
+        note(f"fidelab: there is no run in {runs.output_dir}")
         return
     from rich.table import Table
 
@@ -128,25 +107,3 @@ def _plain_text(text: str) -> Any:
 
 def _mebibytes(size: int) -> str:
     return f"{size / 2**20:,.1f} MiB"
-
-
-def _moment(text: str) -> datetime:
-    """Parse ``7d``, ``12h``, a day or a time.
-
-    A time without a zone is UTC, like the listed times.
-
-    Raises:
-        UsageError: If the text has none of these forms.
-    """
-    from fidelab.core.errors import UsageError
-
-    if match := re.fullmatch(r"(\d{1,5})([dh])", text.strip()):
-        amount = int(match[1])
-        return datetime.now(UTC) - (timedelta(days=amount) if match[2] == "d" else timedelta(hours=amount))
-    try:
-        moment = datetime.fromisoformat(text.strip())
-    except ValueError:
-        raise UsageError(
-            f"--since {text!r}: write a day as 2026-01-31, a time as 2026-01-31T12:00, or 7d or 12h"
-        ) from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -28,22 +28,13 @@ _SERVE = "serve."  # prefix of an option that only the server has
 app = Commands(help="Start, check and stop servers from presets.")
 
 
-def _running(incomplete: str) -> list[str]:
-    from fidelab.environments.servers import records
-
-    return [server.name for server in records() if server.name.startswith(incomplete)]
-
-
-Name = Annotated[str, typer.Argument(help="Preset name or file.", autocompletion=options.complete_preset)]
+Name = Annotated[str, typer.Argument(help="Preset name or file.")]
 
 
 class PresetOptions(options.Options, panel="Preset"):
     """Options for a preset, with other values for some of its fields."""
 
-    engine: Annotated[
-        str | None,
-        typer.Option(help="Engine, if NAME exists for several: NAME-vllm, …", show_default=False),
-    ] = None
+    engine: Annotated[str | None, typer.Option(help="Engine, if NAME exists for several: NAME-vllm, …")] = None
     changes: Annotated[
         list[str] | None,
         typer.Option(
@@ -118,7 +109,7 @@ def start(
     name: Name,
     preset: PresetOptions,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int | None, typer.Option(help="Port. \\[default: a free one]", min=1, show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(help="Port. \\[default: a free one]", min=1)] = None,
     timeout: Annotated[
         float, typer.Option(help="Time limit for the start in seconds. A first start may compile.")
     ] = 1800.0,
@@ -179,10 +170,7 @@ def _wait(launched: Launched) -> None:
 
 @app.command()
 def stop(
-    name: Annotated[
-        str | None,
-        typer.Argument(help="Preset name of the server. \\[default: the only one]", autocompletion=_running),
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Preset name of the server. \\[default: the only one]")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Stop all servers started by fidelab.")] = False,
 ) -> None:
     """Stop servers started by fidelab serve start."""
@@ -269,8 +257,7 @@ def check_preset(
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="URL of a running server, http://host:port. \\[default: the one of this preset that fidelab started]",
-            show_default=False,
+            help="URL of a running server, http://host:port. \\[default: the one of this preset that fidelab started]"
         ),
     ] = None,
     log: Annotated[Path | None, typer.Option(help="Log file of the server.")] = None,

@@ -22,7 +22,6 @@ def reference(
         typer.Option(
             metavar="RUN_DIR",
             help="Run of the same reference on another machine. Their difference goes into the pack.",
-            show_default=False,
             callback=options.find_run,
         ),
     ] = None,

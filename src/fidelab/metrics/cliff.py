@@ -98,24 +98,6 @@ def asymmetry(
     return float(of_k / of_v), (float(low), float(high))
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, tuple[float, float] | None] | None:
-    """Return Spearman's rank correlation and its 95% interval; ``None`` for fewer than four values or a constant side.
-
-    The interval is Fisher's with the variance of Bonett & Wright, Psychometrika 65, 2000: ``(1 + r²/2) / (n - 3)``.
-    See docs/metrics.md#sensitivity-of-keys-and-values.
-    """
-    if len(x) < 4 or len({*x}) < 2 or len({*y}) < 2:
-        return None
-    from scipy.stats import rankdata
-
-    ranks = np.stack([rankdata(values) for values in (x, y)])
-    r = float(np.clip(np.asarray(np.corrcoef(ranks))[0, 1], -1.0, 1.0))
-    if abs(r) > 1 - 1e-12:
-        return r, None
-    half = 1.959964 * np.sqrt((1 + r * r / 2) / (len(x) - 3))
-    return r, (float(np.tanh(np.arctanh(r) - half)), float(np.tanh(np.arctanh(r) + half)))
-
-
 def _by_cluster(rows: Floats, clusters: NDArray[Any]) -> tuple[Floats, Floats]:
     """Return the sums of rows [k, n] over clusters, [k, c], and the counts [c], without items that are not finite."""
     known = np.isfinite(rows).all(axis=0)

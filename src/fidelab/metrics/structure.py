@@ -12,13 +12,6 @@ from itertools import accumulate
 STRUCTURES = ("tool call", "JSON key", "JSON punctuation", "role or stop", "indentation")
 """The kinds, the first of which a token belongs to counts."""
 
-TURNS = (
-    *("wait", "however", "but", "hmm", "actually", "alternatively", "instead", "though", "although", "yet", "maybe"),
-    *("perhaps", "unless", "otherwise", "rather", "still", "therefore", "thus", "hence", "so", "hold on", "let me"),
-)
-"""English words at which reasoning turns or concludes."""
-
-_TURN = re.compile(rf"\b(?:{'|'.join(TURNS)})\b", re.IGNORECASE)
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_turn>|<bos>|<eos>|\[/?(?:INST|SYS|TOOL_\w+|AVAILABLE_\w+)\]"
 )
@@ -52,16 +45,6 @@ def structures(pieces: Sequence[str]) -> list[str]:
         present = {kind for kind in kinds[end - len(piece) : end] if kind}
         found.append(STRUCTURES[min(present) - 1] if present else "")
     return found
-
-
-def turns(pieces: Sequence[str]) -> list[bool]:
-    """Return whether each token text is part of one of :data:`TURNS`. See docs/metrics.md#forced-decode-kld."""
-    text = "".join(pieces)
-    marks = bytearray(len(text))
-    for start, end in _spans(_TURN, text):
-        marks[start:end] = b"\1" * (end - start)
-    ends = list(accumulate(map(len, pieces)))
-    return [any(marks[end - len(piece) : end]) for piece, end in zip(pieces, ends, strict=True)]
 
 
 def _spans(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, int]]:

@@ -36,8 +36,6 @@ STATUS = {
     Status.NOT_MEASURABLE: "not measurable",
 }
 
-"""A difference: shown with its sign."""
-
 
 @dataclass(frozen=True)
 class Estimate:

@@ -110,16 +110,9 @@ def _stderr(metric: Metric) -> float | str:
 
 # --------------------------------------------------------------------------------------------------- the hub
 
-_BENCHMARKS = {"gsm8k": ("openai/gsm8k", "gsm8k", 1319)}
-"""Axis → data set, task and number of problems of a benchmark that the hub has a leaderboard for."""
 
-
-def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
-    """Return the files that the hub shows next to a model, by path in its repository.
-
-    ``README.md``: a model card whose metadata hold the first figures of each axis as ``model-index``, with the section
-    for people below.  ``.eval_results/fidelab.yaml``: figures of the hub's own benchmarks. A benchmark is included only
-    if all of its problems were asked and answered, since its leaderboard requires that.
+def model_card(report: Report, arm: ArmRecord) -> str:
+    """Return a model card for the hub: the section for people, and the first figures of each axis as ``model-index``.
 
     Raises:
         UsageError: If no axis has a figure.
@@ -131,10 +124,7 @@ def hub_files(report: Report, arm: ArmRecord) -> dict[str, str]:
         raise UsageError(f"{report.run_id} has no figure of fidelity for {arm.name}: there is nothing for a model card")
     index = {"model-index": eval_results_to_model_index(public_name(arm.model), found)}
     head = yaml.safe_dump(index, sort_keys=False, allow_unicode=True)
-    files = {"README.md": f"---\n{head}---\n\n# Fidelity of {code_span(arm.name)}\n\n{report.to_markdown()}"}
-    if entries := [*_benchmark_entries(report, arm)]:
-        files[".eval_results/fidelab.yaml"] = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True)
-    return files
+    return f"---\n{head}---\n\n# Fidelity of {code_span(arm.name)}\n\n{report.to_markdown()}"
 
 
 def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
@@ -169,22 +159,3 @@ def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
                     "lower_bound": metric.bound,
                 },
             )
-
-
-def _benchmark_entries(report: Report, arm: ArmRecord) -> Iterator[dict[str, Any]]:
-    """Entries of ``.eval_results/*.yaml``: https://huggingface.co/docs/hub/eval-results; values in percent."""
-    axes = report.settings.get("axes")
-    for name, (dataset, task, problems) in _BENCHMARKS.items():
-        measured, asked = arm.axes.get(name), axes.get(name) if isinstance(axes, dict) else None
-        share = measured.value("accuracy") if measured else None
-        if measured is None or share is None or not isinstance(asked, dict) or asked.get("data") != name:
-            continue
-        if measured.n_items == problems and not measured.n_failed:
-            kept = ("shots", "n_predict", "template")
-            how = ", ".join(f"{key} {asked[key]}" for key in kept if key in asked)
-            yield {
-                "dataset": {"id": dataset, "task_id": task},
-                "value": round(100 * share, 4),
-                "date": report.created.date().isoformat(),
-                "notes": f"KV cache {arm.kv_text} on {arm.engine}, greedy, {how} (fidelab)",
-            }

@@ -22,12 +22,6 @@ from fidelab.results.numbers import (
     one_line,
 )
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
-from fidelab.results.speculation import (
-    ACCEPTANCE_LENGTH,
-    ACCEPTANCE_RATE,
-)
-
-"""The axis of the main table, the frontier and the verdict."""
 
 
 @dataclass(frozen=True)
@@ -189,19 +183,6 @@ def other_tests_table(report: Report) -> TextTable | None:
     rows = list(zip(names, *columns.values(), strict=True))
     kept = tuple(row for row in rows if any(cell != ABSENT for cell in row[1:]))
     return TextTable("others", "Other tests (score, 95% CI)", (NAME, *columns), kept)
-
-
-def speculation_of(report: Report) -> TextTable | None:
-    """Return arm × tokens per verification and accepted drafts, on greedy text; ``None`` if no arm speculated."""
-    rows: list[tuple[str, ...]] = []
-    for arm in (*([report.control] if report.control else []), *report.candidates):
-        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.key)), None)
-        if found is not None:
-            figures = (found.metric(one.key) for one in (ACCEPTANCE_LENGTH, ACCEPTANCE_RATE))
-            rows.append((one_line(arm.name), *(str(estimate_of(metric)) for metric in figures)))
-    columns = (NAME, "tokens per verification", "accepted")
-    title = "Speculation on greedy text, counted by the engine"
-    return TextTable("speculation", title, columns, tuple(rows)) if rows else None
 
 
 def remarks_of(report: Report) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,6 @@ from fidelab.report.summary import (
     partings_of,
     performance_of,
     remarks_of,
-    speculation_of,
     titled,
     truth_line,
     ways_of,
@@ -259,8 +258,7 @@ def build_view(report: Report) -> View:
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
     sizes = Sizes.of(report.reference, report.candidates, [report.control] if report.control else [])
-    sized = _sized(sizes)
-    size, unit = sized(report.reference)
+    size, unit = _size(sizes, report.reference)
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
     rows = tuple(_row(role, arm, report, sizes) for role, arm in arms)
@@ -294,7 +292,6 @@ def build_view(report: Report) -> View:
             contexts_of(report),
             groups_of(report, "domain"),
             groups_of(report, "structure"),
-            speculation_of(report),
             other_tests_table(report),
             ways_of(report),
         ),
@@ -302,11 +299,11 @@ def build_view(report: Report) -> View:
         engine_remarks=engine_remarks_of(report),
         truth=truth_line(report),
         points=(
-            *(_points(sized, "control", report.control) if report.control else ()),
+            *(_points(sizes, "control", report.control) if report.control else ()),
             *(
                 replace(point, chosen=report.recommendation is not None and report.recommendation.arm == arm.name)
                 for number, arm in enumerate(report.candidates)
-                for point in _points(sized, "candidate", arm, number)
+                for point in _points(sizes, "candidate", arm, number)
             ),
         ),
         run_details=tuple(_run_details(report)),
@@ -675,29 +672,18 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
 _SIGNS = {"≈": "equal within 10%", "?": "no difference shown"}
 
 
-Sized = Callable[[ArmRecord], tuple[float | None, str]]
-
-
-def _sized(sizes: Sizes) -> Sized:
+def _size(sizes: Sizes, arm: ArmRecord) -> tuple[float | None, str]:
     """The size by which arms of this report are compared, and its unit: of caches, of weights, or of both."""
-
-    def size(arm: ArmRecord) -> tuple[float | None, str]:
-        cache, weights = (arm.ran.packed_cache_bytes, arm.ran.size) if arm.ran else (None, None)
-        match sizes.what:
-            case "weights":
-                return weights and weights / 2**20, "MiB of weights"
-            case "total":
-                both = None if cache is None or weights is None else weights + (sizes.n_ctx or 0) * cache
-                return both and both / 2**20, f"MiB of weights and of cache at {sizes.n_ctx or 0:,} tokens"
-            case _:
-                return cache, CACHE_SIZE
-
-    return size
+    size = sizes.of_arm(arm)
+    if sizes.what == "cache":
+        return size, CACHE_SIZE
+    cache = f" and of cache at {sizes.n_ctx or 0:,} tokens" if sizes.what == "total" else ""
+    return size and size / MIB, f"MiB of weights{cache}"
 
 
-def _points(sized: Sized, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
+def _points(sizes: Sizes, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
     mean = arm.axes[DECIDING].metric("mean", {}) if DECIDING in arm.axes else None
-    size, unit = sized(arm)
+    size, unit = _size(sizes, arm)
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
     name, key, place = one_line(arm.name), _key(role, arm), arm_id(role, number)

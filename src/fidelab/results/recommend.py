@@ -81,25 +81,26 @@ class Sizes:
     @classmethod
     def of(cls, reference: ArmRecord, candidates: Sequence[ArmRecord], others: Sequence[ArmRecord] = ()) -> Sizes:
         """Return the sizes of the arms that ran."""
-        arms = [reference, *(arm for arm in candidates if arm.ran is not None and arm.measured)]
-        caches = [arm.ran.packed_cache_bytes if arm.ran else None for arm in arms]
-        weights = [arm.ran.size if arm.ran else None for arm in arms]
+        arms = [arm for arm in candidates if arm.ran is not None and arm.measured]
+        caches, weights = ({_bytes_of(kind, arm) for arm in (reference, *arms)} for kind in ("cache", "weights"))
         n_ctx = reach(candidates)
-        names = [arm.name for arm in arms[1:]]
-        if len({*weights}) > 1 and None not in weights:
-            if len({*caches}) > 1 and None not in caches and n_ctx:
-                sums = [w + n_ctx * c for w, c in zip(weights, caches, strict=True) if w is not None and c is not None]
-                return cls("total", dict(zip(names, sums[1:], strict=True)), sums[0], REFERENCE, n_ctx)
-            known = [float(w) for w in weights if w is not None]
-            return cls("weights", dict(zip(names, known[1:], strict=True)), known[0], REFERENCE)
-        wide = [
-            (size, arm.kv_text if size == (arm.ran and arm.ran.cache_bytes_per_token) else "16 bits")
-            for arm in (reference, *others, *candidates)
-            if (size := bytes_in_16_bits(arm))
-        ]
-        base, name = min(wide, key=lambda known: (known[0], known[1] == "16 bits"), default=(caches[0], REFERENCE))
-        sizes = {name: size for name, size in zip(names, caches[1:], strict=True) if size is not None}
-        return cls("cache", sizes, base, name)
+        what = "cache"
+        if len(weights) > 1 and None not in weights:
+            what = "total" if len(caches) > 1 and None not in caches and n_ctx else "weights"
+        base, name = _bytes_of(what, reference, n_ctx), REFERENCE
+        if what == "cache":
+            wide = [
+                (size, arm.kv_text if size == (arm.ran and arm.ran.cache_bytes_per_token) else "16 bits")
+                for arm in (reference, *others, *candidates)
+                if (size := bytes_in_16_bits(arm))
+            ]
+            base, name = min(wide, key=lambda known: (known[0], known[1] == "16 bits"), default=(base, name))
+        sizes = {arm.name: size for arm in arms if (size := _bytes_of(what, arm, n_ctx)) is not None}
+        return cls(what, sizes, base, name, n_ctx if what == "total" else None)
+
+    def of_arm(self, arm: ArmRecord) -> float | None:
+        """Return the size of any arm of the report, bytes."""
+        return _bytes_of(self.what, arm, self.n_ctx)
 
     def saving(self, name: str) -> float | None:
         """Return the share of the base's bytes that an arm saves; negative if it takes more."""
@@ -117,6 +118,15 @@ class Sizes:
             return f"{abs(saving):.0%} {than} KV cache than {one_line(self.base_name)}"
         what = "of weights" if self.what == "weights" else f"of weights and cache at {self.n_ctx:,} tokens"
         return f"{share} than the reference ({size / 2**20:,.0f} MiB {what})"
+
+
+def _bytes_of(what: str, arm: ArmRecord, n_ctx: int | None = None) -> float | None:
+    cache, weights = (arm.ran.packed_cache_bytes, arm.ran.size) if arm.ran else (None, None)
+    if what == "cache":
+        return cache
+    if what == "weights" or weights is None:
+        return weights
+    return None if cache is None else weights + (n_ctx or 0) * cache
 
 
 def reach(arms: Sequence[ArmRecord]) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fidelab.core.errors import UsageError
@@ -133,36 +133,26 @@ def _failed(measurement: Measurement) -> Iterator[Metric]:
 
 _TEXT, _FLOAT, _COUNT, _FLAG = "string", "float64", "Int64", "boolean"
 _KINDS: Mapping[type, str] = {str: _TEXT, float: _FLOAT, int: _COUNT, bool: _FLAG}
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column: its name, its pandas type, and its content with the unit."""
-
-    name: str
-    dtype: str
-    about: str
-
-
 _REQUESTED_COLUMNS = ("run_id", "role", "name", "engine", "model", "kv", "k", "v")
-
-Row = dict[str, Any]
-
-
-def columns(report: Report) -> list[Column]:
-    """Return the columns of :func:`build_frame`.
-
-    Those of the arm itself are always there.  Every axis and bench follows with ``<name>_status``, ``…_reason``,
-    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, followed by the shape of work
-    (``decode_isolated_depth_512_batch_1``) and ``_`` for spaces and punctuation; ``…_ci_low`` and ``…_ci_high`` are
-    the ends of a 95% interval, ``…_low`` and ``…_high`` the smallest and the largest repeat, ``…_steady`` says whether
-    the last three repeats agree.  Facts of a shape of work are columns, too (``serving_valid_context_512_…``).
-    """
-    return _frame(report)[0]
+_ARM_COLUMNS = {
+    **dict.fromkeys((*_REQUESTED_COLUMNS, "k_dtype", "v_dtype"), _TEXT),
+    "cache_bytes_per_token": _FLOAT,
+    **dict.fromkeys(("weight_bytes", "simulated_weight_bytes"), _COUNT),
+    **dict.fromkeys(("status", "reason", "band", "at_best", "modified", "sentence"), _TEXT),
+    **dict.fromkeys(("composite", "composite_ci_low", "composite_ci_high"), _FLOAT),
+    **dict.fromkeys(("timing_load_seconds", "timing_seconds"), _FLOAT),
+}
+"""Columns of the arm itself, with their pandas types; they are always there."""
 
 
 def build_frame(report: Report) -> pd.DataFrame:
     """Return one row per arm: reference, control, candidates, and the floor if it was measured.
+
+    Every axis and bench follows the columns of the arm itself with ``<name>_status``, ``…_reason``, ``…_n_items``,
+    ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, followed by the shape of work
+    (``decode_isolated_depth_512_batch_1``) and ``_`` for spaces and punctuation; ``…_ci_low`` and ``…_ci_high`` are
+    the ends of a 95% interval, ``…_low`` and ``…_high`` the smallest and the largest repeat, ``…_steady`` says whether
+    the last three repeats agree.  Facts of a shape of work are columns, too (``serving_valid_context_512_…``).
 
     Absent is ``NaN`` in columns of numbers and ``<NA>`` in all others.
 
@@ -173,126 +163,69 @@ def build_frame(report: Report) -> pd.DataFrame:
         import pandas as pd
     except ImportError as error:
         raise UsageError(f"a data frame needs pandas ({error}): pip install pandas") from None
-    listed, rows = _frame(report)
-    return pd.DataFrame(
-        {column.name: pd.Series([row.get(column.name) for row in rows], dtype=column.dtype) for column in listed}
-    )
-
-
-def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
     shown += [("candidate", arm) for arm in report.candidates]
-    heads = [_arm_cells(report, role, arm) for role, arm in shown]
-    per_arm = [{**arm.axes, **arm.benches} for _, arm in shown]
+    rows = [_arm_row(report, role, arm) for role, arm in shown]
+    measured = [{**arm.axes, **arm.benches} for _, arm in shown]
     if report.floor:
-        heads.append(
-            [cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _REQUESTED_COLUMNS]
-        )
-        per_arm.append(report.floor)
-    listed = {column.name: column for column, _ in heads[0]}
-    rows = [{column.name: value for column, value in head} for head in heads]
-    for group in dict.fromkeys(group for measurements in per_arm for group in measurements):
-        for row, measurements in zip(rows, per_arm, strict=True):
-            for column, value in _cells(group, measurements.get(group)):
-                known = listed.setdefault(column.name, column)
-                if known.dtype != column.dtype:  # a fact that is a number here and a word there
-                    numbers = {known.dtype, column.dtype} == {_FLOAT, _COUNT}
-                    listed[column.name] = replace(known, dtype=_FLOAT if numbers else _TEXT)
-                row.setdefault(column.name, value)
-    return list(listed.values()), rows
+        row = _arm_row(report, "floor", report.reference)
+        rows.append({name: row[name] for name in _REQUESTED_COLUMNS})
+        measured.append(report.floor)
+    kinds = dict(_ARM_COLUMNS)
+    for group in dict.fromkeys(group for measurements in measured for group in measurements):
+        for row, measurements in zip(rows, measured, strict=True):
+            for name, kind, value in _cells(group, measurements[group]) if group in measurements else ():
+                known = kinds.setdefault(name, kind)
+                if known != kind:  # a fact that is a number here and a word there
+                    kinds[name] = _FLOAT if {known, kind} == {_FLOAT, _COUNT} else _TEXT
+                row.setdefault(name, value)
+    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in kinds.items()})
 
 
-def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, Any]]:
-    """Columns of an arm besides its measurements."""
+def _arm_row(report: Report, role: str, arm: ArmRecord) -> dict[str, Any]:
+    """Values of :data:`_ARM_COLUMNS`."""
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
-    modified = ran.modified if ran else ()
-    return [
-        (Column(name, dtype, about), value)
-        for name, dtype, about, value in (
-            ("run_id", _TEXT, "Name of the run's folder.", report.run_id),
-            ("role", _TEXT, "reference, control, candidate or floor (the reference against a replicate).", role),
-            ("name", _TEXT, "Short name of the arm; the floor has the reference's.", arm.name),
-            ("engine", _TEXT, "Engine that runs it.", arm.engine),
-            ("model", _TEXT, "The model as the user knows it.", arm.model),
-            ("kv", _TEXT, "Formats that were asked for the cache.", kv and kv.text),
-            ("k", _TEXT, "Format of the keys that was asked for.", kv and str(kv.k)),
-            ("v", _TEXT, "Format of the values that was asked for.", kv and str(kv.v)),
-            ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
-            ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
-            ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
-            ("weight_bytes", _COUNT, "Bytes of the weights in the checkpoint's files.", ran and ran.weight_bytes),
-            (
-                "simulated_weight_bytes",
-                _COUNT,
-                "Bytes of the weights in the formats to which they were rounded.",
-                ran and ran.simulated_weight_bytes,
-            ),
-            ("status", _TEXT, "How the arm ended; absent for the floor.", arm.status.value),
-            ("reason", _TEXT, "Why, in one line.", arm.reason),
-            ("band", _TEXT, "EXCELLENT, PASS, DEGRADED or FAIL; absent: no verdict.", verdict and verdict.band),
-            ("at_best", _TEXT, "Best band still possible without a verdict.", verdict and verdict.at_best),
-            ("modified", _TEXT, "Packages not as released, and shims.", "; ".join(modified) or None),
-            ("sentence", _TEXT, "What to do with a candidate.", verdict and verdict.sentence),
-            ("composite", _FLOAT, "Harmonic mean of scores, 0-100; never a verdict.", composite and composite.value),
-            ("composite_ci_low", _FLOAT, "Lower end of its 95% interval.", low),
-            ("composite_ci_high", _FLOAT, "Upper end of its 95% interval.", high),
-            (
-                "timing_load_seconds",
-                _FLOAT,
-                "From the job's arrival in the worker to the loaded model; without imports that arms share.",
-                timing and timing.load_seconds,
-            ),
-            ("timing_seconds", _FLOAT, "All captures of the arm.", timing and timing.seconds),
-        )
-    ]
+    values = (
+        *(report.run_id, role, arm.name, arm.engine, arm.model),
+        *(kv and kv.text, kv and str(kv.k), kv and str(kv.v)),
+        *(ran and ran.k_dtype, ran and ran.v_dtype, ran and ran.cache_bytes_per_token),
+        *(ran and ran.weight_bytes, ran and ran.simulated_weight_bytes),
+        *(arm.status.value, arm.reason, verdict and verdict.band, verdict and verdict.at_best),
+        *("; ".join(ran.modified if ran else ()) or None, verdict and verdict.sentence),
+        *(composite and composite.value, low, high, timing and timing.load_seconds, timing and timing.seconds),
+    )
+    return dict(zip(_ARM_COLUMNS, values, strict=True))
 
 
-def _cells(group: str, measurement: Measurement | None) -> Iterator[tuple[Column, Any]]:
-    """Every number and word of a measurement under its column."""
-    if measurement is None:
-        return
-    for name, dtype, about, value in (
-        ("status", _TEXT, f"How {group} ended.", measurement.status.value),
-        ("reason", _TEXT, f"Why {group} ended so, in one line.", measurement.reason),
-        ("n_items", _COUNT, "Items asked.", measurement.n_items),
-        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", measurement.n_failed),
-    ):
-        yield Column(_column_name(group, name), dtype, about), value
+def _cells(group: str, measurement: Measurement) -> Iterator[tuple[str, str, Any]]:
+    """Every number and word of a measurement: column, type, value."""
+    yield _column(group, "status"), _TEXT, measurement.status.value
+    yield _column(group, "reason"), _TEXT, measurement.reason
+    yield _column(group, "n_items"), _COUNT, measurement.n_items
+    yield _column(group, "n_failed"), _COUNT, measurement.n_failed
     yield from _facts(group, "", measurement.facts)
     for metric in measurement.metrics:
-        yield from _metric_cells(group, metric)
+        name = _column(group, metric.key, label(metric.cell))
+        yield name, _FLOAT, metric.value
+        for suffix, ends in (("_ci", metric.ci), ("", metric.span)):
+            if ends is not None:
+                yield f"{name}{suffix}_low", _FLOAT, ends[0]
+                yield f"{name}{suffix}_high", _FLOAT, ends[1]
+        if metric.steady is not None:
+            yield f"{name}_steady", _FLAG, metric.steady
     for cell in measurement.cells:
         at = label(cell.at)
-        yield Column(_column_name(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
-        yield (
-            Column(_column_name(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."),
-            cell.valid,
-        )
+        yield _column(group, "status", at), _TEXT, cell.status.value
+        yield _column(group, "valid", at), _FLAG, cell.valid
         yield from _facts(group, at, cell.facts)
 
 
-def _facts(group: str, at: str, facts: Mapping[str, Any]) -> Iterator[tuple[Column, Any]]:
+def _facts(group: str, at: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     for fact, value in facts.items():
         if (kind := _KINDS.get(type(value))) is not None:
-            about = ", ".join(filter(None, (f"{group}: {fact}", at)))
-            yield Column(_column_name(group, fact, at), kind, about), value
+            yield _column(group, fact, at), kind, value
 
 
-def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
-    at = label(metric.cell)
-    name = _column_name(group, metric.key, at)
-    about = ", ".join(filter(None, (metric.name, metric.unit, at)))
-    about += f": {metric.about}" if metric.about else ""
-    yield Column(name, _FLOAT, about), metric.value
-    for suffix, ends, what in (("_ci", metric.ci, "end of the 95% interval of"), ("", metric.span, "repeat of")):
-        if ends is not None:
-            lower, upper = ("Lower", "Upper") if suffix else ("Smallest", "Largest")
-            yield Column(f"{name}{suffix}_low", _FLOAT, f"{lower} {what} {about}"), ends[0]
-            yield Column(f"{name}{suffix}_high", _FLOAT, f"{upper} {what} {about}"), ends[1]
-    if metric.steady is not None:
-        yield Column(f"{name}_steady", _FLAG, f"Whether the last three repeats agree: {about}"), metric.steady
-
-
-def _column_name(group: str, name: str, at: str = "") -> str:
+def _column(group: str, name: str, at: str = "") -> str:
     return "_".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in (group, name, at))))

@@ -23,8 +23,8 @@ from fidelab.core.errors import EngineError, InputError, NotSupportedError, Usag
 from fidelab.engines.hf.weights import NATIVE
 from fidelab.formats import create
 from fidelab.formats.base import Format
-from fidelab.metrics.cliff import asymmetry, cliff, rank_correlation
-from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.metrics.cliff import asymmetry, cliff
+from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
@@ -51,17 +51,14 @@ Side = Literal["keys", "values", "both"]
 
 CLIFF = Definition("cliff", "count", None, "widest bits at which one bit less costs 0.1 nats per token or more")
 ASYMMETRY = Definition("asymmetry", "ratio", None, "ΔPPL with rounded keys over ΔPPL with rounded values")
-CORRELATION = Definition("rank_correlation", "", None, "Spearman's, of a known number with the losses of single places")
 
 _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
 _PER_TOKEN_HEAD = ("int8", "int4")  # on vLLM
 _EQUALLY_STORED = (*VLLM, *_PER_TOKEN_HEAD)
-_STATISTICS = {"amax of K": "k_amax", "channel kurtosis of K": "k_kurtosis", "amax of V": "v_amax"}
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
-_PREDICTED = 4  # bits, where that is among the widths
 _RIVALS = 6  # pairs of formats that a plan has to beat: those that take the most of the budget
 
 
@@ -70,7 +67,6 @@ class _Statistics:
     """Statistics of keys and values in one window: arrays by layer."""
 
     windows: list[dict[str, Any]]
-    k_bias: list[float | None]
 
     @property
     def layers(self) -> list[int]:
@@ -169,11 +165,10 @@ class _Cache(Question):
         return {"native_nll": float(known.mean()) if len(known) else None}
 
     def findings(self, found: Found) -> tuple[Metric, ...]:
-        """Return cliffs, asymmetries, and how well known statistics rank the losses of single layers or heads."""
+        """Return cliffs and asymmetries."""
         return (
             *(self._cliff(side, found) for side in _SIDES if self.widths),
             *(metric for width in self.widths if (metric := self._asymmetry(width, found)) is not None),
-            *self._predictors(found),
         )
 
     def _whole(self, side: Side, found: Found) -> dict[int, Rows]:
@@ -197,37 +192,6 @@ class _Cache(Question):
         ratio = asymmetry(k.rows.nll_ref, k.rows.nll_test, v.rows.nll_test, k.clusters)
         return ASYMMETRY(ratio and ratio[0], ratio and ratio[1], cell={"bits": width})
 
-    def _predictors(self, found: Found) -> Iterator[Metric]:
-        """Rank correlations of one window's statistics, and of biases, with the KL of single layers or heads."""
-        if not self.widths:
-            return
-        width = _PREDICTED if _PREDICTED in self.widths else self.widths[len(self.widths) // 2]
-        for name, values in self._predictor_values().items():
-            side: Side = "values" if name.endswith("V") else "keys"
-            pairs = [
-                (value, rows.mean)
-                for place, value in values.items()
-                if isinstance(rows := found[self._cell(place, side, _int(width, self.group)).text], Rows)
-            ]
-            result = rank_correlation([x for x, _ in pairs], [y for _, y in pairs])
-            at: Coordinates = {"predictor": name, "side": side, "bits": width, "places": len(pairs)}
-            yield CORRELATION(result and result[0], result and result[1], cell=at)
-
-    def _predictor_values(self) -> dict[str, dict[str, float]]:
-        """Predictor → place → its value."""
-        known = dict[str, dict[str, float]]()
-        if self.by == "cache":
-            return known
-        for number, layer in enumerate(self.statistics.layers):
-            for name, key in _STATISTICS.items():
-                values = self.statistics.windows[0][key][number]
-                heads = {f"{layer}.{head}": value for head, value in enumerate(values)}
-                known.setdefault(name, {}).update({str(layer): max(values)} if self.by == "layer" else heads)
-            bias = self.statistics.k_bias[layer] if layer < len(self.statistics.k_bias) else None
-            if bias is not None and self.by == "layer":
-                known.setdefault("largest bias of K", {})[str(layer)] = bias
-        return known
-
     def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
         cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.key == CLIFF.key]
         if cliffs:
@@ -240,14 +204,6 @@ class _Cache(Question):
                 parts.append(f"{one.cell['bits']} bits: {said}")
         if parts:
             yield f"ΔPPL of keys over that of values at {'; '.join(parts)}."
-        for one in findings:
-            if one.key == CORRELATION.key and one.value is not None:
-                span = "" if one.interval is None else f" ({one.interval[0]:.2f} to {one.interval[1]:.2f})"
-                at = one.cell
-                yield (
-                    f"{at['predictor']} in one window orders the losses of {at['side']} at {at['bits']} bits by a rank "
-                    f"correlation of {one.value:.2f}{span} over {counted(int(at['places']), 'place')}."
-                )
 
     def heatmap(self, rows: Sequence[StudyRow]) -> Heatmap:
         """Draw layer or head × width, a grid for keys and one for values; or side × width of the whole cache."""
@@ -535,4 +491,4 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     found = facts.get("statistics")
     if not found or not found[0]["layers"]:
         raise EngineError("the model wrote no keys and values into its cache")
-    return _Statistics(found, facts["k_bias"])
+    return _Statistics(found)

@@ -6,7 +6,6 @@ What an engine cannot do stays in its rows; the others go on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -35,10 +34,8 @@ from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.run.deploy import engine_class
-from fidelab.run.estimate import Estimate
 from fidelab.run.pairing import ArmResult, Scorer
 from fidelab.run.pipeline import execute, read_outcomes
-from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.resolve import load_axis, load_bench
 from fidelab.run.runner import Listener
 from fidelab.studies.study import arm_of, new_study, write_study
@@ -111,29 +108,15 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     return study, folder
 
 
-@dataclass(frozen=True)
-class PlannedLine:
-    """One engine of a planned experiment.  ``planning``: seconds to prepare its runs.
-
-    ``prepared``: its run of the axes; ``None``, with a ``reason``, where it cannot run.
-    """
-
-    label: str
-    planning: float
-    expected: Estimate
-    prepared: Prepared | None = None
-    reason: str = ""
-
-
-def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
-    """Plan :func:`run_cross` without running anything.
+def experiments_of(cross: CrossEngine) -> dict[str, Experiment]:
+    """Return the experiment of each engine by the name of its line, without running anything.
 
     Raises as :func:`run_cross`.
     """
     cross = _filled(cross)
     resolve(cross.model)
     nowhere = Path(cross.output_dir) / "dry-run"
-    return [_Line(cross, line, nowhere, "", lambda _what: None).plan() for line in cross.engines]
+    return {line.label: _experiment(cross, line, nowhere) for line in cross.engines}
 
 
 def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[StudyRow, ...]:
@@ -150,45 +133,35 @@ def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[St
 # ------------------------------------------------------------------------------------------- one engine
 
 
+@dataclass(frozen=True)
 class _Line:
     """One engine of the experiment."""
 
-    def __init__(self, cross: CrossEngine, line: EngineLine, folder: Path, command: str, watch: CrossWatch) -> None:
-        self._cross = cross
-        self._line = line
-        self._folder = folder
-        self._command = command
-        self._watch = watch
-        self._experiment = _experiment(cross, line, folder)
-
-    def plan(self) -> PlannedLine:
-        """Plan of :meth:`measure`."""
-        label, began = self._line.label, time.monotonic()
-        try:
-            prepared = prepare(self._experiment, convert=False)
-            expected = prepared.estimate()
-        except FidelabError as error:
-            return PlannedLine(label, time.monotonic() - began, Estimate(), reason=str(error))
-        return PlannedLine(label, time.monotonic() - began, expected, prepared)
+    cross: CrossEngine
+    line: EngineLine
+    folder: Path
+    command: str
+    watch: CrossWatch
 
     def measure(self) -> tuple[list[StudyRow], ArmResult | None]:
         """Rows about this engine, what it cannot do included; and its reference, where that was asked."""
+        experiment = _experiment(self.cross, self.line, self.folder)
         try:
-            report, run = execute(self._experiment, command=self._command, listener=self._watch(self._line.label))
+            report, run = execute(experiment, command=self.command, listener=self.watch(self.line.label))
             reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
             return list(self._rows(report, run, reference)), reference
         except FidelabError as error:
             return [self._row("reference", Status.FAILED, str(error))], None
 
     def _rows(self, report: Report, run: RunFolder, reference: ArmResult) -> Iterator[StudyRow]:
-        line, cross, ran = self._line, self._cross, report.reference.ran
+        line, cross, ran = self.line, self.cross, report.reference.ran
         well, floor = report.reference.status is Status.OK, report.floor.get(DECIDING)
         facts = {
             "version": _version(line.engine, ran.versions if ran else {}),
             "KV": str(reference.arm.kv.label),
             "dtype": reference.arm.dtype,
             "rows from": _estimator(reference),
-            "run": str(run.path.relative_to(self._folder)),
+            "run": str(run.path.relative_to(self.folder)),
         }
         metrics = [_BYTES(ran.cache_bytes_per_token)] if ran and ran.cache_bytes_per_token is not None else []
         if (load := reference.timing.get("load_seconds")) is not None:
@@ -216,7 +189,7 @@ class _Line:
         return StudyRow(
             status=status,
             reason=reason,
-            at={"engine": self._line.label, PART: part, **at},
+            at={"engine": self.line.label, PART: part, **at},
             metrics=tuple(metrics),
             facts=dict(facts or {}),
             flags=tuple(flags),
@@ -232,7 +205,7 @@ class _Line:
                 metrics.append(mean.model_copy(update={"key": "kld", "name": "mean KL"}))
             if axis is not None and (score := axis.metric("score")) is not None:
                 metrics.append(score.model_copy(update={"key": _score_key(name), "name": f"{name} score"}))
-        facts = {"KV": self._line.candidate.label}
+        facts = {"KV": self.line.candidate.label}
         if (composite := arm.composite) is not None:
             metrics.append(_COMPOSITE(composite.value, composite.ci))
             if composite.band is not None:
@@ -255,7 +228,7 @@ class _Line:
             yield StudyRow(
                 status=cell.status if cell else bench.status,
                 reason=cell.reason if cell else bench.reason,
-                at={"engine": self._line.label, PART: "timing", "arm": role, **at},
+                at={"engine": self.line.label, PART: "timing", "arm": role, **at},
                 metrics=tuple(named),
                 flags=tuple(flags),
             )

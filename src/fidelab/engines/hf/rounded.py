@@ -83,15 +83,7 @@ class Rounding:
                 sink.add(index, self._model.stored(self._model.rows(states[rows], logits[0, -1:])))
                 sink.progress(len(window))
         facts = {"tokens": sum(map(len, request.windows)), "from_layer": start}
-        return {**facts, "statistics": statistics, "k_bias": self._k_bias()} if statistics else facts
-
-    def _k_bias(self) -> list[float | None]:
-        """The largest magnitude of each layer's bias of the K projection; ``None`` for a layer without one."""
-        found: list[float | None] = []
-        for layer in self._layers:
-            biases = [p for name, p in layer.named_parameters() if name.endswith("k_proj.bias")]
-            found.append(max((float(bias.abs().max()) for bias in biases), default=None))
-        return found
+        return {**facts, "statistics": statistics} if statistics else facts
 
     def _chosen(self, text: str) -> list[tuple[ModelWeight, Any]]:
         rules = parse_rules(text)
@@ -250,25 +242,15 @@ class _Rounded(DynamicCache):
     def statistics(self) -> dict[str, Any]:
         """Statistics by layer of the window that was written, before rounding.
 
-        ``k_amax``, ``v_amax``: largest magnitude of each head.  ``k_kurtosis``: of each head, the kurtosis over its
-        channels of their root mean square: 3 for a Gaussian spread, large where few channels stand out.
-        ``head_dim``: K's and V's.
+        ``k_amax``, ``v_amax``: largest magnitude of each head.  ``head_dim``: K's and V's.
         """
         amax = [[side.abs().amax((0, 2, 3)).tolist() for side in sides] for sides in self._seen.values()]
         return {
             "layers": [*self._seen],
             "k_amax": [k for k, _ in amax],
             "v_amax": [v for _, v in amax],
-            "k_kurtosis": [_kurtosis(k.float().square().mean((0, 2)).sqrt()).tolist() for k, _ in self._seen.values()],
             "head_dim": [[k.shape[-1], v.shape[-1]] for k, v in self._seen.values()],
         }
-
-
-def _kurtosis(x: Tensor) -> Tensor:
-    """Fourth central moment over the squared variance, along the last dimension; 0 where nothing varies."""
-    centred = x.double() - x.double().mean(-1, keepdim=True)
-    variance = centred.square().mean(-1)
-    return torch.where(variance > 0, centred.pow(4).mean(-1) / variance.square().clamp_min(1e-300), 0.0)
 
 
 def _with_band(held: Tensor, written: Tensor) -> Tensor:
