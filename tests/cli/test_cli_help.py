@@ -33,7 +33,6 @@ COMMANDS = [
     ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
-    ("estimate", "explain"),
     ("diagnose",),
     ("diagnose", "layers"),
     ("diagnose", "sensitivity"),
