@@ -33,7 +33,7 @@ OTHERS = {
     "--random-output-len": {"bench capacity": "one number"},
     "--all": {"serve stop": "servers, not metrics"},
     "--base-url": {
-        "bench capacity": "instead of a model",
+        "bench capacity": "required, of any server",
         "bench serve": "required, of any server",
         "bench sweep": "required, of any server",
         "serve check": "what is checked, of any server",
@@ -64,7 +64,7 @@ OTHERS = {
     "--floor": {"diagnose layers": "captures all again, not a quarter"},
     "--force": {"serve start": "starts a server"},
     "--kv": {
-        "bench capacity": "formats of servers that are started",
+        "bench capacity": "a label",
         "estimate model": "formats of no run",
         "diagnose layers": "exactly one candidate",
         "diagnose sensitivity": "formats of no candidate",
