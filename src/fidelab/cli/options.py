@@ -448,7 +448,7 @@ class AxesOptions(TextOptions):
     traffic: Annotated[
         str | None,
         typer.Option(
-            help="Log of requests: OpenAI or gateway .jsonl, ShareGPT .json, .txt.",
+            help="Log of requests: OpenAI .jsonl, or plain .txt.",
             show_default=False,
         ),
     ] = None
