@@ -32,15 +32,8 @@ def test_text_file_has_a_prompt_per_line(tmp_path: Path) -> None:
     assert [(prompt.id, prompt.messages[0]["content"]) for prompt in prompts] == [("1", "one"), ("3", "two")]
 
 
-def test_limit_takes_the_first(tmp_path: Path) -> None:
-    assert [prompt.id for prompt in load_prompts(_file(tmp_path, "a\nb\nc\n", "p.txt"), limit=2)] == [
-        "1",
-        "2",
-    ]
-
-
 def test_package_has_prompts_of_its_own() -> None:
-    assert len(load_prompts(limit=10)) == 10
+    assert len(load_prompts()) >= 10
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fidelab.core.errors import InputError, UsageError
+from fidelab.core.errors import InputError
 from fidelab.inputs.files import DATA, json_lines, numbered_lines
 
 
@@ -24,8 +24,8 @@ class Prompt:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
-    """Return the first ``limit`` prompts (all by default) of a file, or of the package's own.
+def load_prompts(path: Path | None = None) -> tuple[Prompt, ...]:
+    """Return the prompts of a file, or the package's own.
 
     ``.jsonl``: one object per line with ``prompt`` (text) or ``messages`` (list of role and content), and optionally
     ``id`` and ``kind``.  ``.txt``: one prompt per line.  Blank lines do not count.
@@ -33,10 +33,7 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
     Raises:
         InputError: If the file does not exist, is not UTF-8, has no prompt, or has an invalid line (the message has its
             number).
-        UsageError: If the limit is below 1.
     """
-    if limit is not None and limit < 1:
-        raise UsageError(f"{limit} prompts: at least 1")
     source = path if path is not None else DATA / "prompts.jsonl"
     if source.suffix not in (".jsonl", ".txt"):
         raise InputError(f"prompt file {source}: the name should end in .jsonl or .txt")
@@ -50,7 +47,7 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
     ids = Counter(prompt.id for prompt in prompts)
     if repeated := [name for name, count in ids.items() if count > 1]:
         raise InputError(f"prompt file {source} has the id {repeated[0]!r} twice")
-    return prompts[:limit]
+    return prompts
 
 
 def _from_json(place: str, number: int, record: Any) -> Prompt:

@@ -100,17 +100,17 @@ class Model:
         )
         return batch * (sum(held) + math.ceil(self.geometry.state_bytes / self.tp))
 
-    def device_bytes(self, kv: KVSpec, tokens: int, batch: int, *, capped: bool = True) -> float:
+    def device_bytes(self, kv: KVSpec, tokens: int, batch: int) -> float:
         """Return the bytes that one device needs: its weights, the caches, the engine's overhead."""
-        return self.weight_bytes / self.tp + self.cache_bytes(kv, tokens, batch, capped=capped) + self.overhead_bytes
+        return self.weight_bytes / self.tp + self.cache_bytes(kv, tokens, batch) + self.overhead_bytes
 
-    def longest_context(self, kv: KVSpec, batch: int, memory: float, *, capped: bool = True) -> int | None:
+    def longest_context(self, kv: KVSpec, batch: int, memory: float) -> int | None:
         """Return the tokens per sequence that fit into ``memory`` bytes per device; 0: none, ``None``: no limit."""
-        return _largest(lambda tokens: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
+        return _largest(lambda tokens: self.device_bytes(kv, tokens, batch) <= memory)
 
-    def largest_batch(self, kv: KVSpec, tokens: int, memory: float, *, capped: bool = True) -> int | None:
+    def largest_batch(self, kv: KVSpec, tokens: int, memory: float) -> int | None:
         """Return the number of sequences of ``tokens`` tokens that fit; 0 if none fits, ``None``: no limit."""
-        return _largest(lambda batch: self.device_bytes(kv, tokens, batch, capped=capped) <= memory)
+        return _largest(lambda batch: self.device_bytes(kv, tokens, batch) <= memory)
 
     # ----------------------------------------------------------------------------------------- one step
 

@@ -223,13 +223,13 @@ def _signals_as_exceptions() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> list[Finding]:
+def check_server(arm: Arm, url: str, log: str = "") -> list[Finding]:
     """Compare a running server's settings with an arm's; ``log``: its output, if known.
 
     Raises:
         EngineError: If it cannot be reached, or does not belong to this engine.
     """
-    return findings(arm, Client(url, key, _SETTINGS_TIMEOUT), log)
+    return findings(arm, Client(url, None, _SETTINGS_TIMEOUT), log)
 
 
 _FIRST_START_NOTE = "the first start of this command here, which may compile"
