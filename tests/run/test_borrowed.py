@@ -288,6 +288,30 @@ def test_a_borrowed_reference_is_not_packed_again(packed: Path, tmp_path: Path) 
     )
 
 
+def test_auto_finds_the_pack_of_the_model_in_a_folder_of_packs(pack: Path, tmp_path: Path) -> None:
+    shutil.copytree(pack, pack.parent / "packs" / "a")
+    change(pack.parent / "packs" / "a", checkpoint_sha256="0" * 64)
+    shutil.copytree(pack, pack.parent / "packs" / "b")
+    done = borrow(tmp_path, "auto", "--references", pack.parent / "packs")
+    assert done.code == 0, done.err
+    assert done.report["borrowed"]["place"] == "b"
+
+
+def test_auto_runs_the_reference_where_no_place_has_one_and_names_places_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "manifest.json").write_text("{")
+    places = [word for place in ("nothing", "broken") for word in ("--references", tmp_path / place)]
+    done = borrow(tmp_path, "auto", *places, "--axes", "kld", "--windows", 12, "--n-ctx", 16)
+    assert done.code == 2 or done.report["borrowed"] is None
+    assert "leave out --windows" not in done.err
+    assert "none of 2 places has one" in done.err
+    assert "broken: manifest.json is damaged" in done.err
+
+
 def elsewhere(run: Path, to: Path) -> Path:
     """A copy of a run, made on another machine by what it says."""
     shutil.copytree(run.parent, to)

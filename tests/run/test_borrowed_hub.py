@@ -233,3 +233,12 @@ def test_what_is_wrong_on_the_hub_is_one_line(
     assert code == 2
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+def test_auto_finds_a_reference_on_the_hub_by_its_manifest_alone(hub: Store, local: Done, tmp_path: Path) -> None:
+    share(hub, local)
+    missing, here = "hf://owner/missing", PLACE
+    code, _, err = borrow(hub.endpoint, tmp_path, "auto", "--references", missing, "--references", here, "--dry-run")
+    assert code == 0, err
+    assert "owner/missing is neither a path here nor a repository on the hub" in err
+    assert f"found {PLACE}" in err

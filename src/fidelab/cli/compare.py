@@ -64,9 +64,21 @@ def compare(
     reference: Annotated[
         str | None,
         typer.Option(
-            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder or hf://owner/name. \\[default: native]",
+            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
+            "auto. \\[default: native]",
             show_default=False,
             autocompletion=options.complete_kv,
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
+    references: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--references",
+            metavar="PLACE",
+            envvar="FIDELAB_REFERENCES",
+            help="Place that --reference auto searches: pack, folder of packs or hf://owner/name. Repeatable.",
+            show_default=False,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -234,10 +246,10 @@ def compare(
     else:
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
         changes = []
-    if reference is not None and serve is None and (borrowed := _borrowed(reference, context)):
+    if reference is not None and serve is None and (borrowed := _borrowed(reference, references, model, context)):
         arms = {**{key: value for key, value in arms.items() if key != "reference"}, "reference_from": borrowed}
         candidate = candidate or ([] if kv or vary else [f"name={Path(model or '').name or 'candidate'}"])
-    elif reference == "auto":
+    elif reference == _AUTO:
         arms.pop("reference")
     if not kv and not candidate and not vary and not changes:
         ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS with --serve"
@@ -269,24 +281,32 @@ def compare(
     launch(experiment_from(data, "compare", overrides or [], trusted), show, dry_run, secrets)
 
 
+_AUTO = "auto"
 _WINDOWS = ("text", "prompts", "traffic", "quick", "windows", "n_ctx", "protocol", "stride", "limit", "control")
 
 
-def _borrowed(reference: str, context: typer.Context) -> str | None:
+def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, context: typer.Context) -> str | None:
     """Return the place of a packed reference; ``None`` for a reference that runs here.
 
     Raises:
         UsageError: If a flag asks for other windows than the pack's.
     """
     from fidelab.core.errors import UsageError
-    from fidelab.run.borrow import HUB
+    from fidelab.models import resolve
+    from fidelab.run.borrow import HUB, find_for
 
-    if not reference.startswith(HUB) and not Path(reference).expanduser().is_dir():
-        return None
-    given = options.given_flags(context)
-    if useless := next((given[name] for name in _WINDOWS if name in given), None):
-        raise UsageError(f"a borrowed reference fixes windows and settings: leave out {useless}")
-    return reference
+    place: str | None = reference
+    if reference == _AUTO:
+        place = find_for(resolve(model or ""), places or [], lambda text: note(f"fidelab: {text}"))
+        where = f"found {place}" if place else f"none of {len(places or [])} places has one, it runs here"
+        note(f"fidelab: reference of {model}: {where}")
+    elif not reference.startswith(HUB) and not Path(reference).expanduser().is_dir():
+        place = None
+    if place is not None:
+        given = options.given_flags(context)
+        if useless := next((given[name] for name in _WINDOWS if name in given), None):
+            raise UsageError(f"a borrowed reference fixes windows and settings: leave out {useless}")
+    return place
 
 
 def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fidelab.config.load import expand
@@ -27,8 +28,8 @@ def split_place(place: str) -> tuple[str, str | None]:
     return match["repo"], match["revision"]
 
 
-def find_pack(place: str) -> Pack:
-    """Find the pack in a folder or on the hub.
+def find_pack(place: str, *, whole: bool = True) -> Pack:
+    """Find the pack in a folder or on the hub. Without ``whole``, only the manifest is fetched from the hub.
 
     If the hub cannot be reached, a pack that was fetched before is used.
 
@@ -53,11 +54,35 @@ def find_pack(place: str) -> Pack:
     folder = hub.dataset_files(repo, revision, [MANIFEST])  # by its name, under which it is then found offline
     place = f"{HUB}{repo}@{folder.name}"
     pack = read_pack(folder, place)
-    for file in pack.manifest.files:
-        if sizes.get(file.name) != file.bytes:
-            raise CaptureError(f"{place}: {file.name} is missing or truncated there; publish the pack again")
-    hub.dataset_files(repo, folder.name, [file.name for file in pack.manifest.files])
+    if whole:
+        for file in pack.manifest.files:
+            if sizes.get(file.name) != file.bytes:
+                raise CaptureError(f"{place}: {file.name} is missing or truncated there; publish the pack again")
+        hub.dataset_files(repo, folder.name, [file.name for file in pack.manifest.files])
     return pack
+
+
+def find_for(model: Model, places: Sequence[str], note: Callable[[str], None]) -> str | None:
+    """Return the first place that has a pack of this checkpoint; ``None`` if none has.
+
+    A place is a pack, on the hub or in a folder, or a folder of packs. Places that cannot be read or reached are noted.
+    """
+    for place in places:
+        for one in _inside(place):
+            try:
+                if find_pack(one, whole=False).manifest.checkpoint_sha256 == model.weights:
+                    return one
+            except FidelabError as error:
+                note(str(error))
+    return None
+
+
+def _inside(place: str) -> Iterator[str]:
+    folder = Path() if place.startswith(HUB) else expand(place)
+    if place.startswith(HUB) or (folder / MANIFEST).is_file() or not folder.is_dir():
+        yield place
+    else:
+        yield from (str(path.parent) for path in sorted(folder.glob(f"*/{MANIFEST}")))
 
 
 def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
