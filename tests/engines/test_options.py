@@ -84,7 +84,6 @@ def test_what_the_engine_refuses_is_said_in_its_own_words(options: dict[str, str
         (VLLMEngine, "enable-prefix-caching", "axis paths"),
         (VLLMEngine, "kv-cache-dtype", "write kv="),
         (SGLangEngine, "disable-radix-cache", "axis paths"),
-        (SGLangEngine, "speculative-algorithm", "engines vllm and llamacpp speculate"),
         (LlamaCppEngine, "type-k", "write kv="),
         (HFEngine, "torch-dtype", "write dtype="),
     ],

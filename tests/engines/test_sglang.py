@@ -6,6 +6,7 @@ The hooks are given batches as SGLang's scheduler makes them; ``tests/real/test_
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.sglang import capture as sglang_capture
 from fidelab.engines.sglang import launch as sglang_launch
@@ -26,7 +27,8 @@ from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.sglang.capture import _Capture, _end
 from fidelab.engines.sglang.launch import arguments
 from fidelab.engines.sglang.read_back import _scales, _stored_format
-from fidelab.engines.sglang.session import SGLangRequest, SGLangSession
+from fidelab.engines.sglang.session import SGLangRequest, SGLangSession, _counted
+from fidelab.engines.speculation import Drafts
 from fidelab.engines.written import watched
 
 WIDTH, VOCAB = 4, 6
@@ -178,10 +180,10 @@ class Scheduler:
         wanted = {"tokens": tokens, "first": first, "live": 0, "force": [], "about": False, **asked}
         (self.folder / f"{request}.json").write_text(json.dumps(wanted))
 
-    def run(self, batch: Any, broken: Sequence[int] = (), width: int | None = None) -> Tensor:
+    def run(self, batch: Any, draft: bool = False, broken: Sequence[int] = (), width: int | None = None) -> Tensor:
         """One forward and the tokens that follow; token 5 is sampled everywhere."""
         config = SimpleNamespace(num_hidden_layers=2)
-        runner = SimpleNamespace(model=nn.Linear(1, 1), model_config=config)
+        runner = SimpleNamespace(is_draft_worker=draft, model=nn.Linear(1, 1), model_config=config)
         if batch.forward_mode.is_extend():
             spans = zip(batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
             rows = [state(rid, start + i) for rid, start, n in spans for i in range(n)]
@@ -251,6 +253,12 @@ def test_a_request_that_is_computed_again_is_not_kept_twice(scheduler: Scheduler
     assert scheduler.positions("fidelab-1") == [2, 3, 4]
 
 
+def test_draft_workers_enter_no_capture_and_are_not_forced(scheduler: Scheduler) -> None:
+    scheduler.ask("fidelab-1", 3, 0, force=[1, 2])
+    assert scheduler.run(extend([("fidelab-1", 0, 3)]), draft=True).tolist() == [5]
+    assert not list(scheduler.folder.glob("*.rows"))
+
+
 def test_forced_tokens_replace_the_sampled_ones_in_order(scheduler: Scheduler) -> None:
     scheduler.ask("fidelab-1", 4, 3, force=[1, 2])
     taken = [scheduler.run(extend([("fidelab-1", start, 2), ("other-2", 0, 1)])) for start in (0, 2)]
@@ -300,3 +308,28 @@ def test_whatever_way_a_parameter_is_written_is_seen(write: Callable[[Any], None
         _ = model["b"] @ model["b"]
     assert ledger.untouched() == ["b"]
     assert ThreadPoolExecutor.submit.__qualname__ == "ThreadPoolExecutor.submit"
+
+
+def test_what_drafts_is_read_from_sglangs_own_options() -> None:
+    options = {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": "4"}
+    assert SGLangEngine.speculation(options) == Speculation("NGRAM", 3, None, "", tuple(options))
+    assert SGLangEngine.speculation({"page-size": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculative-algorithm": "NGRAN"}, "speculative-algorithm 'NGRAN' is unknown; there are: NGRAM, "),
+        ({"speculative-algorithm": "EAGLE3"}, "EAGLE3 needs speculative-draft-model-path=MODEL"),
+        ({"speculative-num-steps": "3"}, "speculative-num-steps: nothing drafts here; give speculative-algorithm"),
+    ],
+)
+def test_a_speculation_that_lacks_something_is_one_line(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        SGLangEngine.speculation(options)
+
+
+def test_a_requests_counts_of_drafts_are_those_of_its_meta_info() -> None:
+    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_num_correct_drafts": 9, "completion_tokens": 14}
+    assert _counted(meta) == Drafts(5, 15, 9)
+    assert _counted({"completion_tokens": 14}) == Drafts()

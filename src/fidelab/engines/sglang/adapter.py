@@ -15,7 +15,8 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **Windows as a server computes them** (``ways.py``): such an arm is launched with a prefix cache, of which every
   other request has a separate part.
 - **Forced** continuations go token by token through the cache: the hook replaces the sampled tokens.
-- **Speculation** is refused: a verification computes rows for a tree of drafts, of which none could be kept.
+- **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
+  for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.
 - Engine ``openai`` is for a server that runs elsewhere.
 """
 
@@ -29,7 +30,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
@@ -38,6 +39,7 @@ from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
+from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 _PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
+_UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm without speculation"
 
 
 class SGLangEngine(Engine):
@@ -80,6 +83,7 @@ class SGLangEngine(Engine):
     @classmethod
     def supports(cls, arm: Arm) -> Support:
         launch.engine_options(arm)
+        cls.speculation(dict(arm.options))
         reason = loading_refusal(arm, "sglang/srt/configs")
         if not reason and is_pair(arm.kv):
             reason = launch.k16v8_cannot(arm)
@@ -87,6 +91,7 @@ class SGLangEngine(Engine):
             reason = launch.cpu_refusal(arm)
         return Support(not reason, reason)
 
+    speculation = staticmethod(launch.speculation_of)
     serve_command = staticmethod(launch.serve_command)
     serve_variables = staticmethod(launch.serve_variables)
 
@@ -98,6 +103,7 @@ class SGLangEngine(Engine):
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
+        self._speculation = self.speculation(self._options)
         self._head: ReplayedHead | None = None
         ranks = int(self._options.get("tp", "1"))
         launch.prepare(arm, ranks)
@@ -137,10 +143,15 @@ class SGLangEngine(Engine):
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        return self.answer_by_kind(request, sink, self._estimator, self._head)
+        return self.answer_by_kind(
+            request, sink, self._estimator, self._head, self._speculation, lambda: self._session.drafts
+        )
 
     def runtime_info(self) -> RuntimeInfo:
-        return runtime_info(self._arm, self._about, self._session.arguments, self.versions())
+        info = runtime_info(self._arm, self._about, self._session.arguments, self.versions())
+        if self._speculation is not None:
+            info.more["speculation"] = speculation_record(self._speculation, self._session.drafts)
+        return info
 
     def close(self) -> None:
         self._session.close()
@@ -181,19 +192,25 @@ class SGLangEngine(Engine):
         for batch in self._batches(sizes, self._room, request.batch):
             requests = [
                 SGLangRequest(p, request.max_tokens, request.stop, first=len(p) - 1, live=self._sentinel(i))
+                if self._speculation is None
+                else SGLangRequest(p, request.max_tokens, request.stop)
                 for i, p in ((i, request.prompts[i]) for i in batch)
             ]
             for index, response in zip(batch, self._ask(requests), strict=True):
                 ids, failed = response.ids, response.failed
                 if failed:
                     ids = ids[: int(failed.rsplit(" ", 1)[1])]
-                rows = self._stored(response.rows, len(ids)) if request.rows and ids else {}
+                rows = (
+                    self._stored(response.rows, len(ids)) if request.rows and ids and response.rows is not None else {}
+                )
                 add_sequence(sink, index, ids, rows, failed)
                 sink.progress(len(request.prompts[index]) + len(ids), decoded=len(ids))
                 produced += len(ids)
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
+        if self._speculation is not None:
+            return unmeasurable(request, sink, _UNFORCED)
         items = list(continuations(request, sink))
         for batch in self._batches([(len(prompt), len(given)) for _, prompt, given in items], self._room, _FORCED):
             group = [items[at] for at in batch]
@@ -207,6 +224,9 @@ class SGLangEngine(Engine):
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        if self._speculation is not None and request.n_stepped:
+            raise NotSupportedError(_UNFORCED)
+
         def ask(requests: Sequence[SGLangRequest]) -> list[Response]:
             self._check_group([one.prompt for one in requests], max(one.max_tokens for one in requests))
             sink.progress(

@@ -3,6 +3,7 @@
 SGLang's own extension point is used: the entry point ``sglang.srt.plugins`` (:func:`register`) is loaded by every
 SGLang of the environment and does nothing unless ``FIDELAB_CAPTURE`` names a folder; hooks are registered with
 ``HookRegistry``.
+The model runner of a draft worker (EAGLE, NextN, MTP) is left alone: it does not compute the model's answers.
 
 The instructions of request ``RID`` are in ``RID.json`` of the folder, written before the request is sent; requests
 without that file pass untouched::
@@ -102,7 +103,7 @@ class _Capture:
         """Run a forward and capture the rows that its requests ask for."""
         if self._withheld is not None:
             self._give_back(*self._withheld)
-        if not any(self._requests(batch)):
+        if runner.is_draft_worker or not any(self._requests(batch)):
             return self._noted(original, runner, batch, *args, **kwargs)
         return self._noted(self._captured, original, runner, batch, *args, **kwargs)
 
@@ -128,6 +129,8 @@ class _Capture:
 
     def sample(self, tokens: Tensor, runner: Any, output: Any, batch: Any) -> None:
         """Put the forced tokens in place of the sampled ones."""
+        if runner.is_draft_worker:
+            return
         for index, _, instructions in self._requests(batch):
             step = _end(batch, index) - instructions["tokens"]
             force = instructions["force"]

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm
-from fidelab.core.errors import EngineError
+from fidelab.core import Arm, Speculation
+from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import one_line
 from fidelab.engines.checkpoint import shape_of
 from fidelab.engines.k16v8 import PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
@@ -33,6 +33,7 @@ from fidelab.engines.options import (
     switched,
     trusts_code,
 )
+from fidelab.engines.speculation import check_choice
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
@@ -56,10 +57,14 @@ OPTIONS: Mapping[str, Value] = {
         "a number of tokens, or -1 for prefill in one piece",
     ),
     "cuda-graph": SWITCH,
+    "speculative-algorithm": NAME,
+    "speculative-draft-model-path": NAME,
+    "speculative-num-steps": NUMBER,
+    "speculative-eagle-topk": NUMBER,
+    "speculative-num-draft-tokens": NUMBER,
     "estimator": one_of("hidden", "logprobs"),
     TRUST: YES_NO,
 }
-_DRAFTING = ("algorithm", "draft-model-path", "num-steps", "eagle-topk", "num-draft-tokens")
 _ONE_PROCESS = "fidelab asks one engine in one process"
 CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("model", "model-path"), "write model=…"),
@@ -74,10 +79,6 @@ CONTROLLED: Mapping[str, str] = {
     "disable-overlap-schedule": "a capture reads the states of one step before the next begins",
     "enable-return-hidden-states": "captures are made of these states",
     **dict.fromkeys(("random-seed", "sampling-defaults"), "decoding is greedy"),
-    **dict.fromkeys(
-        [f"speculative-{name}" for name in _DRAFTING],
-        "SGLang's drafts are not measured; engines vllm and llamacpp speculate",
-    ),
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ONE_PROCESS),
     **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "only concerns serving"),
 }
@@ -90,7 +91,17 @@ _PASSED: Arguments = {  # of ``sglang.Engine``
     "page-size": ("page_size", int),
     "quantization": ("quantization", str),
     "chunked-prefill-size": ("chunked_prefill_size", int),
+    "speculative-algorithm": ("speculative_algorithm", str.upper),
+    "speculative-draft-model-path": ("speculative_draft_model_path", str),
+    "speculative-num-steps": ("speculative_num_steps", int),
+    "speculative-eagle-topk": ("speculative_eagle_topk", int),
+    "speculative-num-draft-tokens": ("speculative_num_draft_tokens", int),
 }
+_ALGORITHM, _DRAFT, _TOKENS = "speculative-algorithm", "speculative-draft-model-path", "speculative-num-draft-tokens"
+_ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+_WITH_MODEL = ("DFLASH", "EAGLE3", "STANDALONE")  # the others find heads in the model, or need none
+
+
 _SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; without a name, fidelab's own
 
 
@@ -135,9 +146,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def speculation_of(options: Mapping[str, str]) -> Speculation | None:
+    """Return the speculation requested by ``speculative-algorithm``.
+
+    Raises:
+        UsageError: If the algorithm is unknown, lacks its model, or another option of speculation is set without it.
+    """
+    names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
+    if _ALGORITHM not in options:
+        if names:
+            raise UsageError(f"{names[0]}: nothing drafts here; give {_ALGORITHM}, too")
+        return None
+    method, draft, tokens = options[_ALGORITHM].upper(), options.get(_DRAFT, ""), options.get(_TOKENS, "")
+    check_choice(_ALGORITHM, method, _ALGORITHMS)
+    if method in _WITH_MODEL and not draft:
+        raise UsageError(f"{_ALGORITHM}={method} needs {_DRAFT}=MODEL")
+    word = "draft_model" if method == "STANDALONE" else method
+    # One of the tokens that are verified is the last of the text.
+    return Speculation(word, int(tokens) - 1 if is_count(tokens) else None, None, draft, names)
+
+
 def cpu_refusal(arm: Arm) -> str:
     """Return the reason why SGLang cannot run an arm on this machine's CPU; empty if it can."""
     name = arm.kv.k.name
+    if speculation_of(dict(arm.options)) is not None and not _has_operators():
+        return "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here"
     if name in ("auto", "bf16", "bfloat16"):
         return ""
     if name != "fp8_e4m3":
@@ -178,7 +211,8 @@ def k16v8_cannot(arm: Arm) -> str:
 
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
     """Return the arguments of ``sglang.Engine``; options override defaults.  ``serving``: with a prefix cache."""
-    return _defaults(arm, serving) | passed(arm.options, _PASSED) | engine_options(arm)
+    drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
+    return _defaults(arm, serving) | passed(arm.options, _PASSED) | drafted | engine_options(arm)
 
 
 def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:

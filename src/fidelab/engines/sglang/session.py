@@ -26,6 +26,7 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.engines.base import one_line
 from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_states, typed
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
+from fidelab.engines.speculation import Drafts
 
 _INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
 _COLOCATED_VARIABLE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
@@ -91,6 +92,7 @@ class SGLangSession:
         self._logprobs = logprobs
         self._serving = serving
         self._sent = self._salts = 0
+        self.drafts = Drafts()  # as SGLang counts them of each request
         self._engine: Any = None
         os.environ[FOLDER] = str(self._folder)
         os.environ.update({LOGPROBS: "1"} if logprobs else {})
@@ -168,6 +170,8 @@ class SGLangSession:
                 input_ids=prompts, sampling_params=parameters, stream=True, **self._salted(salts)
             ):
                 ids[chunk.get("index", 0)] = chunk["output_ids"]
+                if chunk["meta_info"].get("finish_reason"):
+                    self.drafts += _counted(chunk["meta_info"])
                 n_known = min(map(len, ids))
                 yield from ([tokens[i] for tokens in ids] for i in range(n_yielded, n_known))
                 n_yielded = n_known
@@ -227,6 +231,7 @@ class SGLangSession:
             )
         except Exception as error:
             raise self._failed(error) from error
+        self.drafts = sum((_counted(answer["meta_info"]) for answer in answers), self.drafts)
         return requests, names, answers
 
     def _salted(self, salts: str | list[str]) -> dict[str, Any]:
@@ -289,8 +294,14 @@ class SGLangSession:
         return Response(ids, kept_rows, None if live is None else live[: request.live], failed, states)
 
 
+_DRAFT_COUNTERS = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
 _IDLE = 10.0  # seconds after its last answer, at most
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+
+
+def _counted(meta: Mapping[str, Any]) -> Drafts:
+    """SGLang's counts of one request's drafts."""
+    return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _DRAFT_COUNTERS))
 
 
 def _startup_seconds(engine: Any, seconds: float) -> dict[str, float]:
