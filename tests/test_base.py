@@ -56,6 +56,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 BASE = [
     (["--help"], "Compare"),
     (["estimate", "--layers", "28", "--kv-heads", "4", "--head-dim", "128", "--params", "7.6e9"], "57,344"),
+    (["estimate", "explain", "-o", "page.html"], "page.html"),
     (["checkpoint", "audit", "model"], "verdict: ok"),
     (["checkpoint", "audit", f"model/{GGUF_NAME}"], "verdict: ok"),
     (["report", "latest"], "tilt"),

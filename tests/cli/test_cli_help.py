@@ -33,6 +33,7 @@ COMMANDS = [
     ("bench", "speculation"),
     ("estimate",),
     ("estimate", "model"),
+    ("estimate", "explain"),
     ("diagnose",),
     ("diagnose", "layers"),
     ("diagnose", "sensitivity"),

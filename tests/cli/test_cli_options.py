@@ -97,6 +97,7 @@ OTHERS = {
         "import lm-eval": "a candidate's, repeated",
     },
     "--out": {"report": "a file or a folder"},
+    "--output": {"estimate explain": "a page, not a folder"},
     "--output-dir": {
         "compare": "with captures",
         "diagnose layers": "with captures",

@@ -270,6 +270,31 @@ def fit(
         print_table(console, ("", "estimate", "from", "to"), rows)
 
 
+@app.command()
+def explain(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Output file.")] = Path("explain.html"),
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Models to show first.")] = None,
+) -> None:
+    """Write an interactive page that explains decoding: cache, bandwidth and saturation.
+
+    One self-contained file with sliders. Its figures are those of fidelab estimate.
+
+    [bold]Examples[/bold]
+
+      fidelab estimate explain -o explain.html
+
+      fidelab estimate explain ./Qwen3-8B
+    """
+    import fidelab
+    from fidelab.physics.explainer import explainer
+    from fidelab.physics.geometry import named_geometry
+    from fidelab.report.explainer import write_explainer
+
+    shapes = [named_geometry(name)[0] for name in models or ()]
+    written = write_explainer(explainer(_KV, shapes), fidelab.__version__, output)
+    print(written)
+
+
 @app.command("devices")
 def list_devices(
     as_json: options.Json = False,
