@@ -223,7 +223,6 @@ ENGINES = {
 }
 CHAT = [{"role": "user", "content": "Rain in Oslo?"}, {"role": "assistant", "content": "Yes."}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
-SHARE = [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}] * 3
 ROWS = [{"name": f"{n}", "batch": n, "tok_s": 9.5 * n, "none": None} for n in range(1, 5)]
 MINE = {"memory": 32, "bandwidth": 640, "sustained": 600, "compute": {"fp8_e4m3": 383}, "links": {"pcie": 64}}
 RECIPE = {
@@ -266,7 +265,6 @@ CASES = {
         lambda path: load_traffic(path, fake()),
         damaged_line,
     ),
-    "traffic, shared": Case(text("log.json", SHARE), lambda path: load_traffic(path, fake()), damaged_value),
     "plain text": Case(text("log.txt", "Some text. " * 50), lambda path: load_traffic(path, fake())),
     "prompts": Case(text("p.jsonl", [{"prompt": "a"}, {"messages": CHAT, "id": "x"}]), load_prompts, damaged_line),
     "problems": Case(

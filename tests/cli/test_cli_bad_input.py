@@ -39,9 +39,6 @@ def refused(*words: object, cwd: Path) -> str:
     return line
 
 
-CAPACITY = ("bench", "capacity", "smollm2-135m")
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -50,13 +47,6 @@ CAPACITY = ("bench", "capacity", "smollm2-135m")
         (("compare", "--serve", "vllm serve m"), "name at least one candidate"),
         (("compare", "m", "--serve", "vllm serve m", "--change", "-q x"), "leave out MODEL"),
         (("compare", "m", "--change", "-q x"), "give that with --serve COMMAND"),
-        (("bench", "capacity"), "name either a MODEL whose server is started"),
-        ((*CAPACITY, "--engine", "hf"), "engine hf has no server of its own: vllm, sglang and llamacpp have one"),
-        ((*CAPACITY, "--engine", "openai"), "engine openai is for servers that run: give the address of one with"),
-        ((*CAPACITY, "--engine", "vllm", "--image", "x:1"), "image x:1: fidelab starts servers of installed engines"),
-        ((*CAPACITY, "--engine", "llamacpp", "--endpoint", "chat"), "--endpoint is for a server that runs"),
-        ((*CAPACITY, "--engine", "llamacpp", "--name", "x"), "--name is for a server that runs (--base-url): leave"),
-        (("bench", "capacity", "--base-url", "http://x", "--threads", "1"), "--threads is for a MODEL whose server"),
         ((*HF, "--kv", "fp8_e4m2"), "did you mean 'fp8_e4m3'? There are: fp8_e4m3, "),
         ((*HF, "--kv", "q9"), "There are: q"),
         ((*HF, "--kv", "f32/nope"), "unknown KV format of engine hf 'nope'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -151,28 +150,6 @@ def test_what_ends_the_command_ends_its_server(tmp_path: Path, own: Callable[...
     assert records() == []
 
 
-def test_what_ends_a_bench_of_capacity_ends_the_server_that_it_started(tmp_path: Path) -> None:
-    child, model = tmp_path / "child", tmp_path / "model.gguf"
-    model.write_bytes(b"GGUF")
-    script = (
-        "import sys; sys.argv[0] = 'fidelab'; import fidelab.run.capacity as capacity\n"
-        "from fidelab.environments.environment import Environment; from fidelab.cli import main\n"
-        "capacity.check = lambda preset, arm: Environment('llamacpp', sys.executable); main()"
-    )
-    given = [
-        word for pair in (f"env.SMALL_CHILD={child}", "env.SMALL_DEAF=1", "n-ctx=64") for word in ("--engine-arg", pair)
-    ]
-    command = [sys.executable, "-c", script, "bench", "capacity", str(model), "--engine", "llamacpp", *given]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert until(lambda: child.exists() and child.read_text(), DEADLINE)
-        (server,) = records()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
-    assert ("--ctx-size", "64") in itertools.pairwise(server.command)  # an option that captures cannot have
-    assert gone(int(child.read_text()))
-    assert records() == []
-
-
 def test_a_server_that_ends_later_is_a_fault(tmp_path: Path, mine: Path) -> None:
     with in_foreground(tmp_path) as process:
         os.kill(records()[0].pid, signal.SIGKILL)
@@ -225,6 +202,20 @@ def test_what_cannot_be_launched_is_said_in_one_line(
 ) -> None:
     name = () if words[0] == "devstrall" else ("mine",)
     assert message in refused(cli("serve", "start", *name, "--dry-run", *words, cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("hf", "engine hf has no server of its own: vllm, sglang and llamacpp have one"),
+        ("openai", "engine openai is for servers that run: give the address of one with"),
+        ("{name: vllm, image: 'x:1'}", "image x:1: fidelab starts servers of installed engines"),
+    ],
+)
+def test_a_preset_whose_server_cannot_be_started_is_refused(tmp_path: Path, engine: str, message: str) -> None:
+    (tmp_path / "p.yaml").write_text(f"model: owner/model\nengine: {engine}\n")
+    done = cli("serve", "start", "./p.yaml", "--trust", "p.yaml", cwd=tmp_path)
+    assert (done.code, message in done.err) == (2, True), done.err
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, mine: Path) -> None:

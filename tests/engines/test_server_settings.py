@@ -12,7 +12,7 @@ import pytest
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Client
-from fidelab.engines.server_settings import Finding, findings, preparation_seconds
+from fidelab.engines.server_settings import Finding, findings
 from tests.bench.load.sse_server import Talk, sized
 from tests.bench.load.sse_server import serve as scripted
 
@@ -179,11 +179,3 @@ def test_an_engine_without_a_server_has_no_settings_to_read(serve: Serve) -> Non
 def test_odd_answers_are_no_server_of_this_engine(serve: Serve, answer: str) -> None:
     with pytest.raises(EngineError):
         findings(arm("vllm"), serve({"/v1/models": answer}))
-
-
-def test_preparation_is_what_the_log_says() -> None:
-    parts = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
-    whole = "init engine (profile, create kv cache, warmup model) took 46.96 s (compilation: 12.5 s)\n"
-    assert preparation_seconds(parts) == 15.5
-    assert preparation_seconds(parts + whole) == 46.96
-    assert preparation_seconds("nothing of that") is None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli.axes import counts
-from fidelab.cli.options import EngineOptions, Json, Options, RunsOptions, expand_options, given_flags
+from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
@@ -194,34 +194,13 @@ class _CapacityOptions(Options, panel="Load"):
         return {**named, "output": _single("--random-output-len", self.random_output_len), "warmup": 0}
 
 
-class _AnyServerOptions(_ServerOptions, panel="Server"):
-    """Options for a running server, or for none."""
-
-    base_url: Annotated[
-        str | None, typer.Option(help="URL of a running server, http://host:port. \\[default: MODEL's own is started]")
-    ] = None  # type: ignore[assignment]
-
-
-class _CapacityRunOptions(_RunOptions, panel="Run"):
-    """Options for sending requests and storing the run."""
-
-    kv: Annotated[
-        list[str] | None, typer.Option(help="KV format of MODEL's server. The first is the reference. Repeatable.")
-    ] = None  # type: ignore[assignment]
-
-
 @expand_options
 def capacity(
-    context: typer.Context,
     *,
-    started: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Model. Its server is started for each --kv, on --engine.")
-    ] = None,
-    server: _AnyServerOptions,
+    server: _ServerOptions,
     load: _CapacityOptions,
     targets: _FigureOptions,
-    engine: EngineOptions,
-    run: _CapacityRunOptions,
+    run: _RunOptions,
     as_json: Json = False,
 ) -> None:
     r"""Find the longest context and the highest concurrency of a server.
@@ -234,21 +213,10 @@ def capacity(
       fidelab bench capacity --base-url http://host:8000
 
       fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000,tpot:50
-
-      fidelab bench capacity owner/model --engine vllm --kv auto --kv fp8_e4m3
     """
     from fidelab.bench.serving import measure_capacity, reach
-    from fidelab.core.errors import UsageError
 
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
-    if (started is None) == (server.base_url is None):
-        raise UsageError("name either a MODEL whose server is started, or a running server with --base-url")
-    _refuse_other_mode(context, started is not None)
-    if started is not None:
-        _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
-        return
-    if len(run.kv or []) > 1:
-        raise UsageError("a server that runs has one KV format: give --kv once, as a label")
 
     def measure(settings: ServingSettings, key: str | None, keeper: Keeper) -> Measurement:
         contact = reach(settings, key)
@@ -257,73 +225,6 @@ def capacity(
 
     found = _run(server, load, targets, run, as_json, "capacity", measure)
     exit_on([found.reason] if found.reason else [])
-
-
-def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
-    """Refuse options of a running server for a started one, and vice versa.
-
-    Raises:
-        UsageError: If such an option was given, since it would be ignored.
-    """
-    from fidelab.core.errors import UsageError
-
-    others = _AnyServerOptions if starts else EngineOptions
-    ignored = {parameter.name for parameter in others.parameters()} | ({"name"} if starts else set())
-    for name, flag in given_flags(context).items():
-        if name in ignored:
-            why = "is for a server that runs (--base-url)" if starts else "is for a MODEL whose server is started"
-            raise UsageError(f"{flag} {why}: leave it out")
-
-
-def _start_and_measure(
-    model: str,
-    engine: EngineOptions,
-    load: _CapacityOptions,
-    contexts: Sequence[int],
-    settings: dict[str, Any],
-    run: _CapacityRunOptions,
-    as_json: bool,
-) -> None:
-    """Start and measure the servers of one model, one after the other.
-
-    Options that captures cannot have, such as the length of the context, are passed only to the servers.
-    """
-    from fidelab.cli.bench_lines import CellLines
-    from fidelab.cli.output import command_line, failures
-    from fidelab.config.load import validate_as
-    from fidelab.config.schema import Preset
-    from fidelab.engines import ENGINES
-    from fidelab.run.capacity import capacity_of_arms
-
-    given = engine.settings()
-    controlled = getattr(ENGINES.load(engine.engine), "controlled", {})
-    options, of_server = dict[str, str](), dict[str, str]()
-    for key, value in given["engine_args"].items():
-        (of_server if key.replace("_", "-") in controlled else options)[key] = value
-    named = {"model": model, "engine": given["engine"], "env": given["env"], "engine_args": options, "serve": of_server}
-    named |= {"dtype": engine.dtype} if engine.dtype != "auto" else {}
-    presets = [
-        validate_as(Preset, {**named, "name": kv or "native", **({"kv": kv} if kv else {})}, "bench capacity")
-        for kv in run.kv or [""]
-    ]
-    report, folder = capacity_of_arms(
-        presets,
-        {**settings, **run.settings(), "tokenizer": model},
-        contexts,
-        load.most,
-        device=engine.device,
-        threads=engine.threads,
-        patience=engine.deadline or _SERVER_START_SECONDS,
-        output_dir=run.output_dir,
-        command=command_line(),
-        watch=CellLines(),
-        say=note,
-    )
-    show_report(report, as_json=as_json, folder=folder.path)
-    exit_on(failures(report))
-
-
-_SERVER_START_SECONDS = 1800.0  # seconds until a server must answer: a first start may compile
 
 
 # ----------------------------------------------------------------------------------------- flags → settings
@@ -390,12 +291,11 @@ def _run(
     from fidelab.core.errors import EngineError, UsageError
     from fidelab.engines.openai.http import read_key
 
-    kv = run.kv[0] if isinstance(run.kv, list) and run.kv else run.kv or None
     keeper = None
     try:
         key = server.api_key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**server.settings(), **load.settings(), **figures.settings(), **run.settings())
-        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=kv, bench=bench)
+        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=run.kv, bench=bench)
         serving = measure(settings, key, keeper) if measure else measure_serving(settings, key, watch=keeper)
     except BaseException as error:
         if keeper is not None and keeper.report is not None and keeper.folder is not None:

@@ -353,9 +353,7 @@ class AxesOptions(TextOptions):
         None
     )
     prompts: Prompts = "default"
-    traffic: Annotated[
-        str | None, typer.Option(help="Log of requests: OpenAI or gateway .jsonl, ShareGPT .json, .txt.")
-    ] = None
+    traffic: Annotated[str | None, typer.Option(help="Log of requests: OpenAI .jsonl, or plain .txt.")] = None
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: skip and count bad records.")] = False
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
     n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None

@@ -334,10 +334,11 @@ def show_findings(found: Sequence[Finding]) -> None:
 def _show(launched: Launched, detached: bool) -> None:
     server = launched.server
     show_findings(launched.findings)
-    prepared = f", {launched.prepared:.0f} s of them compilation and warm-up" if launched.prepared else ""
     which = "first start" if not launched.earlier else f"start {len(launched.earlier) + 1} of this command"
-    print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{prepared})")
-    print(f"settings read and compared in {launched.checked:.2f} s; log: {server.log}", flush=True)
+    print(
+        f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}); log: {server.log}",
+        flush=True,
+    )
     if detached:
         print(f"it still runs as process {server.pid}; end it with: fidelab serve stop {server.name}", flush=True)
 
@@ -347,8 +348,6 @@ def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:
         "server": asdict(launched.server),
         "seconds": launched.seconds,
         "first_start": not launched.earlier,
-        "preparation_seconds": launched.prepared,
-        "checked_seconds": launched.checked,
         "findings": [asdict(one) for one in launched.findings],
         "differences": list(faults),
     }

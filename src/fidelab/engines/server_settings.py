@@ -54,12 +54,6 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
     },
     "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "model-draft"},
 }
-# Log lines of engines about compilation, graphs and warm-up; vLLM's line covers all of them.
-_PREPARED = re.compile(r"init engine \([^)]*\) took *([0-9.]+) s")
-_COMPILED = re.compile(
-    r"(?:torch\.compile takes|torch\.compile took|[Gg]raph capturing finished in|"
-    r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s"
-)
 
 
 @dataclass(frozen=True)
@@ -121,13 +115,6 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
         effective = said.settings.get(key)
         found.append(Finding(key, declared, effective, _differ(declared, effective)))
     return found
-
-
-def preparation_seconds(log: str) -> float | None:
-    """Return the reported seconds of compilation, graph capture and warm-up; ``None`` if there are none."""
-    found = [float(match[1]) for match in _PREPARED.finditer(log)]
-    parts = found[-1:] or [float(match[1]) for match in _COMPILED.finditer(log)]
-    return sum(parts) if parts else None
 
 
 # ------------------------------------------------------------------------------------------------- comparison

@@ -9,7 +9,7 @@ import hashlib
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -17,24 +17,13 @@ from typing import Any
 
 from fidelab.core import strict_json
 from fidelab.core.errors import InputError
-from fidelab.inputs.files import numbered_lines, read_utf8
+from fidelab.inputs.files import numbered_lines
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.texts import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 
 _KIND = "traffic file"
 _ROLES = {"system", "developer", "user", "assistant", "tool"}
-_SHAREGPT = {  # what the parties are called there
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
 _MAX_LISTED = 3  # places of bad records that a message lists
 _MAX_DOMAIN_CHARS = 40  # characters of a domain's name
 
@@ -58,16 +47,12 @@ class Conversation:
 class Traffic:
     """A log of conversations.
 
-    ``bad``: why records were left out, each with its place. ``failed``: requests of a gateway log that were answered by
-    an error.
-
-    ``text``: a log of plain text, without conversations.
+    ``bad``: why records were left out, each with its place.  ``text``: a log of plain text, without conversations.
     """
 
     name: str
     conversations: tuple[Conversation, ...] = ()
     bad: tuple[str, ...] = ()
-    failed: int = 0
     text: Text | None = None
 
 
@@ -87,11 +72,9 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     """Read a log of requests, each as the model's chat template writes it.
 
     ``.jsonl``: one object per line with ``messages`` and perhaps ``tools`` (OpenAI's chat requests and fine-tuning
-    files), or with these in its ``body`` (batch files), or in its ``request`` with the answer in ``response`` (gateway
-    logs, see ``_exchange``), or with plain ``text``; ``id`` or ``custom_id``, and ``domain`` are kept.  ``.json``: a
-    list of such objects, or of ShareGPT's with ``conversations``.  ``.txt`` and ``.md``: plain text
-    (:func:`~fidelab.inputs.texts.load_text`).  Failed requests of a gateway log are left out and counted.  A record
-    with an image, or another part without text, is bad.
+    files), or with these in its ``body`` (batch files), or with plain ``text``; ``id`` or ``custom_id``, and ``domain``
+    are kept.  ``.txt`` and ``.md``: plain text (:func:`~fidelab.inputs.texts.load_text`).  A record with an image, or
+    another part without text, is bad.
 
     Raises:
         InputError: If the file cannot be read, holds no conversation, or has bad records without ``skip_bad`` (the
@@ -99,121 +82,48 @@ def load_traffic(path: Path, tokenizer: Tokenizer, *, skip_bad: bool = False) ->
     """
     if path.suffix in (".txt", ".md"):
         return Traffic(str(path), text=load_text(path))
-    if path.suffix == ".jsonl":
-        records: list[tuple[str, Callable[[], Any]]] = [
-            (f"line {number}", lambda line=line: strict_json(line, not_finite=float))  # type: ignore[misc]
-            for number, line in numbered_lines(path, _KIND)
-        ]
-    elif path.suffix == ".json":
-        records = [(f"entry {number}", lambda entry=entry: entry) for number, entry in enumerate(_entries(path), 1)]  # type: ignore[misc]
-    else:
-        raise InputError(f"{_KIND} {path}: the name should end in .jsonl, .json, .txt or .md")
-    failed, conversations, bad = 0, list[Conversation](), list[str]()
+    if path.suffix != ".jsonl":
+        raise InputError(f"{_KIND} {path}: the name should end in .jsonl, .txt or .md")
+    lines = list(numbered_lines(path, _KIND))
+    conversations, bad = list[Conversation](), list[str]()
     seen: set[str] = set()
-    for place, read in records:
+    for number, line in lines:
         try:
-            one = _conversation(read(), place.split()[-1], tokenizer)
+            one = _conversation(strict_json(line, not_finite=float), str(number), tokenizer)
             if one.id in seen:
                 raise _Bad(f"the id {one.id!r} is there twice")
-        except _Failed:
-            failed += 1
-            continue
         except (ValueError, InputError) as error:
-            bad.append(f"{place}: {error}")
+            bad.append(f"line {number}: {error}")
             continue
         seen.add(one.id)
         conversations.append(one)
     if bad and not skip_bad:
         more = f", and {len(bad) - _MAX_LISTED} more" if len(bad) > _MAX_LISTED else ""
         raise InputError(
-            f"{_KIND} {path} has {len(bad)} bad of {len(records)} records: {'; '.join(bad[:_MAX_LISTED])}{more}; "
+            f"{_KIND} {path} has {len(bad)} bad of {len(lines)} records: {'; '.join(bad[:_MAX_LISTED])}{more}; "
             "fix them, or pass --skip-bad"
         )
     if not conversations:
-        why = bad[:1] or [f"all {failed:,} requests failed"] * bool(failed)
-        raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *why]))
-    return Traffic(str(path), tuple(conversations), tuple(bad), failed)
-
-
-def _entries(path: Path) -> list[Any]:
-    try:
-        entries = strict_json(read_utf8(path, _KIND), not_finite=float)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{_KIND} {path} is not JSON: {error}") from None
-    if not isinstance(entries, list):
-        raise InputError(f"{_KIND} {path}: expected a list of conversations")
-    return entries
+        raise InputError(": ".join([f"{_KIND} {path} has no conversation in it", *bad[:1]]))
+    return Traffic(str(path), tuple(conversations), tuple(bad))
 
 
 class _Bad(ValueError):
     """Fault of a record."""
 
 
-class _Failed(Exception):
-    """The record is of a request that failed with an error."""
-
-
-def _exchange(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the request of a gateway's record, with the answer as its last message.
-
-    LiteLLM, Portkey and proxies of OpenAI's interface write ``request`` and ``response``, as objects or JSON strings,
-    some with the payload in ``body``.
-
-    Raises:
-        _Failed: If the record has a status other than 200 or success, or an error.
-        _Bad: If the request or the response cannot be read.
-    """
-    request, response = (_payload(record, name) for name in ("request", "response"))
-    for place in (record, record.get("response"), response):
-        if isinstance(place, dict):
-            status = place.get("status_code") or place.get("status")
-            if place.get("error") or str(status or 200).lower() not in ("200", "success", "ok", "completed"):
-                raise _Failed
-    if not isinstance(request.get("messages"), list):
-        raise _Bad("the request has no list of messages")
-    choices = response.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    if not isinstance(first, dict) or not isinstance(first.get("message"), dict):
-        raise _Bad("the response has no choices[0].message; streamed chunks are not read")
-    return {**request, "messages": [*request["messages"], first["message"]]}
-
-
-def _payload(record: dict[str, Any], name: str) -> dict[str, Any]:
-    given = record.get(name)
-    for _ in range(2):  # the object, then its body
-        if isinstance(given, str):
-            try:
-                given = strict_json(given, not_finite=float)
-            except ValueError as error:
-                if name == "response":
-                    return {}  # an error's text, perhaps: the status decides
-                raise _Bad(f"the {name} is not JSON: {error}") from None
-        if not isinstance(given, dict) or not isinstance(given.get("body"), dict | str):
-            break
-        given = given["body"]
-    return given if isinstance(given, dict) else {}
-
-
-_ENVELOPES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {  # by the key that holds the request
-    "body": lambda record: record["body"] if isinstance(record["body"], dict) else record,
-    "request": _exchange,
-}
-
-
 def _conversation(outer: Any, number: str, tokenizer: Tokenizer) -> Conversation:
     """Return the conversation of one record; ``number``: its place, for a record without an id."""
     if not isinstance(outer, dict):
-        raise _Bad("expected an object with 'messages', 'request', 'conversations' or 'text'")
-    inner = next((read(outer) for key, read in _ENVELOPES.items() if key in outer), outer)
+        raise _Bad("expected an object with 'messages' or 'text'")
+    inner = outer["body"] if isinstance(outer.get("body"), dict) else outer
     tools, plain = _tools(inner.get("tools")), inner.get("text")
     if isinstance(plain, str) and plain.strip():
         messages: tuple[dict[str, Any], ...] = ()
     elif isinstance(inner.get("messages"), list):
         messages = tuple(_message(i, message) for i, message in enumerate(inner["messages"], 1))
-    elif isinstance(inner.get("conversations"), list):
-        messages = tuple(_turn(i, turn) for i, turn in enumerate(inner["conversations"], 1))
     else:
-        raise _Bad("expected a list as 'messages' or 'conversations', a 'request' with 'response', or a 'text'")
+        raise _Bad("expected a list as 'messages', or a 'text'")
     if not messages and not plain:
         raise _Bad("the list of messages is empty")
     text = tokenizer.render(messages, tools=tools, private=True) if messages else str(plain)
@@ -260,14 +170,6 @@ def _content(number: int, content: Any) -> str:
             raise _Bad(f"message {number}: a part of type text has none")
         texts.append(part["text"])
     return "\n".join(texts)
-
-
-def _turn(number: int, turn: Any) -> dict[str, Any]:
-    role = _SHAREGPT.get(str(turn.get("from")).lower()) if isinstance(turn, dict) else None
-    if role is None or not isinstance(turn, dict):
-        known = ", ".join(sorted(_SHAREGPT))
-        raise _Bad(f"turn {number} has an unknown sender: 'from' should be one of {known}")
-    return _message(number, {"role": role, "content": turn.get("value")})
 
 
 def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
@@ -383,8 +285,6 @@ def traffic_remarks(tokenizer: Tokenizer, traffic: Traffic) -> tuple[str, ...]:
     lines = [f"{traffic.name}: conversations: {len(traffic.conversations):,} ({kinds})"]
     if traffic.bad:
         lines.append(f"bad records left out: {len(traffic.bad):,} ({'; '.join(traffic.bad[:_MAX_LISTED])})")
-    if traffic.failed:
-        lines.append(f"failed requests left out: {traffic.failed:,}")
     tooled = next((conversation for conversation in traffic.conversations if conversation.tools), None)
     if tooled is not None and tooled.text == tokenizer.render(tooled.messages, private=True):
         lines.append(f"the chat template of {tokenizer.model.name} leaves tools out")

@@ -1,4 +1,4 @@
-"""GGUF → safetensors: the same weights, dequantized (to bfloat16 by default), for engines that do not read GGUF.
+"""GGUF → safetensors: the same weights, dequantized to bfloat16, for engines that do not read GGUF.
 
 llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more than KV
 formats do. The two are compared as two engines, never as one.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _CHUNK_VALUES = 1 << 20  # numbers that are converted and written at a time
-_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch → safetensors
+_TYPES = {"float32": "F32", "bfloat16": "BF16"}  # torch → safetensors
 _EXTRA_DISK_BYTES = 64 << 20  # bytes: config and tokenizer
 
 Loader = Callable[[], "Tensor"]  # reads a parameter of the model
@@ -80,10 +80,8 @@ def check_room(target: Path, size: int) -> None:
 
 
 def _convert(file: Path, text: Path, scratch: Path) -> Path:
-    import torch
-
     config = hf_config(file, scratch)
-    model, wanted, loaders = _parameters(file, config, torch.bfloat16)
+    model, wanted, loaders = _parameters(file, config)
     size = sum(value.nbytes for value in wanted.values())
     _log.info("converting %s to %.2f GiB of safetensors (once)", file, size / 2**30)
     out = scratch / "hf"
@@ -96,7 +94,7 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
     return out
 
 
-def _parameters(file: Path, config: Any, dtype: Any) -> tuple[Any, dict[str, Tensor], dict[str, Loader]]:
+def _parameters(file: Path, config: Any) -> tuple[Any, dict[str, Tensor], dict[str, Loader]]:
     """The model without content, its parameters in the shapes and the type that they shall have, and their readers."""
     import torch
     import transformers
@@ -104,7 +102,8 @@ def _parameters(file: Path, config: Any, dtype: Any) -> tuple[Any, dict[str, Ten
 
     header = read_header(file)
     with torch.device("meta"):
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        auto: Any = transformers.AutoModelForCausalLM
+        model: Any = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
     wanted = {name: value for name, value in model.state_dict().items() if name not in tied}
     loaders = _by_conversions if is_gguf_arch_supported(header.architecture) else _by_processor

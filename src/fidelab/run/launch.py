@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
-from fidelab.engines.server_settings import Finding, findings, preparation_seconds
+from fidelab.engines.server_settings import Finding, findings
 from fidelab.engines.variables import check_env
 from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
@@ -57,17 +56,13 @@ class Plan:
 class Launched:
     """A running server and its reported settings.
 
-    ``seconds``: time until it answered; ``earlier``: times of earlier starts of the same command; ``prepared``: seconds
-    of compilation, graphs and warm-up that its log names; ``checked``: seconds after that until the last finding, one
-    completion included.
+    ``seconds``: time until it answered; ``earlier``: times of earlier starts of the same command.
     """
 
     server: Served
     process: subprocess.Popen[bytes]
     seconds: float
     earlier: tuple[float, ...]
-    prepared: float | None
-    checked: float
     findings: tuple[Finding, ...] = field(default=())
 
 
@@ -191,18 +186,8 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
         seconds = wait_until_healthy(server, process, limit, say)
         starts.add(seconds)
         first_answer(server, limit, say)
-        answered = time.monotonic()
-        log = written_log(server.log)
-        found = check_server(arm, planned.url, log)
-        yield Launched(
-            server,
-            process,
-            seconds,
-            tuple(starts.earlier),
-            preparation_seconds(log),
-            time.monotonic() - answered,
-            tuple(found),
-        )
+        found = check_server(arm, planned.url, written_log(server.log))
+        yield Launched(server, process, seconds, tuple(starts.earlier), tuple(found))
 
 
 @contextmanager

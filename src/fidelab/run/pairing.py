@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,15 +108,13 @@ class ArmResult:
                 raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
 
 
-def drop_compared_rows(
-    axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
-) -> None:
-    """Replace rows of log-probabilities by figures once no arm of ``roles`` still has to be compared with them.
+def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], readers: Readers) -> None:
+    """Replace rows of log-probabilities by figures where an arm kept them while it answered.
 
-    ``results``: the arms that have answered, of those that will.  An arm whose twin is to come keeps its rows until
-    then; so do axes that read more of rows than figures, rows that cannot be compared, and arms of another run.
+    It keeps them for a twin, where another run read them, and where a part could not be compared.  Axes that read more
+    of rows than figures keep them still, and so do rows that cannot be compared, and arms that another run reads.
     """
-    for result, base in _to_drop(results, roles):
+    for result, base in _compared(results):
         with _exclusive(readers, result) as alone:
             if alone:
                 _drop(axes, result, base, (Estimator.LOGPROBS,))
@@ -169,12 +167,12 @@ def drop_rows_on_cluster(
     ``axes``: their settings by name.  ``folder``: folder that all nodes see. Rows that a node did not compare are left
     to scoring.
     """
-    twins = [result for result in results if result.role.partition(":")[0] == TWIN]
-    for wave in (twins, [result for result in results if result not in twins]):
+    pairs = _compared(results)
+    for twins in (True, False):
         running = []
         with ExitStack() as held:
-            for result, base in _to_drop(results, ()):
-                if result in wave and held.enter_context(_exclusive(readers, result)):
+            for result, base in pairs:
+                if _is_twin(result) == twins and held.enter_context(_exclusive(readers, result)):
                     arms = {"result": result.record(folder), "base": base.record(folder)}
                     ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
                     running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
@@ -194,14 +192,15 @@ def _drop_here(ticket: str) -> str:
     return ""
 
 
-def _to_drop(results: Sequence[ArmResult], roles: Sequence[str]) -> Iterator[tuple[ArmResult, ArmResult]]:
-    """Arms whose rows are no longer needed, with the arms that they are compared with; twins come first."""
+def _compared(results: Sequence[ArmResult]) -> list[tuple[ArmResult, ArmResult]]:
+    """Arms with those that they are compared with; twins first, since they need the rows of other arms."""
     by_role = {result.role: result for result in results}
-    for result in reversed(results):
-        base = by_role.get(base_of(result.role))
-        waited_for = {role for role in roles if base_of(role) == result.role} - by_role.keys()
-        if base is not None and not waited_for:
-            yield result, base
+    pairs = [(result, by_role[base]) for result in results if (base := base_of(result.role)) in by_role]
+    return sorted(pairs, key=lambda pair: not _is_twin(pair[0]))
+
+
+def _is_twin(result: ArmResult) -> bool:
+    return result.role.partition(":")[0] == TWIN
 
 
 def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimators: Collection[Estimator]) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.captures.store import Readers
 from fidelab.config.experiment import load, validate
 from fidelab.config.load import dump, read_text, read_yaml, validate_as
 from fidelab.config.schema import Experiment, Limits
@@ -222,7 +221,7 @@ def _run_jobs(
                 answered = asking.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
-            _keep(answered, results, plan, folder, facts, cluster, readers)
+            _keep(answered, results, plan, folder, facts)
             for look in range(1, n_looks(plan.settings)):
                 began = time.monotonic()
                 more = undecided(plan, facts, _every(plan, results), figures)
@@ -238,7 +237,7 @@ def _run_jobs(
                 folder.event("look", number=look + 1, undecided=more)
                 asking.pace.expect(seconds)
                 answered = asking.run_all(jobs, folder.log)
-                _keep(answered, results, plan, folder, facts, cluster, readers)
+                _keep(answered, results, plan, folder, facts)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
@@ -248,8 +247,11 @@ def _run_jobs(
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()
-            if not plan.settings.experiment.keep_rows and cluster is not None:
-                drop_rows_on_cluster(cluster, plan.settings.experiment.axes, results, folder.path, readers)
+            if not plan.settings.experiment.keep_rows:
+                if cluster is None:
+                    drop_compared_rows(plan.settings.axes, results, readers)
+                else:
+                    drop_rows_on_cluster(cluster, plan.settings.experiment.axes, results, folder.path, readers)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results), figures=figures)
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
@@ -274,13 +276,7 @@ def _borrowed(pack: Pack | None) -> dict[str, Any]:
 
 
 def _keep(
-    answered: Iterable[ArmResult],
-    results: list[ArmResult],
-    plan: Plan,
-    folder: RunFolder,
-    facts: RunFacts,
-    cluster: Cluster | None,
-    readers: Readers,
+    answered: Iterable[ArmResult], results: list[ArmResult], plan: Plan, folder: RunFolder, facts: RunFacts
 ) -> None:
     """Store each result as it comes; that of a further look takes the place of the one before."""
     for result in answered:
@@ -292,8 +288,6 @@ def _keep(
             spent = {key: (before.get(key) or 0.0) + (value or 0.0) for key, value in result.timing.items()}
             results[known] = replace(result, timing=spent or before)
         _store_outcomes(folder, facts, plan, results)
-        if not plan.settings.experiment.keep_rows and cluster is None:
-            drop_compared_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
 
 
 @contextlib.contextmanager

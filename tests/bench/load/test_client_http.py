@@ -222,9 +222,7 @@ def test_an_answer_without_end_is_cut_off_and_the_next_goes_on(head: bytes) -> N
     assert sent < 20 << 20  # what lies in sockets' buffers is sent, too
 
 
-@pytest.mark.parametrize(
-    "said", ["[key]", KEY, KEY.replace("+", "%2B"), "".join(f"\\u{ord(char):04x}" for char in KEY)]
-)
+@pytest.mark.parametrize("said", ["[key]", KEY, KEY.replace("+", "%2B"), KEY.replace("/", "\\/")])
 def test_the_key_is_replaced_before_a_message_is_cut(said: str) -> None:
     texts = (" " * 930 + said, "x" * 220 + said, said)
     answers = [

@@ -22,21 +22,10 @@ from fidelab.results.request_log import append_requests, request_row
 from fidelab.results.store import RunFolder
 
 
-class _Over(ServingWatch):
-    """Watch over another one, which gets every call that this one does not override."""
+class Requests(ServingWatch):
+    """Watch that keeps the requests of one arm's load, in an existing run folder."""
 
-    def __init__(self, shown: ServingWatch) -> None:
-        self._shown = shown
-        for name in ("reached", "begin", "driven", "measured"):
-            if name not in vars(type(self)):
-                setattr(self, name, getattr(shown, name))
-
-
-class Requests(_Over):
-    """Watch that keeps the requests of one arm's load, in an existing run folder, and shows the rest."""
-
-    def __init__(self, folder: Path, arm: str, shown: ServingWatch | None = None) -> None:
-        super().__init__(shown or ServingWatch())
+    def __init__(self, folder: Path, arm: str) -> None:
         self._folder = folder
         self._arm = arm
 
@@ -44,7 +33,7 @@ class Requests(_Over):
         append_requests(self._folder, ({"arm": self._arm, **row} for row in _rows(number, repeat, drive)))
 
 
-class Keeper(_Over):
+class Keeper(ServingWatch):
     """Watch that makes the run folder when the server answers, and keeps it up to date.
 
     Everything is passed on to the watch ``shown``.
@@ -60,7 +49,8 @@ class Keeper(_Over):
         kv: str | None = None,
         bench: str = "serving",
     ) -> None:
-        super().__init__(shown)
+        self._shown = shown
+        self.begin = shown.begin  # type: ignore[method-assign]
         self._output_dir = output_dir
         self._command = command
         self._name = name

@@ -228,9 +228,14 @@ def _spelled(secret: str) -> str:
     if len(secret) < _MIN_KEY_LENGTH:
         return rf"(?<![^\W_]){re.escape(secret)}(?![^\W_])"
     code = base64.b64encode(secret.encode()).decode().rstrip("=")
-    words = {secret, quote(secret, safe=""), html.escape(secret), code, code.replace("+", "-").replace("/", "_")}
-    pattern = "|".join(map(re.escape, sorted(words, key=len, reverse=True))).replace("/", r"\\*/")  # JSON may escape it
-    return f"(?i:{pattern})=*"
+    words = ("".join(map(_signs, secret)), re.escape(code), re.escape(code.replace("+", "-").replace("/", "_")))
+    return f"(?i:{'|'.join(words)})=*"
+
+
+def _signs(char: str) -> str:
+    """A pattern for a character; other ones than letters and digits may be escaped."""
+    escaped = re.escape(char)
+    return char if char.isalnum() else rf"(?:\\*{escaped}|{quote(char, safe='')}|{re.escape(html.escape(char))})"
 
 
 def split_url(text: str) -> tuple[str, str]:
