@@ -72,11 +72,8 @@ def test_a_fingerprint_sees_all_that_an_arm_computes(arm: Arm) -> None:
     assert arm.fingerprint() != A.fingerprint()
 
 
-def test_batch_is_part_of_the_key() -> None:
+def test_the_batch_is_part_of_the_key_and_two_spellings_of_one_format_are_one_arm() -> None:
     assert place(**{**BASE, "request": P}) != place(**{**BASE, "request": replace(P, batch=8)})
-
-
-def test_two_spellings_of_one_format_are_one_arm() -> None:
     pair, single = KVSpec.parse("bf16/bf16"), KVSpec.parse("bf16")
     assert replace(A, kv=pair).fingerprint() == replace(A, kv=single).fingerprint()
 
@@ -137,9 +134,10 @@ def test_a_secret_is_nowhere(name: str) -> None:
     assert variables("vllm", **{name: "hunter2"}) == {}
 
 
-def test_a_login_in_an_address_is_cut_out() -> None:
+def test_a_login_in_an_address_is_cut_out_and_a_server_has_variables_of_its_own() -> None:
     found = variables("vllm", LMCACHE_REMOTE_URL="redis://user:hunter2@host:6379/0")
     assert found == {"LMCACHE_REMOTE_URL": "redis://host:6379/0"}
+    assert variables("openai", OMP_SCHEDULE="static", OPENAI_API_KEY="hunter2") == {}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +149,3 @@ def test_a_login_in_an_address_is_cut_out() -> None:
 )
 def test_what_no_number_of_this_engine_depends_on_does_not_count(name: str) -> None:
     assert variables("vllm", **{name: "1"}) == {}
-
-
-def test_a_server_has_variables_of_its_own() -> None:
-    assert variables("openai", OMP_SCHEDULE="static", OPENAI_API_KEY="hunter2") == {}
