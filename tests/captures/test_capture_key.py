@@ -100,22 +100,15 @@ def variables(engine: str, **environment: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        ("hf", "OMP_SCHEDULE"),
-        ("hf", "MKL_CBWR"),
-        ("hf", "ATEN_CPU_CAPABILITY"),
-        ("hf", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-        ("hf", "TORCHINDUCTOR_MAX_AUTOTUNE"),
-        ("hf", "CUBLAS_WORKSPACE_CONFIG"),
-        ("hf", "NVIDIA_TF32_OVERRIDE"),
-        ("hf", "TRANSFORMERS_SDPA_FORCE_GQA"),
-        ("llamacpp", "LLAMA_ATTN_ROT_DISABLE"),
-        ("llamacpp", "GGML_CUDA_FORCE_MMQ"),
-        ("vllm", "VLLM_USE_FLASHINFER_SAMPLER"),
-        ("vllm", "VLLM_DISABLE_COMPILE_CACHE"),
-        ("vllm", "K16V8"),
-        ("vllm", "VLLM_FUSED_MOE_CHUNK_TOKENS"),
-        ("sglang", "SGLANG_USE_CPU_ENGINE"),
-        ("fake", "FAKE_MOOD"),
+        *(("hf", name) for name in ("OMP_SCHEDULE", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")),
+        *(("hf", name) for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE")),
+        *(("hf", name) for name in ("NVIDIA_TF32_OVERRIDE", "TRANSFORMERS_SDPA_FORCE_GQA")),
+        *(("llamacpp", "LLAMA_ATTN_ROT_DISABLE"), ("llamacpp", "GGML_CUDA_FORCE_MMQ"), ("vllm", "K16V8")),
+        *(
+            ("vllm", f"VLLM_{of}")
+            for of in ("USE_FLASHINFER_SAMPLER", "DISABLE_COMPILE_CACHE", "FUSED_MOE_CHUNK_TOKENS")
+        ),
+        *(("sglang", "SGLANG_USE_CPU_ENGINE"), ("fake", "FAKE_MOOD")),
     ],
 )
 def test_a_variable_that_an_engine_reads_counts_and_set_to_nothing_is_not_unset(engine: str, name: str) -> None:

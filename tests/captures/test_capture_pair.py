@@ -68,7 +68,7 @@ def test_full_vocabulary_kinds_and_padded_tails_pair_and_another_string_in_commo
     assert Pair.match(Capture(left), Capture(sample.write(tmp_path, OTHER))).items
     right = sample.write(tmp_path, OTHER, pieces=[*sample.PIECES, "<pad0>", "<pad1>"])
     assert Pair.match(Capture(sample.write(tmp_path)), Capture(right)).items
-    right = sample.write(tmp_path, OTHER, pieces=[*sample.PIECES[:5], "<other>", *sample.PIECES[6:]])
+    right = sample.write(tmp_path / "other", OTHER, pieces=[*sample.PIECES[:5], "<other>", *sample.PIECES[6:]])
     with pytest.raises(MismatchError, match=r"token 5 is '<other>', in the reference '<5>'"):
         Pair.match(Capture(sample.write(tmp_path)), Capture(right))
 

@@ -124,9 +124,7 @@ def test_a_lenient_server_is_told_to_penalize_nothing(folder: Path, served: Serv
     assert (asked["temperature"], asked["repetition_penalty"], asked["repeat_penalty"]) == (0.0, 1.0, 1.0)
 
 
-def test_rows_hold_the_top_of_each_position_and_without_logprobs_there_are_ids_alone(
-    folder: Path, served: Served
-) -> None:
+def test_rows_hold_the_top_of_each_position_and_without_logprobs_are_ids_alone(folder: Path, served: Served) -> None:
     sink, answer = generate(opened(folder, served))
     assert answer.estimator is Estimator.TOPK
     context = [*PROMPTS[1], *greedy(PROMPTS[1], 2)]

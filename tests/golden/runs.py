@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BY_ORDER", "NOT_ON_FAKE", "RUNS", "UNTIED", "GoldenRun"]
-
 NOT_ON_FAKE: Mapping[str, str] = {
     "serving": "puts load on a server, and engine fake is none",
     "startup": "times processes, and no clock repeats itself",
@@ -111,15 +109,8 @@ _KLD = {"windows": 8, "n_ctx": 16}
 
 
 def _hf(model: str, axes: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "engine": "hf",
-        "axes": dict(axes),
-        "text": "text.txt",
-        "prompts": "prompts.txt",
-        "threads": 1,
-        **more,
-    }
+    inputs = {"text": "text.txt", "prompts": "prompts.txt"}
+    return {"model": model, "engine": "hf", "axes": dict(axes), **inputs, "threads": 1, **more}
 
 
 def _numbered(count: int, words: int) -> str:

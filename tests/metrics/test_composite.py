@@ -24,11 +24,8 @@ def point(value: float) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("scores", "value"),
     [
-        ([90.0, 30.0], 45.0),
-        ([80.0, 99.0, 70.0, 90.0], 83.3371),
-        ([100.0, 100.0, 0.0], 0.0),
-        ([100.0, -3.0], 0.0),
-        ([77.0], 77.0),
+        *(([90.0, 30.0], 45.0), ([80.0, 99.0, 70.0, 90.0], 83.3371), ([77.0], 77.0)),
+        *(([100.0, 100.0, 0.0], 0.0), ([100.0, -3.0], 0.0)),
     ],
 )
 def test_harmonic_mean_cases_of_metrics(scores: list[float], value: float) -> None:
@@ -50,27 +47,14 @@ def test_the_papers_rows(scores: tuple[float, ...], value: float, band: Band) ->
 
 
 @pytest.mark.parametrize(
-    ("table", "score", "band"),
-    [
-        ("fidelab", 95.0, Band.EXCELLENT),
-        ("fidelab", 94.99, Band.PASS),
-        ("fidelab", 85.0, Band.PASS),
-        ("fidelab", 84.99, Band.DEGRADED),
-        ("fidelab", 70.0, Band.DEGRADED),
-        ("fidelab", 69.99, Band.FAIL),
-        ("fidelab", NAN, Band.FAIL),
-        ("refract", 90.0, Band.EXCELLENT),
-        ("refract", 89.99, Band.PASS),
-        ("refract", 80.0, Band.PASS),
-        ("refract", 79.99, Band.DEGRADED),
-        ("refract", 60.0, Band.DEGRADED),
-        ("refract", 59.99, Band.FAIL),
-    ],
+    ("table", "scores"),
+    [("fidelab", (95.0, 94.99, 85.0, 84.99, 70.0, 69.99)), ("refract", (90.0, 89.99, 80.0, 79.99, 60.0, 59.99))],
 )
-def test_band_edges(table: str, score: float, band: Band) -> None:
-    assert BANDS[table].band(score) is band
-    if not math.isnan(score):  # the harmonic mean of equal scores is the score, up to rounding at the edge
-        assert composite(four(*[score + 1e-9] * 4), bands=table).band is band
+def test_band_edges(table: str, scores: tuple[float, ...]) -> None:
+    bands = [Band.EXCELLENT, Band.PASS, Band.PASS, Band.DEGRADED, Band.DEGRADED, Band.FAIL]
+    assert [BANDS[table].band(score) for score in (*scores, NAN)] == [*bands, Band.FAIL]
+    # the harmonic mean of equal scores is the score, up to rounding at the edge
+    assert [composite(four(*[score + 1e-9] * 4), bands=table).band for score in scores] == bands
 
 
 def test_a_composite_of_fewer_than_four_axes_has_no_band() -> None:
@@ -121,21 +105,12 @@ def test_an_interval_is_that_of_independent_errors_and_stays_on_the_scale() -> N
 
 
 @pytest.mark.parametrize(
-    ("upper", "band"),
-    [
-        (0.0, Band.EXCELLENT),
-        (0.00999, Band.EXCELLENT),
-        (0.01, Band.PASS),
-        (0.0499, Band.PASS),
-        (0.05, Band.DEGRADED),
-        (0.0999, Band.DEGRADED),
-        (0.1, Band.FAIL),
-        (NAN, Band.FAIL),
-    ],
+    ("uppers", "band"),
+    zip([(0.0, 0.00999), (0.01, 0.0499), (0.05, 0.0999), (0.1, NAN)], Band, strict=True),
 )
-def test_kl_bands_of_metrics(upper: float, band: Band) -> None:
-    assert kl_band(upper) is band
-    assert verdict(upper, 0, 100).band is band
+def test_kl_bands_of_metrics(uppers: tuple[float, float], band: Band) -> None:
+    for upper in uppers:
+        assert kl_band(upper) is verdict(upper, 0, 100).band is band
 
 
 def test_lower_goes_one_band_down_and_stops_at_fail() -> None:
@@ -178,14 +153,8 @@ def test_garbage_and_rows_that_all_failed_fail_and_without_a_kld_there_is_no_ver
 @pytest.mark.parametrize(
     ("least", "band", "at_best"),
     [
-        (0.0, None, None),
-        (0.00999, None, None),
-        (0.01, None, Band.PASS),
-        (0.05, None, Band.DEGRADED),
-        (0.0999, None, Band.DEGRADED),
-        (0.1, Band.FAIL, None),
-        (3.47, Band.FAIL, None),
-        (None, None, None),
+        *((0.0, None, None), (0.00999, None, None), (None, None, None), (0.01, None, Band.PASS)),
+        *((0.05, None, Band.DEGRADED), (0.0999, None, Band.DEGRADED), (0.1, Band.FAIL, None), (3.47, Band.FAIL, None)),
     ],
 )
 def test_without_an_upper_bound_the_mean_rules_bands_out(

@@ -21,25 +21,14 @@ from fidelab.studies.cross_engine import run_cross
 from tests.run.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
+EXACT = {"engine": "fake", "reference": "exact", "candidate": CANDIDATE}
 EXPERIMENT: dict[str, Any] = {
     "kind": "cross-engine",
     "model": "fake",
     "engines": [
-        {"engine": "fake", "name": "one", "reference": "exact", "candidate": CANDIDATE},
-        {
-            "engine": "fake",
-            "name": "absent",
-            "reference": "exact",
-            "candidate": CANDIDATE,
-            "engine_args": {"colour": "red"},
-        },
-        {
-            "engine": "fake",
-            "name": "crashing",
-            "reference": "exact",
-            "candidate": CANDIDATE,
-            "engine_args": {"crash": "1"},
-        },
+        {**EXACT, "name": "one"},
+        {**EXACT, "name": "absent", "engine_args": {"colour": "red"}},
+        {**EXACT, "name": "crashing", "engine_args": {"crash": "1"}},
         {"engine": {"name": "fake"}, "name": "two", "reference": TILTED, "candidate": "refused"},
     ],
     "axes": {
@@ -47,9 +36,7 @@ EXPERIMENT: dict[str, Any] = {
         "trajectory": {"n_predict": 8, "limit": 4},
         "perplexity": {"contexts": [64], "windows": 4},
     },
-    "text": "text.txt",
-    "prompts": "prompts.txt",
-    "threads": 1,
+    **{"text": "text.txt", "prompts": "prompts.txt", "threads": 1},
     "benches": {"prefill": {"lengths": [64], "repeats": 3}, "decode": {"depths": [64], "n": 16, "repeats": 3}},
 }
 

@@ -24,17 +24,12 @@ from tests.processes import until
 from tests.run.harness import Done, cli, refused, write_inputs
 
 FAKE = {
-    "model": "fake",
-    "engine": "fake",
-    "reference": "exact",
-    "control": "none",
-    "floor": 0.0,
-    "twins": 0.0,
-    "text": "text.txt",
-    "candidates": [{"kv": "tilt[q=0.6]", "name": "tilted"}],
+    **{"model": "fake", "engine": "fake", "reference": "exact", "control": "none", "floor": 0.0, "twins": 0.0},
+    **{"text": "text.txt", "candidates": [{"kv": "tilt[q=0.6]", "name": "tilted"}]},
     "axes": {"kld": {"windows": "{windows}", "n_ctx": 16}},
 }
 AT = "candidates[name=tilted].axes.kld.metrics[name=mean]"
+HUGE = {"needs": {"memory": 1e9}}
 PROFILE: dict[str, Any] = {
     "kind": "profile",
     "purpose": "a question",
@@ -43,12 +38,7 @@ PROFILE: dict[str, Any] = {
     "stages": [
         {"name": "lost", "command": ["report", "no-such-run", "--json"]},
         {"name": "quality", "experiment": FAKE},
-        {
-            "name": "huge",
-            "needs": {"memory": 1e9},
-            "command": ["setup", "formats"],
-            "variants": {"tiny": {"needs": {"memory": 1e9}}},
-        },
+        {"name": "huge", **HUGE, "command": ["setup", "formats"], "variants": {"tiny": HUGE}},
         {"name": "after", "needs": {"stages": ["huge"]}, "command": ["setup", "formats"]},
     ],
     "expected": [
@@ -93,12 +83,8 @@ def record(done: Done) -> dict[str, Any]:
 
 def test_a_failed_stage_fails_the_profile_and_stops_no_other(done: Done, record: dict[str, Any]) -> None:
     assert done.code == 1
-    assert [(row["at"]["name"], row["status"]) for row in rows(record, "stage")] == [
-        ("lost", "failed"),
-        ("quality", "ok"),
-        ("huge", "not_supported"),
-        ("after", "not_supported"),
-    ]
+    statuses = {row["at"]["name"]: row["status"] for row in rows(record, "stage")}
+    assert statuses == {"lost": "failed", "quality": "ok", "huge": "not_supported", "after": "not_supported"}
     assert "stage lost failed: exit code 2" in done.err
 
 
@@ -111,9 +97,7 @@ def test_skips_say_what_is_needed_and_what_was_found(done: Done, record: dict[st
     assert after == {"stage": "after", "need": "stage huge", "found": "skipped"}
 
 
-def test_the_record_has_the_figure_of_the_stages_report_or_why_there_is_none(
-    done: Done, record: dict[str, Any]
-) -> None:
+def test_the_record_has_the_figure_of_a_stages_report_or_why_not(done: Done, record: dict[str, Any]) -> None:
     report = json.loads((folder_of(done.cwd) / "stages" / "quality" / "out.json").read_text())
     [mean] = [m for m in report["candidates"][0]["axes"]["kld"]["metrics"] if m["name"] == "mean"]
     expected, measured = rows(record, "figure")[0]["metrics"]
@@ -175,12 +159,8 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     slow = {**FAKE, "engine_args": {"delay": "0.1"}, "axes": {"kld": {"windows": 20, "n_ctx": 16}}}
     data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
     (tmp_path / "own.yaml").write_text(json.dumps(data))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert until(lambda: list(tmp_path.glob("runs/profiles/*/stages/quality/runs/2*")), 60)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
