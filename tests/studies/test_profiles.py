@@ -272,7 +272,10 @@ STAGE = {"name": "s", "command": ["setup", "formats"]}
         ({"stages": [{**STAGE, "needs": {"stages": ["t"]}}]}, "stage 's' needs 't', which is not a stage before it"),
         ({"stages": [STAGE, STAGE]}, "two stages have the name 's'"),
         ({"stages": [{"name": "s"}]}, "a stage has either 'experiment' or 'command'"),
-        ({"stages": [{**STAGE, "command": ["dctor"]}], "expected": []}, "stage s: fidelab dctor: No such command"),
+        (
+            {"stages": [{**STAGE, "command": ["dctor"]}], "expected": []},
+            "stage s: fidelab dctor: no command 'fidelab dctor'; did you mean: fidelab doctor",
+        ),
         ({"stages": [{**STAGE, "command": ["setup", "formats", "--jsn"]}], "expected": []}, "No such option: --jsn"),
         ({"stages": [{**STAGE, "command": ["{mdel}"]}], "expected": []}, "{mdel} is not a parameter; available: model"),
         (
