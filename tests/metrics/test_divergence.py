@@ -243,7 +243,7 @@ def test_the_overlap_is_over_all_of_a_small_vocabulary_and_finds_tokens_far_belo
     assert compare(ref, test).overlap[0] == pytest.approx(0.1)
 
 
-def test_topk_keeps_common_tokens_stays_finite_and_charges_a_token_that_left_less_than_a_floor_of_minus_30() -> None:
+def test_topk_keeps_common_tokens_and_one_bucket_charges_less_than_a_floor_and_refuses_an_id_twice() -> None:
     # P = .5 .3 | .2, Q = .4 .4 | .2 over tokens 7, 8; 9 is on one side only and joins the bucket
     bound = topk_lower_bound([7, 8, 9], np.log([0.5, 0.3, 0.1]), [8, 7], np.log([0.4, 0.4]))
     assert bound == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.0)
