@@ -102,19 +102,10 @@ def make_folder(cache: Path) -> MakeFolder:
 
     def make(folder: Path, **changes: Any) -> Path:
         folder.mkdir(parents=True)
-        config: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": 32,
-            "hidden_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-            "torch_dtype": "bfloat16",
-            **changes,
-        }
-        kept = {key: value for key, value in config.items() if value is not None}
+        kind: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+        sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 64}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        kept = {key: value for key, value in {**kind, **sizes, **heads, **changes}.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(kept))
         table = np.arange(256, dtype=np.float32).reshape(32, 8)
         layer = np.ones((8, 8), dtype=np.float32)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["LONG", "first", "size"]
-
 LONG = os.environ.get("FIDELAB_TEST_LONG", "") == "1"
 
 

@@ -110,19 +110,13 @@ def public() -> Iterator[tuple[str, str]]:
                 yield f"{info.name}.{name}", inspect.getdoc(found) or ""
 
 
-def test_every_relative_link_of_a_document_leads_somewhere() -> None:
+def test_links_and_cited_sections_exist_and_no_two_headings_share_an_anchor() -> None:
     targets = [(path, target) for path in DOCUMENTS for target in LINK.findall(prose(path)) if "://" not in target]
     assert targets
     assert [(str(path.relative_to(ROOT)), target) for path, target in targets if not exists(target, path)] == []
-
-
-def test_no_two_headings_of_a_document_share_an_anchor() -> None:
     counts = {path: Counter(anchors(path)) for path in DOCUMENTS if path.name != "CHANGELOG.md"}
     twice = [(str(path.relative_to(ROOT)), [*(names - Counter({*names}))]) for path, names in counts.items()]
     assert [(path, names) for path, names in twice if names] == []
-
-
-def test_every_section_that_code_cites_exists() -> None:
     cited = [(path, target) for path in SOURCES for target in CITED.findall(text_of(path))]
     assert cited
     assert [(str(path), target) for path, target in cited if not exists(target, ROOT / "README.md")] == []
@@ -182,23 +176,17 @@ def test_the_reference_pages_are_what_the_code_gives() -> None:
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation_at_most_twenty_and_begins_with_a_sentence_that_says_what_it_is() -> None:
     navigated = {file for _, _, file in SITE["navigation"]()}
     pages = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if page not in navigated] == []
-
-
-def test_the_documentation_has_at_most_twenty_pages() -> None:
     assert len(list((ROOT / "docs").glob("*.md"))) <= 20
+    shown = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "gallery").glob("*.md")]
+    assert [str(page) for page in shown if len(SITE["first_sentence"](text_of(page))) < 20] == []
 
 
 def test_the_list_of_pages_for_programs_is_what_the_pages_say() -> None:
     assert (ROOT / "llms.txt").read_text("utf-8") == SITE["llms_text"](), "run: make docs"
-
-
-def test_every_page_begins_with_a_sentence_that_says_what_it_is() -> None:
-    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "gallery").glob("*.md")]
-    assert [str(page) for page in pages if len(SITE["first_sentence"](text_of(page))) < 20] == []
 
 
 def test_the_gallery_shows_what_is_printed_today(tmp_path: Path) -> None:

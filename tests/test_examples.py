@@ -49,15 +49,14 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return cwd, done.stdout
 
 
-def test_the_model_card_is_that_of_the_run(fake: tuple[Path, str]) -> None:
+def test_card_frame_and_worst_positions_are_those_of_the_run(fake: tuple[Path, str]) -> None:
     report, _ = left(fake[0])
     assert report.to_markdown() in fake[1]
-
-
-def test_the_frame_shows_every_arm(fake: tuple[Path, str]) -> None:
     report, _ = left(fake[0])
     shown = section(fake[1], "As a data frame")
     assert [arm.name for arm in (report.reference, *report.candidates) if arm.name not in shown] == []
+    kl = pq.read_table(left(fake[0])[1].positions).column("kl").to_pandas()
+    assert f"{kl.max():.6f}" in section(fake[1], "The positions that change most")
 
 
 def test_the_choice_is_the_smallest_near_lossless_cache() -> None:
@@ -72,11 +71,6 @@ def test_the_worst_positions_have_the_largest_kl_of_their_arm(tmp_path: Path) ->
     pd.DataFrame({"arm": [*"aaaab", *"cc"], "position": range(7), "kl": kl}).to_parquet(tmp_path / "p.parquet")
     worst = runpy.run_path(str(SCRIPT))["worst_positions"](tmp_path / "p.parquet", n=2)
     assert list(worst["position"]) == [4, 2, 3]
-
-
-def test_the_worst_positions_of_the_run_are_shown(fake: tuple[Path, str]) -> None:
-    kl = pq.read_table(left(fake[0])[1].positions).column("kl").to_pandas()
-    assert f"{kl.max():.6f}" in section(fake[1], "The positions that change most")
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

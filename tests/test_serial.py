@@ -57,13 +57,10 @@ def test_what_went_through_json_is_read_as_it_was(value: Outer) -> None:
     assert from_json(Outer, json.loads(json.dumps(to_json(value)))) == value
 
 
-def test_plain_data_has_objects_texts_and_lists_by_the_types_of_fields() -> None:
+def test_plain_data_follows_the_types_of_fields_which_are_left_out_only_at_a_default_that_says_so() -> None:
     plain = to_json(FULL)
     assert (plain["options"], plain["layers"], plain["spec"]) == ({"a": 1, "b": 2}, [0, 3], "int4[group=32]")
     assert (plain["status"], plain["place"], plain["inner"][1]) == ("failed", "a/b", {"size": 2, "span": [0.5, 1.5]})
-
-
-def test_a_field_is_left_out_only_where_it_has_its_default_and_says_so() -> None:
     plain = to_json(from_json(Outer, PLAIN))
     assert "absent" not in plain
     assert plain["options"] == {}

@@ -33,6 +33,13 @@ class Kind:
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SLIDING = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16}
+_SLIDING |= {"sliding_window_size": WINDOW}
 _MAMBA = {"mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_chunk_size": 8, "mamba_d_head": 16}
 
 
@@ -43,36 +50,18 @@ def _of(config: str, layers: int, **changes: Any) -> Callable[[], Any]:
 
 def _gemma4() -> Any:
     """Nested configuration, soft-cap, two head sizes; the last two layers use the keys and values of others."""
-    text = {
-        **_SIZES,
-        **_HEADS,
-        "pad_token_id": 0,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": WINDOW,
-        "head_dim": 16,
-        "global_head_dim": 32,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": VOCAB,
-        "hidden_size_per_layer_input": 8,
-        "final_logit_softcapping": 5.0,
-    }
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    attention = {"sliding_window": WINDOW, "head_dim": 16, "global_head_dim": 32, "num_kv_shared_layers": 2}
+    inputs = {"pad_token_id": 0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8}
+    text = {**_SIZES, **_HEADS, **layers, **attention, **inputs, "final_logit_softcapping": 5.0}
+    return transformers.Gemma4Config(text_config=text, vision_config=_VISION, audio_config=None)
 
 
 def _mistral3() -> Any:
     """A model for images and text."""
-    text = {
-        **_SIZES,
-        **_HEADS,
-        "model_type": "mistral",
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-        "sliding_window": WINDOW,
-    }
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.Mistral3Config(text_config=text, vision_config={**vision, "model_type": "pixtral"})
+    own = {"model_type": "mistral", "num_hidden_layers": 2, "head_dim": 16, "sliding_window": WINDOW}
+    vision = {**_VISION, "model_type": "pixtral"}
+    return transformers.Mistral3Config(text_config={**_SIZES, **_HEADS, **own}, vision_config=vision)
 
 
 KINDS: dict[str, Kind] = {
@@ -87,17 +76,7 @@ KINDS: dict[str, Kind] = {
     "cohere": Kind(_of("CohereConfig", 2, logit_scale=0.0625), ((2, 16, 16, None),) * 2),
     "granite": Kind(_of("GraniteConfig", 2, logits_scaling=8.0), ((2, 16, 16, None),) * 2),
     "minicpm3": Kind(  # divides before the head; caches latents of 16 values beside keys of 8
-        _of(
-            "MiniCPM3Config",
-            2,
-            num_key_value_heads=4,
-            dim_model_base=16,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=8,
-            v_head_dim=16,
-        ),
+        _of("MiniCPM3Config", 2, num_key_value_heads=4, dim_model_base=16, **_LATENT),
         ((1, 16, 8, None),) * 2,
     ),
     "hyperclovax": Kind(_of("HyperCLOVAXConfig", 2, logits_scaling=0.5), ((2, 16, 16, None),) * 2),  # multiplies
@@ -114,16 +93,8 @@ KINDS: dict[str, Kind] = {
         _of(
             "Qwen3NextConfig",
             2,
-            head_dim=32,
             layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
+            **{**_LINEAR, **_EXPERTS, "head_dim": 32, "num_experts": 4, "shared_expert_intermediate_size": 32},
         ),
         ((2, 32, 32, None),),
         without=1,
@@ -144,16 +115,8 @@ KINDS: dict[str, Kind] = {
         _of(
             "Inkling2TextConfig",
             2,
-            head_dim=16,
-            swa_num_attention_heads=4,
-            swa_num_key_value_heads=2,
-            swa_head_dim=16,
-            sliding_window_size=WINDOW,
             layer_types=["hybrid_sliding", "hybrid"],
-            moe_intermediate_size=32,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            unpadded_vocab_size=VOCAB - 4,
+            **{**_SLIDING, **_EXPERTS, "head_dim": 16, "n_routed_experts": 4, "unpadded_vocab_size": VOCAB - 4},
         ),
         ((2, 16, 16, WINDOW), (2, 16, 16, None)),
         recurrent=True,

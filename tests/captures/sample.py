@@ -21,14 +21,8 @@ from fidelab.core.serial import to_json
 PIECES = [f"<{i}>" for i in range(8)]
 ARM = Arm("bf16", "fake", "owner/model", "here", "w" * 8, KVSpec.parse("bf16"), "float32", "cpu", 2, (("a", "1"),))
 AGAINST = "a" * 64
-WINDOWS = Prefill(
-    "kld",
-    ((1, 2, 3, 4), (5, 6, 7, 1), (2, 4, 6, 3)),
-    1,
-    2,
-    ((0, 0), (0, 0), (1, 1)),
-    (("n_ctx", 4), ("protocol", "half")),
-)
+_TEXTS, _UNITS = ((1, 2, 3, 4), (5, 6, 7, 1), (2, 4, 6, 3)), ((0, 0), (0, 0), (1, 1))
+WINDOWS = Prefill("kld", _TEXTS, 1, 2, _UNITS, (("n_ctx", 4), ("protocol", "half")))
 PROMPTS = Generate("trajectory", ((1, 2), (3,)), 3, (0,), 4, (("n_predict", 3), ("template", "raw")))
 
 

@@ -72,11 +72,8 @@ def test_a_fingerprint_sees_all_that_an_arm_computes(arm: Arm) -> None:
     assert arm.fingerprint() != A.fingerprint()
 
 
-def test_batch_is_part_of_the_key() -> None:
+def test_the_batch_is_part_of_the_key_and_two_spellings_of_one_format_are_one_arm() -> None:
     assert place(**{**BASE, "request": P}) != place(**{**BASE, "request": replace(P, batch=8)})
-
-
-def test_two_spellings_of_one_format_are_one_arm() -> None:
     pair, single = KVSpec.parse("bf16/bf16"), KVSpec.parse("bf16")
     assert replace(A, kv=pair).fingerprint() == replace(A, kv=single).fingerprint()
 
@@ -103,22 +100,15 @@ def variables(engine: str, **environment: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        ("hf", "OMP_SCHEDULE"),
-        ("hf", "MKL_CBWR"),
-        ("hf", "ATEN_CPU_CAPABILITY"),
-        ("hf", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-        ("hf", "TORCHINDUCTOR_MAX_AUTOTUNE"),
-        ("hf", "CUBLAS_WORKSPACE_CONFIG"),
-        ("hf", "NVIDIA_TF32_OVERRIDE"),
-        ("hf", "TRANSFORMERS_SDPA_FORCE_GQA"),
-        ("llamacpp", "LLAMA_ATTN_ROT_DISABLE"),
-        ("llamacpp", "GGML_CUDA_FORCE_MMQ"),
-        ("vllm", "VLLM_USE_FLASHINFER_SAMPLER"),
-        ("vllm", "VLLM_DISABLE_COMPILE_CACHE"),
-        ("vllm", "K16V8"),
-        ("vllm", "VLLM_FUSED_MOE_CHUNK_TOKENS"),
-        ("sglang", "SGLANG_USE_CPU_ENGINE"),
-        ("fake", "FAKE_MOOD"),
+        *(("hf", name) for name in ("OMP_SCHEDULE", "MKL_CBWR", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")),
+        *(("hf", name) for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHINDUCTOR_MAX_AUTOTUNE")),
+        *(("hf", name) for name in ("NVIDIA_TF32_OVERRIDE", "TRANSFORMERS_SDPA_FORCE_GQA")),
+        *(("llamacpp", "LLAMA_ATTN_ROT_DISABLE"), ("llamacpp", "GGML_CUDA_FORCE_MMQ"), ("vllm", "K16V8")),
+        *(
+            ("vllm", f"VLLM_{of}")
+            for of in ("USE_FLASHINFER_SAMPLER", "DISABLE_COMPILE_CACHE", "FUSED_MOE_CHUNK_TOKENS")
+        ),
+        *(("sglang", "SGLANG_USE_CPU_ENGINE"), ("fake", "FAKE_MOOD")),
     ],
 )
 def test_a_variable_that_an_engine_reads_counts_and_set_to_nothing_is_not_unset(engine: str, name: str) -> None:
@@ -137,9 +127,10 @@ def test_a_secret_is_nowhere(name: str) -> None:
     assert variables("vllm", **{name: "hunter2"}) == {}
 
 
-def test_a_login_in_an_address_is_cut_out() -> None:
+def test_a_login_in_an_address_is_cut_out_and_a_server_has_variables_of_its_own() -> None:
     found = variables("vllm", LMCACHE_REMOTE_URL="redis://user:hunter2@host:6379/0")
     assert found == {"LMCACHE_REMOTE_URL": "redis://host:6379/0"}
+    assert variables("openai", OMP_SCHEDULE="static", OPENAI_API_KEY="hunter2") == {}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +142,3 @@ def test_a_login_in_an_address_is_cut_out() -> None:
 )
 def test_what_no_number_of_this_engine_depends_on_does_not_count(name: str) -> None:
     assert variables("vllm", **{name: "1"}) == {}
-
-
-def test_a_server_has_variables_of_its_own() -> None:
-    assert variables("openai", OMP_SCHEDULE="static", OPENAI_API_KEY="hunter2") == {}

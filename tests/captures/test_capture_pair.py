@@ -63,45 +63,30 @@ def test_top_k_never_pairs_with_a_full_vocabulary(ref: str, test: str, tmp_path:
         Pair.match(Capture(left), Capture(right))
 
 
-def test_the_two_full_vocabulary_kinds_pair(tmp_path: Path) -> None:
+def test_full_vocabulary_kinds_and_padded_tails_pair_and_another_string_in_common_is_refused(tmp_path: Path) -> None:
     left = sample.write(tmp_path, estimator="hidden", head={"weight": np.eye(8, dtype=np.float32)})
     assert Pair.match(Capture(left), Capture(sample.write(tmp_path, OTHER))).items
-
-
-def test_a_vocabulary_with_a_padded_tail_pairs(tmp_path: Path) -> None:
     right = sample.write(tmp_path, OTHER, pieces=[*sample.PIECES, "<pad0>", "<pad1>"])
     assert Pair.match(Capture(sample.write(tmp_path)), Capture(right)).items
-
-
-def test_a_vocabulary_with_another_string_in_common_is_refused(tmp_path: Path) -> None:
-    right = sample.write(tmp_path, OTHER, pieces=[*sample.PIECES[:5], "<other>", *sample.PIECES[6:]])
+    right = sample.write(tmp_path / "other", OTHER, pieces=[*sample.PIECES[:5], "<other>", *sample.PIECES[6:]])
     with pytest.raises(MismatchError, match=r"token 5 is '<other>', in the reference '<5>'"):
         Pair.match(Capture(sample.write(tmp_path)), Capture(right))
 
 
-def test_a_floor_pairs_by_its_tokens(tmp_path: Path) -> None:
+def test_a_floor_pairs_by_its_tokens_and_is_refused_with_foreign_ones(tmp_path: Path) -> None:
     assert pair(tmp_path, W, W.select([2, 0]), subset=True).items == ((2, 0), (0, 1))
-
-
-def test_a_floor_with_foreign_tokens_is_refused(tmp_path: Path) -> None:
     foreign = replace(W.select([0]), windows=((9, 9, 9, 9),))
     with pytest.raises(MismatchError, match="tokens of item 0 differ"):
         pair(tmp_path, W, foreign, subset=True)
 
 
-def test_comparability_sees_the_tokens(tmp_path: Path) -> None:
+def test_comparability_sees_the_tokens_and_neither_batch_nor_arm(tmp_path: Path) -> None:
     foreign = replace(W, windows=(*W.windows[:2], (9, 9, 9, 9)))
     left, right = Capture(sample.write(tmp_path)), Capture(sample.write(tmp_path, request=foreign))
     assert comparability_key(left) != comparability_key(right)
-
-
-def test_comparability_does_not_see_the_batch(tmp_path: Path) -> None:
     left, right = (Capture(sample.write(tmp_path, request=replace(P, batch=n))) for n in (4, 16))
     assert left.folder != right.folder
     assert comparability_key(left) == comparability_key(right)
-
-
-def test_comparability_does_not_see_the_arm(tmp_path: Path) -> None:
     left, right = (Capture(sample.write(tmp_path, arm)) for arm in (sample.ARM, OTHER))
     assert comparability_key(left) == comparability_key(right)
 

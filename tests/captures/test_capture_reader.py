@@ -110,14 +110,11 @@ def test_a_capture_of_another_key_is_not_the_one_that_is_wanted(capture: Path) -
     assert not is_complete(capture, {**key, "replicate": 1})
 
 
-def test_an_edited_value_in_the_manifest_is_refused(capture: Path) -> None:
+def test_an_edited_value_or_another_schema_in_the_manifest_is_refused(capture: Path) -> None:
     path = capture / "manifest.json"
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "gpu"'))
     with pytest.raises(CaptureError, match=r"manifest\.json was edited"):
         load_manifest(capture)
-
-
-def test_another_schema_is_refused_with_both_versions(capture: Path) -> None:
     sample.rewrite_manifest(capture, schema="fidelab.capture/9")
     with pytest.raises(CaptureError, match=r"fidelab\.capture/9.*fidelab\.capture/0"):
         Capture(capture)
@@ -185,10 +182,12 @@ def test_a_capture_copied_without_its_head_says_what_to_copy(capture: Path, tmp_
         Capture(tmp_path / "far" / "away" / "from" / "home")
 
 
-def test_captures_are_found_in_name_order_at_any_depth(tmp_path: Path) -> None:
+def test_captures_are_found_in_name_order_at_any_depth_and_a_missing_path_is_named(tmp_path: Path) -> None:
     folders = [sample.write(tmp_path / "s", sample.named(kv), replicate=n) for kv in ("b", "a") for n in (1, 0)]
     assert list(find_captures(tmp_path)) == sorted(folders)
     assert list(find_captures(folders[0])) == [folders[0]]
+    with pytest.raises(CaptureError, match="nowhere does not exist"):
+        Capture(tmp_path / "nowhere")
 
 
 def test_a_capture_that_lost_its_manifest_is_found_and_refused(capture: Path, tmp_path: Path) -> None:
@@ -196,11 +195,6 @@ def test_a_capture_that_lost_its_manifest_is_found_and_refused(capture: Path, tm
     assert list(find_captures(tmp_path)) == [capture]
     with pytest.raises(CaptureError, match=r"no manifest\.json"):
         Capture(capture)
-
-
-def test_a_path_that_does_not_exist_is_said_to(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="nowhere does not exist"):
-        Capture(tmp_path / "nowhere")
 
 
 def test_a_heads_soft_cap_and_scale_travel_with_the_capture(tmp_path: Path) -> None:

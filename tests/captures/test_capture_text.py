@@ -53,11 +53,8 @@ def test_any_ids_read_as_the_tokenizer_reads_them() -> None:
         assert read(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_special_tokens_are_taken_literally() -> None:
+def test_special_tokens_are_taken_literally_and_half_a_character_or_an_unknown_id_is_no_error() -> None:
     tokenizer = byte_level()
     assert Detokenizer(pieces(tokenizer))([0, 1]) == "<|end|><｜fin▁du｜>"
-
-
-def test_half_a_character_and_an_unknown_id_are_no_error() -> None:
     read = Detokenizer([f"<0x{byte:02X}>" for byte in range(256)])
     assert read([0x41, 0xC3, 0x42, 999]) == "A\ufffdB"

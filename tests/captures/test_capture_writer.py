@@ -71,20 +71,17 @@ def test_a_writer_killed_anywhere_leaves_no_capture_and_the_next_one_cleans_up(m
     assert list(find_captures(tmp_path)) == [target]
 
 
-def test_nothing_counts_as_a_capture_before_finish(tmp_path: Path) -> None:
+def test_nothing_counts_as_a_capture_before_finish_and_abort_leaves_nothing(tmp_path: Path) -> None:
+    out = sample.writer(tmp_path)
+    out.add(0, sample.rows(0))
+    out.abort()
+    assert partials(tmp_path) == []
     out = sample.writer(tmp_path)
     for item in range(3):
         out.add(item, sample.rows(item))
     assert list(find_captures(tmp_path)) == []
     target = out.finish("logprobs", {}, {})
     assert is_complete(target)
-
-
-def test_abort_leaves_nothing(tmp_path: Path) -> None:
-    out = sample.writer(tmp_path)
-    out.add(0, sample.rows(0))
-    out.abort()
-    assert partials(tmp_path) == []
 
 
 def test_a_living_writer_of_the_same_capture_is_left_alone(tmp_path: Path) -> None:
@@ -164,29 +161,23 @@ def test_an_engine_may_use_an_answers_memory_again(tmp_path: Path) -> None:
     assert [float(capture.floats(item, "logprobs", 0, 1)[0, 0]) for item in range(3)] == [0, 1, 2]
 
 
-def test_unanswered_items_are_refused_with_their_number(tmp_path: Path) -> None:
+def test_unanswered_items_and_second_or_empty_answers_are_refused_with_their_number(tmp_path: Path) -> None:
     out = sample.writer(tmp_path)
     out.add(1, sample.rows(1))
     with pytest.raises(CaptureError, match="left 2 of 3 items unanswered, first 0"):
         out.finish("logprobs", {}, {})
+    out = sample.writer(tmp_path)
+    out.add(0, sample.rows(0))
+    with pytest.raises(CaptureError, match="item 0 was answered twice"):
+        out.add(0, sample.rows(0))
+    with pytest.raises(CaptureError, match="item 0 was answered with nothing"):
+        sample.writer(tmp_path).add(0, {})
 
 
 @pytest.mark.parametrize("item", [-1, 3])
 def test_an_answer_to_no_question_is_refused(item: int, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=rf"answered item {item} of 3"):
         sample.writer(tmp_path).add(item, sample.rows(0))
-
-
-def test_a_second_answer_is_refused(tmp_path: Path) -> None:
-    out = sample.writer(tmp_path)
-    out.add(0, sample.rows(0))
-    with pytest.raises(CaptureError, match="item 0 was answered twice"):
-        out.add(0, sample.rows(0))
-
-
-def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CaptureError, match="item 0 was answered with nothing"):
-        sample.writer(tmp_path).add(0, {})
 
 
 def test_a_failed_item_needs_no_answer_and_keeps_its_reason(tmp_path: Path) -> None:
@@ -197,14 +188,11 @@ def test_a_failed_item_needs_no_answer_and_keeps_its_reason(tmp_path: Path) -> N
     assert Capture(out.finish("logprobs", {}, {})).items[1]["failed"] == "time-out"
 
 
-def test_one_head_of_one_content_is_kept_once(tmp_path: Path) -> None:
+def test_one_head_of_one_content_is_kept_once_and_replaced_when_damaged(tmp_path: Path) -> None:
     head = {"weight": np.eye(4, dtype=np.float32)}
     first, second = store_head(tmp_path, head, 30.0, 2.0), store_head(tmp_path, head, 30.0, 2.0)
     assert first == second
     assert [path.name for path in (tmp_path / "heads").iterdir()] == [first["file"]]
-
-
-def test_a_damaged_head_is_replaced(tmp_path: Path) -> None:
     head = {"weight": np.eye(4, dtype=np.float32)}
     record = store_head(tmp_path, head, None, 1.0)
     path = tmp_path / "heads" / record["file"]

@@ -61,16 +61,10 @@ def test_the_head_goes_with_rows_of_states_alone(query: Request, with_head: bool
     )
 
 
-def test_the_worst_sentinels_of_the_request_and_its_seconds_are_facts() -> None:
+def test_the_worst_sentinels_seconds_and_drafts_of_the_request_are_facts_and_without_checks_no_sentinels() -> None:
     facts = Checked((0.9999, 1e-9), (1.0, 3e-9)).answered(GENERATE).facts
     assert (facts["tokens"], facts["sentinel_cosine"], facts["sentinel_kl"]) == (7, 0.9999, 3e-9)
     assert facts["seconds"] >= 0
-
-
-def test_without_checks_nothing_is_said_of_sentinels() -> None:
     assert set(Checked().answered(GENERATE).facts) == {"tokens", "seconds"}
-
-
-def test_drafts_are_those_of_the_request() -> None:
     facts = Checked().answered(GENERATE, Speculation("ngram", 3, None, "", ())).facts
     assert [facts["speculation"][name] for name in ("drafts", "drafted", "accepted")] == [1, 2, 1]

@@ -169,7 +169,7 @@ def test_bytes_per_token_and_layers_are_those_of_the_layers_with_keys_and_values
     assert cache.has_recurrent_layers == KINDS[kind].recurrent
 
 
-def test_emulated_formats_tell_what_gapless_packing_would_take() -> None:
+def test_emulated_formats_tell_what_packing_would_take_and_skipped_layers_count_as_what_they_hold() -> None:
     emulated, plain = encoded("llama", "int3/bf16"), encoded("llama", "int4")
     logits("llama", emulated)
     logits("llama", plain)
@@ -177,9 +177,6 @@ def test_emulated_formats_tell_what_gapless_packing_would_take() -> None:
     assert emulated.packed_bytes_per_token() == 3 * 2 * (codes + scales + 32 * 2)
     assert emulated.bytes_per_token() == 3 * 2 * (32 + scales + 32 * 2)
     assert plain.packed_bytes_per_token() is None
-
-
-def test_skipped_layers_count_as_what_they_hold() -> None:
     cache = encoded("gemma2", "int8", skip=(0,))
     logits("gemma2", cache, batch=2)
     heads, size, _, _ = KINDS["gemma2"].kv[0]

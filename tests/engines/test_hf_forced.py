@@ -34,15 +34,12 @@ def test_its_own_trajectory_gives_the_states_of_generation_bit_by_bit(kind: str,
     assert torch.equal(tiny.hidden(forced.items[0]), tiny.hidden(generated.items[0]))
 
 
-def test_an_empty_continuation_is_a_failed_item_and_no_other(checkpoint: Checkpoint) -> None:
+def test_an_empty_continuation_is_a_failed_item_and_progress_counts_what_was_processed(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("llama")).answer(Forced("forced", (PROMPT, PROMPT), ((), GIVEN)), sink)
     assert sink.failed == {0: "empty continuation"}
     assert list(sink.items[0]) == ["ids"]
     assert tiny.hidden(sink.items[1]).shape == (len(GIVEN), 64)
-
-
-def test_progress_counts_what_was_processed(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("llama")).answer(Forced("forced", (PROMPT,), (GIVEN,)), sink)
     assert (sink.tokens, sink.decoded) == (len(PROMPT) + len(GIVEN) - 1, len(GIVEN) - 1)

@@ -148,15 +148,14 @@ def test_a_stop_token_ends_its_sequence_is_part_of_it_and_ends_no_other(checkpoi
     assert stopped.failed == {}
 
 
-def test_without_rows_the_ids_alone_are_stored_and_are_the_same(checkpoint: Checkpoint) -> None:
+def test_without_rows_the_ids_are_the_same_and_progress_counts_all_tokens(
+    checkpoint: Checkpoint,
+) -> None:
     engine, full, lean = tiny.opened(checkpoint("llama")), Answers(), Answers()
     engine.answer(asked(batch=2), full)
     engine.answer(replace(asked(batch=2), rows=False), lean)
     assert {item: list(arrays) for item, arrays in lean.items.items()} == {item: ["ids"] for item in full.items}
     assert [tiny.ids(lean.items[i]) for i in full.items] == [tiny.ids(full.items[i]) for i in full.items]
-
-
-def test_progress_and_facts_count_prompts_and_generated_tokens(checkpoint: Checkpoint) -> None:
     sink = Answers()
     answer = tiny.opened(checkpoint("llama")).answer(asked(batch=4), sink)
     read = sum(map(len, PROMPTS))

@@ -38,7 +38,7 @@ def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: s
         assert tiny.ids(ours[1].items[item]) == tiny.ids(theirs[1].items[item])
 
 
-def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpoint) -> None:
+def test_the_record_names_the_kernels_and_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
     ran = engine.runtime_info()
@@ -46,6 +46,13 @@ def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpo
     assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
     assert (ran.kv_layers, ran.layers_without_kv) == (3, 0)
+    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="k16v8")
+    engine.answer(PREFILL, Answers())
+    ran = engine.runtime_info()
+    assert ran.attention == "k16v8 torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
+    with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):
+        tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="k16v8")
 
 
 @pytest.mark.parametrize(
@@ -150,16 +157,6 @@ def test_models_that_the_kernels_cannot_run_are_refused_when_opened(
 ) -> None:
     with pytest.raises(EngineError, match=reason):
         tiny.opened(checkpoint(kind), attention="k16v8")
-
-
-def test_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
-    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="k16v8")
-    engine.answer(PREFILL, Answers())
-    ran = engine.runtime_info()
-    assert ran.attention == "k16v8 torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
-    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
-    with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):
-        tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="k16v8")
 
 
 def test_where_the_kernels_were_not_asked_for_and_refuse_the_models_own_attention_runs(

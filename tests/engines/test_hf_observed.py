@@ -113,14 +113,9 @@ def judged(path: Path, ran: RuntimeInfo, kv: str = "int8") -> tuple[Status, str 
     return engaged(ArmResult("candidate:x", tiny.arm(path, kv), Status.OK, ran=ran.record()))
 
 
-def test_every_layer_is_observed_in_the_first_prefill(deep: Path) -> None:
+def test_every_layer_with_an_encoded_cache_is_observed_in_the_first_prefill(deep: Path, checkpoint: Checkpoint) -> None:
     one = Prefill("kld", WINDOWS.windows[:1], 0, 38, ((0,) * 39,))
     assert ran_with(deep, None, one).more["observed"] == {"layers": [9, 9], "prefills": [1, 1], "steps": [0, 0]}
-
-
-def test_layers_that_keep_their_type_or_have_no_cache_are_none_of_those_to_observe(
-    deep: Path, checkpoint: Checkpoint
-) -> None:
     assert ran_with(deep, None, WINDOWS, "int8[skip-layers=0,3]").more["observed"]["layers"] == [7, 7]
     assert ran_with(checkpoint("qwen3_next"), None, WINDOWS).more["observed"]["layers"] == [1, 1]
 

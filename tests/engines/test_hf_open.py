@@ -78,7 +78,7 @@ def test_a_model_that_has_nothing_to_measure_is_refused(name: str, reason: str, 
     assert refused(stranger(name, tmp_path / name)) == reason
 
 
-def test_parameters_that_no_tensor_fills_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_parameters_that_no_tensor_fills_are_refused_but_a_tied_head(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = copy(checkpoint("llama"), tmp_path / "gap")
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.1.self_attn.k_proj.weight"]
@@ -86,9 +86,6 @@ def test_parameters_that_no_tensor_fills_are_refused(checkpoint: Checkpoint, tmp
     assert refused(folder) == (
         "1 parameters were filled by no checkpoint tensor, first model.layers.1.self_attn.k_proj.weight"
     )
-
-
-def test_a_tied_head_is_not_a_missing_parameter(checkpoint: Checkpoint) -> None:
     assert "lm_head.weight" not in load_file(checkpoint("gemma2") / "model.safetensors")
     tiny.opened(checkpoint("gemma2"))
 
@@ -183,7 +180,7 @@ def test_another_attention_than_the_one_asked_for_is_refused(
     assert refused(checkpoint("llama"), attention="sdpa") == "attention=sdpa was asked for, Transformers runs eager"
 
 
-def test_layers_to_skip_must_exist_which_is_known_before_the_model_is_loaded_and_leave_some(
+def test_layers_to_skip_must_exist_and_leave_some_and_groups_fit_a_head_before_the_model_is_loaded(
     checkpoint: Checkpoint,
 ) -> None:
     reason = "skip-layers=3: the model has layers 0–2"
@@ -192,9 +189,6 @@ def test_layers_to_skip_must_exist_which_is_known_before_the_model_is_loaded_and
             tiny.opened(checkpoint("llama"), f"int8[skip-layers={kv}]")
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-3]")) == Support(False, reason)
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-2]")).ok
-
-
-def test_a_group_smaller_than_a_head_is_known_before_the_model_is_loaded(checkpoint: Checkpoint) -> None:
     path = checkpoint("llama")
     head_dim = shape_of(str(path)).head_dim
     assert head_dim == transformers.AutoConfig.from_pretrained(path).head_dim

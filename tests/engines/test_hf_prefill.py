@@ -68,14 +68,11 @@ def test_a_stored_state_is_the_one_after_the_final_norm(kind: str, checkpoint: C
     torch.testing.assert_close(tiny.hidden(sink.items[0]), out[0, FIRST : LAST + 1], rtol=1e-4, atol=1e-4)
 
 
-def test_every_window_gets_a_fresh_cache(checkpoint: Checkpoint) -> None:
+def test_every_window_gets_a_fresh_cache_and_only_one_is_held_at_a_time(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("falcon_h1"), "fp8_e4m3[scale=per-channel]").answer(windows(3), sink)
     assert torch.equal(tiny.hidden(sink.items[0]), tiny.hidden(sink.items[2]))
     assert not torch.equal(tiny.hidden(sink.items[0]), tiny.hidden(sink.items[1]))
-
-
-def test_only_one_cache_is_held_at_a_time(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     caches: list[weakref.ref[Any]] = []
     alive: list[int] = []

@@ -73,7 +73,7 @@ def test_layers_below_the_rounded_ones_change_no_bit_whether_they_run_or_not(kin
     assert torch.equal(found, whole)
 
 
-def test_layers_below_the_rounded_ones_do_not_run(checkpoint: Checkpoint) -> None:
+def test_layers_below_the_rounded_ones_do_not_run_nor_beside_a_native_answer_on_disk(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     answered(engine, request_of("native"))
     ran: list[int] = []
@@ -82,13 +82,10 @@ def test_layers_below_the_rounded_ones_do_not_run(checkpoint: Checkpoint) -> Non
     _, facts = answered(engine, request_of("int4[group=32,only=2]"))
     assert ran == [2, 2]
     assert facts["from_layer"] == 2
-
-
-def test_nor_do_they_where_the_native_answer_was_found_on_disk(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     first, facts = answered(engine, request_of("int4[group=32,only=1]"))
     assert facts["from_layer"] == 1
-    ran: list[int] = []
+    ran.clear()
     for n, layer in enumerate(engine._model.module.model.layers):
         layer.mlp.register_forward_hook(lambda _m, _a, _o, n=n: ran.append(n))
     again, _ = answered(engine, request_of("int4[group=32,only=1]"))

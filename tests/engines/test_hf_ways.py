@@ -77,13 +77,10 @@ def test_a_model_with_a_recurrent_state_keeps_the_state_at_the_prefixs_end_and_t
         engine.answer(ASKED["batch"], Answers())
 
 
-def test_a_window_that_is_one_chunk_is_not_engaged(checkpoint: Checkpoint) -> None:
+def test_one_chunk_or_an_uncut_cache_is_not_engaged(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = opened(checkpoint("llama")).answer(replace(ASKED["chunked"], size=64), Answers()).facts
     assert "engaged" not in facts
     assert facts["not_engaged"] == "the window of 48 tokens was read at once, not in chunks of 64"
-
-
-def test_a_cache_that_is_not_cut_back_is_not_engaged(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EncodedCache, "keep_first", lambda self, tokens: None)
     facts = opened(checkpoint("llama")).answer(ASKED["prefix"], Answers()).facts
     assert facts["not_engaged"] == "48 tokens were found in the prefix cache, not 32 (1 to a block)"

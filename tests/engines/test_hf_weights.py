@@ -48,15 +48,12 @@ def names(module: Any, text: str) -> dict[str, str]:
     return {weight.name: str(spec) for weight, spec in assigned(weights_of(module, config), parse_rules(text))}
 
 
-def test_the_linear_weights_of_all_layers_are_rounded_and_nothing_else(llama: Path) -> None:
+def test_the_linear_weights_of_all_layers_and_nothing_else_hold_the_values_of_their_format(llama: Path) -> None:
     assert changed(llama, "int4") == {
         f"model.layers.{layer}.{'mlp' if kind[:-5] in ('gate', 'up', 'down') else 'self_attn'}.{kind}.weight"
         for layer in range(3)
         for kind in LINEAR
     }
-
-
-def test_each_weight_holds_the_values_of_its_format(llama: Path) -> None:
     before, after = parameters(llama, dtype="bfloat16"), parameters(llama, "nvfp4", dtype="bfloat16")
     name = "model.layers.1.mlp.down_proj.weight"
     weight_format(FormatSpec("nvfp4")).round_(before[name])
@@ -101,14 +98,11 @@ def test_patterns_are_layers_or_parts_of_names(text: str, layers: set[int], kind
     assert len(chosen) == len(layers) * len(kinds)
 
 
-def test_of_several_rules_the_last_that_names_a_weight_holds() -> None:
+def test_the_last_rule_that_names_a_weight_holds_and_embeddings_head_and_norms_need_their_own_name(llama: Path) -> None:
     chosen = names(tiny.model("llama"), "int4[group=32]+int8[only=down_proj]+f32[only=0]")
     assert chosen["model.layers.1.mlp.up_proj"] == "int4[group=32]"
     assert chosen["model.layers.1.mlp.down_proj"] == "int8"
     assert chosen["model.layers.0.mlp.down_proj"] == "f32"
-
-
-def test_embeddings_head_and_norms_are_rounded_by_their_own_name_alone(llama: Path) -> None:
     assert changed(llama, "int4[only=lm_head]") == {"lm_head.weight"}
     assert changed(llama, "int4[only=embed_tokens,input_layernorm]") == {
         "model.embed_tokens.weight",
@@ -116,16 +110,13 @@ def test_embeddings_head_and_norms_are_rounded_by_their_own_name_alone(llama: Pa
     }
 
 
-def test_routers_of_experts_are_left_alone_and_fused_experts_are_rounded() -> None:
+def test_experts_and_conv1d_layers_are_rounded_along_their_inputs_and_routers_left_alone() -> None:
     module = tiny.model("qwen3_next")
     chosen = names(module, "int4")
     assert any(name.endswith("experts.gate_up_proj") for name in chosen)
     assert any(name.endswith("shared_expert.down_proj") for name in chosen)
     assert not any(name.endswith((".gate", "shared_expert_gate", "norm", "conv1d")) for name in chosen)
     assert any(name.endswith(".gate") for name in names(module, "int4[only=mlp.gate]"))
-
-
-def test_experts_that_lie_transposed_and_conv1d_layers_are_rounded_along_their_inputs() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 3, "num_experts_per_tok": 1}
     experts = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes, **heads))

@@ -137,8 +137,12 @@ def test_what_a_model_cannot_have_is_said_before_it_is_loaded(kv: str, dtype: st
     assert bool(found) == bool(said)
 
 
-def test_int4_needs_an_even_head_dimension() -> None:
+def test_int4_needs_an_even_head_dimension_and_a_trials_model_has_one_that_gpu_kernels_take() -> None:
     assert "a head dimension of 33 is not a multiple" in k16v8.pair_refusal(vllm("int8/int4"), 33, 30)
+    from fidelab.environments import trial
+
+    arm = _arm("vllm", "bf16/fp8_e4m3", "bfloat16", "cuda", {})
+    assert k16v8.pair_refusal(arm, trial._HEAD_DIM, 2) == ""
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -147,13 +151,6 @@ def test_a_head_dimension_that_the_gpu_kernels_lack_is_refused_on_gpus_alone(eng
     said = k16v8.pair_refusal(on_gpu, 32, 2)
     assert said == "bf16/fp8_e4m3: the GPU kernels take head dimensions of 64, 80, 96, 128, 256; this model's is 32"
     assert k16v8.pair_refusal(on_cpu, 32, 2) == ""
-
-
-def test_the_model_of_a_trial_has_a_head_dimension_that_the_gpu_kernels_take() -> None:
-    from fidelab.environments import trial
-
-    arm = _arm("vllm", "bf16/fp8_e4m3", "bfloat16", "cuda", {})
-    assert k16v8.pair_refusal(arm, trial._HEAD_DIM, 2) == ""
 
 
 def test_the_worst_layer_counts_and_skipped_layers_are_told_by_what_they_hold() -> None:

@@ -75,7 +75,7 @@ def test_layers_that_did_not_run_once_each_in_order_are_an_error(order: tuple[in
         watched.take()
 
 
-def test_what_is_no_state_ends_no_forward_and_is_an_error_afterwards() -> None:
+def test_what_is_no_state_or_a_model_without_a_list_of_its_layers_is_an_error() -> None:
     def state(handed_on: Any, given: Any) -> Tensor:
         if isinstance(handed_on, Tensor):
             raise LookupError("a layer handed on a tensor")
@@ -88,9 +88,6 @@ def test_what_is_no_state_ends_no_forward_and_is_an_error_afterwards() -> None:
         watched.take()
     with pytest.raises(RuntimeError, match="did not run once each"):  # the error is of one forward
         watched.take()
-
-
-def test_a_model_without_a_list_of_its_layers_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="Model has no list of its 4 decoder layers"):
         layer_list(Model(Pair), LAYERS + 1)
 

@@ -267,13 +267,9 @@ def test_a_file_that_llama_cpp_cannot_load_gives_one_line(tiny: Path, tmp_path: 
 
 
 @pytest.mark.llamacpp
-def test_a_setting_that_the_bindings_lack_is_not_dropped(tiny: Path) -> None:
+def test_settings_that_the_bindings_lack_and_formats_that_the_model_cannot_have_are_refused(tiny: Path) -> None:
     with pytest.raises(EngineError, match="has no n_layers_on_the_moon"):
         LlamaModel(str(tiny), n_layers_on_the_moon=1)
-
-
-@pytest.mark.llamacpp
-def test_a_format_that_the_model_cannot_have_is_refused_when_it_is_opened(tiny: Path) -> None:
     with pytest.raises(EngineError, match="cannot make a context"):
         opened(tiny, "q8_0")  # blocks of 32, heads of 16
 
@@ -383,13 +379,9 @@ def test_a_stop_id_ends_a_sequence_and_is_part_of_it(tiny: Path) -> None:
 
 
 @pytest.mark.llamacpp
-def test_rows_are_kept_only_where_they_are_asked_for(tiny: Path) -> None:
+def test_rows_are_kept_only_where_asked_for_and_an_empty_continuation_fails_alone(tiny: Path) -> None:
     answers = answered(opened(tiny), Generate("rniah", ((5, 6),), 3, (), rows=False))
     assert list(answers.items[0]) == ["ids"]
-
-
-@pytest.mark.llamacpp
-def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
     answers = answered(opened(tiny), Forced("forced", ((5, 6), (5, 7)), ((), (8, 9))))
     assert answers.failed == {0: "empty continuation"}
     assert rows(answers, 1).shape[0] == 2

@@ -96,13 +96,18 @@ def test_ids_are_those_that_the_server_generated_with_the_stop_token(folder: Pat
     ]
 
 
-def test_text_that_is_tokenized_again_is_labelled(folder: Path) -> None:
+def test_text_tokenized_again_is_labelled_and_a_strict_server_asked_in_standard_words(folder: Path) -> None:
     with serving(Served(takes_ids=False, returns_ids=False, ends=3)) as server:
         engine = opened(folder, server)
         sink, _ = generate(engine)
     ran = engine.runtime_info().record()
     assert (ran["prompts"], ran["ids"]) == ("text", "retokenized")
     assert ids(sink.items[0]) == [*greedy(PROMPTS[0], 3), EOS]
+    with serving(Served(strict=True, scores="echo")) as server:
+        engine = opened(folder, server)
+        sink, _ = generate(engine)
+    assert ids(sink.items[0]) == greedy(PROMPTS[0], 6)
+    assert engine.runtime_info().record()["ids"] == "retokenized"
 
 
 def test_answers_of_another_model_are_remarked(folder: Path) -> None:
@@ -113,25 +118,20 @@ def test_answers_of_another_model_are_remarked(folder: Path) -> None:
         assert engine.runtime_info().record()["remarks"] == remarks
 
 
-def test_a_strict_server_is_asked_in_standard_words_alone(folder: Path) -> None:
-    with serving(Served(strict=True, scores="echo")) as server:
-        engine = opened(folder, server)
-        sink, _ = generate(engine)
-    assert ids(sink.items[0]) == greedy(PROMPTS[0], 6)
-    assert engine.runtime_info().record()["ids"] == "retokenized"
-
-
 def test_a_lenient_server_is_told_to_penalize_nothing(folder: Path, served: Served) -> None:
     generate(opened(folder, served))
     asked = served.requests[-1]
     assert (asked["temperature"], asked["repetition_penalty"], asked["repeat_penalty"]) == (0.0, 1.0, 1.0)
 
 
-def test_rows_hold_the_top_of_each_generated_position(folder: Path, served: Served) -> None:
+def test_rows_hold_the_top_of_each_position_and_without_logprobs_are_ids_alone(folder: Path, served: Served) -> None:
     sink, answer = generate(opened(folder, served))
     assert answer.estimator is Estimator.TOPK
     context = [*PROMPTS[1], *greedy(PROMPTS[1], 2)]
     assert row(sink, 1, 2) == pytest.approx(dict(list(served.logprobs(context).items())[:20]))
+    with serving(Served(generated_logprobs=False)) as server:
+        sink, _ = generate(opened(folder, server))
+    assert list(sink.items[0]) == ["ids"]
 
 
 def test_log_probabilities_that_are_none_fail_their_own_item_alone(folder: Path) -> None:
@@ -140,12 +140,6 @@ def test_log_probabilities_that_are_none_fail_their_own_item_alone(folder: Path)
     assert list(sink.items) == [0, 1]
     assert list(sink.failed) == [2]
     assert "log-probability of 1.067, and none is above 0" in sink.failed[2]
-
-
-def test_a_server_without_logprobs_gives_ids_alone(folder: Path) -> None:
-    with serving(Served(generated_logprobs=False)) as server:
-        sink, _ = generate(opened(folder, server))
-    assert list(sink.items[0]) == ["ids"]
 
 
 def test_a_bos_that_the_server_adds_is_not_sent_twice(folder: Path) -> None:
@@ -210,16 +204,13 @@ def test_forced_text_is_one_prefill_and_says_so(folder: Path, served: Served) ->
         assert max(found := row(sink, 0, at), key=lambda name: found[name]) == token
 
 
-def test_a_server_without_prompt_logprobs_cannot_measure_them(folder: Path) -> None:
+def test_a_server_without_prompt_logprobs_or_with_an_echo_of_other_tokens_measures_no_prompt(folder: Path) -> None:
     with serving(Served(scores=None)) as server:
         engine = opened(folder, server)
         sink, answer = prefill(engine)
         assert generate(engine)[0].items
     assert answer.facts["not_measurable"] == f"{server.url} gives no log-probabilities of prompts"
     assert (list(sink.failed), sink.items) == ([0], {})
-
-
-def test_an_echo_of_other_tokens_fails_the_window(folder: Path) -> None:
     split = tuple("é".encode())[:1]  # half a character: as text it is another token
     with serving(Served(scores="echo", takes_ids=False)) as server, pytest.raises(EngineError, match="other tokens"):
         prefill(opened(folder, server), (*WINDOW[:5], *split, *WINDOW[5:]))
@@ -316,14 +307,11 @@ def test_a_format_is_what_the_server_reports(folder: Path, server: Served, asked
     assert (ran.k_format, ran.v_format) == (found, found)
 
 
-def test_what_the_server_says_of_itself_is_recorded(folder: Path) -> None:
+def test_what_the_server_says_of_itself_is_recorded_and_its_tokenizer_asked(folder: Path, served: Served) -> None:
     with serving(Served(cache_dtype="auto")) as server:
         ran = opened(folder, server).runtime_info().record()
     assert ran["versions"]["vllm"] == "9.9"
     assert (ran["served_kv"], ran["block_size"], ran["prefix_caching"]) == ("auto", 16, False)
-
-
-def test_the_servers_tokenizer_is_asked_where_it_can_be(folder: Path, served: Served) -> None:
     engine = opened(folder, served)
     assert engine.tokenize("some text") == encode("some text")
     assert engine.runtime_info().record()["tokenizer"] == "server"
@@ -402,7 +390,7 @@ def test_the_model_has_to_be_served(folder: Path, models: Sequence[str], asked: 
         opened(folder, server, **asked)
 
 
-def test_a_key_comes_from_the_environment_and_goes_to_the_server_alone(
+def test_a_key_comes_from_the_environment_goes_to_the_server_alone_and_a_wrong_one_is_not_repeated(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_KEY", "sk-secret")
@@ -411,9 +399,6 @@ def test_a_key_comes_from_the_environment_and_goes_to_the_server_alone(
         generate(engine)
     assert {*server.keys} == {"Bearer sk-secret"}
     assert "sk-secret" not in repr(engine.runtime_info().record())
-
-
-def test_a_wrong_key_is_not_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
     with serving(Served(key="sk-right")) as server, pytest.raises(EngineError, match="api-key-env=NAME") as caught:
         opened(folder, server)

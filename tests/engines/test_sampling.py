@@ -41,16 +41,13 @@ def test_tokens_are_drawn_in_proportion_to_their_probabilities(temperature: floa
     assert found.pvalue > 1e-3
 
 
-def test_a_nucleus_is_the_fewest_tokens_that_reach_its_share() -> None:
+def test_a_nucleus_is_the_fewest_tokens_that_reach_its_share_and_a_row_with_nan_gives_that_token() -> None:
     weights = np.exp(LOGITS.astype(np.float64))
     weights /= weights.sum()
     share = float(weights[:2].sum())
     assert set(drawn(Sampling(1.0, share - 1e-6, 0))) == {0, 1}
     assert set(drawn(Sampling(1.0, share + 1e-6, 0))) == {0, 1, 2}
     assert set(drawn(Sampling(1.0, 1e-9, 0))) == {0}
-
-
-def test_a_row_with_nan_gives_the_token_with_nan() -> None:
     broken = LOGITS.copy()
     broken[3] = np.nan
     assert draw(broken, Sampling(1.0), (1,), 0) == 3
@@ -64,15 +61,12 @@ def test_the_seed_the_prompt_and_the_step_decide_and_nothing_else() -> None:
     assert one not in others
 
 
-def test_a_sampled_answer_does_not_depend_on_its_batch(checkpoint: Checkpoint) -> None:
+def test_a_sampled_answer_does_not_depend_on_its_batch_and_is_greedy_near_temperature_0(checkpoint: Checkpoint) -> None:
     request = asked(4, temperature=1.0, top_p=0.95, sampling_seed=5)
     together = answered(checkpoint, request)
     assert together == answered(checkpoint, asked(1, temperature=1.0, top_p=0.95, sampling_seed=5))
     assert together != answered(checkpoint, asked(4, temperature=1.0, top_p=0.95, sampling_seed=6))
     assert together != answered(checkpoint, asked(4))
-
-
-def test_a_temperature_near_0_is_greedy(checkpoint: Checkpoint) -> None:
     assert answered(checkpoint, asked(2, temperature=1e-6)) == answered(checkpoint, asked(2))
 
 

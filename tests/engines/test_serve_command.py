@@ -60,20 +60,21 @@ def test_k16v8_is_a_backend_and_a_switch() -> None:
     assert ENGINES.load("vllm").serve_variables(one) == {"K16V8": "1"}
 
 
-def test_sglang_gets_what_it_needs_on_a_cpu_unless_the_arm_says_otherwise() -> None:
+def test_sglang_gets_what_it_needs_on_a_cpu_and_has_no_flags_that_switch_off() -> None:
     assert "--device cpu --attention-backend torch_native --sampling-backend pytorch" in words(arm("sglang"))
     assert words(arm("sglang", attention_backend="intel_amx")).count("--attention-backend") == 1
     assert "backend" not in words(arm("sglang", device="cuda"))
-
-
-def test_sglang_has_no_flags_that_switch_off() -> None:
     one = words(arm("sglang", device="cuda", disable_radix_cache="yes", enable_metrics="no", cuda_graph="off", tp="2"))
     assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
 
 
-def test_llama_server_has_names_of_its_own() -> None:
+def test_llama_server_has_names_of_its_own_and_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
     one = words(arm("llamacpp", "q8_0", n_ctx="2048", n_batch="256", use_mmap="no", flash_attn="on"))
     assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
+    assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
+    assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
+    assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
+    assert words(arm("llamacpp", "f16", device="cuda", n_gpu_layers="7")).count("--n-gpu-layers") == 1
 
 
 @pytest.mark.parametrize(("split", "rope"), [("2", "1"), ("row", "linear")])
@@ -84,41 +85,28 @@ def test_values_that_llama_cpp_counts_are_named_for_its_server_and_counted_for_t
     assert "--rope-scaling" not in words(arm("llamacpp", "f16", rope_scaling_type="-1"))
 
 
-def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
-    assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
-    assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
-    assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
-    assert words(arm("llamacpp", "f16", device="cuda", n_gpu_layers="7")).count("--n-gpu-layers") == 1
-
-
-def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
+def test_the_server_of_llama_cpp_python_is_told_the_same_and_what_it_lacks_is_said() -> None:
     one = " ".join(
         python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no", estimator="hidden"), "127.0.0.1", 8000)
     )
     assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")
     assert "--type_k 1 --type_v 8 --flash_attn true" in one
     assert one.endswith("--n_ctx 2048 --use_mmap false")
-
-
-def test_what_the_server_of_llama_cpp_python_lacks_is_said() -> None:
     with pytest.raises(NotSupportedError, match=r"has no swa-full: put llama.cpp's own llama-server on PATH"):
         python_server(arm("llamacpp", "q8_0", swa_full="yes"), "127.0.0.1", 8000)
     with pytest.raises(UnknownNameError, match="unknown KV format of engine llamacpp 'int4'"):
         python_server(arm("llamacpp", "q8_0/int4"), "127.0.0.1", 8000)
 
 
-def test_a_path_is_served_under_the_models_name() -> None:
+def test_a_path_is_served_under_the_models_name_and_an_engine_without_a_server_says_so() -> None:
     for engine, flag in (("vllm", "--served-model-name"), ("sglang", "--served-model-name"), ("llamacpp", "--alias")):
         one = replace(arm(engine, "q8_0" if engine == "llamacpp" else "auto"), path="/models/m")
         assert f"{flag} owner/m" in words(one)
+    with pytest.raises(NotSupportedError, match="engine hf has no server of its own"):
+        words(arm("hf"))
 
 
 def test_variables_of_the_arm_go_before_others() -> None:
     one = replace(arm("vllm"), env=(("OMP_NUM_THREADS", "7"), ("VLLM_X", "1")))
     variables = ENGINES.load("vllm").serve_variables(one)
     assert variables == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "7", "VLLM_X": "1"}
-
-
-def test_an_engine_without_a_server_says_so() -> None:
-    with pytest.raises(NotSupportedError, match="engine hf has no server of its own"):
-        words(arm("hf"))

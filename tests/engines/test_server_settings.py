@@ -65,7 +65,7 @@ def by_name(found: list[Finding]) -> dict[str, Finding]:
     return {one.what: one for one in found}
 
 
-def test_vllm_tells_by_its_metrics_and_its_log(serve: Serve) -> None:
+def test_vllm_tells_by_its_metrics_and_its_log_and_less_without_a_log(serve: Serve) -> None:
     declared = arm("vllm", max_model_len="2048", kv_cache_memory="256M", max_num_seqs="8", enforce_eager="no", tp="1")
     found = by_name(findings(declared, serve(VLLM), VLLM_LOG))
     assert {name for name, one in found.items() if one.differs} == {"speculation"}  # which was not declared
@@ -74,6 +74,10 @@ def test_vllm_tells_by_its_metrics_and_its_log(serve: Serve) -> None:
     assert found["speculation"].effective == "ngram, 3"
     assert (found["pool size"].effective, found["pool size"].more) == ("268435456", "11,648 tokens")
     assert found["max-num-seqs"].effective == "8"
+    found = by_name(findings(arm("vllm", max_num_seqs="16", attention_backend="X"), serve({**VLLM, "/metrics": ""})))
+    assert not any(one.differs for one in found.values())
+    assert found["KV type"].effective is None
+    assert found["max-num-seqs"].effective is None
 
 
 @pytest.mark.parametrize(
@@ -97,13 +101,6 @@ def test_each_setting_of_vllm_that_differs_is_found(serve: Serve, option: str, v
     assert differing[0].declared is not None
 
 
-def test_without_a_log_less_is_told_and_nothing_differs_for_that(serve: Serve) -> None:
-    found = by_name(findings(arm("vllm", max_num_seqs="16", attention_backend="X"), serve({**VLLM, "/metrics": ""})))
-    assert not any(one.differs for one in found.values())
-    assert found["KV type"].effective is None
-    assert found["max-num-seqs"].effective is None
-
-
 def test_a_type_under_another_name_is_the_same_and_auto_is_the_one_that_a_server_computes_in(serve: Serve) -> None:
     answers = {**VLLM, "/metrics": VLLM["/metrics"].replace('cache_dtype="auto"', 'cache_dtype="fp8"')}
     assert not findings(arm("vllm", "fp8_e4m3"), serve(answers))[0].differs
@@ -113,16 +110,13 @@ def test_a_type_under_another_name_is_the_same_and_auto_is_the_one_that_a_server
     assert findings(arm("vllm", "float16"), serve(VLLM), VLLM_LOG)[0].differs
 
 
-def test_sglang_tells_by_its_server_info(serve: Serve) -> None:
+def test_sglang_tells_by_its_server_info_and_its_log_the_type_that_was_allocated(serve: Serve) -> None:
     declared = arm("sglang", dtype="float16", context_length="4096", max_total_tokens="8192", tp="2")
     found = by_name(findings(declared, serve(SGLANG)))
     assert not any(one.differs for one in found.values())
     assert found["attention backend"].effective == "triton"
     assert found["speculation"].effective == "none"
     assert found["tp"].effective == "2"
-
-
-def test_sglangs_log_names_the_type_that_was_allocated(serve: Serve) -> None:
     log = "[x] KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 8192, K size: 0.04 GB, V size: 0.04 GB"
     assert not findings(arm("sglang", "fp8_e4m3", "float16"), serve(SGLANG), log)[0].differs
     assert findings(arm("sglang", "auto", "float16"), serve(SGLANG), log)[0].differs
@@ -165,12 +159,9 @@ def test_values_of_vllm_that_are_lists_or_json_are_compared_as_such(serve: Serve
     assert by_name(other)["hf-overrides"].differs
 
 
-def test_a_server_of_another_engine_is_refused(serve: Serve) -> None:
+def test_a_server_of_another_engine_and_an_engine_without_one_are_refused(serve: Serve) -> None:
     with pytest.raises(EngineError, match="is not a server of engine sglang: look what listens there"):
         findings(arm("sglang"), serve(VLLM))
-
-
-def test_an_engine_without_a_server_has_no_settings_to_read(serve: Serve) -> None:
     with pytest.raises(EngineError, match="engine hf has no server"):
         findings(replace(arm("hf")), serve(VLLM))
 

@@ -309,10 +309,13 @@ def test_whatever_way_a_parameter_is_written_is_seen(write: Callable[[Any], None
     assert ThreadPoolExecutor.submit.__qualname__ == "ThreadPoolExecutor.submit"
 
 
-def test_what_drafts_is_read_from_sglangs_own_options() -> None:
+def test_drafts_are_read_from_sglangs_own_options_and_counted_from_the_meta_info() -> None:
     options = {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": "4"}
     assert SGLangEngine.speculation(options) == Speculation("NGRAM", 3, None, "", tuple(options))
     assert SGLangEngine.speculation({"page-size": "1"}) is None
+    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_num_correct_drafts": 9, "completion_tokens": 14}
+    assert _counted(meta) == Drafts(5, 15, 9)
+    assert _counted({"completion_tokens": 14}) == Drafts()
 
 
 @pytest.mark.parametrize(
@@ -326,9 +329,3 @@ def test_what_drafts_is_read_from_sglangs_own_options() -> None:
 def test_a_speculation_that_lacks_something_is_one_line(options: dict[str, str], said: str) -> None:
     with pytest.raises(UsageError, match=re.escape(said)):
         SGLangEngine.speculation(options)
-
-
-def test_a_requests_counts_of_drafts_are_those_of_its_meta_info() -> None:
-    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_num_correct_drafts": 9, "completion_tokens": 14}
-    assert _counted(meta) == Drafts(5, 15, 9)
-    assert _counted({"completion_tokens": 14}) == Drafts()

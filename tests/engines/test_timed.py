@@ -91,10 +91,12 @@ def test_prompts_are_answered_by_groups_and_each_has_one_row_of_times(clock: Clo
     assert (facts, sink.tokens) == ({"tokens": 25, "generated": 10}, 25)
 
 
-def test_prompts_of_different_length_are_no_group(clock: Clock) -> None:
+def test_prompts_of_different_length_are_no_group_and_an_answer_that_ends_early_is_an_error(clock: Clock) -> None:
     with pytest.raises(EngineError, match=r"group 0 has \[3, 5\]: make them equal"):
         time_prompts(Timed("decode", PROMPTS, 2, batch=2), Answers(), clock.decode)
     assert clock.begun == []
+    with pytest.raises(EngineError, match="ended after 2 of 4 tokens"):
+        time_prompts(Timed("decode", PROMPTS, 3), Answers(), lambda prompt: islice(clock.decode(prompt), 2))
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -103,11 +105,6 @@ def test_no_token_is_decoded_that_is_not_timed(n: int, clock: Clock) -> None:
     time_prompts(Timed("decode", PROMPTS, n), sink, clock.decode)
     assert clock.done == 2 * (1 + n)
     assert [len(seconds(sink, i)) for i in (0, 1)] == [1 + n] * 2
-
-
-def test_an_answer_that_ends_early_is_an_error_and_not_a_shorter_one(clock: Clock) -> None:
-    with pytest.raises(EngineError, match="ended after 2 of 4 tokens"):
-        time_prompts(Timed("decode", PROMPTS, 3), Answers(), lambda prompt: islice(clock.decode(prompt), 2))
 
 
 def plain(values: Any) -> list[int]:

@@ -249,7 +249,12 @@ def rows(folder: Path, name: str, width: int = WIDTH) -> Tensor:
     return torch.frombuffer(bytearray((folder / name).read_bytes()), dtype=torch.float32).view(-1, width)
 
 
-def test_a_preempted_request_leaves_each_row_once(folder: Path) -> None:
+def test_a_preempted_request_leaves_each_row_once_and_positions_never_computed_leave_none(folder: Path) -> None:
+    runner = Worker().model_runner
+    runner.request("r1", 8, first=2)
+    runner.requests["r1"].num_computed_tokens = 4  # as a cached prefix would have it
+    runner.step({"r1": states(4)})
+    assert not (folder / "r1.rows").exists()
     runner, x = Worker().model_runner, states(8)
     runner.request("r1", 6, first=2)
     runner.step({"r1": x[:6]})
@@ -259,15 +264,11 @@ def test_a_preempted_request_leaves_each_row_once(folder: Path) -> None:
     assert torch.equal(rows(folder, "r1.rows"), x[2:])
 
 
-def test_rows_behind_positions_that_were_never_computed_are_not_taken_for_them(folder: Path) -> None:
-    runner = Worker().model_runner
-    runner.request("r1", 8, first=2)
-    runner.requests["r1"].num_computed_tokens = 4  # as a cached prefix would have it
+def test_other_ranks_write_nothing_and_live_logits_of_the_first_rows_are_kept(folder: Path) -> None:
+    runner = Worker(rank=1).model_runner
+    runner.request("r1", 4, first=0, live=2)
     runner.step({"r1": states(4)})
-    assert not (folder / "r1.rows").exists()
-
-
-def test_live_logits_of_the_first_rows_are_kept(folder: Path) -> None:
+    assert list(folder.iterdir()) == []
     runner, x = Worker().model_runner, states(9)
     runner.request("r1", 9, first=2, last=8, live=4)
     runner.step({"r1": x[:4]})
@@ -308,13 +309,6 @@ def test_forced_tokens_reject_all_drafts(folder: Path) -> None:
     assert runner.step({"r1": x[2:5]}, drafted={"r1": 2}, accepted={"r1": 2}) == [8]
     assert runner.out[0].tolist() == [8, -1, -1, -1]
     assert torch.equal(rows(folder, "r1.rows"), x[1:3])
-
-
-def test_other_ranks_write_nothing(folder: Path) -> None:
-    runner = Worker(rank=1).model_runner
-    runner.request("r1", 4, first=0, live=2)
-    runner.step({"r1": states(4)})
-    assert list(folder.iterdir()) == []
 
 
 def test_ranks_write_their_rows_of_the_head_without_padding(folder: Path) -> None:
@@ -388,17 +382,11 @@ def test_numbers_cut_toward_zero_are_recognised_as_that() -> None:
     assert (found["matches"], found["rounding"]) == (1.0, "toward zero")
 
 
-def test_bits_of_another_format_are_not_what_was_written() -> None:
+def test_other_bits_and_more_numbers_are_not_what_was_written_and_what_cannot_be_decoded_is_not_judged() -> None:
     bits = torch.cat((KEYS, VALUES)).to(torch.bfloat16).view(torch.float16)
     assert compared(blocks(bits), layer("float16"))["matches"] < 0.5
-
-
-def test_more_numbers_than_were_written_are_not_what_was_written() -> None:
     stored = torch.cat((KEYS, VALUES, VALUES)).to(torch.bfloat16)
     assert compared(blocks(stored), layer("auto"))["matches"] == 0.0
-
-
-def test_what_cannot_be_decoded_is_not_judged() -> None:
     held = torch.zeros(4, 4, dtype=torch.int8)
     assert compared(held, layer("int8_per_token_head"))["matches"] is None
 

@@ -229,13 +229,10 @@ def test_the_option_chooses_the_runner_here_and_in_a_server(
     assert not any("runner" in word for word in serve_command(arm, "h", 1))
 
 
-def test_without_the_option_vllm_chooses_its_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_option_vllm_chooses_its_runner_and_an_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
     prepare(asked("auto"))
     assert RUNNER_VARIABLE not in os.environ
-
-
-def test_an_unknown_runner_is_refused() -> None:
     with pytest.raises(UsageError, match="model-runner='v3' is not v1 or v2"):
         VLLMEngine.supports(asked("auto", model_runner="v3"))
 

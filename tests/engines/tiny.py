@@ -18,22 +18,8 @@ from fidelab.engines.hf.adapter import HFEngine
 from fidelab.metrics.divergence import Head, head_logits
 from tests.tiny_models import KINDS, VOCAB, WINDOW, Kind, model, randomised, tokens
 
-__all__ = [
-    "KINDS",
-    "VOCAB",
-    "WINDOW",
-    "Answers",
-    "Kind",
-    "arm",
-    "hidden",
-    "ids",
-    "model",
-    "opened",
-    "randomised",
-    "replayed",
-    "save",
-    "tokens",
-]
+__all__ = ["KINDS", "VOCAB", "WINDOW", "Answers", "Kind", "arm", "hidden", "ids", "model", "opened"]
+__all__ += ["randomised", "replayed", "save", "tokens"]
 
 
 def save(built: Any, folder: Path) -> Path:

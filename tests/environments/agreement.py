@@ -15,8 +15,6 @@ from fidelab.run.deploy import Engines
 from fidelab.run.resolve import resolve_experiment
 from tests.run.harness import cli
 
-__all__ = ["RUNS", "UNKNOWN", "check_agreement"]
-
 RUNS = "runs"
 UNKNOWN = "the engine has no such format"
 

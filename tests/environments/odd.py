@@ -22,8 +22,6 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support
 
-__all__ = ["Odd"]
-
 
 class Odd(Engine):
     """Brought by the distribution ``odd-engine``."""

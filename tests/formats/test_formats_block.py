@@ -48,15 +48,15 @@ def test_random_content_has_ggufs_bytes(name: str, dim: int) -> None:
 
 
 @each
-def test_every_magnitude_has_ggufs_bytes(name: str) -> None:
+def test_content_of_every_magnitude_mixed_or_subnormal_has_ggufs_bytes(name: str) -> None:
     powers = 10.0 ** np.linspace(-45, 38, 500)[:, None]
     same(name, np.clip(random(500, 64) * powers, -3.4e38, 3.4e38).astype(np.float32))
-
-
-@each
-def test_values_of_mixed_magnitude_have_ggufs_bytes(name: str) -> None:
     powers = 10.0 ** np.random.default_rng(1).uniform(-9, 0, (500, 64))
     same(name, (random(500, 64) * powers).astype(np.float32))
+    bits = np.random.default_rng(3).integers(0, 1 << 23, (500, 32), dtype=np.uint32)
+    bits >>= np.arange(500, dtype=np.uint32)[:, None] % 23
+    signs = np.random.default_rng(4).integers(0, 2, (500, 32), dtype=np.uint32) << 31
+    same(name, (bits | signs).view(np.float32))
 
 
 @each
@@ -79,14 +79,6 @@ def test_ties_above_a_smallest_value_have_ggufs_bytes(name: str) -> None:
     x[:, 0], x[:, 1] = 0, STEPS[name]
     shift = np.random.default_rng(3).integers(-50, 50, (500, 1))
     same(name, ((x + shift) * 2.0 ** np.arange(-250, 250).clip(-20, 10)[:, None]).astype(np.float32))
-
-
-@each
-def test_subnormal_content_has_ggufs_bytes(name: str) -> None:
-    bits = np.random.default_rng(3).integers(0, 1 << 23, (500, 32), dtype=np.uint32)
-    bits >>= np.arange(500, dtype=np.uint32)[:, None] % 23
-    signs = np.random.default_rng(4).integers(0, 2, (500, 32), dtype=np.uint32) << 31
-    same(name, (bits | signs).view(np.float32))
 
 
 @each

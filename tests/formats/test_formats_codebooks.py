@@ -86,15 +86,12 @@ def test_a_rotation_brings_outlier_channels_to_the_distortion_of_a_gaussian() ->
     assert distortion("lloyd4[rotate=hadamard,seed=1]") < 0.013 < 0.05 < distortion("lloyd4")
 
 
-def test_the_norm_of_a_token_is_its_own() -> None:
+def test_the_norm_of_a_token_is_its_own_and_a_scale_per_head_its_largest_magnitude() -> None:
     x = normal(1, 1, 4, 64) * torch.tensor([1e-3, 1.0, 1e3, 0.0])[None, None, :, None]
     fmt = make("lloyd4")
     error = (decoded(fmt, x) - x).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
     assert (error < 0.2).all()
     assert (decoded(fmt, x)[0, 0, 3] == 0).all()
-
-
-def test_a_scale_per_head_is_the_largest_magnitude_of_the_head() -> None:
     x = normal(2, 3, 5, 8)
     fmt = make("fp8_e4m3[scale=per-head]")
     scale = fmt.fit(x)

@@ -51,23 +51,14 @@ def row(listing: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_every_registered_format_is_listed_in_order(listing: dict[str, Any]) -> None:
+def test_every_format_is_listed_in_order_with_its_bytes_and_the_engines_that_have_it(listing: dict[str, Any]) -> None:
     ours = [entry["name"] for entry in listing["formats"] if entry["bytes_per_token"] is not None]
     assert [name for name in ours if name != "k16v8"] == FORMATS.names()
-
-
-def test_bytes_are_those_of_all_layers_and_heads_of_keys_and_values(listing: dict[str, Any]) -> None:
     assert row(listing, "f16")["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
     assert row(listing, "q8_0")["bits_per_value"] == 8.5
-
-
-def test_an_emulated_format_counts_packed_and_stored_bytes(listing: dict[str, Any]) -> None:
     int5 = row(listing, "int5")
     assert int5["emulated"]
     assert (int5["bytes_per_token"], int5["stored_bytes_per_token"]) == (180 * (40 + 4), 180 * (64 + 4))
-
-
-def test_every_format_names_the_engines_that_have_it(listing: dict[str, Any]) -> None:
     assert all("hf" in row(listing, name)["engines"] for name in (*FORMATS.names(), "k16v8"))
     assert all(entry["engines"] or entry["refused"] for entry in listing["formats"])
 

@@ -84,11 +84,8 @@ def finite_floats(dim: int) -> st.SearchStrategy[NDArray[np.float32]]:
     return arrays(np.float32, (1, 1, 2, dim), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 
 
-def test_the_table_has_every_registered_format() -> None:
+def test_the_table_has_every_registered_format_and_each_push_looks_at_every_family() -> None:
     assert {make(text).name for text in ALL} == set(FORMATS.names())
-
-
-def test_each_push_looks_at_every_family() -> None:
     assert set(PUSH) <= set(ALL)
     assert {type(make(text)) for text in ALL} - {type(make(text)) for text in PUSH} == set()
 
@@ -170,14 +167,10 @@ def test_sequence_bytes_are_the_bytes_of_the_fitted_scale(text: str) -> None:
 
 
 @every
-def test_parts_append_along_the_tokens(text: str) -> None:
+def test_parts_append_along_the_tokens_and_two_pieces_equal_one(text: str) -> None:
     fmt, x = make(text), normal(2, 3, 11, 80)
     for part in fmt.encode(x, fmt.fit(x)):
         assert part.shape[:3] == (2, 3, 11)
-
-
-@every
-def test_two_appended_pieces_equal_one(text: str) -> None:
     fmt, x = make(text), normal(2, 3, 11, 80)
     scale = fmt.fit(x[:, :, :7])
     pieces = zip(fmt.encode(x[:, :, :7], scale), fmt.encode(x[:, :, 7:], scale), strict=True)
@@ -186,17 +179,13 @@ def test_two_appended_pieces_equal_one(text: str) -> None:
 
 
 @every
-def test_no_tokens_encode_to_no_bytes_and_back(text: str) -> None:
+def test_no_tokens_encode_to_no_bytes_and_back_and_parts_append_to_theirs(text: str) -> None:
     fmt, x = make(text), torch.empty(2, 3, 0, 80)
     scale = fmt.fit(x)
     parts = fmt.encode(x, scale)
     assert [part.shape[:3] for part in parts] == [(2, 3, 0)] * len(parts)
     assert fmt.decode(parts, 80, torch.bfloat16, scale).shape == (2, 3, 0, 80)
     assert fmt.error_bound(x, scale).shape == (2, 3, 0, 80)
-
-
-@every
-def test_parts_append_to_those_of_no_tokens(text: str) -> None:
     fmt, x = make(text), normal(2, 3, 4, 80)
     scale = fmt.fit(x)
     pairs = zip(fmt.encode(x[:, :, :0], scale), fmt.encode(x, scale), strict=True)
@@ -244,16 +233,11 @@ def test_an_infinity_saturates(text: str) -> None:
 
 @every
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_content_encodes_as_its_float32_value(text: str, dtype: torch.dtype) -> None:
+def test_half_precision_encodes_as_its_float32_value_and_decode_rounds_once(text: str, dtype: torch.dtype) -> None:
     fmt, x = make(text), normal(2, 3, 4, 80).to(dtype)
     scale = fmt.fit(x)
     pairs = zip(fmt.encode(x, scale), fmt.encode(x.float(), scale), strict=True)
     assert all(same_bits(*pair) for pair in pairs)
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_decode_rounds_the_float32_value_once(text: str, dtype: torch.dtype) -> None:
     fmt, x = make(text), normal(2, 3, 4, 80)
     assert torch.equal(through(fmt, x, dtype), through(fmt, x).to(dtype))
 
@@ -267,7 +251,7 @@ def test_decode_to_float16_saturates(text: str) -> None:
 
 @every
 @pytest.mark.parametrize("dim", [64, 80])
-def test_content_of_any_strides_gives_the_same_parts(text: str, dim: int) -> None:
+def test_content_and_parts_of_any_strides_give_the_same(text: str, dim: int) -> None:
     fmt = make(text)
     x = normal(4, dim, 6, 2, seed=3).permute(3, 2, 0, 1)[:, ::2]
     assert not x.is_contiguous()
@@ -275,11 +259,6 @@ def test_content_of_any_strides_gives_the_same_parts(text: str, dim: int) -> Non
     assert scale is None or same_bits(scale, fmt.fit(x))  # type: ignore[arg-type]
     pairs = zip(fmt.encode(x, scale), fmt.encode(x.contiguous(), scale), strict=True)
     assert all(same_bits(*pair) for pair in pairs)
-
-
-@every
-@pytest.mark.parametrize("dim", [64, 80])
-def test_parts_of_any_strides_decode_to_the_same_content(text: str, dim: int) -> None:
     fmt, x = make(text), normal(2, 3, 4, dim)
     scale = fmt.fit(x)
     parts = fmt.encode(x, scale)
@@ -288,16 +267,12 @@ def test_parts_of_any_strides_decode_to_the_same_content(text: str, dim: int) ->
 
 
 @every
-def test_encode_leaves_its_input_alone(text: str) -> None:
+def test_encode_leaves_its_input_alone_and_warns_of_nothing(text: str) -> None:
     fmt, x = make(text), magnitudes(80)
     before = x.clone()
     fmt.error_bound(x, fmt.fit(x))
     through(fmt, x)
     assert same_bits(x, before)
-
-
-@every
-def test_encode_warns_of_nothing(text: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         through(make(text), magnitudes(80))

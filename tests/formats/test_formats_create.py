@@ -25,30 +25,21 @@ def test_every_name_makes_a_format_of_that_name(name: str) -> None:
     assert create(FormatSpec(name)).name == name
 
 
-def test_an_unknown_name_lists_what_exists() -> None:
+def test_what_no_format_has_is_refused_with_what_there_is() -> None:
     with pytest.raises(UnknownNameError, match="unknown KV format 'fp8_e4m'; did you mean 'fp8_e4m3'"):
         create(FormatSpec("fp8_e4m"))
+    assert refuse("f16[group=32]") == "KV format 'f16[group=32]': f16 has no option 'group'; it takes none"
+    assert refuse("int4[scale=none]").endswith("int4 has no option 'scale'; it takes group")
+    assert refuse("fp8_e4m3[scale=per-row]") == (
+        "KV format 'fp8_e4m3[scale=per-row]': option scale of fp8_e4m3 takes "
+        "none, per-tensor, per-head, per-channel or per-token-head, not 'per-row'"
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS.names())
 def test_an_unknown_option_is_refused(name: str) -> None:
     message = refuse(f"{name}[colour=red]")
     assert f"{name} has no option 'colour'" in message
-
-
-def test_a_format_without_options_says_so() -> None:
-    assert refuse("f16[group=32]") == "KV format 'f16[group=32]': f16 has no option 'group'; it takes none"
-
-
-def test_an_unknown_option_names_those_there_are() -> None:
-    assert refuse("int4[scale=none]").endswith("int4 has no option 'scale'; it takes group")
-
-
-def test_a_bad_scale_names_those_allowed() -> None:
-    assert refuse("fp8_e4m3[scale=per-row]") == (
-        "KV format 'fp8_e4m3[scale=per-row]': option scale of fp8_e4m3 takes "
-        "none, per-tensor, per-head, per-channel or per-token-head, not 'per-row'"
-    )
 
 
 @pytest.mark.parametrize("value", ["0", "-8", "12", "8.0", "x", "", "032", "8,16", "٣٢", "9" * 5000])

@@ -53,14 +53,11 @@ def test_every_byte_decodes_to_its_two_numbers(name: str) -> None:
     np.testing.assert_array_equal(np.signbit(out), np.signbit(expected))
 
 
-def test_every_scale_byte_of_nvfp4_is_an_e4m3_number() -> None:
+def test_scale_bytes_are_e4m3_numbers_of_nvfp4_and_powers_of_two_of_mxfp4() -> None:
     packed = torch.full((1, 1, 127, 8), 0x22, dtype=torch.uint8)  # ones
     scales = torch.arange(127, dtype=torch.uint8).view(1, 1, 127, 1)
     out = make("nvfp4").decode((packed, scales), 16, torch.float32)[0, 0, :, 0]
     assert out.tolist() == [e4m3(byte) for byte in range(127)]
-
-
-def test_every_scale_byte_of_mxfp4_is_a_power_of_two() -> None:
     packed = torch.full((1, 1, 255, 16), 0x22, dtype=torch.uint8)
     scales = torch.arange(255, dtype=torch.uint8).view(1, 1, 255, 1)
     out = make("mxfp4").decode((packed, scales), 32, torch.float32)[0, 0, :, 0]
@@ -103,14 +100,11 @@ def test_codes_are_the_nearest_under_the_stored_scale(text: str) -> None:
     assert ((out - x).abs() <= best * (1 + 1e-6)).all()
 
 
-def test_the_mxfp4_scale_is_the_power_of_two_of_the_specification() -> None:
+def test_the_mxfp4_scale_is_the_specifications_power_of_two_and_saturates_between_six_and_eight() -> None:
     amax = np.concatenate([10.0 ** np.linspace(-44, 38.5, 2000), 2.0 ** np.arange(-149, 128)]).astype(np.float32)
     scales = make("mxfp4").encode(torch.from_numpy(amax)[None, None, :, None])[1].flatten().tolist()
     exponents = [max(math.frexp(value)[1] - 1 - 2, -127) for value in amax.tolist()]
     assert scales == [exponent + 127 for exponent in exponents]
-
-
-def test_mxfp4_saturates_between_six_and_eight() -> None:
     x = torch.tensor([7.99, -6.5, 3.0]).view(1, 1, 1, 3)
     fmt = make("mxfp4")
     assert fmt.decode(fmt.encode(x), 3, torch.float32).flatten().tolist() == [6, -6, 3]
@@ -134,7 +128,7 @@ def test_the_fitted_scale_uses_the_whole_range_of_block_scales() -> None:
     assert (fmt.encode(x, scale)[1].amax((1, 2, 3)) == 0x7E).all()
 
 
-def test_padding_does_not_count_in_fit() -> None:
+def test_padding_does_not_count_in_fit_and_a_missing_fitted_scale_is_an_error() -> None:
     x = normal(1, 2, 6, 64)
     padded = torch.cat([x, torch.full((1, 2, 1, 64), 1e3)], 2)
     fmt = make("nvfp4[scale=per-tensor]")
@@ -142,9 +136,6 @@ def test_padding_does_not_count_in_fit() -> None:
     assert scale is not None
     assert expected is not None
     assert torch.equal(scale, expected)
-
-
-def test_a_missing_fitted_scale_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"needs the scale that fit\(\) returned"):
         make("nvfp4[scale=per-tensor]").encode(normal(1, 2, 3, 64))
 

@@ -82,13 +82,9 @@ def test_every_code_decodes_to_its_value(name: str, dtype: torch.dtype) -> None:
 
 
 @both
-def test_every_finite_code_survives_decode_and_encode(name: str) -> None:
+def test_every_finite_code_survives_and_encode_rounds_to_nearest_even_at_every_boundary(name: str) -> None:
     every = np.array([code for code in range(256) if math.isfinite(value_of(code, name))])
     np.testing.assert_array_equal(codes(make(name), values(name)[every].astype(np.float32)), every)
-
-
-@both
-def test_encode_rounds_to_nearest_even_at_every_boundary(name: str) -> None:
     finite = np.sort(values(name)[:128][np.isfinite(values(name)[:128])])
     middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)  # exact: one mantissa bit more than a code
     x = np.concatenate([middle, np.nextafter(middle, np.float32(0)), np.nextafter(middle, np.float32(1e9))])
@@ -102,15 +98,11 @@ def test_scale_is_none_unless_told(name: str) -> None:
 
 
 @both
-def test_per_tensor_fits_one_scale_per_batch_row(name: str) -> None:
+def test_one_scale_is_fitted_per_batch_row_or_per_head_and_channel(name: str) -> None:
     x = normal(3, 2, 5, 64)
     scale = present(make(name, "per-tensor").fit(x))
     assert (scale.shape, scale.dtype) == ((3, 1, 1, 1), torch.float32)
     assert torch.equal(scale.flatten(), torch.stack([row.abs().max() for row in x]) / TOP[name])
-
-
-@both
-def test_per_channel_fits_one_scale_per_head_and_channel(name: str) -> None:
     x = normal(3, 2, 5, 64)
     scale = present(make(name, "per-channel").fit(x))
     assert (scale.shape, scale.dtype) == ((3, 2, 1, 64), torch.float32)
@@ -119,28 +111,18 @@ def test_per_channel_fits_one_scale_per_head_and_channel(name: str) -> None:
 
 @both
 @pytest.mark.parametrize("scale", ["per-tensor", "per-channel"])
-def test_padding_does_not_count_in_fit(name: str, scale: str) -> None:
+def test_padding_nan_and_infinity_do_not_count_in_fit_and_by_themselves_fit_one(name: str, scale: str) -> None:
     x = normal(2, 2, 6, 64)
     mask = torch.tensor([[False, False, True, True, True, True], [True, True, True, True, True, False]])
     padded = torch.where(mask[:, None, :, None], x, 1000.0)
     fmt = make(name, scale)
     expected = torch.cat([need(fmt.fit(x[:1, :, 2:])), need(fmt.fit(x[1:, :, :5]))])
     assert torch.equal(need(fmt.fit(padded, mask)), expected)
-
-
-@both
-@pytest.mark.parametrize("scale", ["per-tensor", "per-channel"])
-def test_nothing_but_padding_or_zeros_fits_one(name: str, scale: str) -> None:
     fmt = make(name, scale)
     hidden = fmt.fit(normal(2, 2, 6, 64), torch.zeros(2, 6, dtype=torch.bool))
     assert (need(hidden) == 1).all()
     assert (need(fmt.fit(torch.zeros(2, 2, 6, 64))) == 1).all()
     assert (need(fmt.fit(torch.empty(2, 2, 0, 64))) == 1).all()
-
-
-@both
-@pytest.mark.parametrize("scale", ["per-tensor", "per-channel"])
-def test_nan_and_infinity_do_not_count_in_fit(name: str, scale: str) -> None:
     x = normal(1, 2, 6, 64)
     damaged = torch.cat([x, torch.full((1, 2, 1, 64), torch.nan), torch.full((1, 2, 1, 64), -torch.inf)], 2)
     fmt = make(name, scale)
@@ -177,23 +159,21 @@ def test_number_that_cannot_scale_is_refused(name: str, scale: str) -> None:
 
 @both
 @pytest.mark.parametrize("scale", ["per-tensor", "per-channel"])
-def test_subnormal_content_fits_a_normal_scale(name: str, scale: str) -> None:
+def test_subnormal_content_fits_a_normal_scale_and_a_missing_scale_is_an_error(name: str, scale: str) -> None:
     fitted = need(make(name, scale).fit(torch.full((1, 2, 6, 64), 1e-44)))
     assert (fitted == torch.finfo(torch.float32).smallest_normal).all()
+    fmt = make(name, scale)
+    with pytest.raises(ValueError, match=r"needs the scale that fit\(\) returned"):
+        fmt.encode(normal(1, 2, 3, 64))
 
 
 @both
 @scaled
-def test_the_largest_value_takes_the_largest_code(name: str, scale: str) -> None:
+def test_the_largest_value_takes_the_largest_code_and_tiny_content_keeps_its_precision(name: str, scale: str) -> None:
     x = normal(1, 2, 6, 64) * 100
     fmt = make(name, scale)
     part = fmt.encode(x, fmt.fit(x))[0]
     assert (part & 0x7F).max() == TOP_CODE[name]
-
-
-@both
-@scaled
-def test_tiny_content_keeps_its_relative_precision(name: str, scale: str) -> None:
     # one part in 2^3 (e5m2): without a scale everything here would be zero
     x = normal(1, 2, 6, 64).sign() * torch.linspace(1e-6, 2e-6, 64)
     fmt = make(name, scale)
@@ -211,7 +191,7 @@ def test_later_tokens_saturate_at_the_fitted_range(name: str) -> None:
 
 
 @both
-def test_the_token_scale_is_the_smallest_float16_that_nothing_overflows(name: str) -> None:
+def test_the_token_scale_is_the_smallest_float16_that_nothing_overflows_and_decode_uses_it(name: str) -> None:
     x = normal(2, 4, 200, 64) * 10.0 ** torch.linspace(-6, 4, 200)[:, None]
     scale = make(name, "per-token-head").encode(x)[1]
     assert (scale.shape, scale.dtype) == ((2, 4, 200, 1), torch.float16)
@@ -219,20 +199,6 @@ def test_the_token_scale_is_the_smallest_float16_that_nothing_overflows(name: st
     below = np.nextafter(scale.numpy(), np.float16(0))
     assert (scale.numpy() >= amax).all()
     assert (below < amax).all()
-
-
-@both
-def test_the_token_scale_of_zeros_is_one(name: str) -> None:
-    assert (make(name, "per-token-head").encode(torch.zeros(1, 2, 3, 64))[1] == 1).all()
-
-
-@both
-def test_the_token_scale_stays_finite(name: str) -> None:
-    assert (make(name, "per-token-head").encode(torch.full((1, 2, 3, 64), 1e38))[1] == 65504).all()
-
-
-@both
-def test_decode_uses_the_stored_token_scale(name: str) -> None:
     fmt = make(name, "per-token-head")
     x = normal(1, 2, 3, 64)
     part, scale = fmt.encode(x)
@@ -241,11 +207,9 @@ def test_decode_uses_the_stored_token_scale(name: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("scale", ["per-tensor", "per-channel"])
-def test_a_missing_fitted_scale_is_an_error(name: str, scale: str) -> None:
-    fmt = make(name, scale)
-    with pytest.raises(ValueError, match=r"needs the scale that fit\(\) returned"):
-        fmt.encode(normal(1, 2, 3, 64))
+def test_the_token_scale_of_zeros_is_one_and_that_of_huge_values_finite(name: str) -> None:
+    assert (make(name, "per-token-head").encode(torch.zeros(1, 2, 3, 64))[1] == 1).all()
+    assert (make(name, "per-token-head").encode(torch.full((1, 2, 3, 64), 1e38))[1] == 65504).all()
 
 
 def need(scale: Tensor | None) -> Tensor:

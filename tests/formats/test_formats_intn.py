@@ -98,34 +98,26 @@ def test_codes_lie_packed_from_the_lowest_bits(name: str, values: list[int], pac
 
 
 @each
-def test_groups_have_scales_of_their_own(name: str) -> None:
+def test_groups_have_scales_of_their_own_and_one_longer_than_the_head_is_one_group(name: str) -> None:
     x = torch.cat([torch.full((8,), 1000.0), torch.full((3,), 0.01)]).view(1, 1, 1, 11)
     fmt = make(name, 8)
     out = fmt.decode(fmt.encode(x), 11, torch.float32)
     assert torch.allclose(out, x, rtol=2**-10)
-
-
-@each
-def test_a_group_longer_than_the_head_is_one_group(name: str) -> None:
     assert make(name, 128).encode(normal(1, 1, 2, 80))[1].shape == (1, 1, 2, 1)
 
 
 @each
-def test_values_beyond_the_largest_scale_saturate(name: str) -> None:
+def test_every_code_decodes_to_its_multiple_of_the_scale_and_values_beyond_saturate(name: str) -> None:
     fmt = make(name)
     out = fmt.decode(fmt.encode(torch.full((1, 1, 1, 32), -3e38)), 32, torch.float32)
     assert (out == -65504.0 * QMAX[BITS[name]]).all()
-
-
-@pytest.mark.parametrize(("name", "size"), [("int8", 128 + 8), ("int4", 64 + 8), ("int2", 32 + 8), ("int5", 128 + 8)])
-def test_bytes_at_head_dim_128(name: str, size: int) -> None:
-    assert create(FormatSpec(name)).token_bytes(128) == size
-
-
-@each
-def test_every_code_decodes_to_its_multiple_of_the_scale(name: str) -> None:
     multiples = torch.arange(-QMAX[BITS[name]], QMAX[BITS[name]] + 1, dtype=torch.float32)
     fmt = make(name, 1024)
     parts = fmt.encode(multiples.view(1, 1, 1, -1) / 4)
     assert parts[1].item() == 0.25
     assert torch.equal(fmt.decode(parts, len(multiples), torch.float32).flatten(), multiples / 4)
+
+
+@pytest.mark.parametrize(("name", "size"), [("int8", 128 + 8), ("int4", 64 + 8), ("int2", 32 + 8), ("int5", 128 + 8)])
+def test_bytes_at_head_dim_128(name: str, size: int) -> None:
+    assert create(FormatSpec(name)).token_bytes(128) == size

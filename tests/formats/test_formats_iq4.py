@@ -27,19 +27,16 @@ def encoded(x: NDArray[np.float32]) -> tuple[NDArray[np.float16], NDArray[np.uin
     return raw[:, :2].copy().view(np.float16)[:, 0], np.concatenate([raw[:, 2:] & 15, raw[:, 2:] >> 4], -1)
 
 
-def test_any_bytes_decode_to_ggufs_values() -> None:
+def test_any_bytes_decode_to_ggufs_values_and_every_code_to_its_level() -> None:
     raw = np.random.default_rng(5).integers(0, 256, (3000, 2 * 18), dtype=np.uint8)
     out = FORMAT.decode((torch.from_numpy(raw)[None, None],), 64, torch.float32)[0, 0].numpy()
     with np.errstate(all="ignore"):
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.IQ4_NL)
     np.testing.assert_array_equal(out, expected)
-
-
-def test_every_code_decodes_to_its_level() -> None:
     codes = np.arange(16, dtype=np.uint8)
     block = np.concatenate([np.array([0.5], dtype=np.float16).view(np.uint8), codes | codes[::-1] << 4])
-    out = FORMAT.decode((torch.from_numpy(block)[None, None, None],), 32, torch.float32).flatten().tolist()
-    assert out == [level / 2 for level in (*LEVELS, *LEVELS[::-1])]
+    decoded = FORMAT.decode((torch.from_numpy(block)[None, None, None],), 32, torch.float32).flatten()
+    assert decoded.tolist() == [level / 2 for level in (*LEVELS, *LEVELS[::-1])]
 
 
 def test_codes_are_the_nearest_levels_under_the_first_scale() -> None:
@@ -65,18 +62,12 @@ def test_d_is_the_weighted_least_squares_fit() -> None:
     np.testing.assert_allclose(d.astype(np.float64), fit, rtol=2**-10, atol=2**-25)
 
 
-def test_levels_times_a_power_of_two_come_back() -> None:
+def test_levels_come_back_tails_are_filled_with_zeros_and_a_block_beyond_float16_has_an_infinite_bound() -> None:
     x = torch.tensor([*LEVELS, *LEVELS], dtype=torch.float32).view(1, 1, 1, 32) * 2.0**-6
     assert torch.equal(FORMAT.decode(FORMAT.encode(x), 32, torch.float32), x)
-
-
-def test_a_block_beyond_float16_has_an_infinite_bound() -> None:
     x = torch.ones(1, 1, 1, 64)
     x[..., 40] = 1e8
     assert torch.equal(FORMAT.error_bound(x).isinf()[0, 0, 0], torch.arange(64) >= 32)
-
-
-def test_the_tail_is_filled_up_with_zeros() -> None:
     x = torch.from_numpy(content(20)).view(1, 1, 8, 80)
     full = torch.nn.functional.pad(x, (0, 16))
     assert torch.equal(FORMAT.encode(x)[0], FORMAT.encode(full)[0])

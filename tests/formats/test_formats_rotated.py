@@ -101,9 +101,13 @@ def test_the_second_definition_names_the_rotated_format_and_not_the_plain_one(te
     assert found == [canonical(spec.without("rotate", "seed"), 64)]
 
 
-def test_rotate_none_is_the_format_itself() -> None:
+def test_rotate_none_is_the_format_itself_and_weights_and_kernels_without_a_rotation_refuse_one() -> None:
     assert make("q8_0[rotate=none]") == make("q8_0")
     assert canonical(FormatSpec("q8_0", (("rotate", "none"),)), 64) == "q8_0"
+    with pytest.raises(UsageError, match="not of weights"):
+        weight_format(KVSpec.parse("int4[rotate=hadamard]").k)
+    with pytest.raises(NotSupportedError, match="no rotation"):
+        options_of(KVSpec.parse("fp8_e4m3[rotate=hadamard]"))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +127,3 @@ def test_what_is_no_rotation_is_refused(text: str, why: str) -> None:
 def test_head_dimensions_without_such_blocks_are_refused(kind: str, dim: int) -> None:
     with pytest.raises(NotSupportedError, match=f"head dimension {dim}"):
         make(f"q8_0[rotate={kind}]").encode(normal(1, 1, 1, dim))
-
-
-def test_a_rotation_of_weights_is_refused() -> None:
-    with pytest.raises(UsageError, match="not of weights"):
-        weight_format(KVSpec.parse("int4[rotate=hadamard]").k)
-
-
-def test_kernels_without_a_rotation_refuse_one() -> None:
-    with pytest.raises(NotSupportedError, match="no rotation"):
-        options_of(KVSpec.parse("fp8_e4m3[rotate=hadamard]"))

@@ -80,13 +80,10 @@ def test_a_scale_of_the_whole_tensor_does_not_depend_on_the_parts_that_are_round
         assert torch.equal(rounded(text, matrix()), expected)
 
 
-def test_experts_are_rounded_each_by_itself() -> None:
+def test_experts_are_rounded_each_by_itself_and_a_transposed_view_along_its_own_rows() -> None:
     experts = torch.stack([matrix(), 100 * matrix()])
     for text in ("nvfp4", "fp8_e4m3[scale=per-tensor]", "int4"):
         assert torch.equal(rounded(text, experts), torch.stack([rounded(text, expert) for expert in experts]))
-
-
-def test_a_transposed_view_is_rounded_along_its_own_rows() -> None:
     stored = matrix().T.contiguous()
     weight_format(FormatSpec.parse("int4")).round_(stored.T)
     assert torch.equal(stored.T, rounded("int4", matrix()))

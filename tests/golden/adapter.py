@@ -40,17 +40,9 @@ from tests.golden.bundle import Bundle
 from tests.golden.rows import Kind, Row, number
 from tests.golden.runs import BY_ORDER, UNTIED, GoldenRun
 
-__all__ = ["axes_and_benches", "pack", "recoded", "rows", "run", "score", "unpack", "write_files"]
-
-_VOLATILE = (  # of what ran: sizes of processes, folders, versions
-    "loaded_host_bytes",
-    "peak_device_bytes",
-    "peak_host_bytes",
-    "provenance",
-    "pythonpath",
-    "variables",
-    "versions",
-)
+_VOLATILE = {"loaded_host_bytes", "peak_device_bytes", "peak_host_bytes"}
+_VOLATILE |= {"provenance", "pythonpath", "variables", "versions"}
+"""Of what ran: sizes of processes, folders, versions."""
 
 
 def axes_and_benches() -> list[str]:
@@ -227,33 +219,20 @@ def _head(capture: Capture, bundle: Bundle) -> dict[str, Any]:
     tensors = {}
     for name in sorted(file.names()):
         tensor = file.get(name)
-        wide = isinstance(tensor, BFloat16)
-        tensors[name] = {
-            "array": bundle.keep(tensor.bits if isinstance(tensor, BFloat16) else tensor),
-            "bfloat16": wide,
-        }
+        kept = bundle.keep(tensor.bits if isinstance(tensor, BFloat16) else tensor)
+        tensors[name] = {"array": kept, "bfloat16": isinstance(tensor, BFloat16)}
     return {"tensors": tensors, "softcap": capture.head.softcap, "scale": capture.head.scale}
 
 
 def _timed(note: tuple[str, Mapping[str, Answers], Facts], bundle: Bundle) -> dict[str, Any]:
     name, answers, facts = note
-    return {
-        "bench": name,
-        "ran": _steady(facts.ran),
-        "weights_bytes": facts.weights_bytes,
-        "loads": facts.loads,
-        "answers": {
-            part: {
-                "seconds": None if one.seconds is None else bundle.keep(one.seconds),
-                "warmups": one.warmups,
-                "ran": _steady(one.ran),
-                "status": str(one.status),
-                "reason": one.reason,
-                "facts": list(one.facts),
-            }
-            for part, one in answers.items()
-        },
-    }
+    kept = {}
+    for part, one in answers.items():
+        times = {"seconds": None if one.seconds is None else bundle.keep(one.seconds), "warmups": one.warmups}
+        ended = {"status": str(one.status), "reason": one.reason, "facts": list(one.facts)}
+        kept[part] = {**times, "ran": _steady(one.ran), **ended}
+    ran = {"ran": _steady(facts.ran), "weights_bytes": facts.weights_bytes, "loads": facts.loads}
+    return {"bench": name, **ran, "answers": kept}
 
 
 def recoded(bundle: Bundle, room: Path) -> Bundle:
@@ -302,18 +281,9 @@ def unpack(bundle: Bundle, room: Path) -> list[ArmResult]:
             if one["head"] is not None:
                 writer.head(heads[one["head"]])
             captures[axis] = writer.finish(one["estimator"], one["ran"], one["facts"])
-        results.append(
-            ArmResult(
-                role=record["role"],
-                arm=arm,
-                status=Status(record["status"]),
-                reason=record["reason"],
-                ran=record["ran"],
-                captures=captures,
-                failures=record["failures"],
-                benches=_benches(experiment, record["benches"], bundle),
-            )
-        )
+        left = {name: record[name] for name in ("role", "reason", "ran", "failures")}
+        benches = _benches(experiment, record["benches"], bundle)
+        results.append(ArmResult(arm=arm, status=Status(record["status"]), captures=captures, benches=benches, **left))
     return results
 
 
@@ -342,18 +312,11 @@ def _benches(experiment: Experiment, records: Sequence[Mapping[str, Any]], bundl
         cls = BENCHES.load(record["bench"])
         bench = cls(cls.Settings.model_validate(experiment.benches[record["bench"]]))
         questions = {question.part: question for question in bench.questions(inputs)}
-        answers = {
-            part: Answers(
-                questions[part],
-                None if one["seconds"] is None else bundle.arrays[one["seconds"]],
-                one["warmups"],
-                one["ran"],
-                Status(one["status"]),
-                one["reason"],
-                one["facts"],
-            )
-            for part, one in record["answers"].items()
-        }
+        answers = {}
+        for part, one in record["answers"].items():
+            seconds, status = one["seconds"] and bundle.arrays[one["seconds"]], Status(one["status"])
+            rest = one["warmups"], one["ran"], status, one["reason"], one["facts"]
+            answers[part] = Answers(questions[part], seconds, *rest)
         facts = Facts(record["ran"], record["weights_bytes"], record["loads"])
         found[record["bench"]] = bench.record(answers, facts).model_dump(mode="json")
     return found
@@ -371,13 +334,7 @@ def score(bundle: Bundle, results: Sequence[ArmResult], room: Path) -> Report:
         return score_run(_experiment(bundle), facts, results).report
 
 
-_MEANS = (
-    "mean",
-    "reverse KL",
-    "Jensen–Shannon",
-    "KL from cold",
-    "dependence: ",
-)  # of divergences that are never negative
+_MEANS = ("mean", "reverse KL", "Jensen–Shannon", "KL from cold")  # of divergences that are never negative
 NAMES: Mapping[str, str] = {}
 """Name of a metric in the record → its name in the golden rows, where they differ."""
 
@@ -465,15 +422,8 @@ def _arm(add: Any, arm: str, record: ArmRecord) -> None:
         for n, flips in enumerate(certificate.flips):
             for figure in ("n", "harmful", "beneficial"):
                 add(arm, source, f"flips: {figure}", getattr(flips, figure), kind="count", cell=str(n))
-            add(
-                arm,
-                source,
-                "flips: net",
-                (flips.harmful - flips.beneficial) / (flips.n or 1),
-                flips.ci,
-                kind="float",
-                cell=str(n),
-            )
+            net = (flips.harmful - flips.beneficial) / (flips.n or 1)
+            add(arm, source, "flips: net", net, flips.ci, kind="float", cell=str(n))
             for figure in ("p", "mid_p", "p_clusters"):
                 add(arm, source, f"flips: {figure}", getattr(flips, figure), kind="float", cell=str(n))
 
@@ -579,15 +529,9 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
 
     make_tiny(room / "tiny", layers=2)
     (room / "text.txt").write_text("".join(f"# Title {i}\nline {i} of a text\n" for i in range(40)))
-    data: dict[str, Any] = {
-        "model": "./tiny",
-        "engine": "hf",
-        "reference": "f32",
-        "control": "none",
-        "candidates": ["int8"],
-    }
-    data |= {"dtype": "float32", "threads": 1, "text": "text.txt", "floor": 0.0, "twins": 0.0}
-    axes = {"axes": {"kld": {"windows": 6, "n_ctx": 24}}}
+    data: dict[str, Any] = {"model": "./tiny", "engine": "hf", "reference": "f32", "control": "none"}
+    data |= {"candidates": ["int8"], "dtype": "float32", "threads": 1, "text": "text.txt", "floor": 0.0, "twins": 0.0}
+    data |= {"axes": {"kld": {"windows": 6, "n_ctx": 24}}}
 
     class Drawn:
         def __init__(self, request: Any) -> None:
@@ -610,17 +554,13 @@ def sensitivity_json(settings: Mapping[str, Any], room: Path) -> dict[str, Any]:
         return Drawn(request)
 
     with contextlib.chdir(room), mock.patch.object(roundings, "ask", ask):
-        study, _ = sensitivity(
-            Experiment.model_validate({**data, **axes}),
-            settings["formats"],
-            by=settings["by"],
-            budget=settings["budget"],
-        )
+        experiment, formats = Experiment.model_validate(data), settings["formats"]
+        study, _ = sensitivity(experiment, formats, by=settings["by"], budget=settings["budget"])
     return dict(json.loads(study.to_json()))
 
 
-def plants() -> Mapping[str, tuple[str, Any]]:
-    """Breaks of fidelab by name: the stored run that shows it, and what puts it into the code."""
+def plants() -> Mapping[str, tuple[str, Any, str, Any]]:
+    """Breaks of fidelab by name: the stored run that shows it, and whose attribute is replaced by what."""
     from fidelab.axes import kld, perplexity, plad, rniah, trajectory
     from fidelab.axes import rows as axis_rows
     from fidelab.metrics import agreement, composite, divergence, equivalence, intervals, retrieval
@@ -663,52 +603,38 @@ def plants() -> Mapping[str, tuple[str, Any]]:
     def signed(ref: Any, test: Any) -> Any:
         return 100 * np.exp(-5 * (np.asarray(test) - np.asarray(ref)))
 
+    def uncapped(states: Any, weights: Any, **more: Any) -> Any:
+        return head(states, replace(weights, softcap=None), **more)
+
     def all_cells(cells: Any, compat: Any = None) -> Any:
         return retrieval.retrieval_score(cells, "refract")
 
     summarise, head = divergence.summarise_kl, divergence.head_logits
     return {
-        "KL in the other direction": ("documents", lambda m: m.setattr(axis_rows, "compare_rows", exchanged)),
-        "a row too late": ("documents", lambda m: m.setattr(axis_rows, "logits", later)),
-        "targets one token early": (
-            "documents",
-            lambda m: m.setattr(kld, "_targets", lambda request, item: np.roll(targets(request, item), 1)),
-        ),
-        "no clamp at 0": ("bands", lambda m: m.setattr(axis_rows, "compare_rows", unclipped)),
-        "failed rows counted as 0": ("failures", lambda m: m.setattr(axis_rows, "compare_rows", never_failed)),
-        "wrong clusters": ("documents", lambda m: m.setattr(intervals.RatioItems, "of", classmethod(halves))),
-        "another limit of flips": ("hf-llama", lambda m: m.setattr(divergence, "REAL_FLIP", 0.02)),
-        "ties to the highest id": ("documents", lambda m: m.setattr(axis_rows, "compare_rows", highest_id)),
-        "another percentile": (
-            "documents",
-            lambda m: m.setattr(kld, "summarise_kl", lambda *a: replace(s := summarise(*a), p99=s.p95)),
-        ),
-        "soft-cap left out": (
-            "hf-gemma2",
-            lambda m: m.setattr(axis_rows, "head_logits", lambda h, w, **k: head(h, replace(w, softcap=None), **k)),
-        ),
-        "edges of bands": ("bands", lambda m: m.setattr(composite, "KL_EDGES", (0.01, 0.051, 0.1))),
-        "mean in the place of the harmonic mean": (
-            "composite",
-            lambda m: m.setattr(composite, "_harmonic", lambda scores: np.asarray(scores).mean(axis=-1)),
-        ),
-        "certificates of twice the margin": ("documents", lambda m: m.setattr(scoring, "certify", lenient)),
-        "prefix one token too long": ("bands", lambda m: m.setattr(trajectory, "first_divergence", one_more)),
-        "drift that may be won back": ("composite", lambda m: m.setattr(plad, "cell_scores", signed)),
-        "cells without information": ("cells", lambda m: m.setattr(rniah, "retrieval_score", all_cells)),
-        "log-likelihood in bits": (
-            "geometric",
-            lambda m: m.setattr(perplexity, "row_nll", lambda *a: row_nll(*a) / np.log(2)),
-        ),
-        "engagement not checked": (
-            "failures",
-            lambda m: m.setattr(pairing, "engaged", lambda result: (result.status, result.reason)),
-        ),
+        "KL in the other direction": ("documents", axis_rows, "compare_rows", exchanged),
+        "a row too late": ("documents", axis_rows, "logits", later),
+        "targets one token early": ("documents", kld, "_targets", lambda *asked: np.roll(targets(*asked), 1)),
+        "no clamp at 0": ("bands", axis_rows, "compare_rows", unclipped),
+        "failed rows counted as 0": ("failures", axis_rows, "compare_rows", never_failed),
+        "wrong clusters": ("documents", intervals.RatioItems, "of", classmethod(halves)),
+        "another limit of flips": ("hf-llama", divergence, "REAL_FLIP", 0.02),
+        "ties to the highest id": ("documents", axis_rows, "compare_rows", highest_id),
+        "another percentile": ("documents", kld, "summarise_kl", lambda *a: replace(s := summarise(*a), p99=s.p95)),
+        "soft-cap left out": ("hf-gemma2", axis_rows, "head_logits", uncapped),
+        "edges of bands": ("bands", composite, "KL_EDGES", (0.01, 0.051, 0.1)),
+        "mean in the place of the harmonic mean": ("composite", composite, "_harmonic", partial(np.mean, axis=-1)),
+        "certificates of twice the margin": ("documents", scoring, "certify", lenient),
+        "prefix one token too long": ("bands", trajectory, "first_divergence", one_more),
+        "drift that may be won back": ("composite", plad, "cell_scores", signed),
+        "cells without information": ("cells", rniah, "retrieval_score", all_cells),
+        "log-likelihood in bits": ("geometric", perplexity, "row_nll", lambda *a: row_nll(*a) / np.log(2)),
+        "engagement not checked": ("failures", pairing, "engaged", lambda result: (result.status, result.reason)),
     }
 
 
-def study_plants() -> Mapping[str, tuple[str, str, Any]]:
-    """Breaks of the other commands by name: which, the fixture that shows it, and what puts it into the code."""
+def study_plants() -> Mapping[str, tuple[str, str, Any, str, Any]]:
+    """Breaks of the other commands by name: which, the fixture that shows it, and whose attribute is replaced."""
+    from fidelab.checkpoints import audit
     from fidelab.checkpoints.rules import RULES
     from fidelab.metrics.allocation import allocate
     from fidelab.physics import traffic
@@ -717,18 +643,17 @@ def study_plants() -> Mapping[str, tuple[str, str, Any]]:
     token_bytes = traffic.Model.token_bytes
     first = audit_faults()[1]
     fewer = {name: rule for name, rule in RULES.items() if name != _rule_of(first)}  # the table keeps its order
+
+    def one_more(model: Any, kv: Any) -> Any:
+        return token_bytes(model, kv) + 1
+
+    def thrifty(costs: Any, sizes: Any, limit: Any) -> Any:
+        return allocate(costs, sizes, 0.9 * limit)
+
     return {
-        "a byte too many per token": (
-            "physics",
-            "dense",
-            lambda m: m.setattr(traffic.Model, "token_bytes", lambda self, kv: token_bytes(self, kv) + 1),
-        ),
-        "a rule left out": ("audit", first, lambda m: m.setattr("fidelab.checkpoints.audit.RULES", fewer)),
-        "a tenth of the budget unused": (
-            "sensitivity",
-            "kinds",
-            lambda m: m.setattr(roundings, "allocate", lambda c, s, limit: allocate(c, s, 0.9 * limit)),
-        ),
+        "a byte too many per token": ("physics", "dense", traffic.Model, "token_bytes", one_more),
+        "a rule left out": ("audit", first, audit, "RULES", fewer),
+        "a tenth of the budget unused": ("sensitivity", "kinds", roundings, "allocate", thrifty),
     }
 
 

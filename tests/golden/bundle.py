@@ -20,8 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["DATA", "Bundle", "names"]
-
 DATA = Path(__file__).parent / "data"
 _LONGEST = 110  # characters of a value that stays on one line
 _EPOCH = (1980, 1, 1, 0, 0, 0)

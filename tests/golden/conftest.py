@@ -12,8 +12,6 @@ from tests.golden import adapter
 from tests.golden.bundle import Bundle
 from tests.golden.rows import Row
 
-__all__ = ["Score"]
-
 Score = Callable[[str], list[Row]]
 
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["DATA", "Array", "Side", "items_of", "load"]
-
 DATA = Path(__file__).parent / "data"
 Array = Any  # of numpy
 

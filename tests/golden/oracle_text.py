@@ -12,8 +12,6 @@ import numpy as np
 
 from tests.golden.oracle_read import Side
 
-__all__ = ["REAL_FLIP", "arithmetic", "mcnemar", "perturbed", "retrieval", "trajectory"]
-
 REAL_FLIP = 0.1  # nats
 
 

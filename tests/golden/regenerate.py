@@ -16,8 +16,6 @@ from tests.golden.rows import Row, differences, read_rows, write_rows
 from tests.golden.runs import RUNS
 from tests.golden.studies import AUDITS, PHYSICS, SENSITIVITY, SHAPES, STUDIES, study
 
-__all__ = ["FIXTURES", "ROWS", "main", "scored"]
-
 ROWS = DATA / "rows.csv"
 FIXTURES = [
     *(("audit", name) for name in AUDITS),

@@ -24,8 +24,6 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Kind", "Row", "differences", "read_rows", "write_rows"]
-
 Kind = Literal["text", "count", "nats", "float"]
 _DIGITS = 12
 _TOLERANCE = {"nats": (1e-8, 1e-5), "float": (3e-7, 4e-4), "end": (1e-8, 1e-3)}

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["BY_ORDER", "NOT_ON_FAKE", "RUNS", "UNTIED", "GoldenRun"]
-
 NOT_ON_FAKE: Mapping[str, str] = {
     "serving": "puts load on a server, and engine fake is none",
     "startup": "times processes, and no clock repeats itself",
@@ -108,18 +106,13 @@ _NOISY = {"engine": {"name": "fake", "pythonpath": ["shim"]}}
 _SHIM = {"shim/sitecustomize.py": _SEEDED}
 _PLAIN = {"text.txt": _LINES, "prompts.txt": _PROMPTS}
 _KLD = {"windows": 8, "n_ctx": 16}
+_PERPLEXITY = {"perplexity": {"contexts": [16, 24], "windows": 8}}
+_WRITTEN = {"trajectory": {"n_predict": 8}}
 
 
 def _hf(model: str, axes: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        "model": model,
-        "engine": "hf",
-        "axes": dict(axes),
-        "text": "text.txt",
-        "prompts": "prompts.txt",
-        "threads": 1,
-        **more,
-    }
+    inputs = {"text": "text.txt", "prompts": "prompts.txt"}
+    return {"model": model, "engine": "hf", "axes": dict(axes), **inputs, "threads": 1, **more}
 
 
 def _numbered(count: int, words: int) -> str:
@@ -134,7 +127,7 @@ RUNS: Mapping[str, GoldenRun] = {
     # On both sides of each edge of the verdict's bands, a control, the noise floor, the composite's parts.
     "bands": GoldenRun(
         _fake(
-            {"kld": {"windows": 12, "n_ctx": 16}, "trajectory": {"n_predict": 8}},
+            {"kld": {"windows": 12, "n_ctx": 16}, **_WRITTEN},
             *("tilt[q=0.57]", "tilt[q=0.571]", "tilt[q=0.653]", "tilt[q=0.655]", "tilt[q=0.712]", "tilt[q=0.714]"),
             *("tilt[q=0.9]", "fork[at=3,every=2]", "exact"),
             control="tilt[q=0.52]",
@@ -145,15 +138,9 @@ RUNS: Mapping[str, GoldenRun] = {
     # Rows that differ from position to position: percentiles, ties, intervals over documents, a noise floor above 0.
     "documents": GoldenRun(
         _fake(
-            {
-                "kld": {"windows": 9, "n_ctx": 24, "protocol": "full"},
-                "perplexity": {"contexts": [16, 24], "windows": 8},
-            },
+            {"kld": {**_KLD, "n_ctx": 24, "windows": 9, "protocol": "full"}, **_PERPLEXITY},
             *("exact", "tilt[q=0.55]", "tilt[q=0.7]"),
-            **_NOISY,
-            engine_args={"noise": "0.15"},
-            control="tilt[q=0.51]",
-            floor=0.3,
+            **{**_NOISY, "engine_args": {"noise": "0.15"}, "control": "tilt[q=0.51]", "floor": 0.3},
             limits={"max_kld": 0.05, "max_flips": "20%", "margin": "5%"},
         ),
         {"text.txt": _documents(10, 6), "prompts.txt": _PROMPTS, **_SHIM},
@@ -197,11 +184,7 @@ RUNS: Mapping[str, GoldenRun] = {
     # A log of requests: kinds of text, tokens of structure, recorded prompts.
     "traffic": GoldenRun(
         _fake(
-            {
-                "kld": {"windows": 10, "n_ctx": 96},
-                "trajectory": {"n_predict": 8},
-                "forced": {"n_predict": 8, "limit": 4},
-            },
+            {"kld": {"windows": 10, "n_ctx": 96}, **_WRITTEN, "forced": {"n_predict": 8, "limit": 4}},
             *("tilt[q=0.7]", "fork[at=5]"),
             traffic="log.jsonl",
         ),
@@ -215,12 +198,7 @@ RUNS: Mapping[str, GoldenRun] = {
     # All four axes of the composite.
     "composite": GoldenRun(
         _fake(
-            {
-                "kld": _KLD,
-                "trajectory": {"n_predict": 8},
-                "rniah": {"lengths": [600, 700]},
-                "plad": {"n_predict": 8},
-            },
+            {"kld": _KLD, **_WRITTEN, "rniah": {"lengths": [600, 700]}, "plad": {"n_predict": 8}},
             *("forget[every=3]", "fork[at=4,every=5]", "fork[at=4]", "exact", "missing"),
             control="fork[at=6,every=5]",
             floor=0.34,
@@ -314,10 +292,8 @@ RUNS: Mapping[str, GoldenRun] = {
                 "trajectory": {"n_predict": 8, "template": "raw"},
                 "forced": {"n_predict": 8, "limit": 3, "template": "raw"},
             },
-            reference="f32",
-            control="bf16",
+            **{"reference": "f32", "control": "bf16", "dtype": "float32"},
             candidates=["int4", "q8_0", "fp8_e4m3"],
-            dtype="float32",
         ),
         {"text.txt": _numbered(9, 15), "prompts.txt": "".join(f"w{i} w{i + 7} w{2 * i + 3}\n" for i in range(4, 10))},
         model="llama",
@@ -330,10 +306,8 @@ RUNS: Mapping[str, GoldenRun] = {
                 "kld": {"windows": 6, "n_ctx": 24},
                 "paths": {"ways": ["decode", "chunked"], "windows": 2, "n_ctx": 48, "others": [8]},
             },
-            reference="bf16",
-            control="none",
+            **{"reference": "bf16", "control": "none", "dtype": "bfloat16"},
             candidates=["int4", "bf16/fp8_e4m3"],
-            dtype="bfloat16",
         ),
         {"text.txt": _numbered(24, 40), "prompts.txt": "w3 w4\n"},
         model="gemma2",

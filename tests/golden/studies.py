@@ -10,8 +10,6 @@ from tests.golden import adapter
 from tests.golden.bundle import DATA
 from tests.golden.rows import Row, number
 
-__all__ = ["AUDITS", "PHYSICS", "SENSITIVITY", "SHAPES", "STUDIES", "flat", "study"]
-
 STUDIES = DATA / "studies.csv"
 
 PHYSICS: Mapping[str, tuple[str, ...]] = {

@@ -120,12 +120,9 @@ def test_a_difference_is_one_beyond_the_tolerance_of_its_kind(kind: Any, old: st
     assert (not differences([_row(kind=kind, value=old)], [_row(kind=kind, value=new)])) == alike
 
 
-def test_ends_of_intervals_have_a_tolerance_of_their_own() -> None:
+def test_ends_of_intervals_have_a_tolerance_and_a_row_that_is_gone_or_new_is_a_difference() -> None:
     assert not differences([_row(low="0.01", high="1")], [_row(low="0.010004", high="1.0004")])
     assert differences([_row(low="0.01", high="1")], [_row(low="0.01", high="1.01")])
     assert differences([_row(low="0.01", high="")], [_row(low="0.01", high="1")])
-
-
-def test_a_row_that_is_gone_or_new_is_a_difference() -> None:
     assert differences([_row()], []) == ["r, a, kld, mean: 0.01 → no row"]
     assert differences([], [_row(low="0", high="1")]) == ["r, a, kld, mean: no row → 0.01 [0, 1]"]

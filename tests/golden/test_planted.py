@@ -19,8 +19,8 @@ STUDY_PLANTS = adapter.study_plants()
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_break_of_scoring_is_seen(name: str, score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plant = PLANTS[name]
-    plant(monkeypatch)
+    run, *planted = PLANTS[name]
+    monkeypatch.setattr(*planted)
     try:
         found = score(run)
     except ValueError:  # the record itself refuses such a figure
@@ -30,7 +30,7 @@ def test_a_planted_break_of_scoring_is_seen(name: str, score: Score, monkeypatch
 
 @pytest.mark.parametrize("name", STUDY_PLANTS)
 def test_a_planted_break_of_a_study_is_seen(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, fixture, plant = STUDY_PLANTS[name]
-    plant(monkeypatch)
+    kind, fixture, *planted = STUDY_PLANTS[name]
+    monkeypatch.setattr(*planted)
     rows = [row for row in GOLDEN if row.run == f"{kind} {fixture}"]
     assert differences(rows, study(kind, fixture, tmp_path))

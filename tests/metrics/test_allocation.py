@@ -33,13 +33,10 @@ def test_the_choice_costs_as_little_as_any_that_fits(seed: int) -> None:
     assert costs[rows, chosen].sum() == pytest.approx(brute_force(costs, sizes, budget), rel=1e-5)
 
 
-def test_a_cost_that_is_not_known_is_never_chosen() -> None:
+def test_a_cost_that_is_not_known_is_never_chosen_and_a_budget_below_the_smallest_refused() -> None:
     costs = np.array([[0.0, np.inf, 0.5], [0.0, 0.1, np.inf]])
     sizes = np.array([[16.0, 1.0, 4.0], [16.0, 4.0, 1.0]])
     assert allocate(costs, sizes, 9.0).tolist() == [2, 1]
-
-
-def test_a_budget_below_the_smallest_choices_is_refused() -> None:
     with pytest.raises(ValueError, match="the smallest choices take 6, the budget is 5"):
         allocate(np.ones((2, 2)), np.array([[3.0, 4], [3, 9]]), 5.0)
 

@@ -24,11 +24,8 @@ def point(value: float) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("scores", "value"),
     [
-        ([90.0, 30.0], 45.0),
-        ([80.0, 99.0, 70.0, 90.0], 83.3371),
-        ([100.0, 100.0, 0.0], 0.0),
-        ([100.0, -3.0], 0.0),
-        ([77.0], 77.0),
+        *(([90.0, 30.0], 45.0), ([80.0, 99.0, 70.0, 90.0], 83.3371), ([77.0], 77.0)),
+        *(([100.0, 100.0, 0.0], 0.0), ([100.0, -3.0], 0.0)),
     ],
 )
 def test_harmonic_mean_cases_of_metrics(scores: list[float], value: float) -> None:
@@ -50,27 +47,14 @@ def test_the_papers_rows(scores: tuple[float, ...], value: float, band: Band) ->
 
 
 @pytest.mark.parametrize(
-    ("table", "score", "band"),
-    [
-        ("fidelab", 95.0, Band.EXCELLENT),
-        ("fidelab", 94.99, Band.PASS),
-        ("fidelab", 85.0, Band.PASS),
-        ("fidelab", 84.99, Band.DEGRADED),
-        ("fidelab", 70.0, Band.DEGRADED),
-        ("fidelab", 69.99, Band.FAIL),
-        ("fidelab", NAN, Band.FAIL),
-        ("refract", 90.0, Band.EXCELLENT),
-        ("refract", 89.99, Band.PASS),
-        ("refract", 80.0, Band.PASS),
-        ("refract", 79.99, Band.DEGRADED),
-        ("refract", 60.0, Band.DEGRADED),
-        ("refract", 59.99, Band.FAIL),
-    ],
+    ("table", "scores"),
+    [("fidelab", (95.0, 94.99, 85.0, 84.99, 70.0, 69.99)), ("refract", (90.0, 89.99, 80.0, 79.99, 60.0, 59.99))],
 )
-def test_band_edges(table: str, score: float, band: Band) -> None:
-    assert BANDS[table].band(score) is band
-    if not math.isnan(score):  # the harmonic mean of equal scores is the score, up to rounding at the edge
-        assert composite(four(*[score + 1e-9] * 4), bands=table).band is band
+def test_band_edges(table: str, scores: tuple[float, ...]) -> None:
+    bands = [Band.EXCELLENT, Band.PASS, Band.PASS, Band.DEGRADED, Band.DEGRADED, Band.FAIL]
+    assert [BANDS[table].band(score) for score in (*scores, NAN)] == [*bands, Band.FAIL]
+    # the harmonic mean of equal scores is the score, up to rounding at the edge
+    assert [composite(four(*[score + 1e-9] * 4), bands=table).band for score in scores] == bands
 
 
 def test_a_composite_of_fewer_than_four_axes_has_no_band() -> None:
@@ -105,16 +89,13 @@ def test_an_interval_across_a_band_edge_is_too_close_to_call(score: float, close
     assert composite(four(*[score] * 4), intervals).too_close_to_call is close
 
 
-def test_the_interval_is_that_of_independent_errors() -> None:
+def test_an_interval_is_that_of_independent_errors_and_stays_on_the_scale() -> None:
     # close to the mean of narrow intervals, errors average out: the simulated quantiles are an independent route
     scores, half = np.array([80.0, 90.0, 95.0, 85.0]), np.array([2.0, 1.0, 0.5, 3.0])
     drawn = np.random.default_rng(0).normal(scores, half / 1.959964, (200_000, 4))
     expected = np.quantile(4 / (1 / drawn).sum(axis=1), [0.025, 0.975])
     ends = {axis: (s - h, s + h) for axis, s, h in zip(AXES, scores.tolist(), half.tolist(), strict=True)}
     assert composite(four(*scores.tolist()), ends).interval == pytest.approx(expected, abs=0.05)
-
-
-def test_an_interval_that_reaches_an_end_of_the_scale_stays_on_it() -> None:
     ends = {axis: point(90.0) for axis in AXES} | {"rniah": (0.0, 90.0)}
     assert composite(four(90.0, 90.0, 45.0, 90.0), ends).interval == pytest.approx((0.0, 90.0), abs=1e-12)
     got = composite(four(99.9, 100.0, 100.0, 50.0), dict.fromkeys(AXES, (20.0, 100.0)))
@@ -124,21 +105,12 @@ def test_an_interval_that_reaches_an_end_of_the_scale_stays_on_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("upper", "band"),
-    [
-        (0.0, Band.EXCELLENT),
-        (0.00999, Band.EXCELLENT),
-        (0.01, Band.PASS),
-        (0.0499, Band.PASS),
-        (0.05, Band.DEGRADED),
-        (0.0999, Band.DEGRADED),
-        (0.1, Band.FAIL),
-        (NAN, Band.FAIL),
-    ],
+    ("uppers", "band"),
+    zip([(0.0, 0.00999), (0.01, 0.0499), (0.05, 0.0999), (0.1, NAN)], Band, strict=True),
 )
-def test_kl_bands_of_metrics(upper: float, band: Band) -> None:
-    assert kl_band(upper) is band
-    assert verdict(upper, 0, 100).band is band
+def test_kl_bands_of_metrics(uppers: tuple[float, float], band: Band) -> None:
+    for upper in uppers:
+        assert kl_band(upper) is verdict(upper, 0, 100).band is band
 
 
 def test_lower_goes_one_band_down_and_stops_at_fail() -> None:
@@ -168,7 +140,11 @@ def test_reasons_to_lower_cost_one_band_together_and_are_told(reasons: list[str]
     assert set(reasons) <= set(got.because)
 
 
-def test_without_full_vocabulary_kld_there_is_no_verdict() -> None:
+def test_garbage_and_rows_that_all_failed_fail_and_without_a_kld_there_is_no_verdict() -> None:
+    got = verdict(0.001, 0, 1000, failed_because=["garbage from token 410"])
+    assert (got.band, got.label) == (Band.FAIL, "FAIL")
+    assert "garbage from token 410" in got.because
+    assert verdict(None, 500, 500).band is Band.FAIL
     got = verdict(None, 0, 0)
     assert (got.band, got.label) == (None, "no verdict")
     assert "full vocabulary" in got.because[0]
@@ -177,14 +153,8 @@ def test_without_full_vocabulary_kld_there_is_no_verdict() -> None:
 @pytest.mark.parametrize(
     ("least", "band", "at_best"),
     [
-        (0.0, None, None),
-        (0.00999, None, None),
-        (0.01, None, Band.PASS),
-        (0.05, None, Band.DEGRADED),
-        (0.0999, None, Band.DEGRADED),
-        (0.1, Band.FAIL, None),
-        (3.47, Band.FAIL, None),
-        (None, None, None),
+        *((0.0, None, None), (0.00999, None, None), (None, None, None), (0.01, None, Band.PASS)),
+        *((0.05, None, Band.DEGRADED), (0.0999, None, Band.DEGRADED), (0.1, Band.FAIL, None), (3.47, Band.FAIL, None)),
     ],
 )
 def test_without_an_upper_bound_the_mean_rules_bands_out(
@@ -194,9 +164,11 @@ def test_without_an_upper_bound_the_mean_rules_bands_out(
     assert (got.band, got.at_best) == (band, at_best)
 
 
-def test_no_upper_bound_lies_below_the_mean() -> None:
+def test_no_upper_bound_lies_below_the_mean_and_a_harm_lowers_both_ends_of_an_interval() -> None:
     assert verdict(0.001, 0, 1000, kld_least=0.2).band is Band.FAIL
     assert verdict(0.06, 0, 1000, kld_least=0.02) == verdict(0.06, 0, 1000)
+    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.02).at_best is None
+    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.002).at_best is Band.PASS
 
 
 @pytest.mark.parametrize(
@@ -235,21 +207,11 @@ def test_costs_are_alike_where_the_difference_certainly_is_small(
     assert costs_equivalent(difference, larger) is alike
 
 
-def test_garbage_fails_whatever_the_kl_says() -> None:
-    got = verdict(0.001, 0, 1000, failed_because=["garbage from token 410"])
-    assert (got.band, got.label) == (Band.FAIL, "FAIL")
-    assert "garbage from token 410" in got.because
-
-
 def test_a_band_that_the_kld_alone_gave_is_told_from_others() -> None:
     assert verdict(0.2, 0, 1000).by_kld
     assert verdict(None, 0, 1000, kld_least=0.2).by_kld
     others = (verdict(0.2, 1, 1000), verdict(0.2, 900, 1000), verdict(0.2, 0, 1000, ["R-NIAH"]))
     assert not any(one.by_kld for one in (*others, verdict(0.2, 0, 1000, failed_because=["garbage"])))
-
-
-def test_rows_that_all_failed_are_a_fail_not_a_missing_verdict() -> None:
-    assert verdict(None, 500, 500).band is Band.FAIL
 
 
 @pytest.mark.parametrize(("n_clusters", "early"), [(2, True), (5, True), (6, False), (31, False), (None, False)])
@@ -278,8 +240,3 @@ def test_an_interval_that_crosses_a_band_says_the_best_one(
     ruling = verdict(upper, 0, 100, kld_lower=low, n_clusters=31)
     assert (ruling.band, ruling.at_best) == (band, at_best)
     assert any("at best" in fact for fact in ruling.because) == (at_best is not None)
-
-
-def test_a_harm_lowers_both_ends_of_an_interval() -> None:
-    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.02).at_best is None
-    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.002).at_best is Band.PASS

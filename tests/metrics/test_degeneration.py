@@ -151,11 +151,13 @@ def test_clean_prose_code_lists_and_tables_raise_no_alarm_with_or_without_a_prom
     assert [found for seed in range(CASES) if (found := _onset(_clean(seed, 500)[1], []))] == []
 
 
-def test_what_recovers_has_not_degenerated() -> None:
+def test_what_recovers_or_is_too_short_to_judge_has_not_degenerated() -> None:
     rng = random.Random(0)
     prompt, ids = _clean(0, 400)
     for middle in (_loop([], rng)[:200], _salad([], rng)[:200]):
         assert _onset([*ids[:100], *middle, *ids[100:]], prompt) is None
+    assert degeneration_onset([], [], 100, 0.3) is None
+    assert degeneration_onset([5] * (WINDOW - 1), [], 100, 0.3) is None
 
 
 def test_garbage_from_the_first_token_on_begins_at_0() -> None:
@@ -164,11 +166,6 @@ def test_garbage_from_the_first_token_on_begins_at_0() -> None:
     assert _onset([7] * 100, prompt) == Onset(0, "loop")
     rng = random.Random(0)  # what comes before an exact loop may be degenerate, too
     assert _onset([rng.choice([5, 6]) for _ in range(60)] + [7] * 200, []) == Onset(0, "repetition")
-
-
-def test_a_text_too_short_to_judge_is_clean() -> None:
-    assert degeneration_onset([], [], 100, 0.3) is None
-    assert degeneration_onset([5] * (WINDOW - 1), [], 100, 0.3) is None
 
 
 def test_a_loop_begins_where_the_definition_says() -> None:
@@ -192,31 +189,22 @@ def test_three_cycles_are_a_loop_and_two_are_not(cycles: int, found: int | None)
     assert loop_onset([*range(1000, 1010), *(list(range(50)) * cycles)]) == found
 
 
-def test_ratios_count_the_distinct_tokens_of_each_window() -> None:
+def test_ratios_count_the_distinct_tokens_of_each_window_and_the_floor_is_half_of_the_references_least() -> None:
     ids = [random.Random(0).randrange(40) for _ in range(300)] + [3] * 80
     expected = [len(set(ids[i : i + WINDOW])) / WINDOW for i in range(len(ids) - WINDOW + 1)]
     assert distinct_ratios(ids).tolist() == expected
     assert len(distinct_ratios(ids[: WINDOW - 1])) == 0
-
-
-def test_the_floor_is_half_of_what_the_most_repetitive_text_has() -> None:
     assert distinct_floor([range(128), list(range(32)) * 4, [1, 2] * 32]) == 0.25
     assert distinct_floor([range(127)]) == 0.0
-
-
-def test_repetition_is_judged_by_the_references_own_repetition() -> None:
     ids = [x for i in range(60) for x in (*range(8), 100 + i)]  # 8 + 7 or 8 distinct of 64
     assert repetition_onset(ids, 0.3) == 0
     assert repetition_onset(ids, 0.2) is None
 
 
-def test_the_language_model_behind_the_noise_score_is_a_distribution() -> None:
+def test_the_language_model_behind_the_noise_score_is_a_distribution_with_a_worked_example() -> None:
     context = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
     scores = [_noise_scores([token], context, 12)[0] for token in range(12)]
     assert sum(math.exp(-score) / 12 for score in scores) == pytest.approx(1.0, abs=1e-12)
-
-
-def test_the_noise_score_of_a_worked_example() -> None:
     # after a b a: P(b) = (1 + 2·1/4) / (3 + 2) = 0.3, then behind a: P(b|a) = (1 + 1·0.3) / (1 + 1) = 0.65
     assert _noise_scores([1], [0, 1, 0], 4)[0] == pytest.approx(-math.log(4 * 0.65))
 
@@ -260,21 +248,15 @@ def test_kl_without_a_jump_raises_no_alarm(size: float) -> None:
     assert [found for _ in range(CASES) if (found := change_point(size * rng.lognormal(0, 2, 128))) is not None] == []
 
 
-def test_a_rise_that_stays_small_is_no_jump() -> None:
+def test_the_change_point_splits_ranks_best_past_missing_numbers_and_small_rises_are_none() -> None:
     rise = np.where(np.arange(200) < 100, 1e-6, 1e-3)
     assert change_point(rise) is None
     assert change_point(rise * 1000) == 100
     assert change_point(rise[::-1] * 1000) is None
-
-
-def test_the_change_point_splits_ranks_best() -> None:
     rng = np.random.default_rng(3)
     kl = np.concatenate([rng.lognormal(-6, 1, 60), rng.lognormal(1, 1, 50)])
     lowest = min(range(1, 110), key=lambda t: mannwhitneyu(kl[:t], kl[t:]).statistic - t * (110 - t) / 2)
     assert change_point(kl) == lowest
-
-
-def test_positions_without_a_number_keep_their_place() -> None:
     kl = np.where(np.arange(200) < 100, 1e-3, 1.0)
     kl[[3, 50, 150]] = np.nan
     assert change_point(kl) == 100

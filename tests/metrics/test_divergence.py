@@ -145,16 +145,13 @@ def test_a_bad_row_fails_has_no_divergence_and_leaves_its_neighbours_alone(name:
     np.testing.assert_allclose(got.kl[[0, 2]], expected, atol=1e-7)
 
 
-def test_a_token_masked_on_both_sides_costs_nothing_in_any_divergence() -> None:
+def test_what_both_sides_mask_costs_nothing_and_p_zero_alone_the_mass_that_q_puts_there() -> None:
     got = compare(rows([0.0, -INF, 1.0]), rows([0.2, -INF, 1.0]))
     without = compare(rows([0.0, 1.0]), rows([0.2, 1.0]))
     assert not got.failed[0]
     assert got.kl[0] == pytest.approx(without.kl[0], abs=1e-7)
     for name in ("reverse_kl", "jsd", "tv", "chi2"):
         assert getattr(got, name)[0] == pytest.approx(getattr(without, name)[0], rel=1e-9)
-
-
-def test_p_zero_where_q_is_positive_costs_only_the_mass_q_puts_there() -> None:
     got = compare(rows([0.0, -INF, 0.0]), rows([0.0, 0.0, 0.0]))
     assert not got.failed[0]
     assert got.kl[0] == pytest.approx(math.log(1.5), abs=1e-6)
@@ -171,13 +168,17 @@ def test_the_probability_that_is_cut_off_with_ids_of_one_side_alone_is_kept(long
     assert np.isnan(compare(ref, test).cut).all()
 
 
-def test_what_is_cut_away_cannot_fail_a_row() -> None:
+def test_what_is_cut_away_fails_no_row_and_a_broken_test_row_keeps_the_references_columns() -> None:
     got = compare(rows([0.0, 1.0, NAN]), rows([0.0, 1.0]))
     assert not got.failed[0]
     assert got.kl[0] == 0.0
+    got = compare(rows([1.0, 0.0]), rows([NAN, 0.0]))
+    assert got.confidence[0] == pytest.approx(math.e / (1 + math.e))
+    assert np.isfinite(got.nll_ref[0])
+    assert np.isnan([got.nll_test[0], got.dp[0]]).all()
 
 
-def test_columns_hold_top1_confidence_dp_and_both_nll() -> None:
+def test_columns_hold_top1_confidence_dp_and_both_nll_and_equal_tops_fall_to_the_first_id() -> None:
     p, q = [0.7, 0.2, 0.1], [0.3, 0.6, 0.1]
     got = compare_rows(np.log([p, p]), np.log([q, p]), np.array([1, 0]))
     assert got.top1.tolist() == [False, True]
@@ -185,9 +186,6 @@ def test_columns_hold_top1_confidence_dp_and_both_nll() -> None:
     np.testing.assert_allclose(got.dp, [0.4, 0.0], atol=1e-7)
     np.testing.assert_allclose(got.nll_ref, -np.log([0.2, 0.7]), rtol=1e-6)
     np.testing.assert_allclose(got.nll_test, -np.log([0.6, 0.7]), rtol=1e-6)
-
-
-def test_equal_tops_are_decided_for_the_first_id_on_both_sides() -> None:
     got = compare(rows([2.0, 2.0, 0.0], [2.0, 2.0, 0.0]), rows([2.0, 2.0, 0.0], [2.0, 2.1, 0.0]))
     assert got.top1.tolist() == [True, False]
 
@@ -197,13 +195,6 @@ def test_a_target_outside_the_common_vocabulary_is_unknown_not_wrong(target: int
     got = compare_rows(rows([0.0, 1.0, 2.0]), rows([0.0, 1.0, 2.0]), np.array([target]))
     assert np.isnan([got.dp[0], got.nll_ref[0], got.nll_test[0]]).all()
     assert not got.failed[0]
-
-
-def test_a_broken_test_row_keeps_the_references_columns() -> None:
-    got = compare(rows([1.0, 0.0]), rows([NAN, 0.0]))
-    assert got.confidence[0] == pytest.approx(math.e / (1 + math.e))
-    assert np.isfinite(got.nll_ref[0])
-    assert np.isnan([got.nll_test[0], got.dp[0]]).all()
 
 
 def probabilities(scores: Scores) -> Floats:
@@ -245,20 +236,26 @@ def test_kl_alone_is_the_same_kl() -> None:
     assert np.isnan([alone.tv, alone.jsd, alone.chi2, alone.reverse_kl, alone.overlap]).all()
 
 
-def test_a_vocabulary_below_ten_compares_all_its_tokens() -> None:
+def test_the_overlap_is_over_all_of_a_small_vocabulary_and_finds_tokens_far_below_a_certain_one() -> None:
     assert compare(rows([0.0, 1.0, 2.0]), rows([2.0, 1.0, 0.0])).overlap[0] == 1.0
-
-
-def test_top_tokens_far_below_a_certain_one_are_found() -> None:
     ref = rows([0.0, *(-20.0 - i for i in range(20))])
     test = rows([0.0, *(-40.0 + i for i in range(20))])
     assert compare(ref, test).overlap[0] == pytest.approx(0.1)
 
 
-def test_topk_keeps_common_tokens_and_puts_the_rest_into_one_bucket() -> None:
+def test_topk_keeps_common_tokens_and_one_bucket_charges_less_than_a_floor_and_refuses_an_id_twice() -> None:
     # P = .5 .3 | .2, Q = .4 .4 | .2 over tokens 7, 8; 9 is on one side only and joins the bucket
     bound = topk_lower_bound([7, 8, 9], np.log([0.5, 0.3, 0.1]), [8, 7], np.log([0.4, 0.4]))
     assert bound == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.0)
+    over = np.log([0.6, 0.4]) + 1e-7
+    under = np.log([0.6, 0.4]) - 1e-7
+    assert topk_lower_bound([0, 1], under, [0, 1], over) == pytest.approx(0.0, abs=1e-6)
+    # one token of P = 0.001 leaves the top-k: REFRACT's floor adds 0.023 nats
+    p, q = np.array([0.999, 0.001]), np.array([0.999])
+    assert 0.001 * (math.log(0.001) + 30) == pytest.approx(0.023, abs=1e-3)
+    assert topk_lower_bound([0, 1], np.log(p), [0], np.log(q)) < 1e-9
+    with pytest.raises(ValueError, match="twice"):
+        topk_lower_bound([0, 0], [-1.0, -1.0], [0], [-1.0])
 
 
 @pytest.mark.parametrize(
@@ -272,34 +269,16 @@ def test_topk_of_single_tokens(p: tuple[int, float], q: tuple[int, float], bound
     assert topk_lower_bound([p[0]], [p[1]], [q[0]], [q[1]]) == bound
 
 
-def test_topk_mass_rounded_above_one_stays_finite() -> None:
-    over = np.log([0.6, 0.4]) + 1e-7
-    under = np.log([0.6, 0.4]) - 1e-7
-    assert topk_lower_bound([0, 1], under, [0, 1], over) == pytest.approx(0.0, abs=1e-6)
-
-
 @pytest.mark.parametrize("rest", [0.0, 5e-7, 0.1])
 def test_topk_of_two_equal_reports_is_exactly_zero(rest: float) -> None:
     log_p = np.log([0.6, 0.4 - rest])
     assert topk_lower_bound([0, 1], log_p, [0, 1], log_p) == 0.0
 
 
-def test_topk_charges_a_token_that_left_the_list_less_than_a_floor_of_minus_30_would() -> None:
-    # one token of P = 0.001 leaves the top-k: REFRACT's floor adds 0.023 nats
-    p, q = np.array([0.999, 0.001]), np.array([0.999])
-    assert 0.001 * (math.log(0.001) + 30) == pytest.approx(0.023, abs=1e-3)
-    assert topk_lower_bound([0, 1], np.log(p), [0], np.log(q)) < 1e-9
-
-
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_topk_with_a_broken_log_probability_is_nan(bad: float) -> None:
     assert math.isnan(topk_lower_bound([0, 1], [-0.5, bad], [0], [-0.5]))
     assert math.isnan(topk_lower_bound([0], [-0.5], [0, 1], [-0.5, bad]))
-
-
-def test_topk_refuses_an_id_reported_twice() -> None:
-    with pytest.raises(ValueError, match="twice"):
-        topk_lower_bound([0, 0], [-1.0, -1.0], [0], [-1.0])
 
 
 @pytest.mark.parametrize(
@@ -310,7 +289,7 @@ def test_kld_score_cases_of_metrics(mean: float, score: str) -> None:
     assert f"{kld_score(mean):.{decimals}f}" == score
 
 
-def test_summary_holds_the_statistics_of_usable_positions_only() -> None:
+def test_the_summary_holds_usable_positions_and_known_tokens_only_and_counts_infinite_kls_as_failed() -> None:
     kl = np.append(np.arange(1001) / 1000, [NAN, NAN])
     failed = np.isnan(kl)
     top1 = np.append(np.arange(1001) % 4 == 0, [True, True])
@@ -321,12 +300,11 @@ def test_summary_holds_the_statistics_of_usable_positions_only() -> None:
     assert values == pytest.approx((0.5, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0))
     assert got.top1 == pytest.approx(251 / 1001)
     assert got.rms_dp == pytest.approx(0.1)
-
-
-def test_rms_dp_is_a_root_mean_square_over_known_tokens() -> None:
     kl = np.zeros(3)
     got = summarise_kl(kl, kl > 0, kl == 0, np.array([0.3, -0.4, NAN]))
     assert got.rms_dp == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
+    got = summarise_kl(np.array([0.1, INF]), np.zeros(2, bool), np.ones(2, bool), np.zeros(2))
+    assert (got.mean, got.n_failed) == (0.1, 1)
 
 
 def test_the_margin_is_the_references_own_log_ratio_of_both_top_tokens() -> None:
@@ -351,16 +329,13 @@ def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
     return RowComparison(**columns | {"margin": np.array(margin)})
 
 
-def test_a_flip_is_real_from_a_margin_of_a_tenth_nat_on() -> None:
+def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exact() -> None:
     rows = rows_of([True, False, False, False, True], [0.0, 0.09, 0.1, 2.0, 0.0])
     found = summarise_flips(rows, np.arange(5))
     assert found.real_flips == pytest.approx(0.4)
     assert found.real_flips_ci == ratio_interval(
         RatioItems.of([0.0, 0.0, 1.0, 1.0, 0.0], 1.0, np.arange(5)), bounds=(0.0, 1.0), proportion=True
     )
-
-
-def test_without_a_flip_the_interval_of_the_agreement_is_the_exact_one() -> None:
     found = summarise_flips(rows_of([True] * 8, [0.0] * 8), np.repeat(np.arange(4), 2))
     low = 0.025**0.25  # four documents that agree
     assert found.top1_ci == pytest.approx((low, 1.0))
@@ -383,29 +358,18 @@ def test_summary_of_nothing_usable_is_none_and_still_counts(n: int) -> None:
     assert summarise_flips(rows_of([False] * n, [NAN] * n), np.zeros(n, dtype=int)) == Flips()
 
 
-def test_an_infinite_topk_kl_is_counted_as_failed() -> None:
-    got = summarise_kl(np.array([0.1, INF]), np.zeros(2, bool), np.ones(2, bool), np.zeros(2))
-    assert (got.mean, got.n_failed) == (0.1, 1)
-
-
-def test_position_bins_span_the_scored_positions_and_average_inside() -> None:
+def test_bins_span_the_scored_positions_or_tenths_of_confidence_and_lose_failed_rows() -> None:
     positions = np.tile(np.arange(256, 320), 2)
     got = kl_by_position(positions, positions.astype(float))
     assert (len(got.edges), len(got.means)) == (33, 32)
     assert (got.edges[0], got.edges[-1]) == (256, 320)
     assert got.counts == (4,) * 32
     assert got.means == pytest.approx([256.5 + 2 * i for i in range(32)])
-
-
-def test_position_bins_lose_failed_rows_but_keep_their_edges() -> None:
     kl = np.array([1.0, 2.0, NAN, NAN])
     got = kl_by_position(np.arange(4), kl, n_bins=2)
     assert got.edges == (0.0, 2.0, 4.0)
     assert got.means == (1.5, None)
     assert got.counts == (2, 0)
-
-
-def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
     got = kl_by_confidence(np.array([0.05, 0.95, 1.0, NAN]), np.array([1.0, 2.0, 4.0, NAN]))
     assert got.edges == pytest.approx(np.linspace(0, 1, 11))
     assert got.counts == (1, 0, 0, 0, 0, 0, 0, 0, 0, 2)
@@ -414,12 +378,15 @@ def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
     assert got.means[-1] == 3.0
 
 
-def test_a_token_that_leaves_the_other_sides_list_is_charged_the_floor() -> None:
+def test_a_token_that_leaves_the_other_list_is_charged_the_floor_and_a_broken_row_has_no_floored_kl() -> None:
     p, q = np.log([[0.9, 0.099, 0.001]]), np.log([[0.9, 0.001, 0.099]])
     # the union is {0, 1, 2}; token 1 is listed by P alone, token 2 by Q alone
     expected = 0.099 * (math.log(0.099) + 30) + math.exp(-30) * (-30 - math.log(0.099))
     assert floored_topk(p, q, 2)[0] == pytest.approx(expected)
     assert floored_topk(p, q, 3)[0] == pytest.approx(rel_entr(np.exp(p), np.exp(q)).sum())
+    ref, test = random_pair(3, 11)
+    test[1, 4] = NAN
+    assert np.isnan(floored_topk(ref, test, 5)).tolist() == [False, True, False]
 
 
 def test_the_number_of_listed_tokens_alone_moves_it_tenfold() -> None:
@@ -429,12 +396,6 @@ def test_the_number_of_listed_tokens_alone_moves_it_tenfold() -> None:
     assert truth == pytest.approx(0.0037, abs=2e-4)
     assert few > 2 * many > 10 * truth
     assert all_ == pytest.approx(truth, rel=1e-6)
-
-
-def test_a_broken_row_has_no_floored_kl() -> None:
-    ref, test = random_pair(3, 11)
-    test[1, 4] = NAN
-    assert np.isnan(floored_topk(ref, test, 5)).tolist() == [False, True, False]
 
 
 def test_rollout_length_is_where_half_of_the_effective_sample_size_is_left() -> None:
@@ -463,7 +424,7 @@ def test_k3_over_tokens_sampled_from_the_arm_estimates_the_reverse_kl() -> None:
     assert found.k3[0] == pytest.approx(rows.reverse_kl[0], rel=0.05)
 
 
-def test_equal_rows_have_no_rollout_length_and_infinite_ones_no_mean() -> None:
+def test_equal_rows_have_no_rollout_length_and_what_has_no_mean_disturbs_no_other() -> None:
     ref, _ = random_pair(8, 11)
     equal = summarise_divergences(compare(ref, ref), np.arange(8))
     assert (equal.rollout, equal.tv) == ((None, None), (0.0, (0.0, 0.0)))
@@ -472,16 +433,10 @@ def test_equal_rows_have_no_rollout_length_and_infinite_ones_no_mean() -> None:
     found = summarise_divergences(compare(masked, ref), np.arange(8))
     assert found.reverse_kl == (None, None)
     assert found.tv[0] is not None
-
-
-def test_weights_beyond_all_bounds_have_no_mean_and_disturb_no_other() -> None:
     found = summarise_divergences(compare(rows(*[[0.0, 0.0]] * 8), rows(*[[0.0, -300.0]] * 8)), np.arange(8))
     assert found.chi2 == (None, None)
     assert found.tv[0] == pytest.approx(0.5)
     assert found.rollout[0] is not None
-
-
-def test_rows_of_the_top_tokens_have_no_other_divergences() -> None:
     report = np.array([[1, 2]]), np.log([[0.6, 0.3]])
     found = summarise_divergences(compare_topk(report, report, np.array([1])), np.arange(1))
     assert found.tv == found.overlap == found.rollout == (None, None)

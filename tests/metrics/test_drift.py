@@ -26,11 +26,12 @@ def _levenshtein(a: Sequence[int], b: Sequence[int]) -> int:
     return fewest(len(a), len(b))
 
 
-def test_drift_is_the_edit_distance_per_token_of_the_first() -> None:
+def test_drift_is_the_edit_distance_per_token_of_the_first_and_large_ids_are_compared_whole() -> None:
     rng = np.random.default_rng(0)
     for _ in range(200):
         a, b = (rng.integers(0, 4, size=rng.integers(1, 9)).tolist() for _ in range(2))
         assert drift(a, b) == pytest.approx(min(1.0, _levenshtein(a, b) / len(a)))
+    assert drift([1, 1 << 30], [1 + 256, 1 << 30]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -39,10 +40,6 @@ def test_drift_is_the_edit_distance_per_token_of_the_first() -> None:
 )
 def test_drift_of_empty_and_short_answers(a: list[int], b: list[int], expected: float) -> None:
     assert drift(a, b) == expected
-
-
-def test_large_token_ids_are_compared_whole() -> None:
-    assert drift([1, 1 << 30], [1 + 256, 1 << 30]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -64,15 +61,12 @@ def test_the_clip_turns_noise_into_the_penalty_that_metrics_states(sd: float, st
     assert round(expected) == stated
 
 
-def test_sign_test_is_the_binomial_test_of_the_signs() -> None:
+def test_the_sign_test_is_the_binomial_test_and_takes_rounding_for_a_tie() -> None:
     for above, below, level in product(range(6), range(9), range(3)):
         differences = [0.2] * above + [-0.01] * below + [0.0] * level
         n = above + below
         expected = stats.binomtest(above, n).pvalue if n else 1.0
         assert sign_test(differences) == pytest.approx(expected, abs=1e-12)
-
-
-def test_sign_test_takes_rounding_for_a_tie() -> None:
     assert sign_test([(0.3 - 0.2) - (0.2 - 0.1)] * 20) == 1.0
 
 

@@ -44,11 +44,14 @@ def test_clusters_that_flip_as_a_whole_count_once() -> None:
     assert found.p_clusters == 1.0
 
 
-def test_no_difference_in_twenty_items_is_underpowered() -> None:
+def test_twenty_items_or_fewer_than_ten_clusters_certify_nothing() -> None:
     [claim] = certify([Loss.of_accuracy(*pair(0, 0, 20))]).claims
     assert claim.state == "underpowered"
     assert present(claim.interval)[1] == pytest.approx(1 - ALPHA ** (1 / 20))
     assert claim.detectable == pytest.approx(1 - ALPHA ** (1 / 20))
+    clusters = np.repeat(np.arange(9), 10_000)
+    right = np.ones(90_000)
+    assert certify([Loss.of_accuracy(right, right, clusters)]).state == "underpowered"
 
 
 def test_agreement_is_certified_from_the_exact_number_of_items_on() -> None:
@@ -56,17 +59,8 @@ def test_agreement_is_certified_from_the_exact_number_of_items_on() -> None:
     assert [state(0, 0, size) for size in (n - 1, n)] == ["underpowered", "holds"]
 
 
-def test_a_shown_loss_exceeds_the_margin() -> None:
+def test_a_shown_loss_exceeds_the_margin_over_few_clusters_too() -> None:
     assert state(100, 0, 1000) == "exceeded"
-
-
-def test_fewer_than_ten_clusters_certify_nothing() -> None:
-    clusters = np.repeat(np.arange(9), 10_000)
-    right = np.ones(90_000)
-    assert certify([Loss.of_accuracy(right, right, clusters)]).state == "underpowered"
-
-
-def test_a_loss_that_is_shown_exceeds_the_margin_over_few_clusters_too() -> None:
     clusters = np.repeat(np.arange(3), 100)
     kl = np.random.default_rng(0).gamma(4.0, 0.011, 300)
     [claim] = certify([Loss.of_kl(RatioItems.of(kl, 1.0, clusters), 0.01)]).claims

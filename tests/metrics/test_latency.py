@@ -15,15 +15,9 @@ THREE = [[0.5, 1.0, 1.5], [0.25, 0.375, 0.5], [1.0, 3.0, 5.0]]  # two further to
 positive = st.floats(1e-6, 1e3)
 
 
-def test_prefill_is_the_prompt_over_the_time_to_its_first_token() -> None:
+def test_prefill_and_both_decode_rates_are_what_their_definitions_say() -> None:
     assert prefill_rate(THREE, 128).repeats == (256.0, 512.0, 128.0)
-
-
-def test_isolated_decode_leaves_the_first_token_and_its_time_out() -> None:
     assert decode_rate_isolated(THREE).repeats == (2.0, 8.0, 0.5)
-
-
-def test_decode_by_subtraction_takes_the_median_prefill_from_every_answer() -> None:
     rate = present(decode_rate_by_subtraction([1.5, 3.0], [0.5, 0.25, 1.0], 2))
     assert rate.repeats == (2.0, 0.8)
 

@@ -48,18 +48,12 @@ def planted(layer: int, size: float, ground: float = 0.0) -> Parting:
     return part(curve(stream(noise)))
 
 
-def test_a_rows_error_is_relative_to_its_own_norm() -> None:
+def test_a_rows_error_is_relative_to_its_own_norm_infinite_where_nothing_is_finite_and_left_out_where_unknown() -> None:
     ref = np.array([[3.0, 4.0], [300.0, 400.0]])
     assert relative_errors(ref, ref + np.array([0.0, 1.0])) == pytest.approx([0.2, 0.002])
-
-
-def test_what_is_not_finite_or_was_nothing_before_is_infinitely_wrong() -> None:
     ref = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
     test = np.array([[math.nan, 0.0], [math.inf, 0.0], [0.0, 1e-9], [0.0, 0.0]])
     assert relative_errors(ref, test).tolist() == [math.inf, math.inf, math.inf, 0.0]
-
-
-def test_rows_that_the_reference_cannot_tell_are_left_out() -> None:
     ref = np.array([[math.nan, 1.0], [1.0, 0.0]])
     assert relative_errors(ref, np.ones((2, 2))).tolist() == [1.0]
 
@@ -104,9 +98,10 @@ def test_layers_of_twofold_sensitivity_do_not_stand_out(seed: int) -> None:
     assert part(curve(stream(noise, seed))).stand_out == ()
 
 
-def test_equal_states_have_no_beginning() -> None:
+def test_equal_states_have_no_beginning_and_a_single_layer_nothing_to_stand_out_from() -> None:
     found = part(curve(stream(np.zeros(LAYERS))))
     assert found == Parting(None, (), (0.0,) * LAYERS)
+    assert part(curve(stream(np.array([0.1])))) == Parting(0, (), (0.0,))
 
 
 def test_a_layer_that_enlarges_what_enters_it_does_not_stand_out() -> None:
@@ -150,7 +145,3 @@ def test_states_that_are_no_longer_finite_name_the_layer() -> None:
     for _, test in pairs[6:]:
         test[:] = math.nan
     assert part(curve(pairs)).stand_out == (5,)
-
-
-def test_a_single_layer_has_nothing_to_stand_out_from() -> None:
-    assert part(curve(stream(np.array([0.1])))) == Parting(0, (), (0.0,))

@@ -30,13 +30,10 @@ def test_rows_cost_what_their_closed_form_says(logits: Any, targets: list[int], 
     assert row_nll(logits, np.array(targets)) == pytest.approx(nll, abs=1e-15)
 
 
-def test_nll_is_minus_log_softmax_of_the_target() -> None:
+def test_nll_is_minus_log_softmax_of_the_target_summed_in_float64() -> None:
     logits, targets = RNG.normal(size=(9, 40)) * 5, RNG.integers(0, 40, 9)
     expected = [math.log(np.exp(row).sum()) - row[t] for row, t in zip(logits, targets, strict=True)]
     assert row_nll(logits, targets) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_sum_over_the_vocabulary_is_in_float64() -> None:
     n = 150_000
     flat = np.full((1, n), -11.9183905, dtype=np.float32)
     assert row_nll(flat, np.array([3]))[0] == pytest.approx(math.log(n), abs=1e-12)
@@ -65,37 +62,28 @@ def test_the_error_is_that_of_a_mean_of_paired_differences() -> None:
     assert pair.interval == pytest.approx((gap.mean() - reach, gap.mean() + reach), rel=0.2)
 
 
-def test_tokens_of_one_unit_count_as_one_observation() -> None:
+def test_tokens_of_one_unit_count_as_one_and_a_row_that_fails_on_one_side_on_neither() -> None:
     gap = np.repeat(RNG.normal(0, 1, 25), 40)
     pair = compare_nll(np.zeros(1000), gap, _clusters(1000, 40))
     assert pair.stderr == pytest.approx(stats.sem(gap[::40]))
-
-
-def test_a_row_that_fails_on_one_side_counts_on_neither() -> None:
     pair = compare_nll(np.array([1.0, math.nan, 3.0, 9.0]), np.array([1.0, 2.0, 3.0, math.inf]), _clusters(4, 1))
     assert (pair.n_rows, pair.n_failed) == (4, 2)
     assert pair.ppl_ref == pair.ppl_test == pytest.approx(math.exp(2.0))
     assert pair.log_ratio == 0.0
 
 
-def test_one_unit_has_no_interval_and_no_error() -> None:
+def test_one_unit_has_no_interval_and_without_a_usable_row_there_is_no_number() -> None:
     pair = compare_nll(np.ones(5), np.ones(5) * 2, np.zeros(5, dtype=np.int64))
     assert (pair.log_ratio, pair.interval, pair.stderr, pair.ppl_ref_interval) == (1.0, None, None, None)
-
-
-def test_without_a_usable_row_there_is_no_number() -> None:
     pair = compare_nll(np.full(3, math.nan), np.ones(3), _clusters(3, 1))
     assert (pair.ppl_ref, pair.ppl_test, pair.log_ratio, pair.interval, pair.n_failed) == (None, None, None, None, 3)
 
 
-def test_a_perplexity_is_never_below_one() -> None:
+def test_a_perplexity_is_never_below_one_and_beyond_doubles_absent() -> None:
     nll = np.array([0.001, 5.0, 0.2])
     pair = compare_nll(nll, nll, _clusters(3, 1))
     assert pair.ppl_ref_interval is not None
     assert pair.ppl_ref_interval[0] >= 1.0
-
-
-def test_a_perplexity_beyond_doubles_is_absent_and_its_log_ratio_is_not() -> None:
     pair = compare_nll(np.ones(4), np.full(4, 2000.0), _clusters(4, 1))
     assert (pair.ppl_test, pair.ppl_test_interval, pair.log_ratio) == (None, None, 1999.0)
     assert exponential(None) is None

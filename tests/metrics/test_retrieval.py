@@ -121,12 +121,15 @@ def test_the_score_is_the_mean_degradation_over_informative_cells(
     assert retrieval_score(_cells(*cells)) == pytest.approx(score)
 
 
-def test_compat_counts_uninformative_cells_as_perfect() -> None:
+def test_compat_counts_uninformative_cells_as_perfect_and_narrows_the_interval_by_their_share() -> None:
     cells = _cells(([1], [0]), ([0], [0]), ([0], [1]), ([1], [1]))
     assert (retrieval_score(cells), retrieval_score(cells, "refract")) == (50.0, 75.0)
     uninformative = _cells(([0, 0], [1, 0]))
     assert (retrieval_score(uninformative), retrieval_interval(uninformative)) == (None, None)
     assert retrieval_score(uninformative, "refract") == 100.0
+    cells = _cells(([1] * 3, [1, 1, 0]), ([0] * 3, [0] * 3))
+    low, high = retrieval_interval(cells) or (0, 0)
+    assert retrieval_interval(cells, compat="refract") == pytest.approx((100 - (100 - low) / 2, 100 - (100 - high) / 2))
 
 
 def test_the_score_is_what_a_loop_over_cells_gives() -> None:
@@ -177,36 +180,24 @@ def test_the_interval_covers_what_unlike_cells_would_give_on_average() -> None:
     assert held / 400 >= 0.95
 
 
-def test_many_trials_have_the_exact_bound_too() -> None:
+def test_many_trials_have_the_exact_bound_and_noise_in_both_directions_or_small_cells_stay_within_it() -> None:
     cells = _cells(([1.0] * 30, [1.0] * 30), ([1.0] * 30, [1.0] * 29 + [0.0]))
     exact = stats.binomtest(1, 60).proportion_ci(0.95, "exact")
     assert retrieval_interval(cells) == pytest.approx((100 * (1 - exact.high), 100 * (1 - exact.low)))
-
-
-def test_the_interval_holds_a_score_that_noise_in_both_directions_leaves_at_100() -> None:
     base, cand = [1.0, 0.0] * 20, [0.0, 1.0] * 20
     low, high = retrieval_interval(_cells((base, cand))) or (0, 0)
     assert low < 100.0 == high
+    for base, cand in itertools.product(([0.5, 1.0], [1.0, 1.0]), ([0.0, 0.5], [1.0, 1.0])):
+        low, high = retrieval_interval(_cells((base, cand))) or (0, 0)
+        assert 0 <= low < high <= 100
 
 
-def test_compat_narrows_the_interval_by_the_share_of_informative_cells() -> None:
-    cells = _cells(([1] * 3, [1, 1, 0]), ([0] * 3, [0] * 3))
-    low, high = retrieval_interval(cells) or (0, 0)
-    assert retrieval_interval(cells, compat="refract") == pytest.approx((100 - (100 - low) / 2, 100 - (100 - high) / 2))
-
-
-def test_the_difference_is_over_all_cells_and_has_a_sign() -> None:
+def test_the_difference_is_over_all_cells_has_a_sign_and_the_exact_bound_of_equal_answers() -> None:
     cells = _cells(([1, 1], [0, 1]), ([0, 0], [1, 1]))
     assert accuracy_difference(cells).estimate == pytest.approx(25.0)
-
-
-def test_equal_answers_have_the_exact_bound_of_a_difference() -> None:
     cells = _cells(*(([1] * 3, [1] * 3) for _ in range(9)))
     reach = 100 * (1 - 0.025 ** (1 / 27))
     assert accuracy_difference(cells).interval == pytest.approx((-reach, reach))
-
-
-def test_a_third_of_all_needles_lost_in_three_cells_is_no_chance() -> None:
     cells = _cells(*(([1] * 3, [int(index > 2)] * 3) for index in range(9)))
     difference = accuracy_difference(cells)
     assert difference.estimate == pytest.approx(-100 / 3)
@@ -221,9 +212,3 @@ def test_needles_are_lost_beyond_chance_only_where_mcnemar_says_so(lost: int) ->
     difference = accuracy_difference(_cells(*(([1.0] * 20, row.tolist()) for row in cand)))
     assert difference.excludes_zero == (mcnemar_exact(lost, 0) < 0.05)
     assert difference.p == mcnemar_exact(lost, 0)
-
-
-def test_small_cells_of_shares_stay_within_their_bounds() -> None:
-    for base, cand in itertools.product(([0.5, 1.0], [1.0, 1.0]), ([0.0, 0.5], [1.0, 1.0])):
-        low, high = retrieval_interval(_cells((base, cand))) or (0, 0)
-        assert 0 <= low < high <= 100

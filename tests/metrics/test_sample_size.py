@@ -21,15 +21,12 @@ def plain(values: list[float] | Floats) -> RatioItems:
     return RatioItems.of(values, 1.0, np.arange(len(values)))
 
 
-def test_the_spread_of_a_plain_mean_is_the_sample_sd() -> None:
+def test_the_spread_of_a_plain_mean_is_the_sample_sd_and_one_unit_has_none() -> None:
     values = np.random.default_rng(0).normal(3, 2, 50)
     found = present(ratio_spread(plain(values), scale=100))
     assert found.estimate == pytest.approx(100 * values.mean())
     assert found.sd == pytest.approx(100 * values.std(ddof=1))
     assert found.clusters == 50
-
-
-def test_one_unit_has_no_spread() -> None:
     one = RatioItems.of([1.0, 2.0], 1.0, [7, 7])
     assert ratio_spread(one) is None
     assert paired_spread(one, one) is None

@@ -93,14 +93,11 @@ def test_a_full_closed_loop_is_full_until_its_last_request_is_sent(waves: int, c
     assert fill(requests, 0, waves * each) == pytest.approx(concurrency)
 
 
-def test_the_tail_of_a_closed_loop_does_not_count_as_unfilled() -> None:
+def test_the_tail_of_a_closed_loop_counts_as_filled_and_half_as_many_requests_as_half() -> None:
     """A server that answers one at a time: two wait all the while, except behind the last sending."""
     requests = [Recorded(max(0.0, i - 1.0), np.array([i + 1.0]), 1) for i in range(8)]
     assert effective_concurrency(requests, 0, 8) == pytest.approx(15 / 8)
     assert fill(requests, 0, 8) == pytest.approx(2)
-
-
-def test_half_as_many_requests_as_were_asked_are_half_filled() -> None:
     assert fill([steady(i, 1, 0, 1) for i in range(4)], 0, 4) == pytest.approx(1)
 
 

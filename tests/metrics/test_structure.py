@@ -15,13 +15,10 @@ def _kinds(text: str, kind: str) -> str:
     return "".join(c if k == kind else "." for c, k in zip(text, structures(list(text)), strict=True))
 
 
-def test_punctuation_and_keys_of_json_are_found_and_values_are_not() -> None:
+def test_punctuation_and_keys_of_json_are_found_as_far_as_it_goes_and_values_are_not() -> None:
     text = 'see {"a": [1, "b"], "c": true} end'
     assert _kinds(text, "JSON key") == '....."a"............"c"...........'
     assert _kinds(text, "JSON punctuation").replace(".", "") == "{:[,],:}"
-
-
-def test_incomplete_json_counts_as_far_as_it_goes() -> None:
     assert _kinds('{"a": {"b": "unfin', "JSON key") == '."a"..."b"........'
 
 
@@ -30,22 +27,16 @@ def test_brackets_that_begin_no_json_carry_none(text: str) -> None:
     assert not any("JSON" in kind for kind in structures(list(text)))
 
 
-def test_object_with_name_and_arguments_is_a_tool_call() -> None:
+def test_an_object_with_name_and_arguments_or_text_between_tags_is_a_tool_call() -> None:
     call = json.dumps({"name": "f", "arguments": {"x": 1}})
     assert _kinds(f"a {call} b", "tool call") == f"..{call}.."
-
-
-def test_text_between_tool_call_tags_is_a_tool_call() -> None:
     assert _kinds("<tool_call>f(1)</tool_call>x", "tool call").strip(".") == "f(1)"
 
 
-def test_roles_stops_and_indentation_are_found() -> None:
+def test_roles_stops_and_indentation_are_found_and_a_token_counts_by_its_first_kind() -> None:
     text = "<|im_start|>user\nif x:\n    y\n<|im_end|>"
     assert re.findall(r"[^.]+", _kinds(text, "role or stop")) == ["<|im_start|>", "<|im_end|>"]
     assert _kinds(text, "indentation").count(" ") == 4
-
-
-def test_token_counts_by_the_first_kind_of_its_characters() -> None:
     assert structures(['{"a', '": ', "1}"]) == ["JSON key", "JSON key", "JSON punctuation"]
 
 

@@ -35,23 +35,17 @@ def test_a_window_or_a_quarter_of_the_positions_with_equal_rows_is_named(equal: 
     assert found(equal) == said
 
 
-def test_rows_that_a_format_is_asked_to_leave_exact_do_not_count() -> None:
+def test_rows_asked_to_stay_exact_and_failed_ones_do_not_count_and_prompts_have_no_ranges() -> None:
     assert found(POSITION < 40, first=40) is None
     said = "at all 24 rows of positions 40 to 45 of windows of 64 tokens, and in 1 of 7 other parts"
     assert found(POSITION < 56, first=40) == said
-
-
-def test_failed_rows_do_not_count() -> None:
     assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 47)) == "at all 17 rows of window 2 of 64 tokens"
     assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 49)) is None  # too few are left
+    nothing = np.zeros_like(ITEM)
+    unmoved = Unmoved(np.where(ITEM == 1, 0.0, 1.0), ITEM, nothing, nothing, word="prompt")
+    assert unmoved.first() == "at all 32 rows of prompt 1"
 
 
 @pytest.mark.parametrize(("every", "said"), [(5, True), (3, False)])
 def test_equal_rows_are_no_evidence_where_many_are_equal_elsewhere(every: int, said: bool) -> None:
     assert (found((ITEM == 2) | (np.arange(len(ITEM)) % every == 0)) is not None) is said
-
-
-def test_prompts_have_no_ranges_of_positions() -> None:
-    nothing = np.zeros_like(ITEM)
-    unmoved = Unmoved(np.where(ITEM == 1, 0.0, 1.0), ITEM, nothing, nothing, word="prompt")
-    assert unmoved.first() == "at all 32 rows of prompt 1"

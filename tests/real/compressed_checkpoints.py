@@ -22,14 +22,8 @@ def main(folder: Path, schemes: list[str]) -> None:
 
     def model() -> Any:
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=256,
-            intermediate_size=512,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
+        sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+        config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
         return LlamaForCausalLM(config).to(torch.bfloat16)
 
     model().save_pretrained(folder / "base")

@@ -74,6 +74,7 @@ PROBES: dict[str, Request] = {
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),
 }
 SERVED = Served("paths.chunked", WINDOWS, 10, 98, "chunked", 32)  # not of PROBES: it has the engine launched otherwise
+ON_CPU: dict[str, Any] = {"device": "cpu", "threads": 1}
 OWN = {"prompts": PROMPTS, "max_tokens": 12, "window": WINDOWS[0], "vocabulary": VOCAB}
 
 
@@ -107,13 +108,8 @@ def asked(environment: Environment, arm: Arm, requests: Mapping[str, Request], f
 def ran_there(environment: Environment, script: str, folder: Path, *words: str, **variables: str) -> dict[str, Any]:
     """What a script of this folder leaves in ``said.json``, run by the engine's interpreter."""
     with (folder / "log").open("w") as log:  # a pipe would be held open by whatever outlives the process
-        subprocess.run(
-            [*environment.command(f"tests.real.{script}"), *words],
-            env={**os.environ, **environment.variables(), **variables},
-            stdout=log,
-            stderr=log,
-            check=False,
-        )
+        command, everything = environment.command(f"tests.real.{script}"), {**os.environ, **environment.variables()}
+        subprocess.run([*command, *words], env={**everything, **variables}, stdout=log, stderr=log, check=False)
     assert (folder / "said.json").exists(), (folder / "log").read_text()[-3000:]
     said: dict[str, Any] = json.loads((folder / "said.json").read_text())
     return said
@@ -213,17 +209,9 @@ def agrees_with_transformers(environment: Environment, checkpoint: Path, kv: str
 
 def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[RuntimeRecord, RuntimeRecord]:
     """What ran with K16/V8 and with the engine's own cache, when the first was found to cost next to nothing."""
-    report = compare(
-        "smollm2-135m",
-        engine=engine,
-        reference="auto",
-        candidates=["k16v8", "bf16[kernels=k16v8]"],
-        axes={"kld": {"windows": 4, "n_ctx": 256}},
-        floor=False,
-        device="cpu",
-        threads=1,
-        output_dir=str(folder),
-    )
+    arms: dict[str, Any] = {"reference": "auto", "candidates": ["k16v8", "bf16[kernels=k16v8]"]}
+    axes = {"kld": {"windows": 4, "n_ctx": 256}}
+    report = compare("smollm2-135m", engine=engine, axes=axes, output_dir=str(folder), floor=False, **arms, **ON_CPU)
     narrow, kernels = report.candidates
     for arm in report.candidates:
         assert arm.status == "ok", arm.reason
@@ -303,18 +291,9 @@ def ways_that_part(
     engine: dict[str, Any], arms: Sequence[Mapping[str, Any]], folder: Path, options: Mapping[str, str]
 ) -> dict[str, set[str]]:
     """By name of an arm the ways that axis ``paths`` finds to part in it; each way but the partial hit was proven."""
-    report = compare(
-        "smollm2-135m",
-        engine=engine,
-        engine_args=dict(options),
-        reference="auto",
-        candidates=[dict(arm) for arm in arms],
-        axes={"paths": {"windows": 2, "n_ctx": 128, "others": [7]}},
-        floor=False,
-        device="cpu",
-        threads=1,
-        output_dir=str(folder),
-    )
+    asked: dict[str, Any] = {"engine": engine, "engine_args": dict(options), "reference": "auto"}
+    asked |= {"candidates": [dict(arm) for arm in arms], "axes": {"paths": {"windows": 2, "n_ctx": 128, "others": [7]}}}
+    report = compare("smollm2-135m", **asked, floor=False, output_dir=str(folder), **ON_CPU)
     found = {}
     for candidate in report.candidates:
         assert candidate.status == "ok", candidate.reason

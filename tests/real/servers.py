@@ -16,8 +16,6 @@ import pytest
 
 from tests.real.harness import installed
 
-__all__ = ["llamacpp_server", "serving", "sglang_server", "vllm_server"]
-
 HERE = Path(__file__).parent
 PATIENCE = 240  # seconds until a server has to answer
 QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -21,16 +22,13 @@ from tests.tiny_models import randomised
 pytestmark = pytest.mark.long
 
 _WIDTH, _KERNEL = 128, 3
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 4096,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "pad_token_id": None,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "tie_word_embeddings": False,
 }
+_COMMON |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
 
 
 def checkpoint(folder: Path, config: transformers.PreTrainedConfig) -> Path:
@@ -47,16 +45,9 @@ def checkpoint(folder: Path, config: transformers.PreTrainedConfig) -> Path:
 @pytest.fixture(scope="module")
 def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two convolution layers around one with attention; as safetensors and GGUF."""
-    config = transformers.Lfm2Config(
-        **_COMMON,
-        hidden_size=_WIDTH,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        layer_types=["conv", "full_attention", "conv"],
-        conv_L_cache=_KERNEL,
-        conv_dim=_WIDTH,
-        block_dim=_WIDTH,
-    )
+    layers = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": _KERNEL}
+    sizes = {"hidden_size": _WIDTH, "intermediate_size": 96, "conv_dim": _WIDTH, "block_dim": _WIDTH}
+    config = transformers.Lfm2Config(**_COMMON, **layers, **sizes)
     folder = checkpoint(tmp_path_factory.mktemp("lfm2") / "model", config)
     _write_gguf(folder)
     return folder
@@ -65,22 +56,13 @@ def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def qwen3_next(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A layer with a gated delta rule, and one with attention."""
-    config = transformers.Qwen3NextConfig(
-        **_COMMON,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        head_dim=64,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-    )
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    config = transformers.Qwen3NextConfig(**_COMMON, **layers, **sizes, **linear, **experts)
     return checkpoint(tmp_path_factory.mktemp("qwen3-next") / "model", config)
 
 

@@ -41,21 +41,8 @@ def urls(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
 
 def _opened(model: Model, url: str) -> OpenAIEngine:
     options = (("base-url", url), ("concurrency", "1"), ("logprobs", "10"))
-    engine = OpenAIEngine()
-    engine.open(
-        Arm(
-            "served",
-            "openai",
-            "smollm2",
-            str(model.path),
-            "0",
-            KVSpec.parse("as-served"),
-            "bfloat16",
-            "cpu",
-            1,
-            options,
-        )
-    )
+    engine, kv = OpenAIEngine(), KVSpec.parse("as-served")
+    engine.open(Arm("served", "openai", "smollm2", str(model.path), "0", kv, "bfloat16", "cpu", 1, options))
     return engine
 
 
@@ -67,12 +54,8 @@ def test_the_server_is_known_and_its_habits_found_out(smollm2: Model, urls: list
     sink = Answers()
     engine.answer(Prefill("kld", (tokens,), 2, len(tokens) - 2, ((0,) * (len(tokens) - 3),)), sink)
     ran = engine.runtime_info().record()
-    assert (ran["server"], ran["prompts"], ran["ids"], ran["tokenizer"]) == (
-        "llama_cpp.server",
-        "text",
-        "retokenized",
-        "server",
-    )
+    found = [ran[name] for name in ("server", "prompts", "ids", "tokenizer")]
+    assert found == ["llama_cpp.server", "text", "retokenized", "server"]
     assert ran["echo_shifted"]
 
 

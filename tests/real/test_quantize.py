@@ -42,19 +42,10 @@ def test_calibration_loses_less_than_rounding_to_nearest_in_the_same_format(
 
 def test_experts_are_counted_and_quantized(tmp_path: Path) -> None:
     tiny = make_tiny(tmp_path / "tiny", vocab=600)
-    config = Qwen3MoeConfig(
-        vocab_size=600,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-    )
+    sizes = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 512}
+    experts = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**sizes, **heads, **experts)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny / name, tmp_path / "model")

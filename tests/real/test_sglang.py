@@ -18,23 +18,7 @@ from fidelab.environments.queries import ask
 from fidelab.models import Model
 from tests.real import faults, harness
 from tests.real.contract import Contract
-from tests.real.harness import (
-    GENERATE,
-    PREFILL,
-    ROOT,
-    SERVED,
-    VOCAB,
-    Run,
-    Said,
-    arm,
-    asking,
-    faulty_layer,
-    installed,
-    names_the_faults,
-    planted,
-    tokens,
-    ways_that_part,
-)
+from tests.real.harness import GENERATE, PREFILL, ROOT, SERVED, VOCAB, Run, Said, arm, installed, tokens
 
 PROBES = {
     **harness.PROBES,
@@ -52,7 +36,9 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, max_total_tokens="2048")
+    return harness.asking(
+        environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, max_total_tokens="2048"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +60,7 @@ def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> N
 
 @pytest.mark.long
 def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
-    assert faulty_layer("sglang", tmp_path) == 2
+    assert harness.faulty_layer("sglang", tmp_path) == 2
 
 
 def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None:
@@ -100,19 +86,13 @@ def test_a_16_bit_cache_in_a_32_bit_model_is_read_back_and_costs_half(said: Said
     assert ran["cache_bytes_per_token"] == said.plain["ran"]["cache_bytes_per_token"] / 2
 
 
-def test_what_cannot_be_answered_is_said_in_one_line(said: Said) -> None:
+def test_what_cannot_be_answered_or_dies_is_said_and_no_process_outlives_its_engine(said: Said) -> None:
     errors = said.plain["errors"]
     assert errors["long"].startswith("599 + 1 tokens exceed the context of 512")
     assert errors["foreign"] == "token ids 1 … 515 are not all in the vocabulary of 515"
     assert errors["crowd"].startswith("5 prompts of 2539 tokens in all do not fit the cache of 2039 together")
     assert errors.keys() == {"long", "foreign", "crowd", "ended"}
-
-
-def test_a_scheduler_that_dies_is_an_error_and_not_a_hang(said: Said) -> None:
     assert said.plain["errors"]["ended"] == "SGLang's scheduler has ended: see the log"
-
-
-def test_no_process_outlives_its_engine(said: Said) -> None:
     assert said.plain["left"] == []
     assert not [pid for pid in said.plain["processes"] if Path(f"/proc/{pid}").exists()]
 
@@ -135,7 +115,7 @@ def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
 ) -> None:
     shims = (faults.shim("sglang", tmp_path / "shim"), ROOT)
     engine = {"name": "sglang", "pythonpath": [str(folder) for folder in shims]}
-    arms = [{"kv": "k16v8", "name": "k16v8"}, *(planted("auto", fault) for fault in faults.FAULTS)]
-    found = ways_that_part(engine, arms, tmp_path / "runs", {})
+    arms = [{"kv": "k16v8", "name": "k16v8"}, *(harness.planted("auto", fault) for fault in faults.FAULTS)]
+    found = harness.ways_that_part(engine, arms, tmp_path / "runs", {})
     assert found["k16v8"] == set()
-    names_the_faults(found)
+    harness.names_the_faults(found)

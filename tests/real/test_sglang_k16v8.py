@@ -24,18 +24,8 @@ from k16v8.plugins.sglang.plugin import BACKEND, SGLANG
 from k16v8.plugins.shared import SWITCH
 from test_sglang_plugin import RECORDED
 from tests.engines import tiny
-from tests.real.harness import (
-    PREFILL,
-    VOCAB,
-    WINDOWS,
-    agrees_with_transformers,
-    arm,
-    asked,
-    drawn,
-    installed,
-    k16v8_beside_16_bits,
-    states_of_transformers,
-)
+from tests.real import harness
+from tests.real.harness import PREFILL, VOCAB, WINDOWS, arm, asked, installed
 from tests.real.k16v8 import PROMPTS, TIE, hold_the_gate
 from tests.real.servers import serving
 
@@ -122,7 +112,7 @@ def answers(url: str, prompts: Sequence[Sequence[int]], *, rows: bool = False) -
 
 
 def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) -> None:
-    _, wide = k16v8_beside_16_bits("sglang", tmp_path)
+    _, wide = harness.k16v8_beside_16_bits("sglang", tmp_path)
     assert (wide.attention, wide.k_dtype, wide.v_dtype) == ("TorchNativeAttnBackend", "bfloat16", "bfloat16")
 
 
@@ -131,22 +121,19 @@ def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) 
 def test_a_pair_computes_what_transformers_does_with_it(
     environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
 ) -> None:
-    agrees_with_transformers(environment, checkpoint, kv, tmp_path, max_total_tokens="2048")
+    harness.agrees_with_transformers(environment, checkpoint, kv, tmp_path, max_total_tokens="2048")
 
 
-def test_a_server_of_the_users_own_runs_it(served: Served) -> None:
+def test_a_server_of_the_users_own_runs_it_and_the_same_memory_serves_more_tokens(served: Served) -> None:
     assert served.text.startswith(" Paris")
     assert "k16v8: torch[k=bf16,v=fp8_e4m3], pages of 1 tokens" in served.log
-
-
-def test_the_same_memory_serves_more_tokens(served: Served) -> None:
     assert served.offered == served.tokens["1"]
     assert served.tokens["1"] / served.tokens["0"] >= 1.33
     assert served.tokens["per-token-head"] / served.tokens["0"] >= 1.31
     assert served.tokens["int8/int4[skip-layers=0]"] / served.tokens["0"] >= 2.42
 
 
-def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(served: Served) -> None:
+def test_chunks_cached_prefixes_and_decoding_share_steps_which_compute_the_definition(served: Served) -> None:
     """What the next two tests are about did happen."""
     queries = [step["queries"] for step in served.steps]
     assert any(1 in step and max(step) > 1 for step in queries)  # decoding beside prompts
@@ -155,9 +142,6 @@ def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(served: Serv
     assert [1] * 5 in queries
     assert [answer["cached"] for answer in served.together] == [0, 96, 96, 0, 0, 96]
     assert not any(answer["cached"] for answer in served.alone)
-
-
-def test_every_step_computes_the_definition_on_the_cache(served: Served) -> None:
     hold_the_gate(served.steps)
 
 
@@ -178,7 +162,7 @@ def test_windows_and_scale_are_the_models(environment: Environment, tmp_path: Pa
     special = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
     special |= {"query_pre_attn_scalar": 9}
     config = transformers.Gemma3TextConfig(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
-    path = tiny.save(drawn(config), tmp_path / "model")
+    path = tiny.save(harness.drawn(config), tmp_path / "model")
     requests: dict[str, Request] = {
         "prefill": PREFILL,
         "forced": Forced("forced", (WINDOWS[0][:11],), (WINDOWS[0][11:],)),
@@ -192,7 +176,7 @@ def test_windows_and_scale_are_the_models(environment: Environment, tmp_path: Pa
     assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 4 * 2 * (3 * 32 + 2)
     assert (ran["block_size"], ran["chunked_prefill"], ran["cache_read_back"]) == (16, 48, 1.0)
     exact = replace(one, engine="hf", kv=KVSpec.parse("f32"), dtype="float32", options=(("attention", "eager"),))
-    theirs = states_of_transformers(exact, PREFILL)
+    theirs = harness.states_of_transformers(exact, PREFILL)
     for name, wanted in (("prefill.0", theirs[0]), ("prefill.1", theirs[1]), ("forced.0", theirs[0])):
         # bfloat16 and e4m3 make 0.026; a window that is one token off, 0.14; no scale, 0.38
         assert np.linalg.norm(said.arrays[f"{name}.hidden"] - wanted) / np.linalg.norm(wanted) <= 0.04
@@ -207,12 +191,8 @@ from k16v8.plugins.sglang.plugin import SGLANG
 said = {name: list(inspect.signature(pkgutil.resolve_name(name)).parameters) for name in json.loads(sys.argv[1])}
 print(json.dumps([SGLANG.refusal() + SGLANG.warning() + _missing(SGLANG.names), said]))
 """
-    done = subprocess.run(
-        [environment.python, "-c", script, json.dumps(list(RECORDED))],
-        env={**os.environ, **environment.variables(), **OWN},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [environment.python, "-c", script, json.dumps(list(RECORDED))]
+    variables = {**os.environ, **environment.variables(), **OWN}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) == ["", RECORDED], SGLANG.tested

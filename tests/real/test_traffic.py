@@ -49,20 +49,10 @@ def test_what_the_reference_draws_is_forced(
     (tmp_path / "prompts.txt").write_text("Name a colour.\nWrite a line about the sea.\n")
 
     def texts(temperature: float, seed: int) -> list[list[int]]:
-        arms = (
-            "--engine",
-            engine,
-            "--reference",
-            reference,
-            "--kv",
-            kv,
-            "--axes",
-            "forced",
-            "--prompts",
-            "prompts.txt",
-        )
-        sizes = ("--threads", 1, "--no-floor", "--control", "none", "--set", "axes.forced.n_predict=12")
-        drawn = ("--set", f"axes.forced.temperature={temperature}", "--set", f"axes.forced.seed={seed}")
+        arms = ("--engine", engine, "--reference", reference, "--kv", kv, "--axes", "forced")
+        sizes = ("--prompts", "prompts.txt", "--threads", 1, "--no-floor", "--control", "none")
+        settings = ("n_predict=12", f"temperature={temperature}", f"seed={seed}")
+        drawn = (word for setting in settings for word in ("--set", f"axes.forced.{setting}"))
         done = cli("compare", smollm2.name, *arms, *sizes, *drawn, cwd=tmp_path)
         assert done.code == 0, done.err
         assert done.axis(kv, "forced").n_items

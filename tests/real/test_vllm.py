@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,22 +16,7 @@ from fidelab.models import Model
 from fidelab.studies.recipes import Recipe
 from tests.real import faults, harness
 from tests.real.contract import Contract
-from tests.real.harness import (
-    NEEDS_FP8,
-    PREFILL,
-    ROOT,
-    SERVED,
-    Run,
-    Said,
-    arm,
-    asking,
-    faulty_layer,
-    installed,
-    names_the_faults,
-    planted,
-    tokens,
-    ways_that_part,
-)
+from tests.real.harness import NEEDS_FP8, PREFILL, ROOT, SERVED, Run, Said, arm, installed, tokens
 
 PROBES = {**harness.PROBES, "crowd": Timed("timing", (tokens(9, 30),) * 17, n=6, batch=17)}
 MISREAD = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "nvfp4", "float16"]
@@ -46,7 +31,9 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, kv_cache_memory="32M")
+    return harness.asking(
+        environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, kv_cache_memory="32M"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,17 +66,14 @@ def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None
 
 @pytest.mark.long
 def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
-    assert faulty_layer("vllm", tmp_path) == 2
+    assert harness.faulty_layer("vllm", tmp_path) == 2
 
 
-def test_what_does_not_fit_is_said_in_one_line(said: Said) -> None:
+def test_the_record_says_what_ran_and_what_does_not_fit_is_said_in_one_line(said: Said) -> None:
     assert said.plain["errors"] == {
         "long": "600 tokens are more than this arm's 512: raise max-model-len",
         "crowd": "17 sequences are more than this arm's 16 at once: raise max-num-seqs",
     }
-
-
-def test_the_record_says_what_ran(said: Said) -> None:
     ran = said.plain["ran"]
     assert (ran["attention"], ran["k_format"], ran["k_dtype"], ran["kv_layers"]) == ("CPU_ATTN", "auto", "float32", 2)
     assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 2 * 2 * 2 * 32 * 4
@@ -167,16 +151,9 @@ def test_another_attention_backend_than_asked_for_is_an_error(run: Run) -> None:
 
 @pytest.mark.model
 def test_a_run_measures_what_works_and_says_why_the_rest_does_not(smollm2: Model, tmp_path: Path) -> None:
-    report = compare(
-        "smollm2-135m",
-        engine="vllm",
-        reference="auto",
-        candidates=["k16v8", "int8_per_token_head"],
-        axes={"kld": {"windows": 4, "n_ctx": 128}},
-        device="cpu",
-        threads=1,
-        output_dir=str(tmp_path),
-    )
+    asked: dict[str, Any] = {"reference": "auto", "candidates": ["k16v8", "int8_per_token_head"]}
+    asked |= {"axes": {"kld": {"windows": 4, "n_ctx": 128}}, "output_dir": str(tmp_path)}
+    report = compare("smollm2-135m", engine="vllm", **asked, **harness.ON_CPU)
     sound, broken = report.candidates
     assert sound.status == "ok"
     assert 0.0001 < (sound.axes["kld"].value("mean") or 0) < 0.02
@@ -194,11 +171,11 @@ def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
     arms = [
         {"kv": "fp8_e4m3", "name": "sound"},
         {"kv": "k16v8", "name": "k16v8"},
-        planted("auto", "stale"),
-        planted("auto", "position"),
-        planted("fp8_e4m3", "scale"),
-        planted("auto", "format"),
+        harness.planted("auto", "stale"),
+        harness.planted("auto", "position"),
+        harness.planted("fp8_e4m3", "scale"),
+        harness.planted("auto", "format"),
     ]
-    found = ways_that_part(engine, arms, tmp_path / "runs", {"block-size": "32"})
+    found = harness.ways_that_part(engine, arms, tmp_path / "runs", {"block-size": "32"})
     assert (found["sound"], found["k16v8"]) == (set(), set())
-    names_the_faults(found)
+    harness.names_the_faults(found)

@@ -23,29 +23,13 @@ from k16v8.kernels.prefill import Call, varlen_arguments
 from k16v8.plugins.shared import COUNT_SWITCH, SWITCH
 from k16v8.plugins.vllm.plugin import VLLM
 from tests.engines import tiny
-from tests.real.harness import (
-    PREFILL,
-    VOCAB,
-    agrees_with_transformers,
-    arm,
-    asked,
-    drawn,
-    installed,
-    k16v8_beside_16_bits,
-    ran_there,
-    states_of_transformers,
-)
+from tests.real import harness
+from tests.real.harness import PREFILL, VOCAB, arm, asked, installed
 from tests.real.k16v8 import TIE, hold_the_gate
 from tests.real.servers import vllm_server
 
-OWN = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+OWN = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+OWN |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 _K16V8 = Path(__file__).parents[2] / "k16v8"
 PAIR = "int8/int4[skip-layers=0]"
@@ -66,13 +50,13 @@ def run(environment: Environment, smollm2: Model, tmp_path_factory: pytest.TempP
     def said(switch: str) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("steps")
         words = (str(smollm2.path), str(folder / "said.json"))
-        return ran_there(environment, "vllm_k16v8_steps", folder, *words, **OWN, **{SWITCH: switch})
+        return harness.ran_there(environment, "vllm_k16v8_steps", folder, *words, **OWN, **{SWITCH: switch})
 
     return cache(said)
 
 
 def test_it_costs_next_to_nothing_over_vllms_own_16_bit_cache(tmp_path: Path) -> None:
-    k16v8_beside_16_bits("vllm", tmp_path)
+    harness.k16v8_beside_16_bits("vllm", tmp_path)
 
 
 @pytest.mark.long
@@ -80,7 +64,7 @@ def test_it_costs_next_to_nothing_over_vllms_own_16_bit_cache(tmp_path: Path) ->
 def test_a_pair_computes_what_transformers_does_with_it(
     environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
 ) -> None:
-    agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M")
+    harness.agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M")
 
 
 @pytest.mark.long
@@ -137,12 +121,12 @@ def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, kv:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     special = {"sliding_window": 24, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 9}
     config = transformers.Gemma2Config(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
-    path = tiny.save(drawn(config), tmp_path / "model")
+    path = tiny.save(harness.drawn(config), tmp_path / "model")
     options = {"kv_cache_memory": "32M", "max_num_batched_tokens": "40"}
     one = arm("vllm", path, kv, "bfloat16", **options)
     said = asked(environment, one, {"prefill": PREFILL}, tmp_path)
     assert "error" not in said.plain, said.plain["error"]
-    wanted = states_of_transformers(replace(one, engine="hf", options=(("attention", "eager"),)), PREFILL)
+    wanted = harness.states_of_transformers(replace(one, engine="hf", options=(("attention", "eager"),)), PREFILL)
     for item, theirs in enumerate(wanted):
         ours = said.arrays[f"prefill.{item}.hidden"]
         # bfloat16 noise is 0.013; a window that is one token short, 0.10; no scale, 0.05
@@ -278,23 +262,12 @@ print(json.dumps([compiled, support, pages, decoding, built.num_decodes, waited,
     ("drafts", "support", "decoding"),
     [
         # tokens for the decode kernel, and where the queries of the other sequences begin
-        (
-            3,
-            "UNIFORM_BATCH",
-            [[12, None], [12, None], [9, None], [6, None], [6, None], [8, [0, 300]]],
-        ),
+        (3, "UNIFORM_BATCH", [[12, None], [12, None], [9, None], [6, None], [6, None], [8, [0, 300]]]),
         # 4 query heads of a KV head times 5 queries: more rows than a tile has
         (
             4,
             "UNIFORM_SINGLE_TOKEN_DECODE",
-            [
-                [0, [0, 4, 8, 12]],
-                [0, [0, 4, 8, 8]],
-                [0, [0, 4, 8, 9]],
-                [2, [0, 4]],
-                [0, [0, 2, 4, 6]],
-                [0, [0, 4, 8, 308]],
-            ],
+            [*([0, [0, 4, 8, last]] for last in (12, 8, 9)), [2, [0, 4]], [0, [0, 2, 4, 6]], [0, [0, 4, 8, 308]]],
         ),
     ],
 )
@@ -304,24 +277,13 @@ def test_on_a_device_vllms_builder_compiles_before_it_serves_and_waits_for_nothi
     folders = [_K16V8 / "benchmarks", _K16V8 / "tests"]  # of the driver, and of the pretend device
     variables = {**os.environ, **environment.variables(), SWITCH: "1"}
     variables["PYTHONPATH"] = os.pathsep.join([*map(str, folders), variables.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))],
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
+    command = [environment.python, "-c", _BUILDER.replace("DRAFTS", str(drafts))]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = ["write_kernel", "schedule_kernel", "decode_kernel", "extend_kernel", "gather_kernel"]
     kernels += ["decode_kernel"] * (support == "UNIFORM_BATCH")  # of one query, and of all drafts
-    assert json.loads(done.stdout.splitlines()[-1]) == [
-        kernels,
-        support,
-        [64, 64, 128, True, False],
-        decoding,
-        2,
-        [],
-        1,
-    ]
+    expected = [kernels, support, [64, 64, 128, True, False], decoding, 2, [], 1]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
 _COUNTED = """

@@ -17,19 +17,7 @@ from safetensors.torch import load_file, save_file
 from fidelab.environments.environment import Environment
 from tests.real import harness, triton_cpu
 from tests.real.contract import Contract
-from tests.real.harness import (
-    BAD,
-    PREFILL,
-    SERVED,
-    Run,
-    Said,
-    agrees_with_transformers,
-    arm,
-    asked,
-    asking,
-    installed,
-    lacking,
-)
+from tests.real.harness import BAD, PREFILL, SERVED, Run, Said, arm, asked, installed
 
 PROBES = harness.PROBES
 
@@ -46,7 +34,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environmen
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     options = {"kv_cache_memory": "32M", "model_runner": "v2"}
-    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, **options)
+    return harness.asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, **options)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +89,7 @@ def test_states_are_those_of_runner_v1(said: Said, environment: Environment, che
 
 @pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "int8/int4"])
 def test_pairs_of_k16v8_run_in_runner_v2(environment: Environment, checkpoint: Path, tmp_path: Path, kv: str) -> None:
-    agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M", model_runner="v2")
+    harness.agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M", model_runner="v2")
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +99,7 @@ def drafters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     tensors["model.embed_tokens.weight"][BAD] = 0
     found = {}
     for name, sign in (("own", 1), ("wrong", -1)):
-        folder = found[name] = lacking("nothing", checkpoint, tmp_path_factory.mktemp(name))
+        folder = found[name] = harness.lacking("nothing", checkpoint, tmp_path_factory.mktemp(name))
         changed = {**tensors, "lm_head.weight": sign * tensors["lm_head.weight"]}
         save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
     return found

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["shim"]
-
 _DRIVER = """import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase

@@ -19,8 +19,6 @@ import yaml
 from fidelab.cli import main
 from fidelab.results.measurement import Measurement
 
-__all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "refused", "run_fake", "same_report", "write_inputs"]
-
 SMALL = ("--engine", "fake", "--reference", "exact", "--text", "text.txt", "--prompts", "prompts.txt")
 
 

@@ -21,25 +21,14 @@ from fidelab.studies.cross_engine import run_cross
 from tests.run.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
+EXACT = {"engine": "fake", "reference": "exact", "candidate": CANDIDATE}
 EXPERIMENT: dict[str, Any] = {
     "kind": "cross-engine",
     "model": "fake",
     "engines": [
-        {"engine": "fake", "name": "one", "reference": "exact", "candidate": CANDIDATE},
-        {
-            "engine": "fake",
-            "name": "absent",
-            "reference": "exact",
-            "candidate": CANDIDATE,
-            "engine_args": {"colour": "red"},
-        },
-        {
-            "engine": "fake",
-            "name": "crashing",
-            "reference": "exact",
-            "candidate": CANDIDATE,
-            "engine_args": {"crash": "1"},
-        },
+        {**EXACT, "name": "one"},
+        {**EXACT, "name": "absent", "engine_args": {"colour": "red"}},
+        {**EXACT, "name": "crashing", "engine_args": {"crash": "1"}},
         {"engine": {"name": "fake"}, "name": "two", "reference": TILTED, "candidate": "refused"},
     ],
     "axes": {
@@ -47,9 +36,7 @@ EXPERIMENT: dict[str, Any] = {
         "trajectory": {"n_predict": 8, "limit": 4},
         "perplexity": {"contexts": [64], "windows": 4},
     },
-    "text": "text.txt",
-    "prompts": "prompts.txt",
-    "threads": 1,
+    **{"text": "text.txt", "prompts": "prompts.txt", "threads": 1},
     "benches": {"prefill": {"lengths": [64], "repeats": 3}, "decode": {"depths": [64], "n": 16, "repeats": 3}},
 }
 
@@ -100,17 +87,15 @@ def test_the_references_are_compared_in_both_directions(
     assert sum(row.at["part"] == "agreement" for row in found.rows) == 2
 
 
-def test_each_candidate_is_compared_with_its_own_reference(found: Study) -> None:
+def test_each_candidate_is_compared_with_its_own_reference_which_has_its_own_perplexity_and_floor(found: Study) -> None:
     candidate = row(found, "one", "candidate")
     assert candidate.value("kld") == pytest.approx(kl(0.5, 0.6), rel=1e-4)
     assert (candidate.facts["KV"], candidate.value("trajectory_score")) == (CANDIDATE, 100.0)
     assert candidate.facts["verdict"].startswith("PASS")
-
-
-def test_perplexity_is_each_references_own(found: Study) -> None:
-    """All tokens of the text are bytes below 128, the likelier half of the tilted arm."""
+    # all tokens of the text are bytes below 128, the likelier half of the tilted arm
     assert row(found, "one", "perplexity", context=64).value("perplexity") == pytest.approx(128 / 0.5, rel=1e-4)
     assert row(found, "two", "perplexity", context=64).value("perplexity") == pytest.approx(128 / 0.55, rel=1e-4)
+    assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("arm", "at"), [("reference", {"tokens": 64}), ("candidate", {"depth": 64})])
@@ -120,10 +105,6 @@ def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, in
     assert {key: speed.value(key) for key in keys} == dict.fromkeys(keys, 1024 if "tokens" in at else 64)
     assert all(metric.repeats == (metric.value,) * 3 for metric in speed.metrics)
     assert (row(found, "one", "reference").value("load") or -1) >= 0
-
-
-def test_the_floor_is_the_references_own(found: Study) -> None:
-    assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
 
 
 def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: Study) -> None:
@@ -211,9 +192,13 @@ def test_a_bundled_experiment_is_found_by_its_name(tmp_path: Path, said: str) ->
     assert "cross-engine.yaml: engines: List should have at least 1 item" in done.err
 
 
-def test_a_file_of_the_users_wins_over_a_bundled_one(tmp_path: Path) -> None:
+def test_a_file_of_the_users_wins_over_a_bundled_one_and_one_engine_of_a_list_can_be_changed(tmp_path: Path) -> None:
     (tmp_path / "cross-engine").write_text("kind: cross-engine\n")
     assert "cross-engine: 'model' is missing" in cli("compare", "-f", "cross-engine", cwd=tmp_path).err
+    done = cross(tmp_path / "room", "--set", "engines.3.candidate=tilt[q=2]", "--set", "engines.3.colour=red")
+    assert "unknown key 'engines.3.colour'" in done.err
+    done = cross(tmp_path / "room", "--set", "engines.9.candidate=exact")
+    assert done.err == "fidelab: --set 'engines.9.candidate=exact': engines.9 is not a group of settings\n"
 
 
 @pytest.mark.parametrize("said", ["cross-engin", "experiments/other.yaml", "elsewhere/cross-engine.yaml"])
@@ -232,13 +217,6 @@ def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
     assert list(resolved["axes"]) == ["trajectory", "kld", "rniah", "plad", "perplexity"]
     assert resolved["axes"]["kld"]["windows"] == 8
-
-
-def test_one_engine_of_the_list_can_be_changed_from_the_command_line(tmp_path: Path) -> None:
-    done = cross(tmp_path / "room", "--set", "engines.3.candidate=tilt[q=2]", "--set", "engines.3.colour=red")
-    assert "unknown key 'engines.3.colour'" in done.err
-    done = cross(tmp_path / "room", "--set", "engines.9.candidate=exact")
-    assert done.err == "fidelab: --set 'engines.9.candidate=exact': engines.9 is not a group of settings\n"
 
 
 def test_a_stopped_experiment_offers_no_run_of_one_engine_to_go_on_with(tmp_path: Path) -> None:

@@ -64,15 +64,12 @@ def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
     assert (found.windows, found.n_rows) == (2, 2 * 30)
 
 
-def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
+def test_the_floor_is_a_second_reference_and_the_twin_the_candidate_with_other_last_bits(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.arms["floor"].status == "ok"
     assert set(column(found, "floor_error_rms")) == {0.0}
     folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/layers-*"))
     assert folders == ["-r0", "-r1"]
-
-
-def test_the_twin_is_the_candidate_with_other_last_bits(done: Done) -> None:
     found = Study.model_validate_json(done.out)
     assert found.arms["twin"].status == "ok"
     assert all(0 < (value or 0) < 1e-2 for value in column(found, "twin_error_rms")[1:])
@@ -95,14 +92,11 @@ def test_a_layers_row_is_of_the_states_behind_it() -> None:
     assert [row.value("floor_error_p90") for row in rows] == [0.0, 0.02, 0.04]
 
 
-def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
+def test_json_is_the_record_in_the_run_folder_whose_settings_are_not_taken_for_a_comparison(done: Done) -> None:
     assert record(done) == Study.model_validate_json(done.out)
     settings = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
     assert (settings["kind"], settings["reference"]["kv"]) == ("layers", "f32")
     assert not list(done.folder.glob(".*"))
-
-
-def test_the_settings_file_is_not_taken_for_a_comparison(done: Done) -> None:
     assert "kind: 'layers'" in refused(cli("compare", "-f", done.folder / "config.resolved.yaml", cwd=done.cwd))
 
 
@@ -174,12 +168,9 @@ def _rendered(study: Study) -> str:
     return out.getvalue()
 
 
-def test_the_report_has_a_line_per_layer(done: Done) -> None:
+def test_report_and_page_have_a_row_per_layer_and_the_page_a_sentence_and_a_chart(done: Done) -> None:
     lines = [line.split() for line in _rendered(Study.model_validate_json(done.out)).splitlines() if line.strip()]
     assert [words[0] for words in lines if words[0] in "0123"] == ["0", "1", "2", "3"]
-
-
-def test_a_bisect_has_a_page_with_the_sentence_a_chart_and_a_row_per_layer(done: Done) -> None:
     page = (done.cwd / "runs" / json.loads(done.out)["run_id"] / "report.html").read_text("utf-8")
     assert "stands out" in page
     assert page.count('class="chart') == 2  # for wide and for narrow screens

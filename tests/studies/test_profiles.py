@@ -24,17 +24,12 @@ from tests.processes import until
 from tests.run.harness import Done, cli, refused, write_inputs
 
 FAKE = {
-    "model": "fake",
-    "engine": "fake",
-    "reference": "exact",
-    "control": "none",
-    "floor": 0.0,
-    "twins": 0.0,
-    "text": "text.txt",
-    "candidates": [{"kv": "tilt[q=0.6]", "name": "tilted"}],
+    **{"model": "fake", "engine": "fake", "reference": "exact", "control": "none", "floor": 0.0, "twins": 0.0},
+    **{"text": "text.txt", "candidates": [{"kv": "tilt[q=0.6]", "name": "tilted"}]},
     "axes": {"kld": {"windows": "{windows}", "n_ctx": 16}},
 }
 AT = "candidates[name=tilted].axes.kld.metrics[name=mean]"
+HUGE = {"needs": {"memory": 1e9}}
 PROFILE: dict[str, Any] = {
     "kind": "profile",
     "purpose": "a question",
@@ -43,12 +38,7 @@ PROFILE: dict[str, Any] = {
     "stages": [
         {"name": "lost", "command": ["report", "no-such-run", "--json"]},
         {"name": "quality", "experiment": FAKE},
-        {
-            "name": "huge",
-            "needs": {"memory": 1e9},
-            "command": ["setup", "formats"],
-            "variants": {"tiny": {"needs": {"memory": 1e9}}},
-        },
+        {"name": "huge", **HUGE, "command": ["setup", "formats"], "variants": {"tiny": HUGE}},
         {"name": "after", "needs": {"stages": ["huge"]}, "command": ["setup", "formats"]},
     ],
     "expected": [
@@ -93,12 +83,8 @@ def record(done: Done) -> dict[str, Any]:
 
 def test_a_failed_stage_fails_the_profile_and_stops_no_other(done: Done, record: dict[str, Any]) -> None:
     assert done.code == 1
-    assert [(row["at"]["name"], row["status"]) for row in rows(record, "stage")] == [
-        ("lost", "failed"),
-        ("quality", "ok"),
-        ("huge", "not_supported"),
-        ("after", "not_supported"),
-    ]
+    statuses = {row["at"]["name"]: row["status"] for row in rows(record, "stage")}
+    assert statuses == {"lost": "failed", "quality": "ok", "huge": "not_supported", "after": "not_supported"}
     assert "stage lost failed: exit code 2" in done.err
 
 
@@ -111,28 +97,22 @@ def test_skips_say_what_is_needed_and_what_was_found(done: Done, record: dict[st
     assert after == {"stage": "after", "need": "stage huge", "found": "skipped"}
 
 
-def test_the_record_has_the_figure_of_the_stages_own_report(done: Done, record: dict[str, Any]) -> None:
+def test_the_record_has_the_figure_of_a_stages_report_or_why_not(done: Done, record: dict[str, Any]) -> None:
     report = json.loads((folder_of(done.cwd) / "stages" / "quality" / "out.json").read_text())
     [mean] = [m for m in report["candidates"][0]["axes"]["kld"]["metrics"] if m["name"] == "mean"]
     expected, measured = rows(record, "figure")[0]["metrics"]
     assert (expected["value"], measured["value"], measured["ci"]) == (0.5, mean["value"], mean["ci"])
     assert mean["value"] > 0
-
-
-def test_a_figure_that_was_not_measured_says_why(record: dict[str, Any]) -> None:
     assert [row.get("reason") for row in rows(record, "figure")] == [None, "stage skipped", "stage failed"]
 
 
-def test_the_table_shows_expected_against_measured_and_the_differences(done: Done) -> None:
+def test_the_table_shows_expected_against_measured_and_the_variants_parameters_reach_the_experiment(done: Done) -> None:
     row = next(line for line in done.out.splitlines() if "mean KL" in line)
     assert "0.500" in row.split()
     assert "another machine" in done.out
     assert "few windows" in done.out
     assert "https://example.org/paper" in done.out
     assert "huge" in done.out
-
-
-def test_the_variants_parameters_reach_the_experiment(done: Done) -> None:
     written = json.loads((folder_of(done.cwd) / "stages" / "quality" / "experiment.yaml").read_text())
     assert written["axes"]["kld"]["windows"] == 8
 
@@ -179,12 +159,8 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     slow = {**FAKE, "engine_args": {"delay": "0.1"}, "axes": {"kld": {"windows": 20, "n_ctx": 16}}}
     data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
     (tmp_path / "own.yaml").write_text(json.dumps(data))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     assert until(lambda: list(tmp_path.glob("runs/profiles/*/stages/quality/runs/2*")), 60)
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[1]
@@ -221,16 +197,13 @@ def test_a_profile_of_which_nothing_ran_is_undecided(tmp_path: Path) -> None:
     assert "no stage could be run here" in done.err
 
 
-def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_tells_what_is_needed_the_seconds_and_the_disk_space(tmp_path: Path) -> None:
     done = profiles(tmp_path, "--dry-run", "--json")
     assert done.code == 0
     skips = {row["at"]["name"]: row["facts"]["skips"] for row in json.loads(done.out)["rows"]}
     assert [skip["need"] for skip in skips["huge"]] == ["1e+09 GB of memory"]
     assert skips["quality"] == []
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_dry_run_tells_the_seconds_and_the_disk_space_of_an_experiment(tmp_path: Path) -> None:
     study = json.loads(profiles(tmp_path, "--dry-run", "--json", "--stage", "quality").out)
     [row] = study["rows"]
     costs = {metric["key"]: metric["value"] for metric in row["metrics"]}
@@ -334,16 +307,10 @@ def test_unknown_names_are_refused_with_the_nearest_one(tmp_path: Path, words: l
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
+def test_profiles_are_listed_run_says_how_one_is_run_and_a_file_that_is_not_trusted_is_refused(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(json.dumps(PROFILE))
     assert "if you trust it, add --trust own.yaml" in refused(cli("reproduce", "own.yaml", cwd=tmp_path))
-
-
-def test_run_says_how_a_profile_is_run(tmp_path: Path) -> None:
     assert "decode is a profile: fidelab reproduce decode" in cli("compare", "-f", "decode", cwd=tmp_path).err
-
-
-def test_all_profiles_are_listed(tmp_path: Path) -> None:
     listed = json.loads(cli("reproduce", "list", "--json", cwd=tmp_path).out)["profiles"]
     assert [row["name"] for row in listed] == names()
     assert {"demo", "decode", "cross-engine", "kld-guide", "hardware-report"} <= set(names())

@@ -97,16 +97,13 @@ def test_the_same_command_again_computes_nothing(found: Study, room: Path) -> No
     assert (same.rows, same.plan) == (found.rows, found.plan)
 
 
-def test_the_files_are_the_record_and_a_page(done: Done, found: Study) -> None:
+def test_the_files_are_the_record_and_a_page_and_the_plan_says_which_groups_get_what(done: Done, found: Study) -> None:
     folder = done.cwd / "runs" / found.run_id
     assert (folder / "study.json").read_text() == done.out
     page = (folder / "report.html").read_text()
     assert found.plan is not None
     for text in ("down_proj", "mean KL of each group", found.plan.option, found.sample):
         assert text in page
-
-
-def test_the_plan_says_which_groups_get_which_format(found: Study) -> None:
     assert found.plan is not None
     for name in set(found.plan.formats.values()):
         kinds = {group.rpartition(".")[2] for group, chosen in found.plan.formats.items() if chosen == name}

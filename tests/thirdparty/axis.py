@@ -24,8 +24,6 @@ from fidelab.extend import (
     Pair,
 )
 
-__all__ = ["Length"]
-
 SAME = Definition(
     "same_length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
 )

@@ -22,8 +22,6 @@ from fidelab.extend import (
     outcome_of,
 )
 
-__all__ = ["FirstWord"]
-
 FIRST = Definition("first_word", "ms", "lower", "Median time to the first token.")
 SLOWEST = Definition("slowest", "ms", "lower", "The longest wait.")
 

@@ -15,7 +15,7 @@ from tests.run.harness import Done, cli
 SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
 
 
-def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
+def test_its_metrics_are_in_the_report_with_what_they_mean_and_not_in_the_composite(run: Done) -> None:
     found = run.axis(SHORT, "length")
     assert (found.status, found.title, found.n_items, found.n_failed) == ("ok", "Length: does it write as much?", 8, 0)
     same = present(found.metric("same_length"))
@@ -26,6 +26,7 @@ def test_its_metrics_are_in_the_report_with_what_they_mean(run: Done) -> None:
     assert found.value("tokens", {"side": "reference"}) == 8.0
     assert found.value("tokens", {"side": "arm"}) == (6 * 8 + 2 * 3) / 8
     assert [plot.key for plot in found.plots if isinstance(plot, Curve)] == ["length"]
+    assert run.arm(SHORT)["composite"]["axes"] == ["trajectory", "kld"]
 
 
 def test_it_is_paired_with_the_control_and_repeated_for_the_floor(run: Done) -> None:
@@ -33,10 +34,6 @@ def test_it_is_paired_with_the_control_and_repeated_for_the_floor(run: Done) -> 
     assert (excess.value, excess.unit, excess.better) == (-25.0, "points", "higher")
     assert run.axis("exact", "length").status == "identical"
     assert (run.floor("length").n_items, run.floor("length").value("score")) == (2, 100.0)
-
-
-def test_it_is_no_part_of_the_composite_unless_it_says_so(run: Done) -> None:
-    assert run.arm(SHORT)["composite"]["axes"] == ["trajectory", "kld"]
 
 
 def test_a_report_with_it_is_read_and_scored_again(run: Done) -> None:
@@ -54,13 +51,10 @@ def test_terminal_and_model_card_show_it(run: Done, flags: tuple[str, ...]) -> N
     assert "75.0" in shown.out
 
 
-def test_the_page_shows_its_question_its_metrics_and_its_chart(run: Done) -> None:
+def test_page_and_frame_show_its_question_its_metrics_and_its_chart(run: Done) -> None:
     page = (run.folder / "report.html").read_text()
     for words in ("Length: does it write as much?", "same length", "Tokens of each answer"):
         assert words in page
-
-
-def test_a_frame_has_its_metrics_in_columns(run: Done) -> None:
     frame = Report.from_json(run.folder / "report.json").to_pandas()
     [column] = [name for name in frame.columns if "length" in name and "same" in name and not name.endswith("ci")][:1]
     assert 0.75 in set(frame[column])
