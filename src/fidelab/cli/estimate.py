@@ -221,12 +221,8 @@ def _show(found: Mapping[str, Any]) -> None:
             + ", ".join(f"{format_amount(rate)} at {format_tokens(tokens)}" for tokens, rate in prefill.items())
         )
         for row in entry["formats"]:
-            if row["overflow_bytes"] and row["link_shortfall"]:
-                said = ", ".join(f"{link} {format_ratio(times)}" for link, times in row["link_shortfall"].items())
-                line(
-                    f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
-                    f"step, a link would have to be faster by: {said}"
-                )
+            if row["overflow_bytes"]:
+                line(f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit")
 
 
 def _rate(entry: Mapping[str, Any]) -> str:
