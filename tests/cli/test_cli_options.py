@@ -30,10 +30,8 @@ KERNELS = ("diagnose attention",)
 OTHERS = {
     option: set(commands.split(", "))
     for option, commands in {
-        "--contexts": "bench capacity",  # where the server ends
-        "--random-output-len": "bench capacity",  # one number
         "--all": "serve stop",  # servers, not metrics
-        "--base-url": "bench capacity, bench serve, bench sweep, serve check",  # of any server
+        "--base-url": "bench serve, bench sweep, serve check",  # of any server
         "--batch": "estimate model",  # cells of a table
         "--budget": "compare",  # a time, not bytes
         "--benches": "bench offline",  # benches are what it is for: never none
@@ -47,8 +45,7 @@ OTHERS = {
         "--floor": "diagnose layers",  # captures all again, not a quarter
         "--force": "serve start",  # starts a server
         # formats of servers, of no run, of no candidate; exactly one; the first is the reference; a label
-        "--kv": "bench capacity, estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, "
-        "bench sweep",
+        "--kv": "estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, bench sweep",
         "--arm": "report",  # of two forms alone
         "--max-kld": "check",  # decides, and recommends nothing
         "--json": "check",  # a file
@@ -56,7 +53,7 @@ OTHERS = {
         "--to": "checkpoint convert",  # a form of weights
         "--tp": "estimate model",  # what a device holds
         # the model on the server; the model whose cache is counted; a label
-        "--model": "bench capacity, bench serve, bench sweep, setup formats, import kld-dumps",
+        "--model": "bench serve, bench sweep, setup formats, import kld-dumps",
         "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # one context, of no axis
         "--name": "import refract, import kld-dumps, import lm-eval",  # a candidate's
         "--out": "report",  # a file or a folder
@@ -64,11 +61,11 @@ OTHERS = {
         # with captures; in a folder of its own; no run was made, only its folder
         "--output-dir": "compare, diagnose layers, diagnose sensitivity, checkpoint calibrate, reproduce run, "
         "import refract, import kld-dumps, import lm-eval",
-        "--prompts": "bench capacity, bench serve, bench sweep",  # of a load; how prompts are sent
+        "--prompts": "bench serve, bench sweep",  # of a load; how prompts are sent
         "--python": "setup install",  # makes the environment
         "--repeats": "bench offline",  # answers of a bench, not passes over loads
         "--resume": "checkpoint quantize, reproduce run",  # a flag: the output is named; a profile's folder
-        "--seed": "bench capacity, bench serve, bench sweep",  # of prompts and arrivals
+        "--seed": "bench serve, bench sweep",  # of prompts and arrivals
         "--set": "reproduce run, serve start, serve show, serve check",  # of a profile or an arm, not an experiment
         "--stride": "import kld-dumps",  # what the dumps were made with
         "--timeout": "serve start",  # of a start, not of a request

@@ -128,30 +128,6 @@ def test_speculation_that_did_not_run_gives_none(runs: dict[str, Done], tmp_path
     assert [flag.kind for flag in together.flags[:4]] == ["not-engaged"] * 4
 
 
-def test_the_capacity_of_a_server_is_its_seats_or_what_its_cache_holds(
-    plain: str, llamacpp: str, tmp_path: Path
-) -> None:
-    size = ("--contexts", 64, "--random-output-len", 32, "--most", 8)
-    for url, at_once, why in ((plain, 4, "4 of 5 were at work at once"), (llamacpp, 1, "1 of 2 were at work at once")):
-        done = bench("capacity", url, tmp_path, *size)
-        assert done.code == 0, done.err
-        found = done.report["reference"]["benches"]["capacity"]
-        assert [m["value"] for m in found["metrics"] if m["name"] == "requests at once"] == [at_once]
-        assert found["cells"][0]["facts"]["stopped by"] == "queued"
-        assert why in found["cells"][0]["facts"]["why"]
-
-
-def test_a_preemption_ends_where_the_caches_size_predicts(smollm2: Model, tmp_path: Path) -> None:
-    size = ("--contexts", 128, "--random-output-len", 32, "--most", 8)
-    with vllm_server(smollm2.path, tmp_path / "log", "--max-num-seqs", "16") as url:
-        done = bench("capacity", url, tmp_path, *size)
-    assert done.code == 0, done.err
-    found = done.report["reference"]["benches"]["capacity"]
-    values = {m["name"]: m["value"] for m in found["metrics"]}
-    assert (values["requests at once"], values["by the cache's size"], values["longest context"]) == (5, 5, 480)
-    assert found["cells"][0]["facts"] == {"stopped by": "preempted", "why": "at 6 at once, 1 preempted"}
-
-
 def test_sglang_counts_the_tokens_that_the_client_counts(sglang: str, tmp_path: Path) -> None:
     (cell,) = cells(bench("serve", sglang, tmp_path, *LOAD))
     server = cell["server"]

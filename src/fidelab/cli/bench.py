@@ -22,7 +22,6 @@ app = Commands(
 
 app.command("serve")(bench_serve.serve)
 app.command("sweep")(bench_serve.sweep)
-app.command("capacity")(bench_serve.capacity)
 app.command("speculation")(bench_speculation.speculation)
 
 

@@ -1,10 +1,9 @@
-"""``fidelab bench serve``, ``sweep`` and ``capacity``: load on any server that speaks the OpenAI protocol."""
+"""``fidelab bench serve`` and ``sweep``: load on any server that speaks the OpenAI protocol."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +13,6 @@ from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.results.measurement import Measurement
 
 
@@ -178,55 +176,6 @@ def sweep(
     _gate(_run(server, load, figures, run, as_json))
 
 
-class _CapacityOptions(Options, panel="Load"):
-    """Options for the load to try."""
-
-    contexts: Annotated[
-        str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
-    ] = None
-    most: Annotated[int, typer.Option(min=1, help="Maximum concurrency to try.")] = 256
-    random_output_len: _OutputTokens = "64"
-    prompts: _Prompts = "auto"
-    ignore_eos: _IgnoreEos = True
-
-    def settings(self) -> dict[str, Any]:
-        named = {"prompts": self.prompts, "ignore_eos": self.ignore_eos}
-        return {**named, "output": _single("--random-output-len", self.random_output_len), "warmup": 0}
-
-
-@expand_options
-def capacity(
-    *,
-    server: _ServerOptions,
-    load: _CapacityOptions,
-    targets: _FigureOptions,
-    run: _RunOptions,
-    as_json: Json = False,
-) -> None:
-    r"""Find the longest context and the highest concurrency of a server.
-
-    A load is too high if requests are rejected, fail, are preempted, wait for memory, or miss the targets of --goodput.
-    The limit predicted from the server's cache size is shown, too.
-
-    [bold]Examples[/bold]
-
-      fidelab bench capacity --base-url http://host:8000
-
-      fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000,tpot:50
-    """
-    from fidelab.bench.serving import measure_capacity, reach
-
-    contexts = () if load.contexts is None else counts("--contexts", load.contexts)
-
-    def measure(settings: ServingSettings, key: str | None, keeper: Keeper) -> Measurement:
-        contact = reach(settings, key)
-        keeper.reached(contact)
-        return measure_capacity(contact, contexts, load.most, watch=keeper)
-
-    found = _run(server, load, targets, run, as_json, "capacity", measure)
-    exit_on([found.reason] if found.reason else [])
-
-
 # ----------------------------------------------------------------------------------------- flags → settings
 
 
@@ -274,18 +223,9 @@ def _targets(goodput: list[str]) -> dict[str, float]:
 
 
 def _run(
-    server: _ServerOptions,
-    load: _LoadOptions | _CapacityOptions,
-    figures: _FigureOptions,
-    run: _RunOptions,
-    as_json: bool,
-    bench: str = "serving",
-    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
+    server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool
 ) -> Measurement:
-    """Measure and report; on any exception the finished cells are kept.
-
-    ``measure``: the bench, if it is not the load itself.
-    """
+    """Measure and report; on any exception the finished cells are kept."""
     from fidelab.bench.serving import Keeper, ServingSettings, measure_serving
     from fidelab.cli.bench_lines import CellLines
     from fidelab.core.errors import EngineError, UsageError
@@ -295,8 +235,8 @@ def _run(
     try:
         key = server.api_key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**server.settings(), **load.settings(), **figures.settings(), **run.settings())
-        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=run.kv, bench=bench)
-        serving = measure(settings, key, keeper) if measure else measure_serving(settings, key, watch=keeper)
+        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=run.kv)
+        serving = measure_serving(settings, key, watch=keeper)
     except BaseException as error:
         if keeper is not None and keeper.report is not None and keeper.folder is not None:
             keeper.finish()

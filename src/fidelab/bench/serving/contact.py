@@ -95,9 +95,9 @@ class Contact:
         """Return a client for single requests."""
         return Client(self.settings.base_url, self.key, min(_QUESTION_TIMEOUT, self.settings.timeout))
 
-    def scraper(self, interval: float = 1.0) -> Scraper:
-        """Return a reader of the server's own metrics; ``interval``: seconds between readings."""
-        return Scraper(self.url, interval, {"Authorization": f"Bearer {self.key}"} if self.key else None)
+    def scraper(self) -> Scraper:
+        """Return a reader of the server's own metrics."""
+        return Scraper(self.url, headers={"Authorization": f"Bearer {self.key}"} if self.key else None)
 
     def facts(self) -> dict[str, Any]:
         """Return facts for the report: the server and the settings of its requests."""

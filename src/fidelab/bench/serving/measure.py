@@ -49,15 +49,11 @@ class ServingWatch:
 
 
 def measure_serving(
-    settings: ServingSettings,
-    key: str | None = None,
-    *,
-    watch: ServingWatch | None = None,
-    contact: Contact | None = None,
+    settings: ServingSettings, key: str | None = None, *, watch: ServingWatch | None = None
 ) -> Measurement:
     """Run the load of every cell on the server.
 
-    ``key``: the API key, which is never shown.  ``contact``: given if the server was reached before.
+    ``key``: the API key, which is never shown.
 
     Raises:
         EngineError: If no request was possible (see :func:`fidelab.bench.serving.contact.reach`).
@@ -65,7 +61,7 @@ def measure_serving(
         KeyboardInterrupt: If the bench is stopped.  ``watch`` has the finished cells.
     """
     watch = watch or ServingWatch()
-    contact = contact or reach(settings, key)
+    contact = reach(settings, key)
     watch.reached(contact)
     return _Sweep(contact, watch).run()
 

@@ -47,7 +47,6 @@ class Keeper(ServingWatch):
         *,
         name: str | None = None,
         kv: str | None = None,
-        bench: str = "serving",
     ) -> None:
         self._shown = shown
         self.begin = shown.begin  # type: ignore[method-assign]
@@ -55,7 +54,6 @@ class Keeper(ServingWatch):
         self._command = command
         self._name = name
         self._kv = kv
-        self._bench = bench
         self._created = datetime.now(UTC).replace(microsecond=0)
         self._contact: Contact | None = None
         self.folder: RunFolder | None = None
@@ -109,7 +107,7 @@ class Keeper(ServingWatch):
                     **dict(server.facts),
                 }
             ),
-            benches={self._bench: serving},
+            benches={"serving": serving},
         )
         return Report(
             run_id=self.folder.run_id,
@@ -117,8 +115,8 @@ class Keeper(ServingWatch):
             fidelab_version=fidelab.__version__,
             command=self._command,
             environment=_environment(),
-            settings={"benches": {self._bench: settings.model_dump(mode="json")}},
-            comparability_key={f"benches.{self._bench}": comparability(self._contact)},
+            settings={"benches": {"serving": settings.model_dump(mode="json")}},
+            comparability_key={"benches.serving": comparability(self._contact)},
             reference=arm,
         )
 
