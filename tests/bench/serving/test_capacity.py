@@ -13,6 +13,7 @@ from fidelab.bench.serving import ServingSettings, measure_capacity, measure_ser
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.results.measurement import Measurement
 from tests.bench.load.mock import MockServer, MockSettings
+from tests.engines.openai_server import byte_model
 from tests.present import present
 
 
@@ -25,7 +26,12 @@ def measured(
     mock: MockSettings, contexts: Sequence[int] = (), most: int = 8, facts: Any = None, told: bool = True, **given: Any
 ) -> Measurement:
     with MockServer(mock) as server:
-        contact = reach(ServingSettings.of(base_url=server.url, **{"output": 24, "warmup": 0, **given}), None)
+        contact = reach(
+            ServingSettings.of(
+                base_url=server.url, tokenizer=str(byte_model()), **{"output": 24, "warmup": 0, **given}
+            ),
+            None,
+        )
         contact = _with_facts(contact, facts or {})
         return measure_capacity(contact if told else replace(contact, limit=None), contexts, most)
 
@@ -90,7 +96,7 @@ def test_what_the_caches_size_predicts_stands_beside_what_was_measured() -> None
 )
 def test_a_request_takes_whole_blocks_of_the_cache(facts: dict[str, Any], room: int | None) -> None:
     with MockServer(MockSettings()) as server:
-        contact = reach(ServingSettings.of(base_url=server.url), None)
+        contact = reach(ServingSettings.of(base_url=server.url, tokenizer=str(byte_model())), None)
     assert cache_room(_with_facts(contact, facts), 100) == room
 
 
@@ -98,7 +104,14 @@ def test_a_request_takes_whole_blocks_of_the_cache(facts: dict[str, Any], room: 
 def test_a_cell_of_a_sweep_that_does_not_fit_the_cache_is_not_run_unless_told(fit: bool) -> None:
     with MockServer(MockSettings()) as server:
         settings = ServingSettings.of(
-            base_url=server.url, contexts=(56,), output=8, concurrency=(2, 4), num_prompts=8, warmup=0, fit=fit
+            base_url=server.url,
+            tokenizer=str(byte_model()),
+            contexts=(56,),
+            output=8,
+            concurrency=(2, 4),
+            num_prompts=8,
+            warmup=0,
+            fit=fit,
         )
         contact = _with_facts(reach(settings, None), {"cache_tokens": 192, "block_size": 16})
         small, large = (cell for cell in measure_serving(settings, contact=contact).cells if "concurrency" in cell.at)
