@@ -1,7 +1,7 @@
 """How often does axis ``paths`` find that a way parts in an arm that is sound?  And how long does it take beside KLD?
 
-python benchmarks/path_alarms.py [--runs 10] [--engine hf,fake,llamacpp] [--model NAME] [--windows 4]
-python benchmarks/path_alarms.py --time [--engine hf,vllm]
+python benchmarks/path_alarms.py [--runs 10] [--engine llamacpp,fake] [--model NAME] [--windows 4]
+python benchmarks/path_alarms.py --time [--engine llamacpp,vllm]
 
 Each run has another model of random weights, or with ``--model`` other windows of one model's text (``fake``: new
 noise).  An alarm is an arm of a run in which at least one way parts; the reference is an arm, too.
@@ -25,8 +25,6 @@ from fidelab.results.record import Report
 
 GOAL = 3.0
 ARMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {  # engine → reference, candidates, settings
-    "hf": ("bf16", ("k16v8", "fp8_e4m3", "int8", "int4"), {"dtype": "bfloat16"}),
-    "hf-float32": ("f32", ("bf16", "fp8_e4m3", "int8", "int4"), {"dtype": "float32"}),
     "llamacpp": ("f16", ("q8_0", "q4_0"), {"control": "none"}),
     "fake": ("exact", ("tilt", "masked"), {}),
 }
@@ -36,7 +34,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--engine", default="hf,hf-float32,llamacpp,fake")
+    parser.add_argument("--engine", default="llamacpp,fake")
     parser.add_argument("--model", default="", help="instead of models of random weights")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--time", action="store_true", help="seconds of all ways beside those of axis kld")
@@ -88,7 +86,7 @@ def answered(room: Path, engine: str, run: int, args: argparse.Namespace) -> Rep
     if not model:
         folder = make_tiny(room / "model", seed=run)
         model = "fake" if engine == "fake" else str(folder / GGUF_NAME if engine == "llamacpp" else folder)
-    name: Any = engine.partition("-")[0]
+    name: Any = engine
     if engine == "fake":
         settings = {**settings, "engine_args": {"noise": str(10 ** (-3 + run / args.runs))}}
     return fidelab.compare(

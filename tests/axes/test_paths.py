@@ -18,6 +18,7 @@ from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Served
 from fidelab.core.errors import MismatchError
 from fidelab.metrics.divergence import parting
+from fidelab.models.tiny import make_tiny
 from fidelab.results.measurement import Coordinates
 from fidelab.results.record import Report
 from tests.axes.captures import make_arm, make_capture
@@ -56,7 +57,7 @@ ENGAGED = {"engaged": {"forwards": 4}}
 
 
 def _arm(
-    store: Path, name: str, ways: Mapping[str, Rows | None], engine: str = "hf", **facts: Mapping[str, Any]
+    store: Path, name: str, ways: Mapping[str, Rows | None], engine: str = "fake", **facts: Mapping[str, Any]
 ) -> dict[str, Capture]:
     return {
         part: _capture(store, name, part, rows, engine, facts.get(part.replace("-", "_"), ENGAGED))
@@ -168,7 +169,7 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
         tmp_path,
         "int8",
         {**ways, "prefix": None, "decode": _rows(9, 1.0), "batch-7": _rows(9, 1.0)},
-        prefix={"not_supported": "engine hf has no way 'prefix'"},
+        prefix={"not_supported": "engine fake has no way 'prefix'"},
         decode={"not_engaged": "the cache held 0 tokens"},
         batch_7={},
     )
@@ -176,7 +177,7 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
     assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.found.cells} == {
         "chunked": ("ok", None),
         "decode": ("not_engaged", "the cache held 0 tokens"),
-        "prefix": ("not_supported", "engine hf has no way 'prefix'"),
+        "prefix": ("not_supported", "engine fake has no way 'prefix'"),
         "batch-7": ("not_engaged", "the engine gave no counts that prove it"),
     }
     assert score.found.summary == "1 way agrees with a cold prefill"
@@ -186,7 +187,7 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
 
 def test_an_arm_whose_cold_prefill_is_not_proven_is_not_measurable(tmp_path: Path) -> None:
     ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
-    why = "engine openai lets nobody choose how windows are computed"
+    why = "engine hf has no ways of serving: take llamacpp, sglang or vllm"
     unproven = {part.replace("-", "_"): {"not_supported": why} for part in FIRST}
     test = _arm(tmp_path, "int8", dict.fromkeys(FIRST), "hf", **unproven)
     assert _score(ref, test).measurement().reason == why
@@ -239,6 +240,16 @@ def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
         assert "from 140" in face
         assert "prefill after a prefix hit parts from a cold one at position 140, tilt only" in face
     assert [cell.at["way"] for cell in done.axis("tilt", "paths").cells] == ["decode", "prefix"]
+
+
+def test_an_engine_without_ways_of_serving_is_not_supported_and_another_is_named(tmp_path: Path) -> None:
+    sizes = ("--set", "axes.paths.windows=1", "--set", "axes.paths.n_ctx=64", "--set", "axes.paths.others=1")
+    done = cli(
+        *("compare", make_tiny(tmp_path / "tiny"), "--engine", "hf", "--kv", "int8", "--control", "none"),
+        *("--axes", "paths", *sizes, "--no-floor", "--threads", 1),
+        cwd=tmp_path,
+    )
+    assert "engine hf has no ways of serving: take llamacpp, sglang or vllm" in done.out, done.err
 
 
 def test_a_way_that_an_engine_lacks_is_said_and_not_asked(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from tests.bench.load.mock import MockServer, MockSettings
 from tests.bench.load.sse_server import Talk, serve, sized
+from tests.engines.openai_server import byte_model
 from tests.report.hostile import hostile_report as filled_report
 from tests.report.sample import hostile_report, positions_for, sample_report, write_positions
 from tests.report.sample_benches import hostile_benches
@@ -165,7 +166,8 @@ def test_a_server_that_says_hostile_things_of_itself(tmp_path: Path, monkeypatch
     with MockServer(MockSettings()) as mock_server:
         url = mock_server.url
         done = shown(
-            *("bench", "serve", "--base-url", url, "--random-input-len", 16, "--random-output-len", 4),
+            *("bench", "serve", "--base-url", url, "--tokenizer", byte_model()),
+            *("--random-input-len", 16, "--random-output-len", 4),
             *("--num-prompts", 2, "--warmup", 0, "--max-concurrency", 1, "--name", HOSTILE.replace("\x00", "")),
             cwd=tmp_path,
         )
@@ -180,7 +182,7 @@ def test_a_server_that_refuses_in_hostile_words(tmp_path: Path) -> None:
         talk.send(sized(json.dumps(said).encode(), b"200 OK" if known else b"400 No"))
 
     with serve(script) as served:
-        done = shown("bench", "serve", "--base-url", served.url, cwd=tmp_path)
+        done = shown("bench", "serve", "--base-url", served.url, "--tokenizer", byte_model(), cwd=tmp_path)
     assert done.code == 2
     assert "answers 400: a" in done.err
 

@@ -17,7 +17,7 @@ import pytest
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
 from tests.bench.load.mock import MockServer, MockSettings
-from tests.engines.openai_server import Served, save_tokenizer, serving
+from tests.engines.openai_server import Served, byte_model, save_tokenizer, serving
 from tests.run.harness import Done, cli
 
 if not any(command.callback is bench_serve.serve for command in bench.app.registered_commands):
@@ -28,11 +28,13 @@ SMALL = ("--random-input-len", 32, "--random-output-len", 8, "--num-prompts", 12
 
 
 def serve(url: str, *words: object, cwd: Path, small: bool = True) -> Done:
-    return cli("bench", "serve", "--base-url", url, *(SMALL if small else ()), *words, cwd=cwd)
+    named = ("--base-url", url, "--tokenizer", byte_model())
+    return cli("bench", "serve", *named, *(SMALL if small else ()), *words, cwd=cwd)
 
 
 def sweep(url: str, *words: object, cwd: Path) -> Done:
-    return cli("bench", "sweep", "--base-url", url, "--random-output-len", 8, *words, cwd=cwd)
+    named = ("--base-url", url, "--tokenizer", byte_model())
+    return cli("bench", "sweep", *named, "--random-output-len", 8, *words, cwd=cwd)
 
 
 def served(done: Done) -> dict[str, Any]:
@@ -200,7 +202,7 @@ def test_no_prompt_is_asked_twice(tmp_path: Path) -> None:
     with serving(Served()) as server:
         words = ("--concurrency", "1,2", "--contexts", "100", "--repeats", 2, "--num-prompts", 4)
         sweep(f"http://127.0.0.1:{server.port}", *words, cwd=tmp_path)
-    prompts = [body["prompt"] for body in server.requests]
+    prompts = [tuple(body["prompt"]) for body in server.requests]
     assert len(prompts) >= 2 * 2 * (4 + 2)
     assert len(set(prompts)) == len(prompts)
 
@@ -231,7 +233,8 @@ def test_ctrl_c_keeps_the_cells_so_far(tmp_path: Path) -> None:
     words = ("sweep", "--concurrency", "1,2,4", "--contexts", "16", "--num-prompts", "200", "--random-output-len", "20")
     script = "from tests.cli import test_cli_serve; from fidelab.cli import main; main()"
     with MockServer(MockSettings(itl=0.001)) as mock:
-        argv = [sys.executable, "-c", script, "bench", *words, "--base-url", mock.url, "--output-dir", str(tmp_path)]
+        argv = [sys.executable, "-c", script, "bench", *words, "--base-url", mock.url]
+        argv += ["--tokenizer", str(byte_model()), "--output-dir", str(tmp_path)]
         child = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         while child.poll() is None and not list(tmp_path.glob("2*/report.json")):
             time.sleep(0.02)

@@ -6,12 +6,16 @@ vocabulary) has P ∝ exp(-rate·k).  So KL between two rates has a closed form,
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
+import shutil
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
@@ -132,6 +136,14 @@ def save_tokenizer(folder: Path) -> Path:
     words.add_special_tokens(["<bos>", "<eos>"])
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
     return folder
+
+
+@cache
+def byte_model() -> Path:
+    """The folder of such a model, for tests of servers whose own tokenizer does not matter."""
+    folder = Path(tempfile.mkdtemp(prefix="fidelab-bytes-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save_model(folder)
 
 
 def save_model(folder: Path) -> Path:

@@ -116,15 +116,11 @@ def test_sequences_of_a_batch_can_be_chosen_and_repeated() -> None:
     assert copy.encoded[0].k.first.shape[0] == 3
 
 
-def test_padding_sliding_windows_and_prefixes_are_refused_in_one_line() -> None:
+def test_padding_and_sliding_windows_are_refused_in_one_line() -> None:
     with pytest.raises(NotSupportedError, match="sequences cannot be padded"):
         encoded("int2[tail=5]", padding=torch.tensor([[False, True]]))
     with pytest.raises(NotSupportedError, match="layer 0 has a sliding window"):
         encoded("int2[tail=5]", "mistral")
-    cache = encoded("int2[tail=5]")
-    logits(cache, [20])
-    with pytest.raises(NotSupportedError, match="a tail cannot be cut back"):
-        cache.keep_first(10)
 
 
 def test_attention_that_loses_the_exceptions_is_an_error() -> None:

@@ -17,7 +17,7 @@ from scipy.special import logsumexp
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.captures.requests import Forced, Generate, Prefill, Timed
+from fidelab.captures.requests import Forced, Generate, Prefill
 from fidelab.config.experiment import validate
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
@@ -109,9 +109,8 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
     ("option", "said"),
     [
         ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn"),
-        ({"spec_type": "ngram-simpel"}, "spec-type 'ngram-simpel' is unknown; there are: ngram-simple"),
-        ({"spec_type": "ngram-simple", "model_draft": "m"}, "model-draft and spec-type are two ways to draft"),
-        ({"draft_max": "4"}, "draft-max is about drafts, and nothing drafts: give model-draft=MODEL"),
+        ({"spec_type": "ngram-simple"}, "spec-type cannot be set here: llama.cpp decodes without drafts here"),
+        ({"model_draft": "m"}, "model-draft cannot be set here: llama.cpp decodes without drafts here"),
         ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on or off"),
         ({"n_gpu_layers": "-2"}, "n-gpu-layers='-2' is not a number of layers"),
         ({"n_batch": "0"}, "n-batch='0' is not a number of tokens"),
@@ -556,46 +555,6 @@ def test_a_batch_gives_what_its_prompts_give_one_by_one_and_forced_decoding_the_
         assert ids(together, item) == ids(alone, item)
         np.testing.assert_array_equal(rows(forced, item), rows(alone, item))
         np.testing.assert_allclose(rows(together, item), rows(alone, item), atol=0.05)
-
-
-@pytest.mark.llamacpp
-@pytest.mark.model
-@pytest.mark.parametrize("draft", ["", "own", "wrong"])
-def test_speculation_changes_neither_text_nor_rows(
-    draft: str, smollm: Path, prompts: tuple[tuple[int, ...], ...], tmp_path: Path
-) -> None:
-    path = smollm if draft != "wrong" else write_gguf(tmp_path / "tiny.gguf")
-    if draft == "wrong":  # another model of the same vocabulary
-        prompts = tuple(tuple(3 + (7 * n + i) % 200 for i in range(9 + n)) for n in range(3))
-        write_gguf(tmp_path / "other.gguf", seed=1)
-    options = {"model_draft": "a model"} if draft else {"spec_type": "ngram-simple", "spec_ngram_size_n": "1"}
-    drafts = {"own": str(smollm), "wrong": str(tmp_path / "other.gguf")}
-    arm = replace(asked(path, draft_max="3", **options), draft=drafts.get(draft, ""))
-    engine, plain = LlamaCppEngine(), opened(path)
-    engine.open(arm)
-    request = Generate("trajectory", prompts, 16, (), 3)
-    expected, found = answered(plain, request), Answers()
-    counted = found.take(engine.answer(request, found))["speculation"]
-    assert counted["drafted"] > 0
-    assert counted["accepted"] == counted["drafted"] if draft == "own" else counted["accepted"] < counted["drafted"]
-    for item in range(len(prompts)):
-        assert ids(found, item) == ids(expected, item)
-        assert len(rows(found, item)) == 16
-        np.testing.assert_allclose(rows(found, item), rows(expected, item), atol=0.05)
-    timed, answers = Timed("timing", (prompts[0],) * 2, n=6, batch=2), Answers()
-    assert engine.answer(timed, answers).facts["speculation"]["drafts"] > 0
-    assert np.asarray(answers.items[0]["seconds"]).shape == (7,)
-    forced = Forced("forced", prompts, tuple(tuple(ids(expected, i)) for i in range(len(prompts))))
-    assert engine.answer(forced, Answers()).facts["speculation"]["drafted"] == 0
-    assert engine.runtime_info().record()["speculation"]["drafted"] >= counted["drafted"]
-
-
-@pytest.mark.llamacpp
-@pytest.mark.model
-def test_a_draft_model_of_another_vocabulary_is_refused(smollm: Path, tmp_path: Path) -> None:
-    other = str(write_gguf(tmp_path / "tiny.gguf"))
-    with pytest.raises(NotSupportedError, match="the draft model has another vocabulary: 261 tokens, not 49,152"):
-        LlamaCppEngine().open(replace(asked(smollm, model_draft="tiny"), draft=other))
 
 
 @pytest.mark.llamacpp

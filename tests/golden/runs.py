@@ -304,7 +304,6 @@ RUNS: Mapping[str, GoldenRun] = {
             "gemma2",
             {
                 "kld": {"windows": 6, "n_ctx": 24},
-                "paths": {"ways": ["decode", "chunked"], "windows": 2, "n_ctx": 48, "others": [8]},
             },
             **{"reference": "bf16", "control": "none", "dtype": "bfloat16"},
             candidates=["int4", "bf16/fp8_e4m3"],

@@ -8,7 +8,7 @@ from scipy import stats
 
 from fidelab.core.errors import InputError
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.inputs.traffic import arrivals, mixed_prompts, random_prompts, text_prompts, word_prompts
+from fidelab.inputs.traffic import arrivals, mixed_prompts, random_prompts, text_prompts
 from fidelab.models import Model, resolve
 from fidelab.models.tiny import make_tiny
 
@@ -84,12 +84,6 @@ def test_a_length_below_the_template_is_refused_in_one_line(bytes_tokenizer: Tok
     assert least > 1  # it has a template
     with pytest.raises(InputError, match=f"the chat template alone takes {least} tokens"):
         text_prompts(bytes_tokenizer, [least - 1], 0, chat=True)
-
-
-def test_words_stand_for_tokens_where_there_is_no_tokenizer() -> None:
-    texts = word_prompts([5, 64], 0)
-    assert [len(text.split()) for text in texts] == [5, 64]
-    assert all(text.isascii() and text.islower() for text in texts)
 
 
 def test_constant_arrivals_come_at_equal_gaps_from_zero() -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.core import looked_up
 from fidelab.metrics.speculation import Composed, compose
 
 
@@ -78,12 +77,3 @@ def test_the_kind_is_named_where_the_whole_interval_has_it_and_not_without_one(
 def test_rates_that_cannot_be_are_refused_by_the_arms_name(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="speculative"):
         compose([1.0], [1.0], bad, [1.0])
-
-
-def test_prompt_lookup_takes_the_longest_n_gram_and_its_first_occurrence() -> None:
-    assert looked_up([7, 1, 2, 3, 9, 1, 2, 4, 5, 1, 2], (1, 3), 2) == [3, 9]
-    assert looked_up([7, 1, 2, 3, 9, 8, 2, 4, 5, 8, 2], (1, 2), 2) == [4, 5]  # (8, 2) before (2,)
-    assert looked_up([1, 1, 1], (1, 2), 4) == [1]  # occurrences may overlap the end
-    assert looked_up([1, 2, 3], (1, 3), 4) == []
-    assert looked_up([5], (1, 3), 4) == []
-    assert looked_up([4, 6, 4], (2, 3), 4) == []  # no n-gram that short counts

@@ -35,7 +35,7 @@ class _ServerOptions(Options, panel="Server"):
         str | None,
         typer.Option(
             help="Model name or folder of the tokenizer that makes prompts of exact length. "
-            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]"
+            "\\[default: --model where it is on this machine]"
         ),
     ] = None
 

@@ -14,7 +14,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -423,22 +423,6 @@ class Speculation:
     lookup: tuple[int, int] | None = None
     draft: str = ""
     options: tuple[str, ...] = ()
-
-
-def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequence[int]:
-    """Return the draft of prompt lookup: at most ``most`` tokens that followed an earlier copy of the text's end.
-
-    ``lookup``: shortest and longest n-gram.  The longest n-gram that ends the text and occurs in it earlier counts, at
-    its first occurrence; both may overlap.  Without one, the draft is empty.  (Saxena, Prompt Lookup Decoding, 2023;
-    vLLM's method ``ngram``.)
-    """
-    shortest, longest = lookup
-    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        end = tokens[-n:]
-        for start in range(len(tokens) - n):
-            if tokens[start] == end[0] and tokens[start : start + n] == end:
-                return tokens[start + n : start + n + most]
-    return tokens[:0]
 
 
 @dataclass(frozen=True)

@@ -88,15 +88,6 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
     )
 
 
-def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
-    """Return texts with these numbers of common English words in random order, for unavailable tokenizers.
-
-    No two begin with the same word as long as there are enough, else not with the same two.
-    """
-    words = _english()
-    return tuple(" ".join(words[i] for i in ids) for ids in mixed_prompts(len(words), (), counts, seed))
-
-
 @lru_cache
 def _english() -> tuple[str, ...]:
     """Return the words of the package's own text, each once."""

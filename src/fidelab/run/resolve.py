@@ -304,9 +304,8 @@ class _Resolver:
             if speculation.method == "draft_model":
                 raise
             return arm, None, content_sha256(expand(speculation.draft))
-        path = draft.gguf if engine.checkpoint_format == "gguf" and draft.gguf else draft.path
         alone = speculation.method == "draft_model"
-        return replace(arm, draft=str(path)), draft if alone else None, draft.weights
+        return replace(arm, draft=str(draft.path)), draft if alone else None, draft.weights
 
     def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
         """The arm with option ``force``, if its engine then accepts what it otherwise refuses.

@@ -259,7 +259,9 @@ class _Answering:
             return self._engine.answer(request, sink)
         try:
             if request.kind not in self._engine.kinds:
-                raise NotSupportedError(f"engine {self._engine.name} lets nobody choose how windows are computed")
+                raise NotSupportedError(
+                    f"engine {self._engine.name} has no ways of serving: take llamacpp, sglang or vllm"
+                )
             if request.way not in self._engine.ways:
                 raise NotSupportedError(f"engine {self._engine.name} has no way {request.way!r}")
             return self._engine.answer(request, sink)

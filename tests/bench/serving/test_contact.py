@@ -79,28 +79,21 @@ def test_no_ignore_eos_sends_none(folder: str) -> None:
     assert not {"ignore_eos", "min_tokens"} & body.keys()
 
 
-def test_words_are_calibrated_by_the_servers_usage_without_a_tokenizer() -> None:
-    """This server's tokens are bytes: a word and its space make about six."""
-    contact = reached(Served())
-    assert contact.form == "words"
-    assert 3 < contact.per_unit < 10
-    lengths = [len(body["prompt"]) for body in bodies(contact, *[1000] * 20)]
-    assert sum(lengths) / 20 == pytest.approx(1000, rel=0.05)
-
-
-def test_calibrated_words_are_exact_where_words_are_tokens() -> None:
+def test_a_chat_endpoint_gets_text_as_a_message_of_the_user(folder: str) -> None:
     with MockServer(MockSettings()) as mock:
-        contact = reach(ServingSettings.of(base_url=mock.url, endpoint="chat"), None)
-    assert (contact.added, contact.per_unit) == (0, 1)
-    [body] = bodies(contact, 300)
-    assert len(body["messages"][0]["content"].split()) == 300
+        contact = reach(ServingSettings.of(base_url=mock.url, endpoint="chat", tokenizer=folder), None)
+    assert contact.form == "text"
+    [body] = bodies(contact, 64)
+    [message] = body["messages"]
+    assert message["role"] == "user"
+    assert message["content"].isascii()
 
 
-def test_a_server_that_counts_only_outside_of_streams_is_known_by_its_endings() -> None:
+def test_a_server_that_counts_only_outside_of_streams_is_known_by_its_endings(folder: str) -> None:
     with MockServer(MockSettings()) as mock:
-        counted = reach(ServingSettings.of(base_url=mock.url), None)
+        counted = reach(ServingSettings.of(base_url=mock.url, tokenizer=folder), None)
     with MockServer(MockSettings(no_usage=True)) as mock:
-        silent = reach(ServingSettings.of(base_url=mock.url), None)
+        silent = reach(ServingSettings.of(base_url=mock.url, tokenizer=folder), None)
     assert (counted.counts, counted.by_finish) == (True, False)
     assert (silent.counts, silent.by_finish) == (False, False)
     assert silent.requests([16], [8], None, 0)[0].prompt_tokens is None
@@ -117,10 +110,10 @@ def test_endings_count_where_the_usage_of_an_unstreamed_answer_confirms_them(
 
     monkeypatch.setattr(Client, "stream", without_usage)
     with MockServer(MockSettings()) as mock:
-        contact = reach(ServingSettings.of(base_url=mock.url), None)
+        contact = reach(ServingSettings.of(base_url=mock.url, tokenizer=folder), None)
     assert (contact.counts, contact.by_finish) == (True, True)
     with MockServer(MockSettings(tokens=2)) as mock:  # it stops before the length
-        assert not reach(ServingSettings.of(base_url=mock.url), None).by_finish
+        assert not reach(ServingSettings.of(base_url=mock.url, tokenizer=folder), None).by_finish
     other = {"choices": [{"finish_reason": "length"}], "usage": {"prompt_tokens": 24, "completion_tokens": 3}}
     monkeypatch.setattr(Client, "post", lambda *_args, **_more: other)
     with MockServer(MockSettings()) as mock:  # it counts other tokens than it was asked for
@@ -147,9 +140,10 @@ def test_a_prompt_shorter_than_what_the_server_adds_is_refused(folder: str) -> N
         bodies(contact, 1)
 
 
-def test_ids_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(InputError, match="name it by --tokenizer"):
-        reached(Served(), prompts="ids")
+@pytest.mark.parametrize("prompts", ["auto", "ids", "text"])
+def test_a_tokenizer_that_is_not_on_this_machine_is_asked_for(prompts: str) -> None:
+    with pytest.raises(InputError, match="the tokenizer of tiny is not on this machine: name it by --tokenizer"):
+        reached(Served(), prompts=prompts)
 
 
 def test_the_key_is_sent_and_shown_nowhere(folder: str) -> None:
@@ -170,7 +164,8 @@ def test_a_path_that_a_server_names_is_looked_up_only_where_it_runs_here(
 ) -> None:
     assert reached(Served(models=(folder,))).form == "ids"
     monkeypatch.setattr(contacting, "is_local", lambda _url: False)
-    assert reached(Served(models=(folder,))).form == "words"
+    with pytest.raises(InputError, match="is not on this machine"):
+        reached(Served(models=(folder,)))
     assert reached(Served(models=(folder,)), model=folder).form == "ids"
 
 

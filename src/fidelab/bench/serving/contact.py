@@ -1,8 +1,8 @@
 """Probes a server before it is loaded: its identity, the requests it accepts, how it counts tokens.
 
 One short streamed request shows whether the server accepts token ids, which of vLLM's additional fields it refuses, and
-how many tokens it adds to a prompt (a BOS, a template).  Without a tokenizer, two requests of different length
-calibrate the number of tokens per word.  A server whose streams carry no usage gets one more request without streaming.
+how many tokens it adds to a prompt (a BOS, a template).  A server whose streams carry no usage gets one more request
+without streaming.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fidelab.engines.openai.dialects import first_choice, mapping, number
 from fidelab.engines.openai.http import Client, Refused, is_local, split_url
 from fidelab.engines.openai.server import Server, identify
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
+from fidelab.inputs.traffic import mixed_prompts, text_prompts
 from fidelab.models import Model, listing, resolve
 from fidelab.models.embedded import NAMES
 from fidelab.models.hub import first_line
 
-Form = Literal["ids", "text", "words"]
+Form = Literal["ids", "text"]
 Answer = TypeVar("Answer")
 
 PATHS = {"completions": "/completions", "chat": "/chat/completions"}
-_UNITS = (24, 192)  # tokens or words of the trial prompts; a template of the server's comes on top
+_PROMPT = 24  # tokens of the trial prompts; a template of the server's comes on top
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # seed of the trial prompts: no load begins with the same tokens
 _QUESTION_TIMEOUT = 30.0  # seconds for a single request
@@ -59,21 +59,20 @@ class _Usage:
 class Contact:
     """Properties of a server.
 
-    A prompt of u tokens (or words) counts as ``added + per_unit * u`` tokens at the server.
+    A prompt of n tokens counts as ``added + n`` tokens at the server.
     """
 
     server: Server
     settings: ServingSettings
     key: str | None = field(repr=False)
-    tokenizer: Tokenizer | None = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
     form: Form = "ids"
-    """Form of prompts: token ids, texts of exact length, or texts of a number of words."""
+    """Form of prompts: token ids, or texts of exact length."""
     additions: tuple[str, ...] = ()
     """Fields beyond the standard's that are sent."""
     refused: tuple[str, ...] = ()
     """Those that the server refused."""
-    added: float = 0.0
-    per_unit: float = 1.0
+    added: int = 0
     counts: bool = True
     """The server counts tokens, in streams or in whole answers."""
     by_finish: bool = False
@@ -130,12 +129,10 @@ class Contact:
 
     def record(self) -> dict[str, Any]:
         """Return facts for the report: how the requests were made."""
-        form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
         return {
-            "prompts": form[self.form],
-            "tokenizer": self.tokenizer.model.name if self.tokenizer and self.form != "words" else None,
-            "tokens_added_by_server": round(self.added, 3),
-            **({"tokens_per_word": round(self.per_unit, 4)} if self.form == "words" else {}),
+            "prompts": "token ids" if self.form == "ids" else "text of exact length",
+            "tokenizer": self.tokenizer.model.name,
+            "tokens_added_by_server": self.added,
             "additions": list(self.additions),
             "refused_by_server": list(self.refused),
             "max_model_len": self.limit,
@@ -149,13 +146,13 @@ class Contact:
         Raises:
             InputError: If no prompt has this length.
         """
-        units = [round((length - self.added) / self.per_unit) for length in inputs]
-        if min(units, default=1) < 1:
+        lengths = [length - self.added for length in inputs]
+        if min(lengths, default=1) < 1:
             raise InputError(
-                f"a prompt of {min(inputs)} tokens cannot be made: the server adds {self.added:.0f}; ask for more"
-                + (f", or correct --tokenizer ({self.tokenizer.model.name})" if self.tokenizer is not None else "")
+                f"a prompt of {min(inputs)} tokens cannot be made: the server adds {self.added}; ask for more, or "
+                f"correct --tokenizer ({self.tokenizer.model.name})"
             )
-        asked = zip(self.prompts_of(units, seed), inputs, outputs, strict=True)
+        asked = zip(self.prompts_of(lengths, seed), inputs, outputs, strict=True)
         return [
             LoadRequest(
                 index=index,
@@ -180,17 +177,15 @@ class Contact:
             **{name: extras[name] for name in self.additions if stream or name != "stream_options"},
         }
 
-    def prompts_of(self, units: Sequence[int], seed: int) -> Sequence[Tokens | str]:
-        """Return distinct generated prompts of this many tokens (or words).
+    def prompts_of(self, lengths: Sequence[int], seed: int) -> Sequence[Tokens | str]:
+        """Return distinct generated prompts of this many tokens.
 
         Raises:
             InputError: If no prompt has this length.
         """
-        if self.tokenizer is None or self.form == "words":
-            return word_prompts(units, seed)
         if self.form == "ids":
-            return mixed_prompts(len(self.tokenizer.pieces()), self.tokenizer.special_ids(), units, seed)
-        return text_prompts(self.tokenizer, units, seed, chat=self.settings.endpoint == "chat")
+            return mixed_prompts(len(self.tokenizer.pieces()), self.tokenizer.special_ids(), lengths, seed)
+        return text_prompts(self.tokenizer, lengths, seed, chat=self.settings.endpoint == "chat")
 
 
 def cache_room(contact: Contact, tokens: int) -> int | None:
@@ -210,26 +205,28 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
 
     Raises:
         EngineError: If the server cannot be reached, refuses the key, does not serve this model, or answers no trial.
-        InputError: If the named tokenizer cannot be loaded.
+        InputError: If the named tokenizer cannot be loaded, or none is named and the model's is not on this machine.
     """
     client = Client(settings.base_url, key, settings.timeout)
     server = identify(client, settings.served_model_name or settings.model)
     tokenizer = _tokenizer(settings, server)
     additions = ("stream_options", *(("ignore_eos", "min_tokens") if settings.ignore_eos else ()))
-    ids = tokenizer is not None and settings.endpoint == "completions" and settings.prompts != "text"
-    form: Form = "words" if tokenizer is None else "ids" if ids else "text"
+    form: Form = "ids" if settings.endpoint == "completions" and settings.prompts != "text" else "text"
     contact = Contact(server, settings, key, tokenizer, form, additions, limit=_limit(client, server.model))
     return _Trial(client, contact).settle()
 
 
-def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
+def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:
     if settings.tokenizer is not None:
         return _load_tokenizer(settings.tokenizer)
     tokenizer = None
     if settings.model is not None or not Path(server.model).is_absolute() or is_local(settings.base_url):
         tokenizer = _find_tokenizer(settings.model or server.model)
-    if tokenizer is None and settings.prompts == "ids":
-        raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
+    if tokenizer is None:
+        raise InputError(
+            f"the tokenizer of {settings.model or server.model} is not on this machine: name it by "
+            "--tokenizer NAME_OR_FOLDER"
+        )
     return tokenizer
 
 
@@ -306,10 +303,10 @@ class _Trial:
 
     def settle(self) -> Contact:
         """Return the contact, with all findings of the trials."""
-        units, answer = self._streamed(_UNITS[0])
+        length, answer = self._streamed(_PROMPT)
         counted, by_finish = answer, False
         if answer.prompt_tokens is None or answer.output_tokens is None:
-            counted = self._retried(lambda: self._whole(units))
+            counted = self._retried(lambda: self._whole(length))
             by_finish = (
                 counted.prompt_tokens is not None
                 and (counted.finish, counted.output_tokens) == ("length", _OUTPUT)
@@ -318,34 +315,17 @@ class _Trial:
         contact = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
         if counted.prompt_tokens is None:
             return contact
-        if contact.form != "words":
-            return replace(contact, added=float(counted.prompt_tokens - units))
-        return self._calibrated(contact, units, counted.prompt_tokens, streamed=counted is answer)
+        return replace(contact, added=counted.prompt_tokens - length)
 
-    def _calibrated(self, contact: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
-        """Calibrate tokens per word, from two trials of different length."""
-        longer = _UNITS[1]
-        if streamed:
-            longer, answer = self._streamed(longer)
-        else:
-            answer = self._retried(lambda: self._whole(longer))
-        if answer.prompt_tokens is None or answer.prompt_tokens <= tokens:
-            raise EngineError(
-                f"{self._client.root} counts {tokens} tokens in {units} words and {answer.prompt_tokens} in {longer}: "
-                "name the model's tokenizer by --tokenizer NAME_OR_FOLDER"
-            )
-        per_unit = (answer.prompt_tokens - tokens) / (longer - units)
-        return replace(contact, per_unit=per_unit, added=tokens - per_unit * units)
+    def _streamed(self, length: int) -> tuple[int, _Usage]:
+        """Return the answer to a streamed trial, and the length of its prompt in tokens.
 
-    def _streamed(self, units: int) -> tuple[int, _Usage]:
-        """Return the answer to a streamed trial, and the units of its prompt.
-
-        A template may need more units than were requested.
+        A template may need more tokens than were requested.
         """
         while True:
             try:
-                units, prompt = self._prompt(units)
-                return units, self._retried(partial(self._stream, prompt))
+                length, prompt = self._prompt(length)
+                return length, self._retried(partial(self._stream, prompt))
             except Refused as error:
                 without = self._without(error)
                 if without is None:
@@ -364,14 +344,14 @@ class _Trial:
             return replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
         return None
 
-    def _prompt(self, units: int) -> tuple[int, Tokens | str]:
+    def _prompt(self, length: int) -> tuple[int, Tokens | str]:
         """Return a trial prompt, which is longer if the template by itself needs more."""
-        for longer in (units, 4 * units):
+        for longer in (length, 4 * length):
             try:
                 return longer, self._contact.prompts_of([longer], _SEED)[0]
             except InputError:
                 continue
-        return 16 * units, self._contact.prompts_of([16 * units], _SEED)[0]
+        return 16 * length, self._contact.prompts_of([16 * length], _SEED)[0]
 
     def _retried(self, ask: Callable[[], Answer]) -> Answer:
         """Ask again for answers that break off now and then; slow failures and refusals are not repeated."""
@@ -397,9 +377,9 @@ class _Trial:
             raise EngineError(f"{self._client.root} broke off a stream of {_OUTPUT} tokens: look at its log")
         return _read_usage(usage, finish)
 
-    def _whole(self, units: int) -> _Usage:
+    def _whole(self, length: int) -> _Usage:
         """Return one unstreamed answer."""
-        answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
+        answer = self._client.post(self._path, self._contact.body(self._prompt(length)[1], _OUTPUT, stream=False))
         return _read_usage(mapping(answer, "usage"), first_choice(answer).get("finish_reason"))
 
 

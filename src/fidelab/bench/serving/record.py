@@ -133,7 +133,7 @@ def comparability(contact: Contact) -> dict[str, Any]:
         "ignore_eos": settings.ignore_eos and "ignore_eos" in contact.additions,
         "goodput": dict(settings.goodput),
         "duration": settings.duration,
-        "tokenizer": None if contact.tokenizer is None else contact.tokenizer.model.name,
+        "tokenizer": contact.tokenizer.model.name,
     }
 
 

@@ -27,7 +27,7 @@ class ServingSettings(BaseModel):
     base_url: str
     model: str | None = Field(default=None, description="as the user knows it; null: the only one served")
     served_model_name: str | None = Field(default=None, description="as the server knows it; null: model")
-    tokenizer: str | None = Field(default=None, description="a model's name or folder; null: model, where it is here")
+    tokenizer: str | None = Field(default=None, description="a model's name or folder; null: model, which must be here")
     endpoint: Literal["completions", "chat"] = "completions"
     prompts: Literal["auto", "ids", "text"] = "auto"
     contexts: tuple[Tokens, ...] = Field(default=(1024,), min_length=1)

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.requests import (
-    WAYS,
     Forced,
     Generate,
     Layerwise,
@@ -27,7 +26,6 @@ from fidelab.captures.requests import (
     Request,
     RoundedCache,
     RoundedWeights,
-    Served,
     Timed,
     Tokens,
 )
@@ -152,8 +150,7 @@ class HFEngine(Engine):
     aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     samples: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served", "roundedweights", "roundedcache"}
-    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "roundedweights", "roundedcache"}
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -342,11 +339,6 @@ class HFEngine(Engine):
         from fidelab.engines.hf.layers import answer_layerwise
 
         return answer_layerwise(self._model, request, sink)
-
-    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
-        from fidelab.engines.hf.ways import answer_served
-
-        return answer_served(self._model, request, sink)
 
     def _roundedweights(self, request: RoundedWeights | RoundedCache, sink: Sink) -> dict[str, Any]:
         from fidelab.engines.hf.rounded import Rounding

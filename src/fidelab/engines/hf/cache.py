@@ -105,11 +105,6 @@ class EncodedStore:
             start = self.tokens - tokens
             self.parts = tuple(_owned(part[:, :, start:]) for part in self.parts)
 
-    def keep_first(self, tokens: int) -> None:
-        """Drop all but the first ``tokens`` positions (a prefix that is used again); the fitted scale stays."""
-        if self.parts is not None:
-            self.parts = tuple(_owned(part[:, :, :tokens]) for part in self.parts)
-
     def select(self, indices: Tensor) -> None:
         """Keep or reorder sequences of the batch."""
         if self.parts is not None:
@@ -288,19 +283,6 @@ class EncodedCache(DynamicCache):
         copy.batch_select_indices(torch.zeros(sequences, dtype=torch.long))
         return copy
 
-    def keep_first(self, tokens: int) -> None:
-        """Cut the cache back to its first ``tokens`` positions, after which other tokens may follow.
-
-        Raises:
-            NotSupportedError: If an earlier state is not kept. See :attr:`keeps_prefixes`.
-        """
-        if not self.keeps_prefixes:
-            raise NotSupportedError("a recurrent state, a sliding window or a tail cannot be cut back to a prefix")
-        for store in self._stores():
-            store.keep_first(tokens)
-        for layer in self._skipped_with_content():
-            layer.crop(tokens)
-
     def check_bands(self) -> None:
         """Check after a forward that attention knew which tokens are exact, and clear the record.
 
@@ -314,11 +296,6 @@ class EncodedCache(DynamicCache):
                     "options sinks, tail and axis=channel would be lost"
                 )
             store.band = None
-
-    @property
-    def keeps_prefixes(self) -> bool:
-        """Whether the cache of a sequence holds that of its first tokens: nothing is forgotten, or encoded later."""
-        return not (self.has_recurrent_layers or self.has_sliding_layers or self.has_exceptions)
 
     @property
     def has_sliding_layers(self) -> bool:

@@ -111,7 +111,6 @@ class HFModel:
         self.proof = Proof(arm.kv, self._k, self._v, seed)
         self._states: list[Tensor] = []  # input of the LM head in one forward
         self._keep = 1
-        self._sequences: int | None = None
         self.cache: EncodedCache | ArmCache | None = None
         self.head: ReplayedHead | None = None
         self.kernels_refused: str | None = None
@@ -290,15 +289,13 @@ class HFModel:
         *,
         mask: Tensor | None = None,
         keep: int = 1,
-        sequences: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
-        ``sequences``: logits of the first ones of the batch alone.
         Estimator logprobs needs no states and gets the logits twice.
         """
         self._states.clear()
-        self._keep, self._sequences = keep, sequences
+        self._keep = keep
         extra: dict[str, Any] = {}
         if mask is not None:
             extra["attention_mask"] = mask
@@ -324,7 +321,7 @@ class HFModel:
         ``logits_to_keep`` would not do: not all models take it, and some then drop rows of the state as well.
         """
         self._states.append(args[0])
-        return (args[0][: self._sequences, -self._keep :], *args[1:])
+        return (args[0][:, -self._keep :], *args[1:])
 
     def _positions(self, ids: Tensor, cache: EncodedCache | ArmCache, mask: Tensor | None) -> Tensor:
         new = ids.shape[1]

@@ -21,11 +21,6 @@ class ArmCache(PagedKVCache):
         super().__init__(config, **hf_kernels.options_of(arm.kv), skip_layers=arm.kv.skip_layers, unpack=unpack)
         self._promise = k, v
 
-    @property
-    def keeps_prefixes(self) -> bool:
-        """Whether the cache of a sequence holds that of its first tokens."""
-        return not (self.has_recurrent_layers or self.has_sliding_layers)
-
     def expected_bytes_per_token(self) -> float | None:
         """Bytes per token of one sequence over all layers, by the formats' own definition."""
         k, v = self._promise

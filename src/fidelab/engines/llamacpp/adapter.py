@@ -3,17 +3,13 @@
 Engine options (``--engine-arg``): ``flash-attn`` (on, off; default on: V formats of less than 16 bits need it),
 ``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
 the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
-``model-draft`` (a model that drafts) or ``spec-type=ngram-simple`` (prompt lookup, n-grams of ``spec-ngram-size-n``
-tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by fidelab's own loop.
 ``LLAMA_CPP_LIB_PATH`` names a folder with another build of libllama.
 
 - **Estimator**: on CPUs ``hidden``, with states rounded as the live head rounds them (:mod:`.head`).  The state itself
   would give other logits (SmolLM2-135M, Q8_0 head: KL 6e-4) and hide an error that users of llama.cpp get.  On GPUs
-  and on macOS, whose kernels round in other ways, and where drafts are verified: ``logprobs``, float16 rows of the live
-  logits.
+  and on macOS, whose kernels round in other ways: ``logprobs``, float16 rows of the live logits.
 - **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
   control of a 16-bit reference is ``bf16``.
-- **Speculation** is for generated and timed tokens.  Forced continuations and prefills run without it.
 - **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
   ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  The runtime info has ``k_rotated`` and ``v_rotated``.
 - On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
@@ -28,7 +24,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,7 +39,6 @@ from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
-from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
@@ -60,11 +54,10 @@ from fidelab.engines.llamacpp.library import (
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
-from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.options import SWITCH, TOKENS, Value, is_count, one_of, switched
 from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
-from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
 
 _PACKAGE = "llama-cpp-python"
@@ -84,10 +77,6 @@ _OPTIONS: Mapping[str, Value] = {
     "n-gpu-layers": (lambda text: text in ("-1", "0") or is_count(text), "a number of layers, 0 for none, -1 for all"),
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
-    "model-draft": NAME,
-    "draft-max": TOKENS,
-    "spec-type": NAME,
-    "spec-ngram-size-n": TOKENS,
     "estimator": one_of("hidden", "logprobs"),
 }
 _CONTROLLED: Mapping[str, str] = {
@@ -97,6 +86,10 @@ _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("n-ctx", "n-seq-max"), "every request gets the room that it needs"),
     **dict.fromkeys(("embeddings", "pooling-type", "vocab-only", "ctx-type"), "captures are made of logits"),
     "main-gpu": "pass --device",
+    **dict.fromkeys(
+        ("model-draft", "draft-max", "draft-min", "draft-p-min", "spec-type", "spec-ngram-size-n", "spec-ngram-size-m"),
+        "llama.cpp decodes without drafts here; bench serve measures a llama-server that drafts",
+    ),
 }
 
 
@@ -142,11 +135,6 @@ class LlamaCppEngine(Engine):
     @classmethod
     def supports(cls, arm: Arm) -> Support:
         parameters(arm.options, _OPTIONS, _CONTROLLED)
-        cls.speculation(dict(arm.options))
-        if arm.draft and Path(arm.draft).suffix != ".gguf":
-            return Support(
-                False, "llama.cpp loads GGUF files and the draft model has none: pass the path of a .gguf file"
-            )
         if Path(arm.path).suffix != ".gguf":
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
@@ -156,7 +144,6 @@ class LlamaCppEngine(Engine):
         return Support(True)
 
     serve_command = staticmethod(serve.serve_command)
-    speculation = staticmethod(speculation_of)
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -179,8 +166,6 @@ class LlamaCppEngine(Engine):
         self._arm = arm
         self._options = dict(arm.options)
         self._parameters = parameters(arm.options, _OPTIONS, _CONTROLLED)
-        self._speculation = self.speculation(self._options)
-        self._drafts, self._draft = Drafts(), None
         self._seen: Seen | None = None
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = _on_gpu(arm)
@@ -201,10 +186,6 @@ class LlamaCppEngine(Engine):
                 f"this build of {_PACKAGE} runs only on the CPU: pass --device cpu or install another"
             )
         self._model = LlamaModel(arm.path, **self._placement())
-        if self._speculation is not None and self._speculation.draft:
-            self._draft = LlamaModel(arm.draft, **self._placement())
-            if (theirs := self._draft.vocabulary) != (ours := self._model.vocabulary):
-                raise NotSupportedError(f"the draft model has another vocabulary: {theirs:,} tokens, not {ours:,}")
         self.mark("weights")
         if not self._model.decodes:
             raise NotSupportedError(f"{arm.model} is not a decoder-only model")
@@ -217,7 +198,7 @@ class LlamaCppEngine(Engine):
         head = self._replayed(request)
         self._tap = None if head is None else States(head.tensor)
         estimator = Estimator.LOGPROBS if head is None else Estimator.HIDDEN
-        return self.answer_by_kind(request, sink, estimator, head, self._speculation, lambda: self._drafts)
+        return self.answer_by_kind(request, sink, estimator, head)
 
     def runtime_info(self) -> RuntimeInfo:
         seen, about = self._seen, build()
@@ -243,13 +224,10 @@ class LlamaCppEngine(Engine):
                 "k_rotated": seen.rotated_k,
                 "v_rotated": seen.rotated_v,
                 "graph_splits": seen.splits,
-                **({"speculation": speculation_record(spec, self._drafts)} if (spec := self._speculation) else {}),
             },
         )
 
     def close(self) -> None:
-        if self._draft is not None:
-            self._draft.close()
         self._model.close()
 
     # ------------------------------------------------------------------------------------------- model
@@ -339,8 +317,8 @@ class LlamaCppEngine(Engine):
         """Head that scoring multiplies the states of this request with; ``None`` if rows are not states."""
         if self.estimator_for(self._arm) is not Estimator.HIDDEN or isinstance(request, Timed):
             return None
-        if isinstance(request, Generate) and (self._speculation is not None or not request.rows):
-            return None  # verified drafts change the order of the rows
+        if isinstance(request, Generate) and not request.rows:
+            return None
         if self._head is None:
             if self._reads.head is None:
                 raise EngineError(f"llama.cpp's graph has no product that gives the logits: {USE_LOGPROBS}")
@@ -378,11 +356,11 @@ class LlamaCppEngine(Engine):
         produced = 0
         for batch in _batches(request, self._chunk):
             cells = max(len(request.prompts[i]) for i in batch) + request.max_tokens
-            with self._contexts(cells, len(batch)) as (context, drafter):
+            with self._context(cells, len(batch)) as context:
                 self._seen = context.seen
                 if context.states is not None:
                     context.states.stop = False
-                answers = self._greedy(request, batch, context, drafter, sink)
+                answers = self._greedy(request, batch, context, sink)
                 name = "logprobs" if context.states is None else "hidden"
                 for index, (ids, rows, failed) in zip(batch, answers, strict=True):
                     add_sequence(sink, index, ids, {name: np.stack(rows)} if rows else {}, failed)
@@ -404,12 +382,12 @@ class LlamaCppEngine(Engine):
         if together > (most := min(self._chunk, _MAX_SEQUENCES)):
             raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
         cells = max(map(len, request.prompts), default=1) + request.n
-        with self._contexts(cells, max(1, together)) as (context, drafter):
+        with self._context(cells, max(1, together)) as context:
             self._seen = context.seen
 
             def decode(group: Sequence[Tokens]) -> Iterator[list[int]]:
                 context.clear()
-                return _endless(context, group) if drafter is None else _ahead(context, drafter, group, request.n)
+                return _endless(context, group)
 
             return time_prompts(request, sink, decode)
 
@@ -427,87 +405,45 @@ class LlamaCppEngine(Engine):
                 sink.progress(request.n_tokens // len(request.windows))
         return {"tokens": request.n_tokens, **proof_of_way(request, serving.counted, most=self._chunk)}
 
-    @contextmanager
-    def _contexts(self, cells: int, sequences: int) -> Iterator[tuple[LlamaContext, Drafter | None]]:
-        """Create a context of this arm with its drafter, and count the drafts."""
-        asked = self._speculation
-        if asked is None:
-            with self._context(cells, sequences) as context:
-                yield context, None
-            return
-        most = asked.tokens or 1
-        with ExitStack() as stack:
-            context = stack.enter_context(self._context(cells + most, sequences))
-            drafter: Drafter
-            if self._draft is not None:
-                drafter = DraftModel(stack.enter_context(self._drafting(cells + most, sequences)), most)
-            else:
-                drafter = Lookup(asked.lookup or (1, 1), most)
-            yield context, drafter
-            self._drafts += drafter.counted
-
-    def _drafting(self, cells: int, sequences: int) -> LlamaContext:
-        """A context of the draft model, whose cache has llama.cpp's own format."""
-        assert self._draft is not None
-        batch: dict[str, Any] = {"n_batch": self._chunk, "n_ubatch": min(self._chunk, _CHUNK)}
-        threads: dict[str, Any] = {"n_threads": self._arm.threads, "n_threads_batch": self._arm.threads}
-        return self._draft.context(cells, sequences, **batch, **threads)
-
     def _greedy(
-        self, request: Generate, batch: Sequence[int], context: LlamaContext, drafter: Drafter | None, sink: Sink
+        self, request: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[Any]], str | None]]:
-        """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure).
-
-        Raises:
-            NotSupportedError: If drafts are verified against only the most likely tokens.
-        """
+        """Greedy or sampled decode of one batch, a sequence per prompt; yields (ids, rows [n][V or d], failure)."""
         sampling = request.sampling
-        if sampling is not None and drafter is not None:
-            raise NotSupportedError(
-                "drafts are verified greedily: take speculation out of an arm whose answers are sampled"
-            )
         generated: list[list[int]] = [[] for _ in batch]
         rows: list[list[NDArray[Any]]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
-        pending: dict[int, Floats] = {}  # live sequence → logits [n, V] of its next tokens
-        kept: dict[int, NDArray[Any]] = {}  # live sequence → rows that a capture keeps
+        pending: dict[int, Floats] = {}  # live sequence → logits [V] of its next token
+        kept: dict[int, NDArray[Any]] = {}  # live sequence → the row that a capture keeps
         for sequence, index in enumerate(batch):
-            pending[sequence] = _last(context, request.prompts[index], sequence)
+            logits = _last(context, request.prompts[index], sequence)
+            pending[sequence] = logits[0]
             sink.progress(len(request.prompts[index]))
             if request.rows:
-                kept[sequence] = self._capture_rows(context, pending[sequence])
+                kept[sequence] = self._capture_rows(context, logits)[0]
         while True:
-            for sequence, logits in list(pending.items()):
+            for sequence, row in list(pending.items()):
                 ids = generated[sequence]
-                for i, row in enumerate(logits):
-                    token = int(row.argmax())  # the first of equal logits; NaN wins
-                    if sampling is not None:
-                        token = draw(row, sampling, request.prompts[batch[sequence]], len(ids))
-                    if np.isnan(row[token]):
-                        failed[sequence] = f"NaN logits at generated token {len(ids)}"
-                        del pending[sequence]
-                        break
-                    ids.append(token)
-                    if request.rows:
-                        rows[sequence].append(kept[sequence][i])
-                    if token in request.stop or len(ids) == request.max_tokens:
-                        del pending[sequence]
-                        break
+                token = int(row.argmax())  # the first of equal logits; NaN wins
+                if sampling is not None:
+                    token = draw(row, sampling, request.prompts[batch[sequence]], len(ids))
+                if np.isnan(row[token]):
+                    failed[sequence] = f"NaN logits at generated token {len(ids)}"
+                    del pending[sequence]
+                    continue
+                ids.append(token)
+                if request.rows:
+                    rows[sequence].append(kept[sequence])
+                if token in request.stop or len(ids) == request.max_tokens:
+                    del pending[sequence]
             if not pending:
                 break
-            if drafter is None:
-                tokens = {sequence: generated[sequence][-1] for sequence in pending}
-                logits = context.step(tokens)
-                pending = dict(zip(tokens, logits[:, None], strict=True))
-                if request.rows:
-                    kept = dict(zip(tokens, self._capture_rows(context, logits)[:, None], strict=True))
-            else:
-                texts = {sequence: [*request.prompts[batch[sequence]], *generated[sequence]] for sequence in pending}
-                pending = verified(context, drafter, texts)
-                if request.rows:
-                    kept = {sequence: _logprobs(logits) for sequence, logits in pending.items()}
-            n = sum(map(len, pending.values()))
-            sink.progress(n, decoded=n)
+            tokens = {sequence: generated[sequence][-1] for sequence in pending}
+            logits = context.step(tokens)
+            pending = dict(zip(tokens, logits, strict=True))
+            if request.rows:
+                kept = dict(zip(tokens, self._capture_rows(context, logits), strict=True))
+            sink.progress(len(pending), decoded=len(pending))
         yield from zip(generated, rows, failed, strict=True)
 
     def _capture_rows(self, context: LlamaContext, logits: Floats) -> NDArray[Any]:
@@ -613,22 +549,6 @@ def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[in
         tokens = logits.argmax(axis=-1).tolist()
         yield tokens
         logits = context.step(dict(enumerate(tokens)))
-
-
-def _ahead(context: LlamaContext, drafter: Drafter, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
-    """Yield the 1 + n greedy tokens after the prompts, with drafts, each once it is known for all sequences."""
-    texts = {sequence: list(prompt) for sequence, prompt in enumerate(group)}
-    logits = {sequence: row[None] for sequence, row in enumerate(context.read(group))}
-    n_yielded = 0
-    while True:
-        for sequence, rows in logits.items():
-            texts[sequence] += rows.argmax(axis=-1).tolist()
-        known = {sequence: len(texts[sequence]) - len(prompt) for sequence, prompt in enumerate(group)}
-        for i in range(n_yielded, min(known.values())):
-            yield [texts[sequence][len(prompt) + i] for sequence, prompt in enumerate(group)]
-        if (n_yielded := min(known.values())) > n:
-            return
-        logits = verified(context, drafter, {s: text for s, text in texts.items() if known[s] <= n})
 
 
 def _logprobs(logits: Floats) -> NDArray[np.float16]:

@@ -412,30 +412,6 @@ class LlamaContext:
         blocks = list(self._decode(list(tokens.values()), list(tokens), [True] * len(tokens)))
         return np.concatenate(blocks)
 
-    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
-        """Append tokens to each sequence (sequence → ids). Returns the logits [n, V] of all tokens of each.
-
-        Raises:
-            EngineError: If they are more than llama.cpp takes in one call.
-        """
-        flat = [(sequence, token) for sequence, ids in tokens.items() for token in ids]
-        if len(flat) > self._chunk:
-            raise EngineError(
-                f"{len(flat)} tokens in one step are more than n-batch={self._chunk}: draft fewer, or raise it"
-            )
-        rows = np.concatenate(list(self._decode([t for _, t in flat], [s for s, _ in flat], [True] * len(flat))))
-        ends = np.cumsum([len(ids) for ids in tokens.values()])
-        return dict(zip(tokens, np.split(rows, ends[:-1]), strict=True))
-
-    def cut(self, sequence: int, n: int) -> None:
-        """Remove the last ``n`` tokens of a sequence.
-
-        Raises:
-            NotSupportedError: If the model keeps a state that cannot be rolled back.
-        """
-        if n:
-            self.keep_first(self._ends[sequence] - n, sequence)
-
     def stored_bytes(self) -> int:
         """Return the bytes that the saved state of sequence 0 takes: keys, values and some bookkeeping."""
         return int(self._native.llama_state_seq_get_size(self._context, 0))
