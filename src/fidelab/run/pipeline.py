@@ -41,7 +41,7 @@ from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undeci
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_on_cluster
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
-from fidelab.run.runner import Listener, Silent, needs_of
+from fidelab.run.runner import Listener, needs_of
 from fidelab.run.scoring import RunFacts, Scored, score_run
 from fidelab.run.signals import terminate_as_interrupt
 from fidelab.run.tiles import Figures
@@ -81,7 +81,7 @@ def execute(
         folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
         remember(prepared.settings.experiment, config, folder.config)
         facts = RunFacts(folder.run_id, created, command, _environment())
-        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Listener(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -104,7 +104,7 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
         prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
         _check_placed(prepared.settings)
         folder.event("resumed")
-        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Listener(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:

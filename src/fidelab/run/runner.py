@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, check_answers
@@ -48,8 +48,8 @@ from fidelab.workers.parent import JobOutcome, Spawn, Worker
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
 
-class Listener(Protocol):
-    """Callbacks that follow a run, such as a progress bar's."""
+class Listener:
+    """Callbacks that follow a run, such as a progress bar's.  This one ignores everything."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         """Called when the plan is made."""
@@ -85,23 +85,7 @@ class Listener(Protocol):
         """Called when the run is over."""
 
 
-class Silent:
-    """Listener that ignores everything."""
-
-    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
-    def job_lost(self, job: PlannedJob, reason: str) -> None: ...
-    def opened(self, job: PlannedJob, seconds: float) -> None: ...
-    def extended(self, job: PlannedJob, tokens: int) -> None: ...
-    def progress(self, job: PlannedJob, tokens: int) -> None: ...
-    def advanced(self, done: float, total: float) -> None: ...
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
-    def bench(self, text: str, done: int, total: int) -> None: ...
-    def scoring(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class ProgressReporter(Silent):
+class ProgressReporter(Listener):
     """Call a function with the current step and the share of the run's expected time that is over."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
