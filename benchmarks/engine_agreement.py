@@ -113,10 +113,10 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
     from fidelab.run.prepare import prepare
-    from fidelab.run.runner import Listener
+    from fidelab.run.runner import Silent
 
     prepared = prepare(experiment)
-    asking = prepared.asking(Listener(), lambda *_a, **_k: None)
+    asking = prepared.asking(Silent(), lambda *_a, **_k: None)
     jobs = [job for job in prepared.plan.jobs if job.role in ("reference", "floor")]
     return {job.role: asking.run(job, logs / f"{job.role}.log") for job in jobs}
 

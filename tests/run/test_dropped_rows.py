@@ -24,7 +24,7 @@ from fidelab.run.build import PlannedJob
 from fidelab.run.estimate import needed_bytes
 from fidelab.run.pairing import ArmResult
 from fidelab.run.prepare import prepare
-from fidelab.run.runner import Listener
+from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inputs
 
 ARMS = ("tilt[q=0.6]", "tilt[q=0.9]", "nan-row[item=3,row=2]", "small-vocab[cut=16,q=0.5]")
@@ -71,13 +71,13 @@ def test_rows_of_candidates_are_gone_when_they_have_answered(
     """Of parts that hold a window each."""
     with_rows = set[str]()
 
-    def ended(_self: Listener, job: PlannedJob, result: ArmResult) -> None:
+    def ended(_self: Silent, job: PlannedJob, result: ArmResult) -> None:
         captures = map(Capture, result.captures.values())
         with_rows.update(job.role for capture in captures if capture.has_rows())
 
     monkeypatch.setattr("fidelab.captures.writer.PART_BYTES", 1)
-    monkeypatch.setattr("fidelab.cli.progress.watcher", Listener)
-    monkeypatch.setattr(Listener, "job_ended", ended)
+    monkeypatch.setattr("fidelab.cli.progress.watcher", Silent)
+    monkeypatch.setattr(Silent, "job_ended", ended)
     assert _scored(_run(tmp_path)) == _scored(kept)
     assert with_rows == {"reference"}
 

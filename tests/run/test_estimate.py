@@ -20,7 +20,7 @@ from fidelab.core import Estimator, canonical_json
 from fidelab.run import estimate
 from fidelab.run.pipeline import execute
 from fidelab.run.prepare import prepare
-from fidelab.run.runner import Listener
+from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, cli, write_inputs
 
 AXES: dict[str, Any] = {
@@ -46,7 +46,7 @@ def fake(folder: Path, **change: Any) -> Experiment:
     return validate({**settings, **change}, "test")
 
 
-class Watched(Listener):
+class Watched(Silent):
     """Keeps what is said about how far the run is."""
 
     def __init__(self) -> None:

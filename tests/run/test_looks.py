@@ -25,7 +25,7 @@ from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.models import resolve
 from fidelab.results.decision_record import DocumentSums
 from fidelab.results.record import ArmRecord, Report
-from fidelab.run.runner import Listener
+from fidelab.run.runner import Silent
 from tests.run.harness import Done, cli, refused, same_report
 
 FAILS, HOLDS, VARIES = "tilt[q=0.9,bytes=6]", "tilt[q=0.55,bytes=8]", "tilt[q=0.6,bytes=7,every=3]"
@@ -302,7 +302,7 @@ def test_the_terminal_says_how_much_each_candidate_read(looked: Done, fixed: Don
 
 def test_the_time_of_a_run_grows_by_each_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     totals: list[float] = []
-    monkeypatch.setattr(Listener, "advanced", lambda _self, _done, total: totals.append(total))
-    monkeypatch.setattr("fidelab.cli.progress.watcher", Listener)
+    monkeypatch.setattr(Silent, "advanced", lambda _self, _done, total: totals.append(total))
+    monkeypatch.setattr("fidelab.cli.progress.watcher", Silent)
     _compare(tmp_path)
     assert len({*totals}) == len(LOOK_ALPHAS)

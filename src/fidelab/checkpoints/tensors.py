@@ -355,16 +355,10 @@ def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
         default = [n for n, (_, s) in experts.items() if _default(s, part)]
         normal = len(experts) - len(default)
         for n, (name, s) in experts.items():
-            reason = (
-                "infinite or NaN scales"
-                if not s.finite
-                else "zero scales"
-                if s.dead
-                else "default scales"
-                if n in default and (normal or s.first == 1)
-                else None
-            )
-            if reason is not None:
+            left = n in default and (normal or s.first == 1)
+            kinds = {"infinite or NaN": not s.finite, "zero": s.dead, "default": left}
+            if kind := next((kind for kind, found_so in kinds.items() if found_so), None):
+                reason = f"{kind} scales"
                 found[layer].add(n)
                 why[reason] += 1
                 names.append(name)
@@ -684,11 +678,8 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
         weight = module.parts.get("weight")
         if weight is None or module.quantized or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
             continue
-        if (
-            module.kind in ("norm", "embedding")
-            or _EXEMPT_MODULES.search(module.name)
-            or not scheme.targets_linear(module.name)
-        ):
+        exempt = module.kind in ("norm", "embedding") or _EXEMPT_MODULES.search(module.name)
+        if exempt or not scheme.targets_linear(module.name):
             continue
         elsewhere = leaf_of(module.name) in kinds
         if scheme.method == "compressed-tensors":
@@ -800,10 +791,8 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             continue
         k = packing.inputs(scheme.bits)
         if scheme.group is not None and k is not None and packing.groups != -(-k // scheme.group):
-            text = (
-                f"{packing.groups} groups of {k} inputs where groups of {scheme.group} would be {-(-k // scheme.group)}"
-            )
-            wrong[text].append(module.name)
+            expected = f"groups of {scheme.group} would be {-(-k // scheme.group)}"
+            wrong[f"{packing.groups} groups of {k} inputs where {expected}"].append(module.name)
         shape = module.parts.get("weight_shape")
         if shape is not None and k is not None and subject.statistics[shape.name].size == 2:
             stored = tuple(int(n) for n in subject.checkpoint.read(shape).tolist())
@@ -1116,9 +1105,11 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
         if (s := subject.statistics[info.name]).size and s.same and s.first == 1
     ]
     severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
-    yield from counted_findings(
-        ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity
-    )
+    yield from counted_findings(ones, _cache_scale_noun(ones), "exactly 1", severity)
+
+
+def _cache_scale_noun(names: list[str]) -> str:
+    return "scale of the KV cache" if len(names) == 1 else "KV-cache scale"
 
 
 @suspicious(
@@ -1130,10 +1121,8 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
 )
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
     names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
-    if names and not subject.scheme.kv_cache:
-        yield from counted_findings(
-            names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced"
-        )
+    if not subject.scheme.kv_cache:
+        yield from counted_findings(names, _cache_scale_noun(names), "not announced")
 
 
 # ------------------------------------------------------------------------------------------------------ missing layers

@@ -8,7 +8,7 @@ from typing import Any
 
 from fidelab.config.experiment import validate
 from fidelab.results.record import Report
-from fidelab.run.runner import Listener, ProgressReporter
+from fidelab.run.runner import Listener, ProgressReporter, Silent
 
 
 def compare(
@@ -60,7 +60,7 @@ def compare(
 
 def _listener(progress: bool | Callable[[str, float], None]) -> Listener:
     if not progress:
-        return Listener()
+        return Silent()
     return ProgressReporter(progress if callable(progress) else _Lines().tell)
 
 

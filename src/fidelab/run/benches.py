@@ -37,7 +37,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.run.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.run.deploy import ResolvedArm
-from fidelab.run.estimate import Benched, Work, work_of
+from fidelab.run.estimate import Benched, Timings, Work, work_of
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, engaged
 from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.run.runner import Asking, Listener, absent, unreadable
@@ -188,7 +188,7 @@ class Benching(BenchPlan):
                 if arm.role in workers:
                     self._hear(arm, outcome := workers[arm.role].finish())
                     spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
-                    self._asking.remember(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
+                    Timings().add(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
 
     def _ask_in_turn(
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int

@@ -41,7 +41,7 @@ from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undeci
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_on_cluster
 from fidelab.run.prepare import Prepared, now, prepare
 from fidelab.run.resolve import Settings
-from fidelab.run.runner import Listener, needs_of
+from fidelab.run.runner import Listener, Silent, needs_of
 from fidelab.run.scoring import RunFacts, Scored, score_run
 from fidelab.run.signals import terminate_as_interrupt
 from fidelab.run.tiles import Figures
@@ -81,7 +81,7 @@ def execute(
         folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
         remember(prepared.settings.experiment, config, folder.config)
         facts = RunFacts(folder.run_id, created, command, _environment())
-        return _run_jobs(prepared, folder, facts, listener or Listener(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -104,7 +104,7 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
         prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
         _check_placed(prepared.settings)
         folder.event("resumed")
-        return _run_jobs(prepared, folder, facts, listener or Listener(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -201,12 +201,8 @@ def _run_jobs(
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
     looked = 0.0  # seconds in which looks compared them
-    folder.event(
-        "planned",
-        jobs=[job.role for job in plan.jobs],
-        unsupported=dict(plan.settings.unsupported),
-        unavailable=facts.unavailable,
-    )
+    roles, unsupported = [job.role for job in plan.jobs], dict(plan.settings.unsupported)
+    folder.event("planned", jobs=roles, unsupported=unsupported, unavailable=facts.unavailable)
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
@@ -255,7 +251,7 @@ def _run_jobs(
             scored = score_run(plan.settings.experiment, facts, _every(plan, results), figures=figures)
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
-                drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
+                drop_reference_rows(plan.settings.axes, results, roles, readers)
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((looked + time.monotonic() - began) / expected.scoring)
             return report

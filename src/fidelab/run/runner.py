@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, check_answers
@@ -48,8 +48,8 @@ from fidelab.workers.parent import JobOutcome, Spawn, Worker
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
 
-class Listener:
-    """Callbacks that follow a run, such as a progress bar's.  This one ignores everything."""
+class Listener(Protocol):
+    """Callbacks that follow a run, such as a progress bar's."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         """Called when the plan is made."""
@@ -85,7 +85,11 @@ class Listener:
         """Called when the run is over."""
 
 
-class ProgressReporter(Listener):
+class Silent(Listener):
+    """Listener that ignores everything."""
+
+
+class ProgressReporter(Silent):
     """Call a function with the current step and the share of the run's expected time that is over."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
@@ -332,24 +336,14 @@ class Asking:
         """Report the outcome of a job to all listeners."""
         result = _result(job, [c.axis for c in missing], outcome)
         result = replace(result, failures={**result.failures, **self._without})
-        self._event(
-            "job_ended",
-            role=job.role,
-            status=str(result.status),
-            reason=result.reason,
-            seconds=round(outcome.seconds, 3),
-        )
+        status, seconds = str(result.status), round(outcome.seconds, 3)
+        self._event("job_ended", role=job.role, status=status, reason=result.reason, seconds=seconds)
         self.pace.share(1.0)
         if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
-            self.remember(
-                job.resolved, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took
-            )
+            load = outcome.seconds - sum(spent for _, spent in clocked.took.values())
+            Timings().add(job.resolved, load, clocked.took)
         self._listener.job_ended(job, result)
         return result
-
-    def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
-        """Keep the times of captures, and the other seconds of their worker, for later estimates."""
-        Timings().add(resolved, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""

@@ -273,9 +273,10 @@ def _context_scores(score: AxisScore) -> list[AxisScore]:
     return list(score.parts.values()) or [score]
 
 
-def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, ...]]:
+def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
     """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
-    return _pooled(parts, [score.right or () for score in parts])
+    pools = _pooled(parts, [score.right or () for score in parts])
+    return [(ref, test, clusters) for ref, test, clusters in pools]
 
 
 def _pooled(parts: Sequence[AxisScore], columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
@@ -315,7 +316,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
             items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
             losses.append(Loss.of_changes(items, limits.max_flips))
     lost = _pooled(parts, [(score.probability_loss,) for score in parts])
-    losses += [Loss.of_probability(*known, margin) for known in lost]
+    losses += [Loss.of_probability(values, clusters, margin) for values, clusters in lost]
     if limits.max_accuracy_loss is not None:
         losses += [Loss.of_accuracy(*known, limits.max_accuracy_loss) for known in pools]
     return losses

@@ -30,7 +30,7 @@ from fidelab.run.build import FLOOR, TWIN, PlannedJob
 from fidelab.run.deploy import engine_class
 from fidelab.run.pairing import ArmResult
 from fidelab.run.prepare import prepare
-from fidelab.run.runner import Listener
+from fidelab.run.runner import Listener, Silent
 from fidelab.studies.study import OpenStudy, arm_of, run_jobs, why_none, with_requests
 
 _STATES, _QKV = "layers", "qkv"
@@ -111,7 +111,7 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
     [job] = prepared.plan.jobs
     request = replace(_over_states(job).select([0]), axis=_QKV, tensors="qkv", layers=tuple(sorted({*layers})))
     log = prepared.settings.captures_dir / "logs" / f"{_QKV}.log"
-    [result] = run_jobs(prepared, [with_requests(prepared, job, [request])], listener or Listener(), lambda _role: log)
+    [result] = run_jobs(prepared, [with_requests(prepared, job, [request])], listener or Silent(), lambda _role: log)
     if _QKV not in result.captures:
         raise EngineError(why_none(result))
     capture = Capture(result.captures[_QKV])

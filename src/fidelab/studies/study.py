@@ -24,7 +24,7 @@ from fidelab.results.study import SCHEMA, Study, StudyArm
 from fidelab.run.build import TWIN, PlannedCapture, PlannedJob
 from fidelab.run.pairing import ArmResult, engaged
 from fidelab.run.prepare import Prepared
-from fidelab.run.runner import Listener
+from fidelab.run.runner import Listener, Silent
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class OpenStudy:
         config = dump(settings.experiment, {"command": command, "created": created.isoformat()})
         name = slug(f"{kind}-{Path(settings.experiment.model).name}")
         folder = RunFolder.create(settings.output_dir, name, f"{config}kind: {kind}\n")
-        return cls(kind, prepared, folder, created, command, listener or Listener())
+        return cls(kind, prepared, folder, created, command, listener or Silent())
 
     def run(self, jobs: Sequence[PlannedJob], log: str = "") -> list[ArmResult]:
         """Run the jobs in turn, as :func:`run_jobs` does; ``log`` names a log for all of them."""
