@@ -37,7 +37,7 @@ from fidelab.core.errors import FidelabError
 from fidelab.core.serial import to_json
 from fidelab.imports import lm_eval
 from fidelab.imports.kld_base import BaseFile
-from fidelab.imports.refract_axes import read_kld, read_plad, read_rniah, read_trajectory
+from fidelab.imports.refract_axes import recompute
 from fidelab.imports.refract_file import read_refract
 from fidelab.inputs.conversations import load_traffic
 from fidelab.inputs.gsm8k import load_problems
@@ -190,7 +190,7 @@ def read_base(path: Path) -> None:
 def read_refract_axes(path: Path) -> None:
     file = read_refract(path)
     _ = file.model, file.backend, file.version, file.kv("reference"), file.kv("candidate"), file.score("gtm")
-    _ = read_trajectory(file, 0), read_kld(file, 0), read_rniah(file), read_plad(file, 0)
+    recompute(file, 0)
 
 
 def read_devices(path: Path) -> None:

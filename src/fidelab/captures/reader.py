@@ -90,15 +90,15 @@ class Capture:
             self.verify()
             _ = self.head
 
-    def verify(self, *, content: bool = True) -> None:
-        """Compare every file of the folder with its recorded size and, for ``content``, SHA-256.
+    def verify(self) -> None:
+        """Compare every file of the folder with its recorded size and SHA-256.
 
         Raises:
             CaptureError: If a file is missing, truncated or edited.  The message names the capture and the file.
         """
         for entry in self.manifest["files"]:
             path = self.folder / Path(entry["name"]).name
-            _check(path, entry, f"capture {self.folder}: {path.name}", content)
+            _check(path, entry, f"capture {self.folder}: {path.name}")
 
     @cached_property
     def request(self) -> Request:
@@ -111,11 +111,8 @@ class Capture:
             text = _unpacked(self.folder / PROBE)
             request = request_from_record(strict_json(text))
             said = [self.manifest[name] for name in ("kind", "axis", "settings")]
-            if digest(text) != self.manifest["key"]["probe"] or said != [
-                request.kind,
-                request.axis,
-                dict(request.settings),
-            ]:
+            own = [request.kind, request.axis, dict(request.settings)]
+            if digest(text) != self.manifest["key"]["probe"] or said != own:
                 raise ValueError("manifest.json is of another request")
             if token_hashes(request.items()) != [item["hash"] for item in self.items]:
                 raise ValueError("manifest.json is of other items")
@@ -395,18 +392,17 @@ def _is_whole(array: Array) -> bool:
     return not isinstance(array, BFloat16) and array.dtype.kind in "iu"
 
 
-def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = True) -> None:
-    """Check the size and, with ``content``, the hash of a file.
+def _check(path: Path, record: Mapping[str, Any], name: str) -> None:
+    """Check the size and the hash of a file.
 
     Raises:
         CaptureError: If they differ from ``record``.  The message calls the file ``name``.
     """
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise CaptureError(f"{name} is missing or truncated; delete it and capture again")
-    if content:
-        stat = path.stat()
-        if _sha256(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) != record["sha256"]:
-            raise CaptureError(f"{name} was edited (checksum differs); delete it and capture again")
+    stat = path.stat()
+    if _sha256(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) != record["sha256"]:
+        raise CaptureError(f"{name} was edited (checksum differs); delete it and capture again")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -208,7 +208,7 @@ def _folders(store: Path) -> Iterator[Path]:
 def _open(folder: Path) -> Capture:
     """Open a capture to copy; a missing head does not count as damage, since it can still be copied."""
     capture = Capture(folder, verify=False)
-    capture.verify(content=True)
+    capture.verify()
     return capture
 
 

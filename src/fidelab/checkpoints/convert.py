@@ -40,6 +40,7 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
 )
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.models.weights import INDEX
 
 _log = logging.getLogger(__name__)
 
@@ -54,14 +55,8 @@ _ROWS = 1 << 22  # number of weights that are dequantized at a time
 _EXTRA_DISK_BYTES = 64 << 20  # bytes of disk for config, tokenizer and certificate
 _SMALLEST_GROUP = 16  # inputs; no engine has kernels for smaller groups
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"}
-_REWRITTEN = {
-    "config.json",
-    "model.safetensors.index.json",
-    "quantize_config.json",
-    "quant_config.json",
-    "recipe.yaml",
-    CERTIFICATE,
-}
+_REWRITTEN = {"config.json", INDEX, "quantize_config.json", "quant_config.json", "recipe.yaml", CERTIFICATE}
+_SIDE_FILES = (".json", ".jinja", ".txt", ".model")  # suffixes of configuration and tokenizer
 _FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}
 
 
@@ -121,18 +116,27 @@ class Certificate:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def compared(self) -> list[Compared]:
+        """All modules and tensors."""
+        return [*self.modules, *self.tensors]
+
+    @property
+    def differing(self) -> list[Compared]:
+        """Modules and tensors of which a value differs."""
+        return [compared for compared in self.compared if compared.differing]
+
+    @property
     def exact(self) -> bool:
         """Whether every value of the target equals the source's."""
-        return not any(compared.differing for compared in (*self.modules, *self.tensors))
+        return not self.differing
 
     @property
     def worst(self) -> Compared:
         """The tensor with the largest error."""
-        return max((*self.modules, *self.tensors), key=lambda compared: compared.max_error, default=Compared(""))
+        return max(self.compared, key=lambda compared: compared.max_error, default=Compared(""))
 
     def record(self) -> dict[str, Any]:
         """Return the certificate as plain data."""
-        differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
         return {
             "schema": "fidelab.certificate/1",
             "source": self.source,
@@ -144,8 +148,8 @@ class Certificate:
             "counts": {
                 "modules": len(self.modules),
                 "tensors": len(self.tensors),
-                "values": sum(compared.values for compared in (*self.modules, *self.tensors)),
-                "tensors_differing": len(differing),
+                "values": sum(compared.values for compared in self.compared),
+                "tensors_differing": len(self.differing),
                 "dropped": len(self.dropped),
             },
             "notes": self.notes,
@@ -156,14 +160,14 @@ class Certificate:
 
     def line(self) -> str:
         """Return the certificate as one line of text."""
-        count = sum(compared.values for compared in (*self.modules, *self.tensors))
+        count = sum(compared.values for compared in self.compared)
         what = f"{len(self.modules)} quantized modules and {len(self.tensors)} other tensors"
         if self.exact:
             return f"{self.method} to {self.to}: {what} compared, all {count:,} values are equal"
-        differing = [compared for compared in (*self.modules, *self.tensors) if compared.differing]
-        total = math.sqrt(sum(c.squared_error for c in differing) / (sum(c.squared for c in differing) or 1))
+        squares = sum(c.squared for c in self.differing) or 1
+        total = math.sqrt(sum(c.squared_error for c in self.differing) / squares)
         return (
-            f"{self.method} to {self.to}: {what} compared, {len(differing)} differ, by at most "
+            f"{self.method} to {self.to}: {what} compared, {len(self.differing)} differ, by at most "
             f"{self.worst.max_error:.3g} ({self.worst.name}), root mean square {100 * total:.3g}% of their values'"
         )
 
@@ -234,6 +238,16 @@ def whole_folder(target: Path) -> Iterator[Path]:
         raise OutputError(
             f"cannot write {target} ({error.strerror or error}); no files were left there, and the source is unchanged"
         ) from error
+
+
+def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy the weights of a checkpoint with its configuration and tokenizer.
+
+    Weight files that the checkpoint does not use, such as pickled ones, stay behind: some loaders would read them.
+    """
+    for path in checkpoint.folder.iterdir():
+        if path.is_file() and (path in checkpoint.files or path.suffix in _SIDE_FILES):
+            shutil.copyfile(path, folder / path.name)
 
 
 # --------------------------------------------------------------------------------------------------------------- plan
@@ -431,12 +445,8 @@ def _ungrouped(fact: _Facts, size: int) -> str | None:
 
 
 def _load(checkpoint: Checkpoint, module: QuantizedModule) -> QuantizedLinear:
-    return module.unpack(
-        {
-            part: StoredArray(checkpoint.read(name), checkpoint.tensors[name].dtype)
-            for part, name in module.parts.items()
-        }
-    )
+    parts = module.parts.items()
+    return module.unpack({p: StoredArray(checkpoint.read(name), checkpoint.tensors[name].dtype) for p, name in parts})
 
 
 def _fitted(plan: _Plan, linear: QuantizedLinear, name: str) -> QuantizedLinear:
@@ -564,7 +574,7 @@ class _Writer:
                 "metadata": {"total_size": self.total},
                 "weight_map": {name: names[place - 1] for name, place in sorted(self._places.items())},
             }
-            (self._folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+            (self._folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
         for file, name in zip(self._files, names, strict=True):
             file.rename(self._folder / name)
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from fidelab.core.errors import InputError
 from fidelab.models import embedded, gguf, hub
 from fidelab.models.convert import dequantized
+from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import INDEX, read_entries, read_index, read_json, weight_files
 
 RAW: Mapping[str, np.dtype[Any]] = {
@@ -49,7 +50,6 @@ RAW: Mapping[str, np.dtype[Any]] = {
 lacks come as the unsigned integers of their bits.  GGUF's plain types have the same names; its block types keep ggml's
 (``Q4_K``) and come as bytes, with the last dimension in bytes."""
 
-_HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
 _MAX_SPLITS = 1000
@@ -229,7 +229,7 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
         if here.suffix == ".gguf":
             return _open_gguf(here.absolute(), text)
         raise InputError(f"{text} is a file; a checkpoint is a folder (config.json, *.safetensors) or a .gguf file")
-    match = _HUB_ID.fullmatch(text)
+    match = HUB_ID.fullmatch(text)
     if match is None or here.suffix == ".gguf":
         raise InputError(
             f"no checkpoint {text!r} here; a checkpoint is a folder with config.json and *.safetensors, a .gguf file, "
@@ -310,16 +310,12 @@ def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | N
     for key in ("quantization_config", "compression_config"):
         for place in places:
             if isinstance(value := place.get(key), dict):
-                return value if "quant_method" in value else {"quant_method": _method(value), **value}
+                unnamed = "compressed-tensors" if "config_groups" in value else None
+                return {"quant_method": unnamed, **value}
     for file, method in _LEGACY.items():
         if (folder / file).is_file():
             return {"quant_method": method, **read_json(folder / file)}
     return None
-
-
-def _method(quantization: Mapping[str, Any]) -> str | None:
-    """Return the method of a configuration that does not name it."""
-    return "compressed-tensors" if "config_groups" in quantization else None
 
 
 def _open_gguf(file: Path, name: str) -> Checkpoint:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.checkpoints.convert import check_room, check_target, whole_folder
+from fidelab.checkpoints.convert import check_room, check_target, copy_files, whole_folder
 from fidelab.checkpoints.files import RAW, Checkpoint, TensorInfo, open_checkpoint
+from fidelab.checkpoints.modules import text_config
 from fidelab.core.errors import InputError, UsageError
 
 _HALVES = frozenset(
@@ -74,18 +74,12 @@ def make_fragile(source: str | Path, target: Path, *, pairs: int = 2, factor: in
     with open_checkpoint(source) as checkpoint:
         check_target(checkpoint, target)
         projections = _projections(checkpoint)
-        text = checkpoint.config.get("text_config")
-        config = {**checkpoint.config, **text} if isinstance(text, dict) else checkpoint.config
+        config = {**checkpoint.config, **text_config(checkpoint.config)}
         dim = _head_dim(checkpoint, config)
         channels = _channels(checkpoint, config, dim, pairs)
         check_room(target, sum(file.stat().st_size for file in checkpoint.files))
         with whole_folder(target) as folder:
-            for path in checkpoint.folder.iterdir():
-                # Weight files that the checkpoint does not use, such as pickled ones, would be read by some loaders.
-                if path.is_file() and (
-                    path in checkpoint.files or path.suffix in (".json", ".jinja", ".txt", ".model")
-                ):
-                    shutil.copyfile(path, folder / path.name)
+            copy_files(checkpoint, folder)
             for tensor, is_key in projections:
                 _scale(folder, tensor, channels, dim, float(factor) if is_key else 1 / factor)
     return Fragile(target, factor, channels, sum(is_key and len(t.shape) == 2 for t, is_key in projections))

@@ -92,16 +92,11 @@ class _Geometry:
         kv = kv or heads
         wide = {n * d for n in heads for d in dims}
         keys = {n * d for n in kv for d in dims}
-        inner = {
-            n
-            for key in self.config
-            if "intermediate" in key or key in ("ffn_dim", "n_inner", "ffn_hidden_size")
-            for n in self.numbers(key)
-        }
+        names = ("ffn_dim", "n_inner", "ffn_hidden_size")
+        inner = self.numbers(*(key for key in self.config if "intermediate" in key or key in names))
         inner |= {n * m for n in inner for m in (2, *self.numbers("n_shared_experts", "num_shared_experts"))}
-        gated = bool(self.config.get("attn_output_gate")) or str(self.config.get("model_type")).startswith(
-            ("qwen3_next", "qwen3_5")
-        )
+        kind = str(self.config.get("model_type"))
+        gated = bool(self.config.get("attn_output_gate")) or kind.startswith(("qwen3_next", "qwen3_5"))
         return {
             "hidden": hidden,
             "heads": wide,
@@ -189,11 +184,8 @@ def _geometry_layers(subject: Subject) -> Iterator[Finding]:
     beyond = sorted(n for n in stack if n >= count + max(more, default=0))
     if beyond:
         names = [module.name for n in beyond for _, module in stack[n]]
-        yield Finding(
-            f"{count} layers are configured, and there are {len(beyond)} more, from layer {beyond[0]}",
-            names,
-            severity="suspicious",
-        )
+        text = f"{count} layers are configured, and there are {len(beyond)} more, from layer {beyond[0]}"
+        yield Finding(text, names, "suspicious")
 
 
 @broken(
@@ -219,10 +211,8 @@ def _geometry_shapes(subject: Subject) -> Iterator[Finding]:
                     wrong[leaf.rpartition(".")[2], side, number, _or(allowed)].append(module.name)
     for (leaf, side, number, allowed_text), names in wrong.items():
         of = f"{len(names)} {leaf}" if len(names) > 1 else names[0]
-        yield Finding(
-            f"{of} {'have' if len(names) > 1 else 'has'} {number:,} {side}, configured {allowed_text}",
-            names,
-        )
+        have = "have" if len(names) > 1 else "has"
+        yield Finding(f"{of} {have} {number:,} {side}, configured {allowed_text}", names)
     embedding = _embedding(subject)
     if embedding is not None and (hidden := sizes["hidden"]):
         name, (_, width) = embedding
@@ -252,11 +242,8 @@ def _geometry_vocabulary(subject: Subject) -> Iterator[Finding]:
             yield Finding(f"{name} has {n:,} rows for a vocabulary of {configured:,}", [name])
         for name, n in rows.items():
             if n >= configured + _MAX_PADDING_ROWS:
-                yield Finding(
-                    f"{name} has {n:,} rows for a vocabulary of {configured:,}, which is more than padding",
-                    [name],
-                    severity="suspicious",
-                )
+                text = f"{name} has {n:,} rows for a vocabulary of {configured:,}, which is more than padding"
+                yield Finding(text, [name], "suspicious")
         if few:
             return
     if rows and max(rows.values()) - min(rows.values()) >= _MAX_PADDING_ROWS:

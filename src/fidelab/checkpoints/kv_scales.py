@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,14 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from fidelab.checkpoints.convert import check_room, check_target, whole_folder
+from fidelab.checkpoints.convert import check_room, check_target, copy_files, whole_folder
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
 from fidelab.core.errors import InputError
+from fidelab.models.weights import INDEX
 
 SCALES_FILE = "model-kv-scales.safetensors"
 NOTES = "kv-calibration.json"
-_INDEX = "model.safetensors.index.json"
-_COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
-_SCHEME: Mapping[str, Any] = {
-    "type": "float",
-    "num_bits": 8,
-    "strategy": "tensor",
-    "symmetric": True,
-    "dynamic": False,
-}
+_SCHEME = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
 def refuse_unscalable(source: str | Path) -> None:
@@ -72,14 +64,12 @@ def write_kv_scales(
                 tensors[f"{attention}.{side}_scale"] = np.asarray(scale, dtype=np.float32)
         check_room(target, sum(file.stat().st_size for file in checkpoint.files))
         with whole_folder(target) as folder:
-            for path in checkpoint.folder.iterdir():
-                if path.is_file() and (path in checkpoint.files or path.suffix in _COPIED_SUFFIXES):
-                    shutil.copyfile(path, folder / path.name)
+            copy_files(checkpoint, folder)
             save_file(tensors, folder / SCALES_FILE, metadata={"format": "pt"})
             total = sum(file.stat().st_size for file in checkpoint.files)
             places = {name: info.file.name for name, info in checkpoint.tensors.items()}
             index = {"metadata": {"total_size": total}, "weight_map": places | dict.fromkeys(tensors, SCALES_FILE)}
-            (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), "utf-8")
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), "utf-8")
             config = json.loads((folder / "config.json").read_text("utf-8"))
             config["quantization_config"] = {
                 "quant_method": "compressed-tensors",
@@ -87,7 +77,7 @@ def write_kv_scales(
                 "quantization_status": "frozen",
                 "config_groups": {},
                 "ignore": [],
-                "kv_cache_scheme": dict(_SCHEME),
+                "kv_cache_scheme": _SCHEME,
             }
             (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
             (folder / NOTES).write_text(json.dumps(notes, indent=1), "utf-8")

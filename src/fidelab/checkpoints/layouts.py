@@ -636,7 +636,6 @@ LAYOUTS: Mapping[str, tuple[type[Layout], ...]] = {
 }
 """Methods whose weights can be read, with the layouts in which their modules may be, the first that fits counts."""
 
-_AWQ_VERSIONS = {"gemm"}
 _AUTO_ROUND = {
     "auto_round": "gptq_v2",  # before the format had a name
     "auto_round:gptq": "gptq",
@@ -674,7 +673,7 @@ def method_of(quantization: Mapping[str, Any]) -> str:
         return variant
     if method == "awq":
         version = str(quantization.get("version") or "gemm").lower()
-        if version not in _AWQ_VERSIONS:
+        if version != "gemm":
             raise InputError(f"quantization_config has the version {version!r} of AWQ, of which gemm is read")
         return method
     if method in LAYOUTS:
@@ -724,11 +723,8 @@ def quantized_modules(
 def _settings(quantization: Mapping[str, Any]) -> Settings:
     """Return all group sizes and block shapes in a configuration."""
     groups = quantization.get("config_groups")
-    weights = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
+    schemes = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") for group in schemes if isinstance(group, dict)]
     layers = [part for key in ("dynamic", "extra_config") if isinstance(part := quantization.get(key), dict)]
     places = [quantization, *weights, *(layer for part in layers for layer in part.values())]
     places = [place for place in places if isinstance(place, dict)]

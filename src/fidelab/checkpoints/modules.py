@@ -371,12 +371,8 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
         ignored_by, ignored = "dynamic", (*ignored, *(str(key)[2:] for key in dynamic if str(key).startswith("-:")))
     extra = raw.get("extra_config")
     if method == "auto-round" and isinstance(extra, dict):
-        kept = (
-            name
-            for name, settings in extra.items()
-            if isinstance(settings, dict) and settings.get("bits", 0) in (16, 32)
-        )
-        ignored_by, ignored = "extra_config", (*ignored, *map(str, kept))
+        kept = [str(name) for name, one in extra.items() if isinstance(one, dict) and one.get("bits") in (16, 32)]
+        ignored_by, ignored = "extra_config", (*ignored, *kept)
     group = _number(raw, "group_size", "q_group_size")
     block = raw.get("weight_block_size")
     if method == "fp8" and isinstance(block, list) and len(block) == 2 and type(block[1]) is int:

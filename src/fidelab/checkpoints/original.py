@@ -29,30 +29,15 @@ from fidelab.checkpoints.layouts import (
     unpack_words,
 )
 from fidelab.checkpoints.modules import Module, kind_of, modules_of, strip_prefixes, tensor_in, text_config, weight_in
-from fidelab.checkpoints.rules import Finding, Severity, Subject, and_more, are, broken, counted, counted_findings
+from fidelab.checkpoints.rules import Finding, Severity, Subject, are, broken, counted, counted_findings, listed, verb
 from fidelab.core.errors import InputError
 
 Floats = NDArray[np.float32]
 
 _NUM_ROWS = 64  # of each layer that are compared, at even distances, the first and the last among them; a multiple of 8
-_MAX_ERROR = {
-    8: 0.15,
-    6: 0.15,
-    5: 0.25,
-    4: 0.35,
-    3: 0.7,
-    2: 1.2,
-    1: 1.5,
-}  # relative, by bits; an ordinary one: a third
-_MAX_SCALE_CHANGE = {
-    8: 0.03,
-    6: 0.05,
-    5: 0.05,
-    4: 0.1,
-    3: 0.2,
-    2: 0.4,
-    1: 0.6,
-}  # by which a layer may be larger or smaller
+# Largest relative error by bits, of which an ordinary one is a third, and by how much a layer may be larger or smaller.
+_MAX_ERROR = {8: 0.15, 6: 0.15, 5: 0.25, 4: 0.35, 3: 0.7, 2: 1.2, 1: 1.5}
+_MAX_SCALE_CHANGE = {8: 0.03, 6: 0.05, 5: 0.05, 4: 0.1, 3: 0.2, 2: 0.4, 1: 0.6}
 _KEPT_ERROR = 0.02  # largest error of rescaled 16-bit layers
 _FACTOR_SHARE = 0.7  # share of an error: from here on, one factor explains it and rounding does not
 _SAME_RATIO = 1.01  # times as large an error tells nothing
@@ -100,9 +85,8 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
             if not regrouped and not (tied and original.kind == "head") and "rotary" not in original.name:
                 missing += [info.name for info in original.parts.values()]
             continue
-        missing += [
-            original.parts[part].name for part in ("bias",) if part in original.parts and part not in module.parts
-        ]
+        if "bias" in original.parts and "bias" not in module.parts:
+            missing.append(original.parts["bias"].name)
         weight, packing = original.parts.get("weight"), module.packing()
         k = packing.inputs(subject.scheme.bits) if packing else None
         if weight is None or len(weight.shape) != 2:
@@ -112,10 +96,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
         reshaped = plain is not None and not module.quantized and plain.shape[1:] != weight.shape[1:]
         if repacked or reshaped:
             shapes.append(module.name)
-    if missing:
-        yield Finding(
-            f"{counted(missing, 'tensor')} of the original {are(missing)} not there: {and_more(missing)}", missing
-        )
+    yield from listed(f"{counted(missing, 'tensor')} of the original {are(missing)} not there:", missing)
     yield from counted_findings(shapes, "module", "of another shape than the original")
 
 
@@ -139,17 +120,14 @@ def _close(shape: Sequence[int], stored: Sequence[int], layout: str) -> bool:
     command="convert again with fidelab checkpoint convert, or name the checkpoint that it was really made from",
 )
 def _base_differs(subject: Subject) -> Iterator[Finding]:
-    if subject.base is None:
-        return
-    found = _comparison(subject).weights
-    if found:
-        worst = max(found.values())
-        names = list(found)
-        yield Finding(
-            f"{counted(names, 'module')} differ{'s' if len(names) == 1 else ''} from the original by up to "
-            f"{100 * worst:.0f}% of its size: {and_more(names)}",
-            names,
-        )
+    if subject.base is not None:
+        yield from _differing(_comparison(subject).weights, "module", ".0f")
+
+
+def _differing(found: Mapping[str, float], noun: str, digits: str) -> list[Finding]:
+    names, worst = list(found), 100 * max(found.values(), default=0.0)
+    by = f"by up to {worst:{digits}}% of its size:"
+    return listed(f"{counted(names, noun)} {verb(names, 'differ')} from the original {by}", names)
 
 
 @broken(
@@ -162,16 +140,8 @@ def _base_differs(subject: Subject) -> Iterator[Finding]:
     command="copy these tensors from the original, or quantize again",
 )
 def _base_kept_differs(subject: Subject) -> Iterator[Finding]:
-    if subject.base is None:
-        return
-    found = _comparison(subject).kept
-    if found:
-        names = list(found)
-        yield Finding(
-            f"{counted(names, 'kept tensor')} differ{'s' if len(names) == 1 else ''} from the original by up to "
-            f"{100 * max(found.values()):.3g}% of its size: {and_more(names)}",
-            names,
-        )
+    if subject.base is not None:
+        yield from _differing(_comparison(subject).kept, "kept tensor", ".3g")
 
 
 @dataclass(frozen=True)
@@ -250,10 +220,9 @@ def _compared(subject: Subject, base: Checkpoint) -> _Comparison:
     for name, difference in changed.items():
         owner = name.rpartition(".")[0]
         layer_of = layers.get(owner)
-        rescaled = layer_of is not None and (layer_of.norm or layer_of.cancels)
-        if owner in made_up or (rescaled and layer_of is not None and _sound(subject, owner, layer_of)):
-            continue
-        kept[name] = difference
+        rescaled = layer_of is not None and (layer_of.norm or layer_of.cancels) and _sound(subject, owner, layer_of)
+        if owner not in made_up and not rescaled:
+            kept[name] = difference
     return _Comparison(weights, kept)
 
 
@@ -291,9 +260,7 @@ def _samples(module: Module, changed: Mapping[str, float]) -> bool:
     if module.quantized:
         return True
     weight = module.parts.get("weight")
-    return (
-        weight is not None and weight.name in changed and len(weight.shape) == 2 and module.kind not in ("embedding",)
-    )
+    return weight is not None and weight.name in changed and len(weight.shape) == 2 and module.kind != "embedding"
 
 
 def _layer(
@@ -481,7 +448,7 @@ def _difference(checkpoint: Checkpoint, info: TensorInfo, base: Checkpoint, othe
     the coarser type.
     """
     rows = min(info.shape[0], other.shape[0])  # a vocabulary may be filled up
-    info, other = _head(info, rows), _head(other, rows)
+    info, other = _row_slice(info, 0, rows), _row_slice(other, 0, rows)
     step, tiny = max(_EPS[info.dtype], _EPS[other.dtype]), max(_SUBNORMAL[info.dtype], _SUBNORMAL[other.dtype])
     apart = before_power = now_power = 0.0
     differs = False
@@ -557,11 +524,6 @@ def _values(
         return known[module.name].unpack(stored).dequantize()
     except (InputError, ValueError, IndexError, ZeroDivisionError):  # shapes that do not belong together
         return None
-
-
-def _head(info: TensorInfo, rows: int) -> TensorInfo:
-    """Return the first rows of a tensor."""
-    return _row_slice(info, 0, min(rows, info.shape[0]))
 
 
 def _row_slice(info: TensorInfo, start: int, count: int) -> TensorInfo:
@@ -701,10 +663,8 @@ def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
         if type(value) in (int, float) and key not in ("rope_theta", "partial_rotary_factor"):
             found[f"rope {key}"] = value
     tied = [value for place in (config, text) if type(value := place.get("tie_word_embeddings")) is bool]
-    if tied and all(tied):
-        found["tie_word_embeddings"] = True
-    elif tied:
-        found["tie_word_embeddings"] = False
+    if tied:
+        found["tie_word_embeddings"] = all(tied)
     return found
 
 

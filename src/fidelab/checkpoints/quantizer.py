@@ -152,16 +152,14 @@ def _prepared(file: Path, calibration: Mapping[str, Any], tokenizer: Any) -> lis
     wanted = calibration["samples"] * calibration["balance"]
     weights = [source["weight"] for source in calibration["sources"]]
     samples: list[list[int]] = []
-    marked = [0] * len(calibration["shares"])
     for number, source in enumerate(calibration["sources"]):
         share = round(wanted * sum(weights[: number + 1]) / sum(weights)) - len(samples)
-        drawn = _drawn(Path(source["text"]), share, calibration, tokenizer, calibration["seed"] + number)
-        samples += drawn
-    for index, share in enumerate(calibration["shares"]):
-        marked[index] = sum(share["mark"] in tokenizer.decode(sample) for sample in samples)
-        if marked[index] < share["at_least"] * len(samples):
+        samples += _drawn(Path(source["text"]), share, calibration, tokenizer, calibration["seed"] + number)
+    for share in calibration["shares"]:
+        marked = sum(share["mark"] in tokenizer.decode(sample) for sample in samples)
+        if marked < share["at_least"] * len(samples):
             raise _Refused(
-                f"calibration: {marked[index]} of {len(samples)} samples contain {share['mark']!r}, fewer than "
+                f"calibration: {marked} of {len(samples)} samples contain {share['mark']!r}, fewer than "
                 f"the share of {share['at_least']:g} that is asked for: add a source that has it, or raise its weight"
             )
     random.Random(calibration["seed"]).shuffle(samples)

@@ -149,7 +149,16 @@ def are(names: Sequence[Any]) -> str:
     return "is" if len(names) == 1 else "are"
 
 
+def listed(text: str, names: Sequence[str], severity: Severity | None = None) -> list[Finding]:
+    """Return a finding whose text ends with the names, such as ``… in a, b and 1 more``, or nothing without names."""
+    return [Finding(f"{text} {and_more(names)}", names, severity)] if names else []
+
+
 def counted_findings(names: Sequence[str], noun: str, says: str, severity: Severity | None = None) -> list[Finding]:
     """Return a finding such as ``3 tensors are …: a, b and 1 more``, or nothing without names."""
-    text = f"{counted(names, noun)} {are(names)} {says}: {and_more(names)}"
-    return [Finding(text, names, severity)] if names else []
+    return listed(f"{counted(names, noun)} {are(names)} {says}:", names, severity)
+
+
+def verb(names: Sequence[Any], root: str) -> str:
+    """Return a verb as it follows :func:`counted`, such as ``lacks`` for one, else ``lack``."""
+    return f"{root}s" if len(names) == 1 else root

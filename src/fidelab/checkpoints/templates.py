@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.checkpoints.files import Checkpoint
-from fidelab.checkpoints.modules import generates
+from fidelab.checkpoints.modules import generates, text_config
 from fidelab.checkpoints.rules import Finding, Subject, broken, information, suspicious
 from fidelab.core import read_file
 from fidelab.core.errors import InputError, MissingPackageError
@@ -175,10 +175,9 @@ def _of_folder(checkpoint: Checkpoint) -> _Chat:
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
                 chat.special.setdefault(token, text)
-    text_config = checkpoint.config.get("text_config")
     configs = {
         "generation_config.json": files.get("generation_config.json", {}),
-        "config.json": {**(text_config if isinstance(text_config, dict) else {}), **checkpoint.config},
+        "config.json": {**text_config(checkpoint.config), **checkpoint.config},
     }
     for name, content in configs.items():
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -33,7 +33,9 @@ from fidelab.checkpoints.rules import (
     counted,
     counted_findings,
     information,
+    listed,
     suspicious,
+    verb,
 )
 from fidelab.checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
 
@@ -112,12 +114,9 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
         for name, statistics in _tensor_statistics(subject, info)
         if not statistics.finite and name not in scales and not name.endswith(_MASKS)
     ]
-    if found:
-        names = [name for name, _ in found]
-        nan, inf = (sum(getattr(statistics, what) for _, statistics in found) for what in ("nan", "inf"))
-        yield Finding(
-            f"{nan:,} NaN and {inf:,} infinite values in {counted(names, 'tensor')}: {and_more(names)}", names
-        )
+    names = [name for name, _ in found]
+    nan, inf = (sum(getattr(statistics, what) for _, statistics in found) for what in ("nan", "inf"))
+    yield from listed(f"{nan:,} NaN and {inf:,} infinite values in {counted(names, 'tensor')}:", names)
 
 
 @broken(
@@ -129,10 +128,8 @@ def _nonfinite(subject: Subject) -> Iterator[Finding]:
 )
 def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
     found = [(name, s) for _, _, name, s in _scales(subject, experts=False) if not s.finite]
-    if found:
-        names = [name for name, _ in found]
-        count = sum(s.nan + s.inf for _, s in found)
-        yield Finding(f"{count:,} scales {are(range(count))} NaN or infinite, in {and_more(names)}", names)
+    count = sum(s.nan + s.inf for _, s in found)
+    yield from listed(f"{count:,} scales {are(range(count))} NaN or infinite, in", [name for name, _ in found])
 
 
 @broken(
@@ -145,18 +142,15 @@ def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
 def _scale_zero(subject: Subject) -> Iterator[Finding]:
     packed = [item for item in _scales(subject, experts=False) if item[0].quantized]
     dead = [name for module, part, name, s in packed if s.dead and not _zero_in_base(subject, module)]
-    if dead:
-        yield Finding(f"all scales of {counted(dead, 'tensor')} are zero: {and_more(dead)}", dead)
+    yield from listed(f"all scales of {counted(dead, 'tensor')} are zero:", dead)
     # of NVFP4, whose scales are 8-bit floats, those of small groups vanish
     some = [
         (name, s)
         for module, part, name, s in packed
         if (s.size // 10 if module.parts[part].dtype.startswith("F8") else 0) < s.zeros < s.size
     ]
-    if some:
-        names = [name for name, _ in some]
-        zeros, size = (sum(getattr(s, what) for _, s in some) for what in ("zeros", "size"))
-        yield Finding(f"{zeros:,} of {size:,} scales are zero in {and_more(names)}", names, "suspicious")
+    zeros, size = (sum(getattr(s, what) for _, s in some) for what in ("zeros", "size"))
+    yield from listed(f"{zeros:,} of {size:,} scales are zero in", [name for name, _ in some], "suspicious")
 
 
 @suspicious(
@@ -184,18 +178,15 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
         name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
     ]
     beyond = set(extreme)
-    if extreme:
-        largest = max(s.largest for items in alike.values() for name, s, _ in items if name in beyond)
-        yield Finding(f"scales up to {largest:.3g} give weights of an absurd size in {and_more(extreme)}", extreme)
+    largest = max((s.largest for items in alike.values() for name, s, _ in items if name in beyond), default=0.0)
+    yield from listed(f"scales up to {largest:.3g} give weights of an absurd size in", extreme)
     odd: list[str] = []
     for items in alike.values():
         middle = median(s.largest for _, s, _ in items)
         if len(items) >= 4:
             odd += [name for name, s, _ in items if s.largest > _OUTLIERS * middle and name not in beyond]
-    if odd:
-        yield Finding(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in {and_more(odd)}", odd)
-    if ones:
-        yield Finding(f"all scales are 1, as before any calibration, in {and_more(ones)}", ones)
+    yield from listed(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in", odd)
+    yield from listed("all scales are 1, as before any calibration, in", ones)
 
 
 def _code_range(module: Module) -> float:
@@ -244,9 +235,7 @@ def _scale_underflow(subject: Subject) -> Iterator[Finding]:
         elif info.dtype == "F16" and s.subnormal > s.size // 100:
             coarse.append((name, s.subnormal))
     for found, says in ((vanishing, "become zero in float16"), (coarse, "are subnormal numbers of float16")):
-        if found:
-            names = [name for name, _ in found]
-            yield Finding(f"{sum(n for _, n in found):,} scales {says}, in {and_more(names)}", names)
+        yield from listed(f"{sum(n for _, n in found):,} scales {says}, in", [name for name, _ in found])
 
 
 @suspicious(
@@ -265,11 +254,9 @@ def _overflow_float16(subject: Subject) -> Iterator[Finding]:
         for name, statistics in _tensor_statistics(subject, info)
         if statistics.largest > _FLOAT16_MAX and name not in scales
     ]
-    if found:
-        names = [name for name, _ in found]
-        severity: Severity = "broken" if _dtype(subject.checkpoint) == "float16" else "suspicious"
-        largest = max(value for _, value in found)
-        yield Finding(f"values up to {largest:.4g} do not fit float16, in {and_more(names)}", names, severity)
+    severity: Severity = "broken" if _dtype(subject.checkpoint) == "float16" else "suspicious"
+    largest = max((value for _, value in found), default=0.0)
+    yield from listed(f"values up to {largest:.4g} do not fit float16, in", [name for name, _ in found], severity)
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
@@ -309,8 +296,7 @@ def _zero_weights(subject: Subject) -> Iterator[Finding]:
                 partly.append(name)
     yield from counted_findings(lived, "tensor", "zero where the original has weights", "broken")
     yield from counted_findings(dead, "tensor", "zero, or one code everywhere")
-    if partly:
-        yield Finding(f"over a tenth of the packed words are blank in {and_more(partly)}", partly)
+    yield from listed("over a tenth of the packed words are blank in", partly)
 
 
 def _zero_norms(subject: Subject) -> set[str]:
@@ -369,16 +355,10 @@ def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
         default = [n for n, (_, s) in experts.items() if _default(s, part)]
         normal = len(experts) - len(default)
         for n, (name, s) in experts.items():
-            reason = (
-                "infinite or NaN scales"
-                if not s.finite
-                else "zero scales"
-                if s.dead
-                else "default scales"
-                if n in default and (normal or s.first == 1)
-                else None
-            )
-            if reason is not None:
+            left = n in default and (normal or s.first == 1)
+            kinds = {"infinite or NaN": not s.finite, "zero": s.dead, "default": left}
+            if kind := next((kind for kind, found_so in kinds.items() if found_so), None):
+                reason = f"{kind} scales"
                 found[layer].add(n)
                 why[reason] += 1
                 names.append(name)
@@ -469,12 +449,9 @@ def _router_missing(subject: Subject) -> Iterator[Finding]:
 def _index_missing(subject: Subject) -> Iterator[Finding]:
     checkpoint = subject.checkpoint
     missing = [name for name in checkpoint.index or () if name not in checkpoint.tensors]
-    if missing:
-        files = checkpoint.missing_files
-        where = f" (of {counted(files, 'file')} missing: {and_more(files)})" if files else ""
-        yield Finding(
-            f"{counted(missing, 'tensor')} of the index {are(missing)} in no file{where}: {and_more(missing)}", missing
-        )
+    files = checkpoint.missing_files
+    where = f" (of {counted(files, 'file')} missing: {and_more(files)})" if files else ""
+    yield from listed(f"{counted(missing, 'tensor')} of the index {are(missing)} in no file{where}:", missing)
 
 
 @suspicious(
@@ -488,8 +465,7 @@ def _index_unlisted(subject: Subject) -> Iterator[Finding]:
     index = subject.checkpoint.index
     if index is not None:
         unlisted = [name for name in subject.checkpoint.tensors if name not in index]
-        if unlisted:
-            yield from counted_findings(unlisted, "tensor", "not in the index")
+        yield from counted_findings(unlisted, "tensor", "not in the index")
 
 
 @suspicious(
@@ -570,11 +546,8 @@ def _stale_file(subject: Subject) -> Iterator[Finding]:
         for info in checkpoint.beside
         if not checkpoint.equals(info, checkpoint, checkpoint.tensors[info.name])
     ]
-    if differ:
-        yield Finding(
-            f"{file} is not in the index and has other content than the shards: {and_more(differ)}", differ, "broken"
-        )
-    else:
+    yield from listed(f"{file} is not in the index and has other content than the shards:", differ, "broken")
+    if not differ:
         yield Finding(f"{file} is not in the index and has the content of the shards")
 
 
@@ -582,11 +555,7 @@ def _stale_file(subject: Subject) -> Iterator[Finding]:
 
 
 _WITH_QZEROS = ("awq", "gptq", "gptq_v2")
-_NEEDED = {
-    "qweight": ("scales",),
-    "weight_packed": ("weight_scale",),
-    "blocks": ("scales",),
-}
+_NEEDED = {"qweight": "scales", "weight_packed": "weight_scale", "blocks": "scales"}
 
 
 @broken(
@@ -601,13 +570,12 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
     lacking: dict[str, list[str]] = defaultdict(list)
     for module in subject.modules.values():
         parts = set(module.parts)
-        for marker, needed in _NEEDED.items():
-            if marker in parts:
-                missing = [part for part in needed if part not in parts]
-                if marker == "qweight" and subject.scheme.layout in _WITH_QZEROS and "qzeros" not in parts:
-                    missing += ["qzeros"]
-                for part in missing:
-                    lacking[part].append(module.name)
+        needed = [part for marker, part in _NEEDED.items() if marker in parts]
+        if "qweight" in parts and subject.scheme.layout in _WITH_QZEROS:
+            needed.append("qzeros")
+        for part in needed:
+            if part not in parts:
+                lacking[part].append(module.name)
         weight = module.parts.get("weight")
         if _asymmetric(subject, module) and "weight_zero_point" not in parts:
             lacking["weight_zero_point"].append(module.name)
@@ -617,9 +585,7 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
         if scaled and not module.quantized and not _cache_scales(module):
             lacking["the weight that its scales belong to"].append(module.name)
     for part, names in lacking.items():
-        yield Finding(
-            f"{counted(names, 'module')} lack{'s' if len(names) == 1 else ''} {part}: {and_more(names)}", names
-        )
+        yield from listed(f"{counted(names, 'module')} {verb(names, 'lack')} {part}:", names)
 
 
 def _asymmetric(subject: Subject, module: Module) -> bool:
@@ -645,12 +611,7 @@ def _cache_scales(module: Module) -> bool:
 def _doubly_quantized(subject: Subject) -> Iterator[Finding]:
     forms = ("weight", "qweight", "weight_packed", "blocks")
     twice = [module.name for module in subject.modules.values() if sum(form in module.parts for form in forms) > 1]
-    if twice:
-        yield Finding(
-            f"{counted(twice, 'module')} hold{'s' if len(twice) == 1 else ''} two forms of the weight: "
-            f"{and_more(twice)}",
-            twice,
-        )
+    yield from listed(f"{counted(twice, 'module')} {verb(twice, 'hold')} two forms of the weight:", twice)
     mixed = {
         "qweight" if "qweight" in module.parts else "weight_packed"
         for module in subject.modules.values()
@@ -717,11 +678,8 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
         weight = module.parts.get("weight")
         if weight is None or module.quantized or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
             continue
-        if (
-            module.kind in ("norm", "embedding")
-            or _EXEMPT_MODULES.search(module.name)
-            or not scheme.targets_linear(module.name)
-        ):
+        exempt = module.kind in ("norm", "embedding") or _EXEMPT_MODULES.search(module.name)
+        if exempt or not scheme.targets_linear(module.name):
             continue
         elsewhere = leaf_of(module.name) in kinds
         if scheme.method == "compressed-tensors":
@@ -833,10 +791,8 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             continue
         k = packing.inputs(scheme.bits)
         if scheme.group is not None and k is not None and packing.groups != -(-k // scheme.group):
-            text = (
-                f"{packing.groups} groups of {k} inputs where groups of {scheme.group} would be {-(-k // scheme.group)}"
-            )
-            wrong[text].append(module.name)
+            expected = f"groups of {scheme.group} would be {-(-k // scheme.group)}"
+            wrong[f"{packing.groups} groups of {k} inputs where {expected}"].append(module.name)
         shape = module.parts.get("weight_shape")
         if shape is not None and k is not None and subject.statistics[shape.name].size == 2:
             stored = tuple(int(n) for n in subject.checkpoint.read(shape).tolist())
@@ -844,7 +800,7 @@ def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
             if stored[0] != packing.n or not k - per_word < stored[1] <= k:
                 wrong[f"a weight_shape of {stored} where codes are ({packing.n}, {k})"].append(module.name)
     for text, names in wrong.items():
-        yield Finding(f"{counted(names, 'module')} with {text}: {and_more(names)}", names)
+        yield from listed(f"{counted(names, 'module')} with {text}:", names)
 
 
 def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
@@ -899,9 +855,7 @@ def _group_not_dividing(subject: Subject) -> Iterator[Finding]:
         if k % group:
             found[k, group].append(module.name)
     for (k, group), names in found.items():
-        yield Finding(
-            f"{k} inputs are {k / group:g} groups of {group} in {counted(names, 'module')}: {and_more(names)}", names
-        )
+        yield from listed(f"{k} inputs are {k / group:g} groups of {group} in {counted(names, 'module')}:", names)
 
 
 @broken(
@@ -932,7 +886,7 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
             if packing.n % parts or (packing.n // parts) % 8:
                 found[f"{packing.n} / {parts} outputs are not a multiple of 8"].append(module.name)
     for text, names in found.items():
-        yield Finding(f"{text} in {counted(names, 'module')}: {and_more(names)}", names)
+        yield from listed(f"{text} in {counted(names, 'module')}:", names)
 
 
 def _shard_count(checkpoint: Checkpoint, module: Module, tp: int) -> int:
@@ -971,17 +925,11 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
             content = subject.checkpoint.read(index)
             if (np.diff(content) < 0).any():
                 ignored.append(index.name)
-    if absent:
-        key = "actorder group" if subject.scheme.method == "compressed-tensors" else "desc_act true"
-        yield Finding(
-            f"the configuration says {key}, and {counted(absent, 'module')} lack{'s' if len(absent) == 1 else ''} the "
-            f"index of groups: {and_more(absent)}",
-            absent,
-        )
-    if outside:
-        yield Finding(f"groups that are not there are named in {and_more(outside)}", outside)
-    if single:
-        yield Finding(f"all inputs are in one of several groups in {and_more(single)}", single)
+    key = "actorder group" if subject.scheme.method == "compressed-tensors" else "desc_act true"
+    lack = f"{counted(absent, 'module')} {verb(absent, 'lack')} the index of groups:"
+    yield from listed(f"the configuration says {key}, and {lack}", absent)
+    yield from listed("groups that are not there are named in", outside)
+    yield from listed("all inputs are in one of several groups in", single)
     if ignored:
         yield Finding(
             f"inputs are out of order in {and_more(ignored)}, and the configuration says desc_act false", ignored
@@ -1012,11 +960,8 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
         if s.same and s.low & 0xFFFFFFFF == middle[other][packing.bits]:
             wrong[other].append(zeros.name)
     for found, names in wrong.items():
-        yield Finding(
-            f"zero points are those of GPTQ version {found} in {counted(names, 'tensor')} and the configuration says "
-            f"version {version}: {and_more(names)}",
-            names,
-        )
+        where = f"in {counted(names, 'tensor')} and the configuration says version {version}:"
+        yield from listed(f"zero points are those of GPTQ version {found} {where}", names)
 
 
 @broken(
@@ -1042,19 +987,9 @@ def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
             shifted.append(zeros.name)
         elif zeros.name.endswith("weight_zero_point"):
             idle.append(zeros.name)
-    if shifted:
-        yield Finding(
-            f"the configuration says symmetric, and the zero points of {counted(shifted, 'tensor')} are not the middle "
-            f"code: {and_more(shifted)}",
-            shifted,
-        )
-    if idle:
-        yield Finding(
-            f"the configuration says symmetric, and {counted(idle, 'tensor')} of zero points {are(idle)} stored: "
-            f"{and_more(idle)}",
-            idle,
-            "suspicious",
-        )
+    says = "the configuration says symmetric, and"
+    yield from listed(f"{says} the zero points of {counted(shifted, 'tensor')} are not the middle code:", shifted)
+    yield from listed(f"{says} {counted(idle, 'tensor')} of zero points {are(idle)} stored:", idle, "suspicious")
 
 
 def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
@@ -1095,22 +1030,15 @@ def _scale_dtype(subject: Subject) -> Iterator[Finding]:
             by_type[scales.dtype].append(scales.name)
         elif scales.dtype in _FLOATS and "qweight" in module.parts:
             wide.append(scales.name)
-    if wide:
-        yield Finding(
-            f"scales of {counted(wide, 'module')} are in 32 bits or more, and kernels of GPTQ and AWQ read 16: "
-            f"{and_more(wide)}",
-            wide,
-            "suspicious",
-        )
+    says = "are in 32 bits or more, and kernels of GPTQ and AWQ read 16:"
+    yield from listed(f"scales of {counted(wide, 'module')} {says}", wide, "suspicious")
     model = {"float16": "F16", "bfloat16": "BF16"}.get(_dtype(subject.checkpoint))
     if len(by_type) > 1:
         few = min(by_type.values(), key=len)
-        yield Finding(
-            f"scales are {' and '.join(by_type)}; of the rarer type {are(few)} {and_more(few)}", few, "suspicious"
-        )
+        yield from listed(f"scales are {' and '.join(by_type)}; of the rarer type {are(few)}", few, "suspicious")
     elif model is not None and by_type and model not in by_type:
         [(dtype, names)] = by_type.items()
-        yield Finding(f"scales are {dtype} and the model is {model}, in {and_more(names)}", names)
+        yield from listed(f"scales are {dtype} and the model is {model}, in", names)
 
 
 @suspicious(
@@ -1176,11 +1104,12 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
         for info in _cache_scale_names(subject).values()
         if (s := subject.statistics[info.name]).size and s.same and s.first == 1
     ]
-    if ones:
-        severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
-        yield from counted_findings(
-            ones, "scale of the KV cache" if len(ones) == 1 else "KV-cache scale", "exactly 1", severity
-        )
+    severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
+    yield from counted_findings(ones, _cache_scale_noun(ones), "exactly 1", severity)
+
+
+def _cache_scale_noun(names: list[str]) -> str:
+    return "scale of the KV cache" if len(names) == 1 else "KV-cache scale"
 
 
 @suspicious(
@@ -1192,10 +1121,8 @@ def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
 )
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
     names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
-    if names and not subject.scheme.kv_cache:
-        yield from counted_findings(
-            names, "scale of the KV cache" if len(names) == 1 else "KV-cache scale", "not announced"
-        )
+    if not subject.scheme.kv_cache:
+        yield from counted_findings(names, _cache_scale_noun(names), "not announced")
 
 
 # ------------------------------------------------------------------------------------------------------ missing layers

@@ -77,9 +77,8 @@ def _torch() -> DoctorCheck:
         return DoctorCheck("torch", "devices", "ok", f"{version}, {built}")
     why = f" ({one_line(str(messages[0].message))[:160]})" if messages else ""
     remedy = "update the GPU driver" if hip or cuda else "install torch built for this GPU (pytorch.org)"
-    return DoctorCheck(
-        "torch", "devices", "warning", f"{version}, {built}; cannot use the GPU that is here{why}", remedy
-    )
+    detail = f"{version}, {built}; cannot use the GPU that is here{why}"
+    return DoctorCheck("torch", "devices", "warning", detail, remedy)
 
 
 def _gpus() -> list[DoctorCheck]:
@@ -97,10 +96,8 @@ def _gpus() -> list[DoctorCheck]:
 def _gpu(torch: Any, index: int) -> DoctorCheck:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    detail = (
-        f"{one_line(properties.name)}, {_size(total)}, {_size(free)} free, "
-        f"compute capability {properties.major}.{properties.minor}"
-    )
+    capability = f"compute capability {properties.major}.{properties.minor}"
+    detail = f"{one_line(properties.name)}, {_size(total)}, {_size(free)} free, {capability}"
     return DoctorCheck(f"cuda:{index}", "devices", "ok", detail)
 
 
@@ -109,11 +106,8 @@ def _gpu(torch: Any, index: int) -> DoctorCheck:
 
 def folders() -> list[DoctorCheck]:
     """Check the caches and the folder for runs: their place, free space, and whether they are writable."""
-    return [
-        guarded("cache", "folders", _cache),
-        guarded("hub cache", "folders", _hub_cache),
-        guarded("runs", "folders", _runs),
-    ]
+    checks = {"cache": _cache, "hub cache": _hub_cache, "runs": _runs}
+    return [guarded(name, "folders", check) for name, check in checks.items()]
 
 
 def models() -> list[DoctorCheck]:

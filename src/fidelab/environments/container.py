@@ -52,10 +52,6 @@ class Image:
     rootless: bool = False
     gpus: tuple[str, ...] = ()
 
-    def call(self, *words: str) -> list[str]:
-        """Return the command line of this container for docker."""
-        return [self.program, *words]
-
 
 @dataclass(frozen=True)
 class Container:
@@ -76,7 +72,8 @@ class Container:
     def command(self, python: str, module: str) -> list[str]:
         """Return the command line that runs a module in the container."""
         user = "0:0" if self.image.rootless else f"{os.getuid()}:{os.getgid()}"
-        words = ["run", "--rm", "--init", "--interactive", "--name", self.name, "--pull", "never", "--user", user]
+        words = [self.image.program, "run", "--rm", "--init", "--interactive", "--name", self.name]
+        words += ["--pull", "never", "--user", user]
         if self.image.podman and os.getuid():  # without root: the user keeps the number inside
             words += ["--userns", "keep-id"]
         if self.network:
@@ -86,27 +83,20 @@ class Container:
         words += ["--shm-size", _SHARED_MEMORY, "--security-opt", "label=disable", "--workdir", "/tmp"]
         if self.devices:
             words += self.image.gpus
-        for path in self.writes:
-            words += ["--mount", _mount(path, read_only=False)]
-        for path in self.reads:
-            words += ["--mount", _mount(path, read_only=True)]
+        for path in (*self.writes, *self.reads):
+            words += ["--mount", _mount(path, read_only=path not in self.writes)]
         # The user has no entry in the image's list of users: without a home and a name, caches have no place.
         for name, value in {"HOME": "/tmp", "USER": _HOST, **self.env}.items():
             words += ["--env", f"{name}={value}"]
-        return self.image.call(*words, "--entrypoint", python, self.image.id, "-m", module)
+        return [*words, "--entrypoint", python, self.image.id, "-m", module]
 
     def end(self) -> None:
         """End the container if it still runs, since it survives when only the client is killed."""
+        words = [self.image.program, "rm", "--force", self.name]
+        null = subprocess.DEVNULL
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(
-                self.image.call("rm", "--force", self.name),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                timeout=_LIMIT,
-                check=False,
-                start_new_session=True,  # Ctrl-C ends this process and lets it finish
-            )
+            # In a session of its own: Ctrl-C ends this process and lets it finish.
+            subprocess.run(words, stdin=null, stdout=null, stderr=null, timeout=_LIMIT, start_new_session=True)
 
 
 def new_name() -> str:

@@ -109,9 +109,8 @@ def _places(engine: str) -> Iterator[Installed]:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
     except (Exception, SystemExit) as error:  # an adapter of another package
-        yield Installed(
-            engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package"
-        )
+        problem = " ".join(str(error).split())
+        yield Installed(engine, engine, None, problem=problem, remedy="repair or remove its package")
         return
     if here and cls.is_server:
         yield Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())

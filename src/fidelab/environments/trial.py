@@ -56,11 +56,8 @@ class Trial:
 
 def faults_of(trials: Mapping[str, Trial]) -> dict[str, str]:
     """Return format → reason of the formats that failed their trial; refused formats are not among them."""
-    return {
-        name: str(trial.reason)
-        for name, trial in trials.items()
-        if trial.status not in (Status.OK, Status.NOT_SUPPORTED)
-    }
+    sound = (Status.OK, Status.NOT_SUPPORTED)
+    return {name: str(trial.reason) for name, trial in trials.items() if trial.status not in sound}
 
 
 def diagnose(arm: Arm, environment: Environment) -> str:

@@ -25,7 +25,7 @@ from fidelab.core.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_folder, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile, is_base_file
-from fidelab.imports.write_run import Imported, Source, window_blocks, write_run
+from fidelab.imports.write_run import Imported, Source, labels_of, window_blocks, write_run
 from fidelab.metrics.composite import costs_equivalent
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -93,7 +93,7 @@ def import_dumps(
         UsageError: If names do not fit, or the reference is also a test.
         OutputError: the run folder cannot be written.
     """
-    labels = _labels(ref, tests, names)
+    labels = labels_of(ref, tests, names)
     reference, *dumps = (BaseFile.read(path) if is_base_file(path) else open_folder(path) for path in (ref, *tests))
     for dump in dumps:
         pair_windows(reference, dump)
@@ -127,23 +127,6 @@ def import_dumps(
         positions=positions,
     )
     return Imported(report, folder, tuple(_notes(reference, arms)))
-
-
-def _labels(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> list[str]:
-    if not tests:
-        raise UsageError("name at least one folder to compare with the reference")
-    if names is not None and len(names) != len(tests):
-        raise UsageError(
-            f"{len(names)} names for {len(tests)} test folders: give --name once per folder, in their order"
-        )
-    same = next((test for test in tests if test.resolve() == ref.resolve()), None)
-    if same is not None:
-        raise UsageError(f"{same} is the reference itself: nothing would be compared")
-    labels = list(names) if names is not None else [test.resolve().name for test in tests]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise UsageError(f"two test folders are named {twice!r}; tell them apart with --name")
-    return labels
 
 
 # ------------------------------------------------------------------------------------------------- rows

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core import Status
-from fidelab.core.errors import InputError, MismatchError, UsageError
-from fidelab.imports.write_run import Imported, Source, write_run
+from fidelab.core.errors import InputError, MismatchError
+from fidelab.imports.write_run import Imported, Source, labels_of, write_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, FlipRecord
@@ -75,11 +75,7 @@ def import_samples(
         MismatchError: If folders have no task in common, or different items in a task.
         UsageError: If names do not fit, or the reference is also a test.
     """
-    labels = list(names) if names is not None else [test.resolve().name for test in tests]
-    if len(labels) != len(tests) or len(set(labels)) < len(labels):
-        raise UsageError("give --name once per folder, in their order, each another one")
-    if any(test.resolve() == ref.resolve() for test in tests):
-        raise UsageError(f"{ref} is the reference itself: nothing would be compared")
+    labels = labels_of(ref, tests, names)
     reference, arms = _read(ref), [_read(test) for test in tests]
     pairs = [_paired(reference, arm) for arm in arms]
     bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model"}

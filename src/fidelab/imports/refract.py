@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelab.core import Status, digest
 from fidelab.core.errors import InputError
-from fidelab.imports.refract_axes import Recomputed, RefractLine, read_kld, read_plad, read_rniah, read_trajectory
+from fidelab.imports.refract_axes import AXES, Recomputed, RefractLine, recompute
 from fidelab.imports.refract_file import RefractFile, read_refract
 from fidelab.imports.write_run import Imported, Source, write_run
 from fidelab.metrics.composite import BANDS, harmonic_mean
@@ -25,7 +25,6 @@ from fidelab.results.verdict import judge
 
 AXIS = "refract"
 """Axis of the report that holds the comparison of the three values."""
-_AXES = ("trajectory", "kld", "rniah", "plad")  # of REFRACT's composite
 
 
 def import_refract(
@@ -43,15 +42,9 @@ def import_refract(
         OutputError: the run folder cannot be written.
     """
     file = read_refract(path)
-    axes_read = {
-        "trajectory": read_trajectory(file, seed),
-        "kld": read_kld(file, seed),
-        "rniah": read_rniah(file),
-        "plad": read_plad(file, seed),
-    }
-    measured = {axis: part for axis, part in axes_read.items() if part is not None}
+    measured = recompute(file, seed)
     if not measured:
-        raise InputError(f"{path}: has no measured axis; known are gtm, {', '.join(_AXES)}")
+        raise InputError(f"{path}: has no measured axis; known are gtm, {', '.join(AXES)}")
     summary, composite = _combined(file, measured)
     lines = [line for part in measured.values() for line in part.lines] + summary
     notes = _notes(file, measured, lines)
@@ -85,7 +78,7 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     refract_scores = [float(line.again) for line in scores.values() if line.again is not None]
     refract_mean = harmonic_mean(refract_scores) if len(refract_scores) == len(scores) else None
     own_scores = {axis: float(line.ours) for axis, line in scores.items() if line.ours is not None}
-    own = combine({axis: own_scores.get(axis) for axis in _AXES})
+    own = combine({axis: own_scores.get(axis) for axis in AXES})
     values = (file.root["composite"].number(), refract_mean, own.value)
     lines = [RefractLine("composite", *values)]
     for table, bands in BANDS.items():
@@ -119,7 +112,7 @@ def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[Re
         if line.agrees is False
     ]
     notes += [note for part in measured.values() for note in part.notes]
-    lacking = [axis for axis in _AXES if axis not in measured]
+    lacking = [axis for axis in AXES if axis not in measured]
     if lacking:
         notes.append(f"not measured: {', '.join(lacking)}; without all four axes there is no band of the composite")
     if file.json.not_finite:

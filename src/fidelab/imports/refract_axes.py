@@ -73,11 +73,8 @@ class Recomputed:
 # ------------------------------------------------------------------------------------------- trajectory
 
 
-def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
-    """Recompute axis A from each prompt's token ids, or from its prefix and lengths; None if it was not measured."""
-    axis = file.axis("trajectory")
-    if axis is None:
-        return None
+def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+    """Recompute axis A from each prompt's token ids, or from its prefix and lengths."""
     stated, prompts = file.score("trajectory"), axis["per_prompt"].items()
     n_predict = axis["n_tokens_each"].count()
     known = [_agreement(prompt) for prompt in prompts]
@@ -165,14 +162,11 @@ def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> Ta
 # -------------------------------------------------------------------------------------------------- kld
 
 
-def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
-    """Recompute axis B from the file's distributions; None if it was not measured.
+def _kld(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+    """Recompute axis B from the file's distributions.
 
     An interval needs values per chunk (``per_chunk``: numbers, or objects with ``mean_kld`` and ``n_positions``).
     """
-    axis = file.axis("kld")
-    if axis is None:
-        return None
     stated, mean = file.score("kld"), axis["mean_kld"].number(0.0)
     if mean is None:
         record = Measurement(status=Status.FAILED, reason="the mean KL of the file is not a number")
@@ -231,25 +225,16 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 # ------------------------------------------------------------------------------------------------ rniah
 
 
-def read_rniah(file: RefractFile) -> Recomputed | None:
-    """Recompute axis C from its cells; None if it was not measured.
+def _rniah(file: RefractFile, axis: Node, _seed: int) -> Recomputed:
+    """Recompute axis C from its cells.
 
     fidelab counts the cells in which the reference finds the needle.
 
     The file holds the hits of each side, not their trials; the exact bound needs only the hits.
     """
-    axis = file.axis("rniah")
-    if axis is None:
-        return None
     entries = axis["cells"].items()
     known = [
-        _Cell(
-            cell["length"].count() or 0,
-            cell["position"].number() or 0.0,
-            cell["n_trials"].count(most=10_000),
-            ref,
-            test,
-        )
+        _Cell(cell["length"].count() or 0, cell["position"].number() or 0.0, cell["n_trials"].count(10_000), ref, test)
         for cell in entries
         for ref, test in ((cell["base_acc"].number(0, 1), cell["cand_acc"].number(0, 1)),)
         if ref is not None and test is not None
@@ -326,14 +311,8 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
 # ------------------------------------------------------------------------------------------------- plad
 
 
-def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
-    """Recompute axis D from each prompt's drifts, with the signed excess and the one-sided score.
-
-    The result is None if the axis was not measured.
-    """
-    axis = file.axis("plad")
-    if axis is None:
-        return None
+def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+    """Recompute axis D from each prompt's drifts, with the signed excess and the one-sided score."""
     stated, entries = file.score("plad"), axis["per_prompt"].items()
     drifts = [
         (entry["prompt_id"].text(), entry["perturbation"].text(), ref, test)
@@ -391,3 +370,13 @@ def _kinds_plot(
 
 def _percent(ratio: float) -> float:
     return 100.0 * ratio
+
+
+_AXES = {"trajectory": _trajectory, "kld": _kld, "rniah": _rniah, "plad": _plad}
+AXES = tuple(_AXES)
+"""The axes of REFRACT's composite."""
+
+
+def recompute(file: RefractFile, seed: int) -> dict[str, Recomputed]:
+    """Compute every axis that was measured again."""
+    return {name: read(file, axis, seed) for name, read in _AXES.items() if (axis := file.axis(name)) is not None}

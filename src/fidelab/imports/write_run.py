@@ -15,9 +15,32 @@ from numpy.typing import NDArray
 
 import fidelab
 from fidelab.core import Status
+from fidelab.core.errors import UsageError
 from fidelab.report.html import write_html
 from fidelab.results.record import ArmRecord, Comparison, Report
 from fidelab.results.store import RunFolder
+
+
+def labels_of(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> list[str]:
+    """Return a name for each folder that is compared with ``ref``: those of ``names``, else the folders' own.
+
+    Raises:
+        UsageError: If names do not fit, or the reference is also a test.
+    """
+    if not tests:
+        raise UsageError("name at least one folder to compare with the reference")
+    if names is not None and len(names) != len(tests):
+        raise UsageError(
+            f"{len(names)} names for {len(tests)} test folders: give --name once per folder, in their order"
+        )
+    same = next((test for test in tests if test.resolve() == ref.resolve()), None)
+    if same is not None:
+        raise UsageError(f"{same} is the reference itself: nothing would be compared")
+    labels = list(names) if names is not None else [test.resolve().name for test in tests]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two test folders are named {twice!r}; tell them apart with --name")
+    return labels
 
 
 @dataclass(frozen=True)

@@ -85,9 +85,8 @@ def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
     """Return an arm with the server's name of its model. The tokenizer stays that of the experiment's model."""
     if config.model is None or not engine_class(engine.name).is_server:
         return config
-    return config.model_copy(
-        update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}
-    )
+    args = {**config.engine_args, "model": config.model}
+    return config.model_copy(update={"model": None, "name": _name(config), "engine_args": args})
 
 
 def _name(config: ArmConfig) -> str:

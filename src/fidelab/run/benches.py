@@ -37,7 +37,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.run.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.run.deploy import ResolvedArm
-from fidelab.run.estimate import Benched, Work, work_of
+from fidelab.run.estimate import Benched, Timings, Work, work_of
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, engaged
 from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
 from fidelab.run.runner import Asking, Listener, absent, unreadable
@@ -74,10 +74,9 @@ class BenchPlan:
     def expected(self, results: Sequence[ArmResult]) -> Iterator[Benched]:
         """Return the planned work, for an estimate."""
         arms = benched_roles(results)
-        questions = [
-            question for bench in self._settings.benches.values() for question in bench.questions(self._inputs)
-        ]
-        live = [question for question in questions if not self._settings.benches[question.bench].fresh]
+        benches = self._settings.benches
+        questions = [question for bench in benches.values() for question in bench.questions(self._inputs)]
+        live = [question for question in questions if not benches[question.bench].fresh]
         loads = self._loads(arms, live)
         for resolved in (self._settings.resolved[result.arm.name] for result in arms):
             arm = resolved.arm
@@ -85,21 +84,20 @@ class BenchPlan:
             if any(question in live for question in asked):
                 yield "", resolved, loads, None, 0
             for question in asked:
-                if self._settings.benches[question.bench].fresh:
+                if benches[question.bench].fresh:
                     yield question.bench, resolved, question.repeats, question.request(0), question.repeats
                 else:
                     warmups = loads * min(question.max_warmup, _WARMUPS)
                     yield question.bench, resolved, 0, question.request(0), question.repeats + warmups
-            for bench in self._settings.benches.values():
+            for bench in benches.values():
                 if bench.loads and resolved.engine_class.is_server:
                     for request in bench.traffic():
                         yield bench.name, resolved, 0, request, 1
 
     def _loads(self, arms: Sequence[ArmResult], live: Sequence[Question]) -> int:
         """1: all arms stay loaded and are asked in turn; else over how many loads the repeats are spread."""
-        wishes = {
-            b.settings.interleave for b in self._settings.benches.values() if isinstance(b.settings, LiveSettings)
-        }
+        settings = [bench.settings for bench in self._settings.benches.values()]
+        wishes = {one.interleave for one in settings if isinstance(one, LiveSettings)}
         spread = min(_LOADS, max((question.repeats for question in live), default=1))
         if len(arms) < 2 or "live" in wishes:
             return 1
@@ -121,9 +119,6 @@ class BenchPlan:
     def _served(self, arm: Arm, bench: str) -> str:
         """Reason why this bench cannot measure an engine that somebody else started; empty if it can."""
         return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
-
-    def _weights(self, arm: Arm) -> int:
-        return self._settings.resolved[arm.name].model.weight_bytes
 
 
 class Benching(BenchPlan):
@@ -147,9 +142,8 @@ class Benching(BenchPlan):
         self._event = event
         self._faults: dict[tuple[str, str], str] = {}  # role and question → why it has no answer
         self._warmups: dict[tuple[str, str], int] = {}
-        self._took: dict[
-            str, dict[str, tuple[Work, float]]
-        ] = {}  # role → question → its work, and seconds of one answer
+        # role → question → its work, and seconds of one answer
+        self._took: dict[str, dict[str, tuple[Work, float]]] = {}
         self._done = self._total = 0
 
     def run(self, results: Sequence[ArmResult]) -> list[ArmResult]:
@@ -157,13 +151,8 @@ class Benching(BenchPlan):
         self._asking.pace.begin(BENCHES, 0.0)
         arms = benched_roles(results)
         questions = {name: bench.questions(self._inputs) for name, bench in self._settings.benches.items()}
-        live = [
-            question
-            for name, asked in questions.items()
-            if not self._settings.benches[name].fresh
-            for question in asked
-        ]
         fresh = {name: asked for name, asked in questions.items() if self._settings.benches[name].fresh}
+        live = [question for name, asked in questions.items() if name not in fresh for question in asked]
         live.sort(key=lambda question: not self._settings.benches[question.bench].first)
         loads = self._loads(arms, live)
         self._total = len(arms) * (len(live) + sum(q.repeats for asked in fresh.values() for q in asked))
@@ -199,7 +188,7 @@ class Benching(BenchPlan):
                 if arm.role in workers:
                     self._hear(arm, outcome := workers[arm.role].finish())
                     spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
-                    self._asking.remember(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
+                    Timings().add(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
 
     def _ask_in_turn(
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
@@ -302,7 +291,7 @@ class Benching(BenchPlan):
             ran = ran or next((answer.ran for answer in answers.values() if answer.ran), None)
             facts = Facts(
                 ran=ran or {},
-                weights_bytes=self._weights(arm.arm),
+                weights_bytes=self._settings.resolved[arm.arm.name].model.weight_bytes,
                 loads=loads,
                 starts=starts.get(name, {}).get(arm.role, ()),
             )

@@ -107,13 +107,8 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
         environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
     command = _environment_command(environment, arm, words, host, port)
     shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    return Plan(
-        arm,
-        f"http://{shown_host}:{port}",
-        tuple(command),
-        {**environment.variables(), **variables},
-        server_command(arm, host, port),
-    )
+    shown, variables = server_command(arm, host, port), {**environment.variables(), **variables}
+    return Plan(arm, f"http://{shown_host}:{port}", tuple(command), variables, shown)
 
 
 def server_command(arm: Arm, host: str, port: int) -> str:

@@ -67,13 +67,8 @@ def windows_of(plan: Plan) -> tuple[int, int]:
 
 def looks_save_time(plan: Plan) -> bool:
     """Whether the later looks take longer than an engine's start. If not, everything is asked at once."""
-    timings, settings = Timings(), plan.settings
-    later = [
-        request
-        for name, parts in plan.requests.items()
-        for part, request in parts.items()
-        if settings.axes[name].look(part)
-    ]
+    timings, axes = Timings(), plan.settings.axes
+    later = [one for name, parts in plan.requests.items() for part, one in parts.items() if axes[name].look(part)]
     for job in plan.jobs:
         if job.role.startswith("candidate:"):
             rates = timings.rates(job.resolved)

@@ -292,11 +292,7 @@ class Scorer:
                         pair = Pair.match(ref, test, subset=_is_part(result))
                         if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
                             tests.append((folder, _is_part(result)))
-                    except (
-                        FidelabError,
-                        OSError,
-                        *UNTRUSTED_DATA_ERRORS,
-                    ) as error:  # scoring meets it again, and says it
+                    except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
                     many = operations(ref) >= tiles.MIN_OPERATIONS
@@ -398,15 +394,7 @@ class Scorer:
             return score.with_measurement(cells=(*score.found.cells, *lost.values())) if lost else score
         except FidelabError:
             raise
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            MemoryError,
-        ) as error:
+        except (*UNTRUSTED_DATA_ERRORS, RuntimeError, MemoryError) as error:
             # Only the axis knows what the settings and notes of its requests hold, and a capture may be anybody's.
             place, folder = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
             raise CaptureError(
@@ -484,10 +472,8 @@ def engaged(result: ArmResult) -> tuple[Status, str | None]:
     for side, asked in (("k", kv.k), ("v", kv.v)):
         stored = ran.get(f"{side}_format")
         if stored is None:
-            return (
-                Status.NOT_ENGAGED,
-                refuted or f"the engine gave no evidence that {side.upper()} was stored as {asked}",
-            )
+            unproven = f"the engine gave no evidence that {side.upper()} was stored as {asked}"
+            return Status.NOT_ENGAGED, refuted or unproven
         if stored != str(asked):
             return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {stored}"
     if refuted:

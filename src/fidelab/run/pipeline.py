@@ -201,12 +201,8 @@ def _run_jobs(
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
     looked = 0.0  # seconds in which looks compared them
-    folder.event(
-        "planned",
-        jobs=[job.role for job in plan.jobs],
-        unsupported=dict(plan.settings.unsupported),
-        unavailable=facts.unavailable,
-    )
+    roles, unsupported = [job.role for job in plan.jobs], dict(plan.settings.unsupported)
+    folder.event("planned", jobs=roles, unsupported=unsupported, unavailable=facts.unavailable)
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
@@ -255,7 +251,7 @@ def _run_jobs(
             scored = score_run(plan.settings.experiment, facts, _every(plan, results), figures=figures)
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:
-                drop_reference_rows(plan.settings.axes, results, [job.role for job in plan.jobs], readers)
+                drop_reference_rows(plan.settings.axes, results, roles, readers)
             if all(result.status is Status.OK for result in results):
                 Timings().add_scoring((looked + time.monotonic() - began) / expected.scoring)
             return report

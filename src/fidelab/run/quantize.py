@@ -99,8 +99,6 @@ def quantize(
     _write(made / "fidelab-audit.json", audited.as_json())
     bits = _bits(planned, made)
     report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
-    if report is not None:
-        report = _described(report, describe_recipe(recipe, planned, bits))
     record = {
         "schema": SCHEMA,
         "model": model,
@@ -114,6 +112,7 @@ def quantize(
         "fidelity": None if report is None else "fidelab-report.json",
     }
     if report is not None:
+        report = _described(report, describe_recipe(recipe, planned, bits))
         _write_text(made / "fidelab-report.json", report.to_json())
         write_html(report, made / "fidelab-report.html")
     _write(made / RECORD, record)
@@ -136,9 +135,8 @@ def _identity(recipe: Recipe, files: list[Path]) -> str:
     """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
     texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    return digest(
-        canonical_json([recipe.model_dump(mode="json"), [digest(Path(t).read_bytes()) for t in texts], stats])
-    )
+    contents = [digest(Path(text).read_bytes()) for text in texts]
+    return digest(canonical_json([recipe.model_dump(mode="json"), contents, stats]))
 
 
 def _prepare(work: Path, identity: str, resume: bool) -> None:
@@ -270,12 +268,8 @@ def describe_recipe(recipe: Recipe, planned: Plan, bits: float) -> str:
 
 def _described(report: Report, remark: str) -> Report:
     """The report, with the remark at its candidate: people read it without the other files."""
-    arms = (
-        arm.model_copy(update={"ran": arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)})})
-        if arm.ran
-        else arm
-        for arm in report.candidates
-    )
+    runs = [arm.ran and arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)}) for arm in report.candidates]
+    arms = (arm.model_copy(update={"ran": ran}) for arm, ran in zip(report.candidates, runs, strict=True))
     return report.model_copy(update={"candidates": tuple(arms)})
 
 
@@ -318,14 +312,11 @@ def _compared(
     report = execute(experiment, command="fidelab checkpoint quantize", listener=listener)[0]
     with open_checkpoint(made) as checkpoint:
         size = checkpoint.nbytes
+    # The dense copy is removed, so the record names the output.
+    runs = [arm.ran and arm.ran.model_copy(update={"weight_bytes": size}) for arm in report.candidates]
     arms = [
-        arm.model_copy(
-            update={
-                "model": str(output),  # the dense copy is removed
-                "ran": arm.ran and arm.ran.model_copy(update={"weight_bytes": size}),
-            }
-        )
-        for arm in report.candidates
+        arm.model_copy(update={"model": str(output), "ran": ran})
+        for arm, ran in zip(report.candidates, runs, strict=True)
     ]
     report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
     _write_text(finished, report.to_json())

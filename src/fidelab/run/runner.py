@@ -348,24 +348,14 @@ class Asking:
         """Report the outcome of a job to all listeners."""
         result = _result(job, [c.axis for c in missing], outcome)
         result = replace(result, failures={**result.failures, **self._without})
-        self._event(
-            "job_ended",
-            role=job.role,
-            status=str(result.status),
-            reason=result.reason,
-            seconds=round(outcome.seconds, 3),
-        )
+        status, seconds = str(result.status), round(outcome.seconds, 3)
+        self._event("job_ended", role=job.role, status=status, reason=result.reason, seconds=seconds)
         self.pace.share(1.0)
         if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
-            self.remember(
-                job.resolved, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took
-            )
+            load = outcome.seconds - sum(spent for _, spent in clocked.took.values())
+            Timings().add(job.resolved, load, clocked.took)
         self._listener.job_ended(job, result)
         return result
-
-    def remember(self, resolved: ResolvedArm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
-        """Keep the times of captures, and the other seconds of their worker, for later estimates."""
-        Timings().add(resolved, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""

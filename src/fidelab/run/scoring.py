@@ -98,7 +98,7 @@ def score_run(
     measured = {result.role: scorer.measure(result) for result in others}
     floors = floors_of(experiment, results)
     summary = _Summary(experiment, measured, reference, floors)
-    records = summary.decided(candidates)
+    records = tuple(map(summary.decided, candidates))
     limits = experiment.limits
     borrowed = dict(facts.borrowed)
     noise = {name: Measurement.model_validate(found) for name, found in borrowed.pop("noise", {}).items()}
@@ -211,19 +211,15 @@ class _Summary:
                 )
         return comparisons
 
-    def decided(self, candidates: Sequence[ArmResult]) -> tuple[ArmRecord, ...]:
-        """The candidates' records with their certificates and sums by document."""
-        return tuple(map(self._decided, candidates))
-
-    def _decided(self, result: ArmResult) -> ArmRecord:
+    def decided(self, result: ArmResult) -> ArmRecord:
+        """A candidate's record with its certificates and sums by document."""
         measured, record = self.measured[result.role], self.record(result)
         certificates = {}
         for name in self.experiment.axes:
             score = measured.scores.get(name)
             if score is not None and (losses := losses_of(name, score, self.experiment.limits)):
                 alpha = self._alpha(name, result)
-                losses = [replace(loss, alpha=alpha) for loss in losses]
-                certificates[name] = _certificate(losses, score, self.seed)
+                certificates[name] = _certificate([replace(loss, alpha=alpha) for loss in losses], score, self.seed)
         return record.model_copy(
             update={
                 "certificates": certificates,
@@ -279,16 +275,24 @@ def _context_scores(score: AxisScore) -> list[AxisScore]:
 
 def _pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any, Any]]:
     """Right answers of both sides and their clusters: of all contexts together, or of each where clusters differ."""
-    pools: list[tuple[Any, Any, Any]] = []
-    for score in parts:
-        assert score.right is not None
-        ref, test = score.right
-        known = score.usable & ~np.isnan(ref) & ~np.isnan(test)
-        pools.append((ref[known], test[known], score.clusters[known]))
+    pools = _pooled(parts, [score.right or () for score in parts])
+    return [(ref, test, clusters) for ref, test, clusters in pools]
+
+
+def _pooled(parts: Sequence[AxisScore], columns: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """The known values of each part's columns with their clusters: together where clusters are the text's documents."""
+    pools: list[tuple[Any, ...]] = []
+    for score, values in zip(parts, columns, strict=True):
+        known = score.usable & ~np.isnan(values).any(axis=0)
+        pools.append(tuple(column[known] for column in (*values, score.clusters)))
     if len(pools) > 1 and all(score.found.cluster == "document" for score in parts):
-        ref, test, clusters = (np.concatenate(column) for column in zip(*pools, strict=True))
-        return [(ref, test, clusters)]
+        return [tuple(map(np.concatenate, zip(*pools, strict=True)))]
     return pools
+
+
+def _context(score: AxisScore) -> int | None:
+    """Tokens of the context of a score, if it has a single one."""
+    return n if isinstance(n := score.found.facts.get("n_ctx"), int) else None
 
 
 def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
@@ -311,29 +315,17 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
         if limits.max_flips is not None and same is not None:
             items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
             losses.append(Loss.of_changes(items, limits.max_flips))
-    losses += [Loss.of_probability(lost, clusters, margin) for lost, clusters in _probability_pools(parts)]
+    lost = _pooled(parts, [(score.probability_loss,) for score in parts])
+    losses += [Loss.of_probability(values, clusters, margin) for values, clusters in lost]
     if limits.max_accuracy_loss is not None:
         losses += [Loss.of_accuracy(*known, limits.max_accuracy_loss) for known in pools]
     return losses
 
 
-def _probability_pools(parts: Sequence[AxisScore]) -> list[tuple[Any, Any]]:
-    """Losses of probability and their clusters, pooled as right answers are."""
-    found = []
-    for score in parts:
-        assert score.probability_loss is not None
-        known = score.usable & ~np.isnan(score.probability_loss)
-        found.append((score.probability_loss[known], score.clusters[known]))
-    if len(found) > 1 and all(score.found.cluster == "document" for score in parts):
-        lost, clusters = (np.concatenate(column) for column in zip(*found, strict=True))
-        return [(lost, clusters)]
-    return found
-
-
 def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certificate:
     """The certificate of an arm; contexts stand with claims and flips that are those of one alone."""
     parts = _context_scores(whole)
-    contexts = [n if isinstance(n := part.found.facts.get("n_ctx"), int) else None for part in parts]
+    contexts = list(map(_context, parts))
     pools = _pools(parts)
     alone = contexts if len(pools) == len(parts) else [None] * len(pools)
     flips = [FlipRecord.of(*pool, context, seed) for pool, context in zip(pools, alone, strict=True)]
@@ -351,7 +343,7 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
             kl = RatioItems.of(score.num[:read][usable], 1.0, clusters).by_cluster()
             lost = RatioItems.of(np.nan_to_num(score.probability_loss[:read][usable]), 1.0, clusters).by_cluster()
             yield DocumentSums(
-                context=n if isinstance(n := score.found.facts.get("n_ctx"), int) else None,
+                context=_context(score),
                 windows=windows,
                 documents=tuple(map(int, kl.clusters)),
                 positions=tuple(map(int, kl.den)),
