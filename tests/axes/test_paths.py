@@ -242,14 +242,14 @@ def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
     assert [cell.at["way"] for cell in done.axis("tilt", "paths").cells] == ["decode", "prefix"]
 
 
-def test_an_engine_without_ways_of_serving_is_not_supported_and_another_is_named(tmp_path: Path) -> None:
-    sizes = ("--set", "axes.paths.windows=1", "--set", "axes.paths.n_ctx=64", "--set", "axes.paths.others=1")
-    done = cli(
-        *("compare", make_tiny(tmp_path / "tiny"), "--engine", "hf", "--kv", "int8", "--control", "none"),
-        *("--axes", "paths", *sizes, "--no-floor", "--threads", 1),
-        cwd=tmp_path,
-    )
-    assert "engine hf has no ways of serving: take llamacpp, sglang or vllm" in done.out, done.err
+@pytest.mark.parametrize(("axes", "code"), [("paths", 2), ("paths,kld", 0)])
+def test_an_engine_without_ways_of_serving_is_asked_for_none_and_another_is_named(
+    axes: str, code: int, tmp_path: Path
+) -> None:
+    words = ("compare", make_tiny(tmp_path / "tiny"), "--engine", "hf", "--kv", "int8", "--axes", axes, "--dry-run")
+    done = cli(*words, cwd=tmp_path)
+    assert done.code == code
+    assert "engine hf has no ways of serving: take llamacpp, sglang or vllm" in (done.err if code else done.out)
 
 
 def test_a_way_that_an_engine_lacks_is_said_and_not_asked(tmp_path: Path) -> None:
