@@ -228,6 +228,10 @@ def test_many_keys_make_no_room_for_one_that_was_cut_and_a_short_key_is_no_part_
     assert cleaner(["x"])("x: no matrix for key x") == "[key]: no matrix for key [key]"
 
 
+def test_a_dot_of_the_key_stands_for_a_dot_alone() -> None:
+    assert cleaner(["sk.proj-0123"])("sk.proj-0123 is not sk-proj-0123") == "[key] is not sk-proj-0123"
+
+
 @pytest.mark.parametrize("spell", SPELLINGS.values(), ids=SPELLINGS)
 def test_no_answer_shows_the_key(spell: Callable[[str], str]) -> None:
     """As a page that is not JSON, as an error, as an address, in a stream, behind a lot of white space."""

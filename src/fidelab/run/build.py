@@ -162,10 +162,11 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
         except UnavailableError as error:
             unavailable[name] = str(error)
     if not resolved[settings.reference.name].engine_class.ways:
-        for name in [name for name, parts in requests.items() if all(isinstance(r, Served) for r in parts.values())]:
-            del requests[name]
-            engine = settings.reference.engine
-            unavailable[name] = f"engine {engine} has no ways of serving: take llamacpp, sglang or vllm"
+        for name, parts in [*requests.items()]:
+            if parts and all(isinstance(request, Served) for request in parts.values()):
+                del requests[name]
+                engine = settings.reference.engine
+                unavailable[name] = f"engine {engine} has no ways of serving: take llamacpp, sglang or vllm"
     if not requests and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]

@@ -234,8 +234,8 @@ def _spelled(secret: str) -> str:
 
 def _signs(char: str) -> str:
     """A pattern for a character; other ones than letters and digits may be escaped."""
-    escaped = re.escape(char)
-    return char if char.isalnum() else rf"(?:\\*{escaped}|{quote(char, safe='')}|{re.escape(html.escape(char))})"
+    plain, percent, named = map(re.escape, (char, quote(char, safe=""), html.escape(char)))
+    return char if char.isalnum() else rf"(?:\\*{plain}|{percent}|{named})"
 
 
 def split_url(text: str) -> tuple[str, str]:
