@@ -162,3 +162,16 @@ def test_a_late_module_is_imported_on_first_use_and_an_unknown_one_stays_an_impo
         require("pyarrow", "it")
     with pytest.raises(ModuleNotFoundError, match="nonesuch"):
         require("nonesuch")
+
+
+def test_a_program_stopped_within_exec_of_a_text_ends_with_130_and_not_by_the_signal(tmp_path: Path) -> None:
+    text = """
+import sys
+from fidelab.core import interrupted
+try:
+    exec("raise KeyboardInterrupt")
+except KeyboardInterrupt:
+    sys.exit(interrupted())
+"""
+    (tmp_path / "stopped.py").write_text(text)
+    assert subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path).returncode == 130

@@ -128,7 +128,7 @@ def _root(
 def main() -> None:
     """Run the command line; turn every error that a user can fix into one line and exit code 2."""
     from fidelab.cli.output import guard_streams
-    from fidelab.core import waiting_variables
+    from fidelab.core import interrupted, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
 
@@ -147,7 +147,7 @@ def main() -> None:
     except _Stopped as stop:
         hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished parts are kept."
         print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
-        code = 130
+        code = interrupted()
     except ImportError as error:
         missing = missing_package(error)
         name = error.name or "a package"

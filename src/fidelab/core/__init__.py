@@ -239,6 +239,17 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def interrupted() -> int:
+    """Return the exit code of a program that Ctrl-C stopped, and make sure that Python ends with it.
+
+    An interrupt that passes through ``exec`` of a text, such as a dataclass in the middle of an import, stays marked as
+    unhandled even if it is caught.  ``python -m`` then ends by SIGINT instead of its exit code.  The next text that
+    runs clears the mark.
+    """
+    exec("")
+    return 130
+
+
 def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables that let waiting threads of OpenMP and OpenBLAS sleep soon, without those that are already set.
 

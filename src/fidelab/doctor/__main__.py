@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser
 
-from fidelab.core import waiting_variables
+from fidelab.core import interrupted, waiting_variables
 from fidelab.doctor import examine, examine_machine
 from fidelab.doctor.text import show
 
@@ -19,6 +19,6 @@ if __name__ == "__main__":
     try:
         diagnosis = examine_machine() if asked.system else examine()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(interrupted())
     show(diagnosis, as_json=asked.json)
     sys.exit(not diagnosis.ready)

@@ -165,7 +165,7 @@ def _uninterrupted() -> Iterator[None]:
     """Hold Ctrl-C back until the end of the block.
 
     Native packages run Python code while they are imported.  A ``KeyboardInterrupt`` in that code aborts the process if
-    C++ cannot pass it on.  Otherwise Python may end by the signal instead of its exit code.
+    C++ cannot pass it on.
     """
     raises = signal.default_int_handler
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not raises:
