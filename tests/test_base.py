@@ -174,4 +174,5 @@ except KeyboardInterrupt:
     sys.exit(interrupted())
 """
     (tmp_path / "stopped.py").write_text(text)
-    assert subprocess.run([sys.executable, "-m", "stopped"], cwd=tmp_path).returncode == 130
+    found = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-m", "stopped"], env=found).returncode == 130

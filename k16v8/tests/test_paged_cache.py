@@ -17,7 +17,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from k16v8 import K16V8Cache
-from k16v8.errors import NotSupportedError
 from k16v8.plugins.transformers.attention import attend
 from paged_models import (
     CAUSAL,
@@ -186,26 +185,6 @@ def test_growing_leaves_at_most_an_eighth_empty() -> None:
     past = paged("llama")
     logits(model("llama"), past, batch=1, steps=(10 * PAGE, *[1] * 40))
     assert past.storage()[0].k_cache.shape[0] in (13, 14)  # 12.5 pages are used
-
-
-@pytest.mark.parametrize("kept", [PAGE, PAGE + 3])
-def test_a_cache_that_is_cut_back_to_a_prefix_goes_on_as_one_that_never_held_more(kept: int) -> None:
-    built, past = model("llama"), paged("llama")
-    ids = tokens(2, 60)
-    built(input_ids=ids, cache=past, use_cache=True)
-    past.keep_first(kept)
-    assert past.get_seq_length() == kept
-    after = built(input_ids=ids[:, kept:].flip(1), cache=past, use_cache=True).logits
-    whole = built(input_ids=torch.cat((ids[:, :kept], ids[:, kept:].flip(1)), 1), cache=paged("llama")).logits
-    torch.testing.assert_close(after, whole[:, kept:], rtol=1e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["mistral", "bamba"])
-def test_a_window_or_a_recurrent_state_is_not_cut_back(kind: str) -> None:
-    past = paged(kind)
-    model(kind)(input_ids=tokens(1, 30), cache=past, use_cache=True)
-    with pytest.raises(NotSupportedError, match="cannot be cut back to a prefix"):
-        past.keep_first(20)
 
 
 def test_keys_and_values_of_all_layers_lie_in_storage_of_their_own() -> None:

@@ -332,6 +332,16 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
     assert draw_frontier((), SIZE) is None
 
 
+@pytest.mark.parametrize("size", [300, 800, 1000, 1100, 1400])
+def test_the_name_of_the_reference_covers_no_name_of_a_band(size: int) -> None:
+    points = [FrontierPoint("a", 1000, 0.0005, None, "x"), FrontierPoint("b", 500, 0.5, None, "x")]
+    reference = FrontierPoint("f16/f16", size, 0, None, "x")
+    chart = present(draw_frontier(points, ChartSize(560, 400), rules=RULES, reference=reference))
+    [named] = [box_of(label) for label in parts(chart, "text") if (label.text or "").startswith("reference")]
+    for a in map(box_of, parts(chart, "text", "rulelabel")):
+        assert a[2] <= named[0] or named[2] <= a[0] or a[3] <= named[1] or named[3] <= a[1]
+
+
 @pytest.mark.parametrize("width", [360, 1120])
 def test_labels_cover_neither_labels_nor_points(width: int) -> None:
     points = [FrontierPoint(f"format_{n}", 1000 + 3 * n, 0.01 + n / 1e4, None, "pass") for n in range(8)]

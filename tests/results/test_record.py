@@ -10,11 +10,11 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fidelab.core import Status
+from fidelab.core import Status, write_atomically
 from fidelab.core.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord, write_atomically
+from fidelab.results.record import ArmRecord, Composite, Report, RuntimeRecord
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"

@@ -6,7 +6,6 @@ therefore read here, and type, shape and range are checked before anything is al
 
 from __future__ import annotations
 
-import hashlib
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from fidelab.captures.requests import (
     request_from_record,
     token_hashes,
 )
-from fidelab.core import Estimator, Vocabulary, digest, read_file, strict_json
+from fidelab.core import Estimator, Vocabulary, digest, read_file, sha256_of, strict_json
 from fidelab.core.errors import CaptureError
 
 ROWS = frozenset((Estimator.HIDDEN, Estimator.LOGPROBS))
@@ -411,8 +410,7 @@ def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
 
     A file that did not change is read only once for planning, running and scoring.
     """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 def _stand_ins() -> dict[str, int]:

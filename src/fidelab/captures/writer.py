@@ -25,7 +25,7 @@ from fidelab.captures.container import Array, BFloat16, array_bytes, write_tenso
 from fidelab.captures.manifest import MANIFEST, PARTIAL, PROBE, SCHEMA, dump_manifest
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request, request_record, token_hashes
-from fidelab.core import Estimator, Vocabulary, canonical_json, finite
+from fidelab.core import Estimator, Vocabulary, canonical_json, finite, sha256_of
 from fidelab.core.errors import CaptureError, FidelabError
 
 PART_BYTES = 32 << 20
@@ -293,10 +293,7 @@ def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, 
 
 
 def _has_content(path: Path, sha256: str, size: int) -> bool:
-    if not path.is_file() or path.stat().st_size != size:
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
+    return path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256
 
 
 def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str]) -> None:

@@ -51,11 +51,11 @@ def check(
     """
     from fidelab.axes import AXES
     from fidelab.bench import BENCHES
+    from fidelab.core import write_atomically
     from fidelab.core.errors import UsageError
     from fidelab.report.exports import choose_arm
     from fidelab.results.check import check as decide
     from fidelab.results.compare import compare
-    from fidelab.results.record import write_atomically
     from fidelab.results.store import find_run, read_run
     from fidelab.results.table import BENCH
 

@@ -103,9 +103,9 @@ def report(
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
     """Write a report in the format of another tool; an existing model card is not replaced."""
+    from fidelab.core import write_atomically
     from fidelab.core.errors import UsageError
     from fidelab.report.exports import choose_arm, lm_eval_results, model_card
-    from fidelab.results.record import write_atomically
     from fidelab.results.store import read_run
 
     report = read_run(run_dir)

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.core.errors import NotSupportedError, OutputError, UsageError
 from fidelab.core.serial import OMIT, AsText
 
 _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
@@ -120,6 +120,35 @@ def read_file(path: Path, most: int) -> bytes:
     if len(raw) > most:
         raise OSError(errno.EFBIG, f"more than {most:,} bytes, the most that is read", str(path))
     return raw
+
+
+def write_atomically(path: str | Path, text: str) -> Path:
+    """Write a text file under a temporary name in the same folder, then rename it.
+
+    Raises:
+        OutputError: If the folder or the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot write: {error.strerror}") from error
+    return path
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, computed now."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # limits of JSON: deeper or larger than any file that is written

@@ -116,6 +116,11 @@ def unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:
     return {"not_measurable": reason}
 
 
+def no_ways(engine: str) -> str:
+    """Return the refusal of serving ways by an engine that has none."""
+    return f"engine {engine} has no ways of serving: take llamacpp, sglang or vllm"
+
+
 def one_line(error: Exception, limit: int = 200) -> str:
     """Describe an exception of another package by its type and at most ``limit`` characters.  The log has the rest."""
     text = " ".join(str(error).split())

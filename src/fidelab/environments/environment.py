@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.core import Arm, digest
+from fidelab.core import Arm, digest, write_atomically
 from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
@@ -77,7 +77,7 @@ class Environment:
         """Store the results of trials (KV format → why it does not run, else ``None``) in fidelab's environment.
 
         Raises:
-            OSError: If the file cannot be written.
+            OutputError: If the file cannot be written.
         """
         if (folder := self.folder) is None:
             return
@@ -247,9 +247,7 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
 
 def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     """Write the marker.  Without ``versions``, it means that the environment is being built."""
-    part = folder / f".{MARKER}.part"
-    part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    part.replace(folder / MARKER)
+    write_atomically(folder / MARKER, json.dumps(content, indent=2) + "\n")
 
 
 def link_folder() -> Path:

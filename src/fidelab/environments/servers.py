@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import digest, read_file, slug, state_dir, strict_json
+from fidelab.core import digest, read_file, slug, state_dir, strict_json, write_atomically
 from fidelab.core.errors import EngineError, OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.openai.http import Client, Refused
@@ -223,7 +223,7 @@ class Starts:
     def add(self, seconds: float) -> None:
         """Store one more duration; if that fails, the next start counts as the first again."""
         everything = {**_object(self._path), self._key: [*self.earlier, round(seconds, 2)][-_KEPT_STARTS:]}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, OutputError):
             _write(self._path, everything)
 
 
@@ -310,6 +310,4 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    part.replace(path)
+    write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -22,7 +22,7 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
-from fidelab.core.errors import CaptureError, FidelabError
+from fidelab.core.errors import CaptureError, FidelabError, OutputError
 from fidelab.core.serial import to_json
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
@@ -111,7 +111,7 @@ def try_out(
                 say(f"trying {name}")
                 trials[name] = _tried(arm, environment, Path(scratch) / f"store-{len(trials)}", logs)
         faults = faults_of(trials)
-        with suppress(OSError):  # somebody else's environment
+        with suppress(OutputError):  # somebody else's environment
             environment.remember(asked.versions(), {name: faults.get(name) for name in trials})
     return trials
 

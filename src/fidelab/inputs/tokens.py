@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fidelab.captures.requests import Tokens
-from fidelab.core import Vocabulary, digest
+from fidelab.core import Vocabulary, digest, sha256_of
 from fidelab.core.errors import InputError
 from fidelab.models import Model
 from fidelab.models.bounds import bounded
@@ -188,7 +188,7 @@ class _Remembered:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._store = _Store(cache_dir() / "tokens.sqlite3")
-        digests = [(path.relative_to(model.path).as_posix(), _file_hash(path)) for path in _described(model.path)]
+        digests = [(path.relative_to(model.path).as_posix(), sha256_of(path)) for path in _described(model.path)]
         libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2")]
         self._identity = json.dumps([digests, libraries, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
 
@@ -246,11 +246,6 @@ class _Remembered:
         answer = compute()
         self._store.write(key, json.dumps(answer))
         return answer
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _described(folder: Path) -> Iterator[Path]:

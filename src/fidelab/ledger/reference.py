@@ -22,7 +22,7 @@ from fidelab.captures.manifest import capture_folder
 from fidelab.captures.reader import Capture, check_answers, is_complete
 from fidelab.captures.requests import Request
 from fidelab.captures.store import copy_capture
-from fidelab.core import Arm, Vocabulary, digest, read_file, strict_json
+from fidelab.core import Arm, Vocabulary, digest, read_file, sha256_of, strict_json
 from fidelab.core.errors import CaptureError, InputError, MismatchError
 from fidelab.core.serial import from_json, to_json
 from fidelab.results.measurement import Measurement
@@ -157,7 +157,7 @@ class Pack:
             path = self.folder / file.name
             if not path.is_file() or path.stat().st_size != file.bytes:
                 raise CaptureError(f"{self.place}: {file.name} is missing or truncated; fetch the pack again")
-            if file_digest(path) != file.sha256:
+            if sha256_of(path) != file.sha256:
                 raise CaptureError(f"{self.place}: {file.name} was edited (checksum differs); fetch the pack again")
         own = self.manifest
         arms = set()
@@ -223,12 +223,6 @@ class Pack:
 def sample_digest(encode: Any) -> str:
     """Return the SHA-256 of the ids that a tokenizer's ``encode`` makes of a fixed text."""
     return digest(json.dumps([int(token) for token in encode(_SAMPLE)]))
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_listed(place: str, sizes: Mapping[str, int]) -> None:
@@ -304,7 +298,7 @@ def write_pack(
         tokenizer=PackedTokenizer(size=vocabulary.size, sha256=vocabulary.sha256, sample_sha256=sample),
         captures={part: part for part in captures},
         files=tuple(
-            PackedFile(name=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=file_digest(path))
+            PackedFile(name=path.relative_to(folder).as_posix(), bytes=path.stat().st_size, sha256=sha256_of(path))
             for path in files
         ),
         **facts,

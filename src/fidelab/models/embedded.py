@@ -15,9 +15,10 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from fidelab.core import sha256_of
 from fidelab.core.errors import InputError
 from fidelab.models.cache import build_once, cache_dir
-from fidelab.models.weights import file_sha256, sha256_of
+from fidelab.models.weights import file_sha256
 
 _log = logging.getLogger(__name__)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fidelab.captures.container import Entry, read_header
-from fidelab.core import canonical_json, digest, read_file, strict_json
-from fidelab.core.errors import InputError
+from fidelab.core import canonical_json, digest, read_file, sha256_of, strict_json, write_atomically
+from fidelab.core.errors import InputError, OutputError
 from fidelab.models.cache import cache_dir
 
 INDEX = "model.safetensors.index.json"
@@ -205,17 +204,6 @@ def file_sha256(path: Path) -> str:
     if _SHA256.fullmatch(known):
         return known
     value = sha256_of(real)
-    part = note.with_name(f"{note.name}.{os.getpid()}")  # renamed when complete
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(value, encoding="ascii")
-        part.replace(note)
-    except OSError:  # a cache that cannot be written only costs time
-        part.unlink(missing_ok=True)
+    with contextlib.suppress(OutputError):  # a cache that cannot be written only costs time
+        write_atomically(note, value)
     return value
-
-
-def sha256_of(path: Path) -> str:
-    """Compute the SHA-256 of a file's bytes now."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import finite
+from fidelab.core import finite, write_atomically
 from fidelab.report.html import data_block, render_page
-from fidelab.results.record import write_atomically
 
 
 def render_explainer(found: Mapping[str, Any], version: str) -> str:

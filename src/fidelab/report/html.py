@@ -18,13 +18,14 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fidelab.core import write_atomically
 from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import FIGURES, build_view
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import one_line, printable
-from fidelab.results.record import Report, write_atomically
+from fidelab.results.record import Report
 from fidelab.results.store import POSITIONS
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})

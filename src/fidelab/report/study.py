@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console, JustifyMethod
 
+from fidelab.core import write_atomically
 from fidelab.report.cells import STATUS, estimate_of, status_line
 from fidelab.report.charts import ChartLine, draw_lines, line_style
 from fidelab.report.heatmap import scale_of, shades_of
@@ -19,7 +20,6 @@ from fidelab.report.tables import TextTable
 from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.numbers import heading, one_line
 from fidelab.results.plots import Curve
-from fidelab.results.record import write_atomically
 from fidelab.results.study import PART, Study, StudyRow
 
 _OUTCOME = "outcome"

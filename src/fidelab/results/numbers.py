@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -196,8 +197,16 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 
+_FOLDERS = re.compile(r"(?<![\w.~/:\\-])~?/(?:[^\s/:;,'\"]+/)+(?=[^\s/])")  # of an absolute path
+
+
+def without_folders(text: str) -> str:
+    """Replace the absolute paths in a text by their last parts: published text must not show local folders."""
+    return _FOLDERS.sub("", text)
+
+
 def public_name(name: str) -> str:
-    """Return a name as it is, and an absolute path by its last part: published text must not show local folders."""
+    """Return a name as it is, and an absolute path, which may hold blanks, by its last part."""
     path = PurePath(name)
     return path.name if path.is_absolute() else name
 

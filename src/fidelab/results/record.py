@@ -8,8 +8,7 @@ Absent is ``null``; NaN and infinities are refused when a record is built, so th
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from pydantic import (
@@ -24,12 +23,13 @@ from pydantic import (
     model_validator,
 )
 
-from fidelab.core import KVSpec, Status, read_file, strict_json
-from fidelab.core.errors import InputError, OutputError
+from fidelab.core import KVSpec, Status, read_file, strict_json, write_atomically
+from fidelab.core.errors import InputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.numbers import without_folders
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
 if TYPE_CHECKING:
@@ -122,14 +122,9 @@ class RuntimeRecord(Record):
         packages = provenance.items() if isinstance(provenance, dict) else ()
         folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
         return (
-            *(f"{name} {_without_folders(str(text))}" for name, text in packages if text != STOCK),
+            *(f"{name} {without_folders(str(text))}" for name, text in packages if text != STOCK),
             *(f"shim {shim.get('folder') or '.'} (sha256 {str(shim.get('sha256'))[:8]})" for shim in folders),
         )
-
-
-def _without_folders(text: str) -> str:
-    """Replace absolute paths by their last part: reports are published, folders are private."""
-    return " ".join(PurePath(word).name if PurePath(word).is_absolute() else word for word in text.split(" "))
 
 
 class Composite(Record):
@@ -470,29 +465,6 @@ def _first_fault(error: ValidationError) -> str:
     place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{place:.300}: {faults[0]['msg']:.1000}{more}"
-
-
-def write_atomically(path: str | Path, text: str) -> Path:
-    """Write a text file under a temporary name in the same folder, then rename it.
-
-    Raises:
-        OutputError: If the folder or the file cannot be written.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise OutputError(f"{path}: cannot write: {error.strerror}") from error
-    return path
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.core import digest, read_file, slug, strict_json
+from fidelab.core import digest, read_file, slug, strict_json, write_atomically
 from fidelab.core.errors import InputError, MissingPackageError, OutputError
 from fidelab.core.registry import require
-from fidelab.results.record import Report, write_atomically
+from fidelab.results.record import Report
 
 RUNS = Path("runs")  # where runs are written unless specified otherwise
 _LATEST = "latest"

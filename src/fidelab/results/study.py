@@ -12,12 +12,12 @@ from typing import Any, Final, Literal
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.core import Status
+from fidelab.core import Status, write_atomically
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Curve, Heatmap
-from fidelab.results.record import KV, RuntimeRecord, write_atomically
+from fidelab.results.record import KV, RuntimeRecord
 from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
 SCHEMA: Final = "fidelab.study/0"

@@ -15,7 +15,7 @@ from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
-from fidelab.engines.base import one_line
+from fidelab.engines.base import no_ways, one_line
 from fidelab.run.arms import twins_of
 from fidelab.run.deploy import ResolvedArm
 from fidelab.run.resolve import EXACT, QUERIES, TRUTH, Settings
@@ -165,8 +165,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
         for name, parts in [*requests.items()]:
             if parts and all(isinstance(request, Served) for request in parts.values()):
                 del requests[name]
-                engine = settings.reference.engine
-                unavailable[name] = f"engine {engine} has no ways of serving: take llamacpp, sglang or vllm"
+                unavailable[name] = no_ways(settings.reference.engine)
     if not requests and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]

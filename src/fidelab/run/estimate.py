@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import platform
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.captures.writer import PART_BYTES
-from fidelab.core import Arm, Estimator, strict_json
+from fidelab.core import Arm, Estimator, strict_json, write_atomically
 from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.environments.host import graphics
@@ -206,14 +205,8 @@ class Timings:
 
     def _write(self) -> None:
         """A cache that cannot be written costs an estimate, not a run."""
-        scratch = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                scratch.write_text(json.dumps(to_json(self._stored)), "utf-8")
-                scratch.replace(self._path)
-            finally:
-                scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OutputError):
+            write_atomically(self._path, json.dumps(to_json(self._stored)))
 
 
 _KEYS = ("node", "engine", "device", "weights", "threads", "dtype", "kv", "options")  # the first three have to agree

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -19,6 +18,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.ledger.reference import FOLDERS, sample_digest, write_pack
 from fidelab.models import Model, hub, quantized_as, resolve
 from fidelab.results.measurement import DECIDING
+from fidelab.results.numbers import without_folders
 from fidelab.results.record import MachineDifference
 from fidelab.results.store import RunFolder
 from fidelab.run.attribution import measure_diagnostic
@@ -27,8 +27,6 @@ from fidelab.run.deploy import engine_class
 from fidelab.run.pairing import ArmResult
 from fidelab.run.pipeline import read_outcomes
 from fidelab.run.scoring import RunFacts
-
-_PRIVATE = re.compile(r"(?<![\w.~/:\\-])~?/(?:[^\s/:;,'\"]+/)+(?=[^\s/])")  # an absolute path, up to its last part
 
 
 def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> str:
@@ -111,7 +109,7 @@ def _public(value: Any) -> Any:
         case list() | tuple():
             return [_public(item) for item in value]
         case str():
-            return _PRIVATE.sub("", value)
+            return without_folders(value)
         case _:
             return value
 

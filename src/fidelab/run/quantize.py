@@ -26,7 +26,7 @@ from fidelab.checkpoints.modules import modules_of
 from fidelab.checkpoints.quantizer import tail
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.experiment import validate
-from fidelab.core import canonical_json, digest
+from fidelab.core import canonical_json, digest, write_atomically
 from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants
@@ -113,7 +113,7 @@ def quantize(
     }
     if report is not None:
         report = _described(report, describe_recipe(recipe, planned, bits))
-        _write_text(made / "fidelab-report.json", report.to_json())
+        write_atomically(made / "fidelab-report.json", report.to_json())
         write_html(report, made / "fidelab-report.html")
     _write(made / RECORD, record)
     made.rename(output)
@@ -319,15 +319,9 @@ def _compared(
         for arm, ran in zip(report.candidates, runs, strict=True)
     ]
     report = recommended(report.model_copy(update={"candidates": tuple(arms)}))
-    _write_text(finished, report.to_json())
+    write_atomically(finished, report.to_json())
     return report
 
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
-    _write_text(file, json.dumps(content, indent=1) + "\n")
-
-
-def _write_text(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.part")
-    part.write_text(text, "utf-8")
-    part.replace(file)
+    write_atomically(file, json.dumps(content, indent=1) + "\n")

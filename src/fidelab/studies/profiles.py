@@ -29,11 +29,10 @@ from pydantic import ValidationError
 
 from fidelab.config.profiles import Figure, Resolved, Stage, fill
 from fidelab.config.trust import check_trusted, trust_content
-from fidelab.core import Status, read_file, slug, strict_json, usable_cores
+from fidelab.core import Status, read_file, slug, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
-from fidelab.results.record import write_atomically
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record

@@ -13,11 +13,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from fidelab.core import KVSpec
+from fidelab.core import KVSpec, write_atomically
 from fidelab.core.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.engines.hf.weights import NATIVE
 from fidelab.results.numbers import format_layers
-from fidelab.results.record import write_atomically
 from fidelab.results.study import StudyPlan
 
 WIDE: Final = ("auto", NATIVE, "bf16", "f16", "f32", "bfloat16", "float16", "float32")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import fidelab
-from fidelab.core import Arm, KVSpec, digest
-from fidelab.core.errors import FidelabError
+from fidelab.core import Arm, KVSpec, digest, write_atomically
+from fidelab.core.errors import FidelabError, OutputError
 from fidelab.core.serial import from_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
@@ -114,11 +114,8 @@ def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
         if record["state"] == now:
             return {str(name): str(why) for name, why in record["formats"].items()}
     formats = _refusals(engine)
-    with contextlib.suppress(OSError):  # a cache that is read-only or full
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({"state": now, "formats": formats}), "utf-8")
-        part.replace(kept)
+    with contextlib.suppress(OutputError):  # a cache that is read-only or full
+        write_atomically(kept, json.dumps({"state": now, "formats": formats}))
     return formats
 
 

@@ -27,7 +27,7 @@ from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines import ENGINES
-from fidelab.engines.base import Answer, Engine
+from fidelab.engines.base import Answer, Engine, no_ways
 from fidelab.engines.variables import variables_of
 from fidelab.workers.memory import peak_bytes, resident_bytes
 from fidelab.workers.messages import (
@@ -259,9 +259,7 @@ class _Answering:
             return self._engine.answer(request, sink)
         try:
             if request.kind not in self._engine.kinds:
-                raise NotSupportedError(
-                    f"engine {self._engine.name} has no ways of serving: take llamacpp, sglang or vllm"
-                )
+                raise NotSupportedError(no_ways(self._engine.name))
             if request.way not in self._engine.ways:
                 raise NotSupportedError(f"engine {self._engine.name} has no way {request.way!r}")
             return self._engine.answer(request, sink)

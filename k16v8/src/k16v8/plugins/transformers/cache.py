@@ -257,20 +257,6 @@ class PagedKVCache(DynamicCache):
         """Whether some layers see only the last positions."""
         return any(layer.window for layer in self.paged)
 
-    def keep_first(self, tokens: int) -> None:
-        """Cut the cache back to the first ``tokens`` of each sequence, after which other tokens may follow.
-
-        Raises:
-            NotSupportedError: If a layer keeps no earlier state (recurrent, sliding window), or some tokens are
-                padding.
-        """
-        if self.has_recurrent_layers:
-            raise NotSupportedError("a recurrent state cannot be cut back to a prefix")
-        for pages in self._pages.values():
-            pages.keep_first(tokens)
-        for layer in self.paged:
-            layer.seen = tokens
-
     @property
     def kernels(self) -> tuple[str, ...]:
         """The kernels that attended, by name: skipped layers may have others; empty before the first write."""

@@ -7,7 +7,7 @@ is causal and relative, so that only differences matter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -96,24 +96,6 @@ class Pages:
         counts = self._counts(seen, new, mask)
         self._step = self._place(end, counts, new, None if mask is None else mask[:, -new:])
         return self._step
-
-    def keep_first(self, tokens: int) -> None:
-        """Continue after the first ``tokens`` of each sequence; later blocks are given back.
-
-        Raises:
-            NotSupportedError: If pages before a window were given back, or some tokens are padding.
-        """
-        if self._step is None or self._step.end == tokens:
-            return
-        if self._window or {*self._stored} != {self._step.end}:
-            raise NotSupportedError("pages of a sliding window, or with padding, cannot be cut back to a prefix")
-        blocks = -(-tokens // self._page)
-        self._free += [block for row in self._rows for block in row[blocks:]]
-        self._rows = [row[:blocks] for row in self._rows]
-        self._lengths = [tokens for _ in self._rows]
-        self._stored = [tokens for _ in self._rows]
-        self._table = self._rectangle()
-        self._step = replace(self._step, end=tokens)
 
     def _counts(self, seen: int, new: int, mask: Tensor | None) -> list[int]:
         """New tokens of each sequence; what the mask says of the others must be what was written."""
