@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 from fidelab.core import waiting_variables
 from fidelab.models import Model, pull
 from fidelab.run import runner
-from fidelab.workers.local import LocalWorker
+from fidelab.workers import parent
+from tests.local_worker import LocalWorker
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
 os.environ |= waiting_variables(os.environ)
@@ -79,7 +80,10 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
             return by_default(resolved, servers)
         return lambda log: LocalWorker(log, variables)
 
+    by_group = parent._end_group
+    ends: Any = lambda process: process.end() if isinstance(process, LocalWorker) else by_group(process)  # noqa: E731
     monkeypatch.setattr(runner, "spawner", spawner)
+    monkeypatch.setattr(parent, "_end_group", ends)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,6 @@ from fidelab.core import Status
 from fidelab.core.errors import EngineError
 from fidelab.workers.failures import crashed_in_code, explain, explain_exit, split_dump
 from fidelab.workers.fork_server import Forked
-from fidelab.workers.local import LocalWorker
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -58,8 +57,8 @@ _WRONG_BUILD = (
 )
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
-_Process = subprocess.Popen[bytes] | Forked | LocalWorker
-Spawn = Callable[[int], Forked | LocalWorker | None]
+_Process = subprocess.Popen[bytes] | Forked
+Spawn = Callable[[int], Forked | None]
 """Starts a worker whose log is this descriptor; on ``None`` a fresh interpreter starts instead."""
 
 
@@ -375,9 +374,6 @@ def _shortened(reason: str) -> str:
 
 def _end_group(process: _Process) -> None:
     """End the worker's whole process group, even where a second Ctrl-C interrupts."""
-    if isinstance(process, LocalWorker):
-        process.end()
-        return
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A worker in a thread of this process, for engines that do not need a separate process, such as the test engine.
+"""A worker in a thread of the test's process, which saves the start of a process.
 
 It speaks through pipes with the code that a worker process runs, so that messages, captures and outcomes are the same.
 It lacks the isolation of a process: a crash ends everything, nothing can be killed, a deadline only stops the waiting.
@@ -10,7 +10,8 @@ import os
 import subprocess
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import IO
 
 from fidelab.workers import child
@@ -61,19 +62,39 @@ class LocalWorker:
         self._thread.join(_END_WAIT)
 
     def _run(self, inbox: IO[bytes], outbox: IO[bytes], log: int) -> None:
-        before = {name: os.environ.get(name) for name in self._env}
-        os.environ.update(self._env)
         code = 1
-        with os.fdopen(log, "w") as errors, inbox:
+        with _variables(self._env), os.fdopen(log, "w") as errors, inbox:
             try:
                 code = child.serve(inbox, outbox, errors, on_end=lambda: None)
                 outbox.close()
             except Exception:  # the parent has closed its end
                 traceback.print_exc(file=errors)
             finally:
-                for name, value in before.items():  # only these: other threads read and set variables meanwhile
-                    if value is None:
-                        os.environ.pop(name, None)
-                    else:
-                        os.environ[name] = value
                 self.returncode = code
+
+
+_lock = threading.Lock()
+_living = 0
+_before: dict[str, str | None] = {}  # of the variables that living workers set
+
+
+@contextmanager
+def _variables(env: Mapping[str, str]) -> Iterator[None]:
+    """Set variables.  Workers overlap: the last one that ends restores what was there before the first one."""
+    global _living
+    with _lock:
+        _living += 1
+        for name in env:
+            _before.setdefault(name, os.environ.get(name))
+        os.environ.update(env)
+    try:
+        yield
+    finally:
+        with _lock:
+            _living -= 1
+            while not _living and _before:  # only these: other threads read and set variables meanwhile
+                name, value = _before.popitem()
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
