@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -217,6 +218,7 @@ def test_blocks_of_a_request_are_read_from_the_tables_of_runner_v2(folder: Path)
     assert worker._fidelab.wrapped.block_ids("r1", 0) == [6, 7]
 
 
+@mock.patch.dict(os.environ)
 @pytest.mark.parametrize(("named", "value"), [("v1", "0"), ("v2", "1")])
 def test_the_option_chooses_the_runner_here_and_in_a_server(
     named: str, value: str, monkeypatch: pytest.MonkeyPatch
