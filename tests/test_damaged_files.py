@@ -224,7 +224,7 @@ ENGINES = {
 CHAT = [{"role": "user", "content": "Rain in Oslo?"}, {"role": "assistant", "content": "Yes."}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}}
 ROWS = [{"name": f"{n}", "batch": n, "tok_s": 9.5 * n, "none": None} for n in range(1, 5)]
-MINE = {"memory": 32, "bandwidth": 640, "sustained": 600, "compute": {"fp8_e4m3": 383}}
+MINE = {"memory": 32, "bandwidth": 640, "sustained": 600, "compute": {"fp8_e4m3": 383}, "links": {"pcie": 64}}
 RECIPE = {
     "method": "gptq",
     "scheme": {"format": "W4A16", "group": 32},

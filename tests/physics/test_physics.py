@@ -238,6 +238,15 @@ def test_the_command_takes_sizes_and_prints_what_follows() -> None:
     assert [cell["ceiling"]["k16v8"] for cell in found["cells"]] == pytest.approx([1.052, 1.142, 1.249], abs=1e-3)
 
 
+def test_a_link_must_carry_in_one_step_what_does_not_fit() -> None:
+    words = (*SIZES, "--kv", "k16v8", "--device", "H100", "--context", "128k", "--batch", "32", "--memory", "16G")
+    found = json.loads(run(*words, "--json").stdout)
+    for row in found["devices"][0]["formats"]:
+        rate = found["cells"][0]["decode"]["H100"][row["kv"]]["tokens_per_s"]
+        assert row["link_shortfall"]["pcie5-x16"] == pytest.approx(row["overflow_bytes"] * rate / 32 / 64e9)
+        assert row["link_shortfall"]["nvlink"] == pytest.approx(row["overflow_bytes"] * rate / 32 / 900e9)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

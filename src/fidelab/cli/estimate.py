@@ -55,7 +55,7 @@ def model(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head dimension.")] = None,
     params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
-    kv: Annotated[list[str] | None, typer.Option(help=f"KV formats [default: {', '.join(_KV[1:])}].")] = None,
+    kv: Annotated[list[str] | None, typer.Option(help=f"KV formats. \\[default: {', '.join(_KV[1:])}]")] = None,
     reference: Annotated[str, typer.Option(help="Reference format of the speed-ups.")] = _KV[0],
     device: Annotated[list[str] | None, typer.Option(help="Devices of the table, e.g. H100.")] = None,
     context: Annotated[str, typer.Option(help="Lengths in tokens per sequence (k is 1,024).")] = "2k,8k,32k",
@@ -221,8 +221,12 @@ def _show(found: Mapping[str, Any]) -> None:
             + ", ".join(f"{format_amount(rate)} at {format_tokens(tokens)}" for tokens, rate in prefill.items())
         )
         for row in entry["formats"]:
-            if row["overflow_bytes"]:
-                line(f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit")
+            if row["overflow_bytes"] and row["link_shortfall"]:
+                said = ", ".join(f"{link} {format_ratio(times)}" for link, times in row["link_shortfall"].items())
+                line(
+                    f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
+                    f"step, a link would have to be faster by: {said}"
+                )
 
 
 def _rate(entry: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Device table: memory, bandwidth and compute, as published and, if available, as measured."""
+"""Device table: memory, bandwidth, compute and links, as published and, if available, as measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fidelab.core import read_file, state_dir
 from fidelab.core.errors import InputError, UsageError, nearest_first
 
 _MAX_FILE_BYTES = 2**20
-_FIELDS = {"memory", "reported", "bandwidth", "sustained", "compute", "verified", "source"}
+_FIELDS = {"memory", "reported", "bandwidth", "sustained", "compute", "links", "verified", "source"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Device:
         peak_bandwidth: bytes per second between memory and processor, as published.
         sustained: measured bandwidth of a copy; ``None``: not measured.
         compute: operations per second by type, dense.
+        links: bytes per second to other devices and to the host, by name.
         verified: how the row was measured; empty if it was never checked on a device.
     """
 
@@ -39,6 +40,7 @@ class Device:
     reported: float | None = None
     sustained: float | None = None
     compute: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, float] = field(default_factory=dict)
     verified: str = ""
 
     @property
@@ -138,9 +140,12 @@ def _device(name: str, row: Any, where: str) -> Device:
             raise InputError(f"{where}: device {name!s:.60}: {what:.60} must be a number above 0, not {value!r:.60}")
         return float(value)
 
-    compute = row.get("compute") or {}
-    if not isinstance(compute, Mapping):
-        raise InputError(f"{where}: device {name!s:.60}: compute maps names to numbers")
+    def rates(what: str, scale: float) -> dict[str, float]:
+        held = row.get(what) or {}
+        if not isinstance(held, Mapping):
+            raise InputError(f"{where}: device {name!s:.60}: {what} maps names to numbers")
+        return {str(key): scale * number(value, f"{what} of {key}") for key, value in held.items()}
+
     sustained, reported = row.get("sustained"), row.get("reported")
     return Device(
         name=name,
@@ -148,6 +153,7 @@ def _device(name: str, row: Any, where: str) -> Device:
         peak_bandwidth=1e9 * number(row.get("bandwidth"), "bandwidth"),
         reported=None if reported is None else 1e9 * number(reported, "reported"),
         sustained=None if sustained is None else 1e9 * number(sustained, "sustained"),
-        compute={str(key): 1e12 * number(value, f"compute of {key}") for key, value in compute.items()},
+        compute=rates("compute", 1e12),
+        links=rates("links", 1e9),
         verified=str(row.get("verified") or ""),
     )

@@ -116,13 +116,17 @@ def _check_memory(
     room = device.usable if memory is None else memory
     rows: list[dict[str, Any]] = []
     for spec in specs:
+        needed = model.cache_bytes(spec, max(contexts), max(batches))
         beyond = max(0.0, model.device_bytes(spec, max(contexts), max(batches)) - room)
+        step = model.step_seconds(spec, max(contexts), max(batches), device)[0]
+        required = min(needed, beyond) / step  # bytes per second of a link to what does not fit
         rows.append(
             {
                 "kv": spec.label,
                 "longest_in_memory": {str(batch): model.longest_context(spec, batch, room) for batch in batches},
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
                 "overflow_bytes": beyond,
+                "link_shortfall": {name: required / rate for name, rate in device.links.items()},
             }
         )
     return {
