@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -104,7 +105,7 @@ def test_the_description_of_a_machine_has_what_a_session_asks(capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert found["slug"].startswith("cpu")
     assert found["page_step"] == 16
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == metadata.version("torch")
     assert {"vllm", "sglang", "sglang-kernel", "flashinfer-python"} <= found["versions"].keys()
 
 

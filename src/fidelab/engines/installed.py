@@ -5,6 +5,7 @@ Everything is read from the packages' files; none of them is imported.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -138,12 +139,25 @@ def is_installed(name: str) -> bool:
 def _label(distribution: metadata.Distribution) -> str:
     if source := _source(distribution):
         return f"built from {source}"
-    files = distribution.files or []  # which reads RECORD again each time
+    files = _recorded(distribution)
     changed = sorted({*_altered(files), *_added(distribution, files)})
     if not changed:
         return "stock"
     differ = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
     return f"modified: {differ} from the package, first {changed[0]}"
+
+
+def _recorded(distribution: metadata.Distribution) -> list[metadata.PackagePath]:
+    """Files that RECORD lists.  ``Distribution.files`` leaves out missing ones since Python 3.12."""
+    record = distribution.read_text("RECORD")
+    if record is None:
+        return distribution.files or []
+    files = []
+    for name, expected, *_ in csv.reader(record.splitlines()):
+        path = metadata.PackagePath(name)
+        path.dist, path.hash = distribution, metadata.FileHash(expected) if expected else None
+        files.append(path)
+    return files
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
