@@ -245,6 +245,10 @@ def test_a_link_must_carry_in_one_step_what_does_not_fit() -> None:
         rate = found["cells"][0]["decode"]["H100"][row["kv"]]["tokens_per_s"]
         assert row["link_shortfall"]["pcie5-x16"] == pytest.approx(row["overflow_bytes"] * rate / 32 / 64e9)
         assert row["link_shortfall"]["nvlink"] == pytest.approx(row["overflow_bytes"] * rate / 32 / 900e9)
+    shown = " ".join(run(*words).stdout.split())
+    beyond = found["devices"][0]["formats"][1]["overflow_bytes"] / 2**30
+    assert f"k16v8 at 128k × 32: {beyond:.1f} GiB do not fit; to be read in every step, a link would have" in shown
+    assert "do not fit" not in run(*SIZES, "--device", "H100").stdout
 
 
 @pytest.mark.parametrize(
