@@ -23,6 +23,7 @@ from fidelab.checkpoints import convert as module
 from fidelab.checkpoints.convert import CERTIFICATE, convert
 from fidelab.checkpoints.files import open_checkpoint
 from fidelab.checkpoints.layouts import QuantizedLinear, StoredArray, quantized_modules
+from fidelab.checkpoints.modules import scheme_of
 from fidelab.core.errors import InputError, OutputError, UsageError
 from tests.checkpoints.quantized import write_quantized
 from tests.run.harness import cli
@@ -384,3 +385,12 @@ def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path) -> None:
     done = cli("checkpoint", "convert", "source", "target", "--to", "awq", cwd=tmp_path)
     expected = "gptq to awq: 14 quantized modules and 7 other tensors compared, all 164,160 values are equal\n"
     assert (done.code, done.out) == (0, expected), done.err
+
+
+def test_modules_that_auto_round_kept_in_16_bits_are_ignored(tmp_path: Path) -> None:
+    folder = write_quantized(tmp_path / "kept", "auto-round")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["extra_config"] = {"lm_head": {"bits": 16}, "a": {"bits": 4}}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = scheme_of(open_checkpoint(folder))
+    assert (found.ignored_by, found.ignored) == ("extra_config", ("lm_head",))

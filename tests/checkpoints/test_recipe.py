@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fidelab.checkpoints.files import Checkpoint, TensorInfo
+from fidelab.checkpoints.quantizer import _documents, _Refused
 from fidelab.checkpoints.recipe import Layers, Recipe, balanced, edge_and_global, plan, read_recipe
 from fidelab.core.errors import ConfigError, InputError
 
@@ -92,6 +93,21 @@ def test_outputs_of_a_device_that_are_no_multiple_of_eight_are_refused() -> None
     recipe = Recipe.model_validate({**RTN, "tp": 2})
     with pytest.raises(InputError, match="has 100 outputs on each of 2 devices, no multiple of 8"):
         plan(recipe, checkpoint({"model.layers.0.mlp.up_proj.weight": (200, 64)}))
+    assert plan(recipe, checkpoint({"model.layers.0.mlp.up_proj.weight": (208, 64)}))
+
+
+def test_calibration_documents_are_paragraphs_of_a_text_and_lines_of_jsonl(tmp_path: Path) -> None:
+    class Tokenizer:
+        def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
+            return f"<{messages[0]['content']}>"
+
+    (tmp_path / "a.txt").write_text("one\ntwo\n\n \nthree\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"messages": [{"content": "two"}]}\n')
+    assert list(_documents(tmp_path / "a.txt", Tokenizer())) == ["one\ntwo", "three\n"]
+    assert list(_documents(tmp_path / "a.jsonl", Tokenizer())) == ["one", "<two>"]
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"prose": "two"}\n')
+    with pytest.raises(_Refused, match=r"b\.jsonl:2: expected a JSON object with 'text' or 'messages'"):
+        list(_documents(tmp_path / "b.jsonl", Tokenizer()))
 
 
 @pytest.mark.parametrize(

@@ -146,3 +146,12 @@ def test_the_extremes_of_a_block_come_back(name: str) -> None:
     fmt = create(FormatSpec(name))
     out = fmt.decode(fmt.encode(x), 32, torch.float32)
     assert [out.min().item(), out.max().item()] == [-3, STEPS[name] / 8 - 3]
+
+
+@pytest.mark.parametrize("name", ["q5_0", "q4_0"])
+def test_the_bound_where_codes_end_before_the_largest_magnitude_is_the_error_there(name: str) -> None:
+    fmt, x = create(FormatSpec(name)), torch.zeros(1, 1, 1, 32)
+    x[..., 3], x[..., 9] = -TOP[name], TOP[name]  # one step below zero's code has no code above it
+    error = (fmt.decode(fmt.encode(x), 32, torch.float32) - x).abs()[0, 0, 0]
+    assert error.nonzero().tolist() == [[9]]
+    assert fmt.error_bound(x)[0, 0, 0, [3, 9]].tolist() == pytest.approx([0.5, float(error[9])], rel=1e-2)

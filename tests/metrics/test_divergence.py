@@ -29,6 +29,7 @@ from fidelab.metrics.divergence import (
     topk_lower_bound,
 )
 from fidelab.metrics.intervals import RatioItems, ratio_interval
+from tests.present import present
 
 Floats = NDArray[np.float64]
 Scores = NDArray[Any]
@@ -440,3 +441,11 @@ def test_equal_rows_have_no_rollout_length_and_what_has_no_mean_disturbs_no_othe
     report = np.array([[1, 2]]), np.log([[0.6, 0.3]])
     found = summarise_divergences(compare_topk(report, report, np.array([1])), np.arange(1))
     assert found.tv == found.overlap == found.rollout == (None, None)
+
+
+def test_intervals_end_where_a_divergence_must() -> None:
+    found = summarise_divergences(
+        compare(rows([0.0, -300.0], [0.0, 0.0]), rows([-300.0, 0.0], [0.0, 0.0])), np.arange(2)
+    )
+    for estimate, most in ((found.jsd, np.log(2)), (found.tv, 1.0), (found.overlap, 1.0)):
+        assert present(estimate[1])[1] == pytest.approx(most)

@@ -15,6 +15,7 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.intervals import (
     RatioItems,
     binomial_interval,
+    effective_upper_end,
     mcnemar_exact,
     paired_difference,
     ratio_estimate,
@@ -410,3 +411,11 @@ COUNTS = [(0, 5), (5, 5), (1, 9), (50, 200), (199, 200)]
 def test_intervals_of_counts_are_scipys(k: int, n: int, method: Any, interval: Callable[..., Any]) -> None:
     expected = stats.binomtest(k, n).proportion_ci(0.95, method)
     assert interval(k, n) == pytest.approx((expected.low, expected.high))
+
+
+def test_items_that_share_their_outcome_with_their_cluster_count_as_one_for_rare_events() -> None:
+    outcomes = np.repeat([1.0, 0, 0, 0] * 10, 25)  # 40 clusters of 25 items
+    one_each = effective_upper_end(RatioItems.of(outcomes, 1.0, np.arange(1000)))
+    together = effective_upper_end(RatioItems.of(outcomes, 1.0, np.arange(1000) // 25))
+    assert one_each == pytest.approx(binomial_interval(250, 1000)[1], abs=1e-3)
+    assert together == pytest.approx(binomial_interval(10, 40)[1], abs=0.02)

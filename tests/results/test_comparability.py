@@ -154,3 +154,11 @@ def test_versions_and_what_ran_are_told_beside() -> None:
     assert told["environment", "device.driver"] == "570"
     assert not any("peak" in field for _, field in told)
     assert diff.refused == ()
+
+
+def test_of_several_controls_the_one_that_a_candidate_names_counts() -> None:
+    others = {"axes": {"kld": kld_axis(0.00003, 0.000004)}}
+    first, named = arm("f16", name="first", **others), arm("bf16", name="named", **others)
+    judged = run().candidates[0].model_copy(update={"control": "named"})
+    both = run(control=named, controls=(first, named), candidates=(judged,))
+    assert refused(both, run(control=named, controls=(named,), candidates=(judged,))) == {}

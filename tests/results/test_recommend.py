@@ -369,3 +369,11 @@ def test_a_candidate_is_settled_by_what_more_windows_cannot_change() -> None:
     assert settled(report(SMALL), max_flips=1e-6) == set()
     # while a beaten one is undecided, no smaller one is confirmed
     assert settled(report(arm("beaten", 750, 0.007), SMALL)) == {"small"}
+
+
+def test_a_verdict_is_a_risk_where_it_is_below_the_best() -> None:
+    def verdicts(found: Recommendation) -> list[str]:
+        return [risk for risk in found.risks if risk.startswith("verdict ")]
+
+    assert verdicts(advice(SMALL)) == []
+    assert [risk[:12] for risk in verdicts(advice(TINY))] == ["verdict PASS"]
