@@ -64,10 +64,7 @@ class Served:
         Raises:
             OutputError: If the record cannot be written.
         """
-        try:
-            _write(_folder() / f"{self.name}.json", to_json(self))
-        except OSError as error:
-            raise OutputError(f"cannot write {error.filename or _folder()} ({error.strerror or error})") from error
+        _write(_folder() / f"{self.name}.json", to_json(self))
 
     def forget(self) -> None:
         """Remove the record, if it is still this server's."""
@@ -223,7 +220,7 @@ class Starts:
     def add(self, seconds: float) -> None:
         """Store one more duration; if that fails, the next start counts as the first again."""
         everything = {**_object(self._path), self._key: [*self.earlier, round(seconds, 2)][-_KEPT_STARTS:]}
-        with contextlib.suppress(OSError, OutputError):
+        with contextlib.suppress(OutputError):
             _write(self._path, everything)
 
 
@@ -309,5 +306,8 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot write {error.filename or path} ({error.strerror or error})") from error
     write_atomically(path, json.dumps(content, indent=2) + "\n")
