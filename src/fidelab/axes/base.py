@@ -74,7 +74,9 @@ class AxisInputs:
 
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
-OVER_CONTROL = Definition("over_control", about="This arm minus the control, paired over the items that both answered.")
+OVER_CONTROL = Definition(
+    "over_control", about="This arm minus the control, paired over the items that both answered.", null_value=None
+)
 _NO_INTERVAL = "no interval"
 
 
@@ -242,6 +244,11 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     excess: ClassVar[Definition] = OVER_CONTROL
     """The paired difference to the control: its unit, and which side of it is better."""
+    covers: ClassVar[str] = ""
+    """What a user wants to know that this axis can answer for or against a candidate: ``retrieval``.
+
+    Reports list it as not tested until an axis with these words ran.  Empty: it answers no such question by itself.
+    """
     in_composite: ClassVar[bool] = False
     """The composite includes its score."""
     distributions: ClassVar[bool] = False

@@ -44,6 +44,7 @@ _EARLIER = Definition(
     "share",
     "lower",
     f"Share of prompts that degenerate over {EARLIER} tokens before the reference.",
+    null_value=None,  # as many may degenerate later: their test lowers the verdict
 )
 _LATER = Definition(
     "degenerate_later",
@@ -120,6 +121,7 @@ class Degeneration(Axis):
     name: ClassVar[str] = "degeneration"
     title: ClassVar[str] = "Degeneration: does long text turn into loops or noise?"
     Settings: ClassVar[type[AxisSettings]] = DegenerationSettings
+    covers: ClassVar[str] = "generated text"
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="share", better="lower")
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 384}
     settings: DegenerationSettings

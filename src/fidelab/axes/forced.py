@@ -55,6 +55,7 @@ _GROWTH = Definition(
     "lower",
     "1,000 times the slope of the line through the KL against the generated token's number.",
     name="KL growth in 1,000 tokens",
+    null_value=None,
 )
 _REACH = Definition(
     "tokens_until_limit",
@@ -104,6 +105,7 @@ class ForcedDecode(Axis):
     name: ClassVar[str] = "forced"
     title: ClassVar[str] = "Forced decode: KL while the reference's own text is fed token by token"
     Settings: ClassVar[type[AxisSettings]] = ForcedSettings
+    covers: ClassVar[str] = "generated text"
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
     distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 32}

@@ -61,6 +61,7 @@ _LENGTH = Definition(
     "ratio",
     "lower",
     "Tokens of the arm over the reference's where both give the same number.",
+    null_value=1.0,
 )
 _REASONING = Definition(
     "numbers_in_the_reasoning_alone", "count", None, "Answers of the arm that end before their reasoning does."
@@ -96,6 +97,7 @@ class GSM8K(Axis):
     name: ClassVar[str] = "gsm8k"
     title: ClassVar[str] = "GSM8K: are word problems still solved?"
     Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
+    covers: ClassVar[str] = "tasks"
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
     settings: GSM8KSettings

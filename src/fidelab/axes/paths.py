@@ -56,10 +56,20 @@ _WORDS = {
 }
 
 _MEAN = Definition(
-    "mean_kl", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.", name="mean KL"
+    "mean_kl",
+    "nats",
+    "lower",
+    "Mean KL from the arm's own cold prefill, over all ways and positions.",
+    name="mean KL",
+    null_value=None,
 )
 _KL = Definition(
-    "kl_from_cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.", name="KL from cold"
+    "kl_from_cold",
+    "nats",
+    "lower",
+    "Mean KL per position from the arm's own cold prefill.",
+    name="KL from cold",
+    null_value=None,
 )
 _TWIN = Definition(
     "reference", "nats", None, "The same of the reference, from its own cold prefill.", name="reference's"
@@ -112,6 +122,7 @@ class Paths(Axis):
     name: ClassVar[str] = "paths"
     title: ClassVar[str] = "Paths: does every way of serving give the same distributions?"
     Settings: ClassVar[type[AxisSettings]] = PathsSettings
+    covers: ClassVar[str] = "serving paths"
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
     quick: ClassVar[Mapping[str, Any]] = {"windows": 2, "others": (7,)}
     settings: PathsSettings

@@ -36,7 +36,9 @@ _DEFAULT_ROWS = 8192  # rows per context by default, as KLD's 32 windows of 512 
 
 _RATIO = Definition("ln_ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
 _STDERR = Definition("stderr", "nats", None, "Standard error of the ln ratio.", name="std. error")
-_CHANGE = Definition("ppl_change", "share", "lower", "PPL of the arm / PPL of the reference - 1.", name="PPL change")
+_CHANGE = Definition(  # ln_ratio already compares
+    "ppl_change", "share", "lower", "PPL of the arm / PPL of the reference - 1.", name="PPL change", null_value=None
+)
 _PPL = Definition("ppl", about="Perplexity of the arm.", name="PPL")
 _REFERENCE_PPL = Definition("reference_ppl", about="Perplexity of the reference.", name="reference PPL")
 

@@ -138,6 +138,7 @@ class RNIAH(Axis):
     name: ClassVar[str] = "rniah"
     title: ClassVar[str] = "R-NIAH: is a fact still found in a long prompt?"
     Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
+    covers: ClassVar[str] = "retrieval"
     follows: ClassVar[bool] = True
     reference_only: ClassVar[tuple[str, ...]] = ("question",)
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")

@@ -159,6 +159,8 @@ class Bench(ABC):
     Settings: ClassVar[type[BenchSettings]]
     fresh: ClassVar[bool] = False
     """Every repeat in a process of its own."""
+    covers: ClassVar[str] = ""
+    """What a user wants to know that it answers, as for an axis: ``speed``."""
     first: ClassVar[bool] = False
     """Its questions are put before those of other benches."""
     loads: ClassVar[bool] = False

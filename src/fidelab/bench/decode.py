@@ -62,6 +62,7 @@ class Decode(Bench):
     name: ClassVar[str] = "decode"
     title: ClassVar[str] = "How fast are answers written?"
     Settings = DecodeSettings
+    covers: ClassVar[str] = "speed"
     protocol: ClassVar[tuple[str, ...]] = ("n",)
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:

@@ -14,9 +14,12 @@ import yaml
 from numpy.typing import NDArray
 
 import fidelab
+from fidelab.axes import AXES
+from fidelab.bench import BENCHES
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
 from fidelab.report.html import write_html
+from fidelab.results.coverage import coverage
 from fidelab.results.record import ArmRecord, Comparison, Report
 from fidelab.results.store import RunFolder
 
@@ -105,6 +108,7 @@ def write_run(
             "imported": dict(source.facts),
         },
         settings=settings,
+        covers=coverage(AXES, BENCHES),
         comparability_key=dict(source.key),
         reference=reference,
         candidates=tuple(candidates),

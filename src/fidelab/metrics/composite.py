@@ -150,6 +150,11 @@ def kl_band(upper_mean_kl: float) -> Band:
     return next((b for b, edge in zip(_ORDER, KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
 
 
+def is_worse(band: Band, other: Band) -> bool:
+    """Whether a band is worse than another one. See docs/metrics.md#verdicts."""
+    return _ORDER.index(band) > _ORDER.index(other)
+
+
 def lower(band: Band) -> Band:
     """Return the next worse band; FAIL stays FAIL. See docs/metrics.md#verdicts."""
     return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]

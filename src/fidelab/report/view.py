@@ -49,8 +49,8 @@ from fidelab.report.tables import NAME, TextTable, cache_layers_of, runtime_tabl
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
-from fidelab.results.sizes import Sizes
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
+from fidelab.results.sizes import Sizes
 
 __all__ = [
     "Answer",

@@ -20,10 +20,11 @@ from fidelab.metrics.change import welch_reach
 from fidelab.metrics.equivalence import POWER
 from fidelab.metrics.intervals import RatioItems, critical_value
 from fidelab.metrics.sample_size import clusters_to_agree, clusters_to_certify, ratio_spread
+from fidelab.results.choice import document_sums
 from fidelab.results.diff_record import Diff, Thresholds
+from fidelab.results.effect import NOTHING_CHANGED, is_unchanged
 from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, Unit
 from fidelab.results.numbers import counted
-from fidelab.results.recommend import document_sums
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, MetricTable, tabulate
 from fidelab.results.values import Count, Document, OpenInterval, Record
@@ -222,7 +223,7 @@ def _results(
         }
         over_all = {key: metric for key, metric in found.items() if not key.cell}
         for place, metric in (over_all if over_all and not rule.cell else found).items():
-            yield _decided(rule, arm, place, metric)
+            yield _decided(rule, report, arm, place, metric)
         if not found:
             group, _, key = rule.metric.rpartition(".")
             why = (
@@ -271,7 +272,7 @@ class _Evidence(NamedTuple):
     log: bool = False
 
 
-def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult:
+def _decided(rule: Rule, report: Report, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult:
     least, most = rule.limits(metric.unit)
     measurement = _measurements(arm).get(key.group)
     evidence = _evidence(arm, metric, measurement)
@@ -284,7 +285,7 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
         low, high = evidence.interval
         if least <= low and high <= most:
             decision = "GO"
-            if reason := _doubt(arm, metric, measurement):
+            if reason := _doubt(report, arm, metric, measurement):
                 decision = "INCONCLUSIVE"
         elif high < least or most < low:
             decision = "NO-GO"
@@ -304,10 +305,14 @@ def _decided(rule: Rule, arm: ArmRecord, key: Key, metric: Metric) -> RuleResult
     )
 
 
-def _doubt(arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> str:
+def _doubt(report: Report, arm: ArmRecord, metric: Metric, measurement: Measurement | None) -> str:
     """Reason why a figure within its limits does not pass; empty if it does."""
     if measurement is not None and measurement.n_failed and metric.key != "failed_items":
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
+    if report.reference_faults:
+        return f"the reference is no measure: {report.reference_faults[0]}"
+    if is_unchanged(arm, report.reference):
+        return NOTHING_CHANGED
     ran = arm.status in (Status.OK, Status.IDENTICAL)
     reasons = [] if ran else [arm.reason or arm.status.value.replace("_", " ")]
     reasons += [reason for axis in arm.axes.values() for reason in axis.fails]

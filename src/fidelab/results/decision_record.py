@@ -11,7 +11,8 @@ from fidelab.metrics.equivalence import CLAIM_NAMES, Claim, Judgement, Key, Loss
 from fidelab.results.values import Count, Interval, Positive, Record, Share
 
 CertificateState = Literal["holds", "exceeded", "underpowered", "undecided"]
-Confidence = Literal["confirmed", "likely", "preliminary"]
+Confidence = Literal["confirmed", "confirmed for KLD only", "likely", "preliminary"]
+AnswerKind = Literal["use", "safe", "none", "undecided", "reference"]
 
 
 class CertificateClaim(Record):
@@ -152,11 +153,16 @@ class Dominance(Record):
 class Recommendation(Record):
     """Which candidate to run, or that none can be named.  See docs/metrics.md#recommendation."""
 
+    kind: AnswerKind
+    """``use``: the candidate is safe, and saves bytes or was measured faster.  ``safe``: it is safe and gains nothing
+    that was measured.  ``none``: no candidate qualifies.  ``undecided``: too little data.  ``reference``: the reference
+    is no measure."""
     arm: str | None = None
     """Name of the candidate; null where none qualifies."""
     confidence: Confidence | None = None
-    """``confirmed``: its loss is shown to be below the margins, which is wrong in at most 5% of runs.  ``likely``: that
-    is not shown.  ``preliminary``: fewer than ten documents.  Null where no candidate is named."""
+    """``confirmed``: its loss is shown to be below the margins, which is wrong in at most 5% of runs if what was not
+    read is like what was.  ``confirmed for KLD only``: the same, but ``against`` has another test.  ``likely``: that is
+    not shown.  ``preliminary``: fewer than ten documents.  Null where no candidate is named."""
     stability: Share | None = None
     """Share of resamples by document in which the same candidate is chosen; null without sums by document."""
     alternative: str | None = None
@@ -165,6 +171,8 @@ class Recommendation(Record):
     """The answer in one sentence."""
     evidence: tuple[str, ...] = ()
     """Evidence and its certainty, a line each."""
+    against: tuple[str, ...] = ()
+    """What speaks against the candidate although its KLD is small, a line each."""
     command: str | None = None
     """Command line to copy: the measured engine's server, or the fidelab command that measures such an engine."""
     command_note: str = ""

@@ -64,6 +64,11 @@ class Metric(Record):
     """``share`` is 0-1, ``points`` are of a score or percentage, ``p`` a p-value, ``ratio`` has no unit."""
     better: Better | None = None
     """Which side is better; null: neither, a change of it is shown and judges nothing."""
+    null_value: float | None = 0.0
+    """Value of a configuration that does as well as the reference: 0 for differences and divergences, 1 for ratios.
+
+    An interval wholly on its worse side speaks against the candidate. No interval of a quantity that is never negative
+    lies below 0.  null: the quantity compares nothing with the reference."""
     cell: Coordinates = Field(default_factory=dict)
     """The shape of work that it holds for; empty where there is one."""
     ci: OpenInterval | None = None
@@ -134,6 +139,7 @@ class Definition:
     exact: bool = False
     optional: bool = False
     name: str = ""
+    null_value: float | None = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.key.replace("_", " "))
@@ -217,6 +223,8 @@ class Measurement(Outcome):
     """Reasons to lower the verdict by one band, a sentence each."""
     fails: tuple[str, ...] = ()
     """Reasons why the output is unusable."""
+    reference_faults: tuple[str, ...] = ()
+    """Reasons why the reference itself is no measure: with one, nothing that is compared with it is confirmed."""
     facts: FreeDict = Field(default_factory=dict)
     """Words and settings that say how the metrics came about: estimator, context, chat template."""
 

@@ -363,6 +363,8 @@ class Report(Document):
     """Device, driver, operating system, Python, packages."""
     settings: FreeDict = Field(default_factory=dict)
     """The resolved settings, defaults included."""
+    covers: dict[str, str] = Field(default_factory=dict)
+    """Axis, or ``benches.<bench>`` → what a user wants to know that it answers; of all that could have been asked."""
     comparability_key: FreeDict = Field(default_factory=dict)
     """Settings that must agree before two numbers stand in one ranking."""
     reference: ArmRecord
@@ -385,6 +387,13 @@ class Report(Document):
     """Origin of the reference, if this run did not run it."""
     recommendation: Recommendation | None = None
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
+
+    @property
+    def reference_faults(self) -> tuple[str, ...]:
+        """Reasons why the reference is no measure for anything, by what the axes saw of it."""
+        arms = (*self.candidates, *([self.control] if self.control else []))
+        faults = (fault for arm in arms for axis in arm.axes.values() for fault in axis.reference_faults)
+        return tuple(dict.fromkeys(faults))
 
     @model_validator(mode="after")
     def _check_unique_names(self) -> Self:

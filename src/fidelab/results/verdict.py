@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fidelab.core import Estimator, Status
-from fidelab.metrics.composite import Ruling, verdict
+from fidelab.metrics.composite import KL_EDGES, Ruling, verdict
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
@@ -123,9 +123,30 @@ def harms_of(arm: ArmRecord) -> tuple[str, ...]:
     harms = [harm for axis in arm.axes.values() for harm in axis.downgrades]
     cost, ratio = (axis.value(key) if (axis := arm.axes.get(name)) else None for name, key in _OPPOSED)
     if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
-        change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
-        harms.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
-    return tuple(harms)
+        harms.append(f"perplexity seems to improve ({_change(ratio)}) while the mean KLD is {cost:.3g} nats")
+    return (*harms, *_perplexity_rise(arm))
+
+
+def _perplexity_rise(arm: ArmRecord) -> Iterator[str]:
+    """Perplexity that is shown to rise by more than the band of the mean KL allows.
+
+    On text that the reference itself wrote, the mean of ln(PPL / PPL of the reference) is the mean KL, so it has the
+    same edges in nats.
+    """
+    mean = arm.deciding.metric("mean", {}) if arm.deciding is not None else None
+    if mean is None or mean.interval is None or mean.bound or (axis := arm.axes.get(_OPPOSED[1][0])) is None:
+        return
+    allowed = next((edge for edge in KL_EDGES if mean.interval[1] < edge), math.inf)
+    lows = [m.interval[0] for m in axis.metrics if m.key == _OPPOSED[1][1] and m.interval is not None]
+    low = max(lows, default=-math.inf)
+    if low >= allowed:
+        kept = f"a KLD below {allowed:g} nats allows {_change(allowed)}"
+        yield f"perplexity rises by at least {_change(low).removeprefix('+')} (95%), {kept}"
+
+
+def _change(log_ratio: float) -> str:
+    """``+35.0%`` of a log ratio of 0.3."""
+    return f"{100 * math.expm1(log_ratio):+.1f}%".replace("-", "\u2212")
 
 
 _OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
@@ -375,7 +396,13 @@ def _reach(case: _Case) -> Iterator[str]:
 def _remedy(case: _Case) -> Iterator[str]:
     """Cause of the loss and what to try, where the loss is large or mostly the control's."""
     bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
-    if _mostly_control(case):
+    if _hidden_by_control(case):
+        named = one_line(case.control.name) if case.control else "it"
+        yield (
+            f"the control loses as much ({named}: KLD {format_nats(case.control_mean)}): the kernel's noise hides what "
+            "the format costs"
+        )
+    elif _mostly_control(case):
         named = f"control {one_line(case.control.name)}" if case.control else "control"
         backend = ", try another attention backend" if bad and not case.kld.n_failed else ""
         cause = "most of the loss comes from the kernel, not the format"
@@ -401,4 +428,10 @@ def _remedy(case: _Case) -> Iterator[str]:
 
 def _mostly_control(case: _Case) -> bool:
     mean, control = case.mean, case.control_mean
-    return mean is not None and control is not None and control > mean / 2 > 0
+    return mean is not None and control is not None and mean > control > mean / 2 > 0
+
+
+def _hidden_by_control(case: _Case) -> bool:
+    """Whether the control, which should cost nothing, costs as much as the candidate."""
+    mean, control = case.mean, case.control_mean
+    return mean is not None and control is not None and control >= mean > 0

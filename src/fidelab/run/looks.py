@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
-from fidelab.results.recommend import settled
+from fidelab.results.choice import settled
 from fidelab.run.build import Plan, PlannedJob
 from fidelab.run.estimate import Timings, estimate_job, work_of
 from fidelab.run.pairing import ArmResult

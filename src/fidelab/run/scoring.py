@@ -25,6 +25,7 @@ from fidelab.engines.base import one_line
 from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
+from fidelab.results.coverage import coverage
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import public_name
@@ -109,6 +110,7 @@ def score_run(
         command=facts.command,
         environment=dict(facts.environment),
         settings=experiment.model_dump(mode="json"),
+        covers=coverage(AXES, BENCHES, (*experiment.axes, *experiment.benches)),
         comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
         reference=_initial_record(experiment, replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),

@@ -30,6 +30,7 @@ class Serving(Bench):
     name: ClassVar[str] = "serving"
     title: ClassVar[str] = TITLE
     Settings = LoadSettings
+    covers: ClassVar[str] = "speed"
     loads: ClassVar[bool] = True
     protocol: ClassVar[tuple[str, ...]] = ("output",)
     settings: LoadSettings

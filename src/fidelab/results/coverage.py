@@ -1,0 +1,33 @@
+"""What a user wants to know, which tests answer it, and what is left untested."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fidelab.core.registry import Registry
+from fidelab.results.record import ArmRecord
+from fidelab.results.sizes import reach
+from fidelab.results.table import BENCH
+
+
+def coverage(axes: Registry, benches: Registry, asked: Iterable[str] = ()) -> dict[str, str]:
+    """Return axis, or ``benches.<bench>`` → what it answers (``retrieval``), for those that answer such a question.
+
+    They are those of fidelab, whether they ran or not, and third-party ones among ``asked``.
+    """
+    names = set(asked)
+    found: dict[str, str] = {}
+    for registry, prefix in ((axes, ""), (benches, BENCH)):
+        wanted = [name for name in registry.names() if name in registry.built_in or name in names]
+        found |= {f"{prefix}{name}": str(registry.load(name).covers) for name in wanted}
+    return {name: words for name, words in found.items() if words}
+
+
+def untested(covers: Mapping[str, str], arms: Sequence[ArmRecord]) -> tuple[str, ...]:
+    """Return what no test of these configurations answered, longer contexts first."""
+    measured = {name for arm in arms for name, axis in arm.axes.items() if axis.measured}
+    measured |= {f"{BENCH}{name}" for arm in arms for name, bench in arm.benches.items() if bench.measured}
+    answered = {words for name, words in covers.items() if name in measured}
+    longest = reach(arms)
+    lengths = () if longest is None else (f"more than {longest:,} tokens",)
+    return (*lengths, *(words for words in dict.fromkeys(covers.values()) if words not in answered))
