@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.perplexity import compare_nll, exponential, row_nll
+from fidelab.metrics.perplexity import compare_nll, exponential, row_nll, unigram_nll
 
 RNG = np.random.default_rng(5)
 
@@ -87,3 +87,25 @@ def test_a_perplexity_is_never_below_one_and_beyond_doubles_absent() -> None:
     pair = compare_nll(np.ones(4), np.full(4, 2000.0), _clusters(4, 1))
     assert (pair.ppl_test, pair.ppl_test_interval, pair.log_ratio) == (None, None, 1999.0)
     assert exponential(None) is None
+
+
+def test_a_unigram_model_leaves_the_scored_token_out_of_its_counts() -> None:
+    text = RNG.integers(0, 9, 60)
+    vocab = 12
+
+    def by_hand(target: int) -> float:
+        rest = list(text)
+        rest.remove(target)
+        seen, n = len(set(rest)), len(rest)
+        count = rest.count(target)
+        return -math.log((count if count else seen / (vocab - seen)) / (n + seen))
+
+    targets = RNG.choice(text, 20)
+    assert unigram_nll(text, targets, vocab) == pytest.approx([by_hand(int(target)) for target in targets])
+
+
+def test_a_token_that_occurs_once_costs_what_an_unseen_one_does() -> None:
+    text = np.array([0, 0, 0, 1])
+    # without the 1, three tokens of one kind: the escape of 1/4 is shared by the 9 other ids
+    assert unigram_nll(text, np.array([1]), 10) == pytest.approx([-math.log(1 / 4 / 9)])
+    assert unigram_nll(text, np.array([0]), 10) == pytest.approx([-math.log(2 / 5)])

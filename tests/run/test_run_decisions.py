@@ -14,8 +14,9 @@ from tests.run.harness import Done, cli, compare
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    # Gaussian-like candidates of different cost over many documents
-    return compare(tmp_path_factory.mktemp("run"), "tilt[q=0.51]", "tilt[q=0.7]", windows=24)
+    # a reference that predicts the text, and candidates of different cost over many documents
+    flags = ("--engine-arg", "family=geometric", "--engine-arg", "predicts=on")
+    return compare(tmp_path_factory.mktemp("run"), "decay[b=0.51]", "decay[b=0.7]", windows=24, flags=flags)
 
 
 def test_the_terminal_begins_with_the_recommendation_of_the_report(run: Done) -> None:
@@ -40,10 +41,31 @@ def test_limits_are_what_the_recommendation_rests_on(run: Done) -> None:
     done = cli("report", run.folder, "--max-kld", limit, "--max-flips", "100%", "--json", cwd=run.cwd)
     assert done.code == 0, done.err
     found = present(Report.model_validate(json.loads(done.out)).recommendation)
-    assert found.arm is None  # no arm of this engine saves anything
-    assert f"mean KLD at most {limit:.4g} nats" in found.text
+    assert (found.arm, found.kind) == (min(costs, key=lambda name: costs[name]), "safe")  # none of them saves anything
+    assert any(f"mean KLD at most {limit:.4g} nats" in line for line in found.evidence)
     reasons = json.loads(done.out)["recommendation"]
     assert max(costs, key=lambda name: costs[name]) in json.dumps(reasons)
+
+
+def test_a_reference_that_knows_nothing_is_said_first_and_passes_no_gate(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt[q=0.51]", windows=24)  # both halves of the vocabulary are equally likely
+    found = present(Report.from_json(done.folder / "report.json").recommendation)
+    assert (found.kind, found.arm) == ("reference", None)
+    first = " ".join(" ".join(done.out.splitlines()[2:5]).split())
+    assert first.startswith("The reference is no measure for any candidate: it predicts this text no better than token")
+    gate = cli("check", done.folder, "--max-kld", "0.5", cwd=tmp_path)
+    assert gate.code == 3
+    assert "the reference is no measure" in " ".join(gate.out.split())
+
+
+def test_a_variable_that_nobody_reads_is_not_recommended_and_passes_no_gate(tmp_path: Path) -> None:
+    flags = ("--engine-arg", "family=geometric", "--engine-arg", "predicts=on")
+    done = compare(tmp_path, "exact", windows=24, flags=flags)
+    found = present(Report.from_json(done.folder / "report.json").recommendation)
+    assert found.text == "exact: nothing changed: is it read at all?"
+    gate = cli("check", done.folder, "--max-kld", "0.5", cwd=tmp_path)
+    assert gate.code == 3
+    assert "nothing changed: is it read at all?" in " ".join(gate.out.split())
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-        ).with_measurement(downgrades=_lowers(good), fails=_fails(good))
+        ).with_measurement(downgrades=_lowers(good), fails=_fails(good), reference_faults=_reference_faults(good))
         return score.with_measurement(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
@@ -192,6 +192,12 @@ def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
         f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
     )
     return (what,) if 2 * broken > len(sound) else ()
+
+
+def _reference_faults(items: Sequence[_Item]) -> tuple[str, ...]:
+    """Return that the reference is no measure if all its texts degenerate at once."""
+    broken = bool(items) and all(_degenerates_early(item.ref) for item in items)
+    return (f"all its {len(items)} greedy texts degenerate within the first {EARLIER} tokens",) if broken else ()
 
 
 def _degenerates_early(text: _Text) -> bool:

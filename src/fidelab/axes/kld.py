@@ -8,6 +8,7 @@ positions are scored, but at least six: documents are the resampling clusters, a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +34,7 @@ from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
-from fidelab.core import Estimator
+from fidelab.core import Estimator, canonical_json
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -45,12 +46,16 @@ from fidelab.metrics.divergence import (
 )
 from fidelab.metrics.equivalence import MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
+from fidelab.metrics.perplexity import unigram_nll
 from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
+from fidelab.results.numbers import format_percent
 from fidelab.results.plots import Curve
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _MIN_CONTEXT = 8  # tokens
 _MIN_WINDOWS = 6  # windows of a longer context: fewer resampling clusters give wide intervals and weak verdicts
+_LEAST_ACCURACY = 0.05  # of greedy predictions: token frequencies alone reach about 5% on English text
+_MIN_JUDGED_ROWS = 60  # 60 misses in a row have a probability below 5% at an accuracy of 5%
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
 _METRICS = (
@@ -263,6 +268,7 @@ class KLD(Axis):
 
         s, text = self.settings, inputs.text
         cut = make_windows(inputs.tokenizer, text, n_ctx, windows, s.protocol, s.stride, s.place)
+        ids, vocab = np.asarray(inputs.tokenizer.encode(text.content)), len(inputs.tokenizer.pieces())
         numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
         named = tuple((document, name) for document in numbers if (name := text.domain_of(document)))
         return Prefill(
@@ -279,6 +285,12 @@ class KLD(Axis):
                 ("protocol", s.protocol),
                 ("stride", cut.stride),
                 ("unit", cut.unit),
+            ),
+            notes=tuple(
+                canonical_json(
+                    {"unigram_nll": float(unigram_nll(ids, _scored(window, cut.first, cut.last), vocab).mean())}
+                )
+                for window in cut.windows
             ),
         )
 
@@ -346,6 +358,7 @@ class KLD(Axis):
                 "margin": rows.margin.astype(np.float32),
             },
         ).with_measurement(
+            reference_faults=_reference_faults(pairs, rows),
             cluster="document" if documents else "block",
             metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(
@@ -395,6 +408,32 @@ class KLD(Axis):
             return ()
         items = RatioItems.of(values[known], 1.0, score.clusters[known])
         return (KLD_METRICS["compat"](ratio_estimate(items), ratio_interval(items, seed)),)
+
+
+def _scored(window: Sequence[int], first: int, last: int) -> NDArray[np.int64]:
+    """The tokens that the rows ``first`` … ``last`` predict, as far as the window holds them."""
+    return np.asarray(window[first + 1 : last + 2], dtype=np.int64)
+
+
+def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:
+    """Return why the reference is no measure: it predicts the text no better than word frequencies, or hardly ever.
+
+    See docs/metrics.md#the-reference-itself.
+    """
+    known = np.isfinite(rows.nll_ref)
+    if known.sum() < _MIN_JUDGED_ROWS:
+        return ()
+    notes = [json.loads(pair.ref.request.notes[r]) for pair in pairs if pair.ref.request.notes for r, _ in pair.items]
+    faults = []
+    nll = float(rows.nll_ref[known].mean())
+    if notes and nll >= (unigram := float(np.mean([note["unigram_nll"] for note in notes]))):
+        faults.append(
+            f"it predicts this text no better than token frequencies do ({nll:.2f} nats per token, a unigram model "
+            f"{unigram:.2f})"
+        )
+    if (right := float(np.nanmean(rows.right_ref))) < _LEAST_ACCURACY:
+        faults.append(f"its most likely token is the text's next one at {format_percent(right)} of positions")
+    return tuple(faults)
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:

@@ -22,6 +22,8 @@ part: independent Gaussian noise with this standard deviation in nats on every l
 Forced, from the operating system's randomness, so new in each process; generated text does not change).
 ``bend`` (``x`` or ``LABEL:x``: family two-level gives its first half log-odds that are x nats higher, in all arms or in
 those of one KV label: a fault of the path, alone or together with a format).
+``predicts`` (on: in the rows of Prefill the actual next token and id 0 change places, so that family geometric predicts
+the text; no divergence changes).
 ``parts`` (``WAY:n`` or ``LABEL:WAY:n``: from position n on this serving mode gives another distribution, in all arms or
 in those of one KV label) and ``lacks`` (a serving mode whose counts prove nothing).
 Times are computed, not measured: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
@@ -105,6 +107,7 @@ _OPTIONS: _Checks = {
     "bend": lambda text: math.isfinite(float(text.rpartition(":")[2])),
     "parts": lambda text: text.split(":")[-2] in WAYS and int(text.rpartition(":")[2]) >= 0,
     "lacks": _one_of(*WAYS),
+    "predicts": _one_of("on", "off"),
 }
 _PREFILL, _DECODE = 2.0**-10, 2.0**-6  # seconds per token
 _MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
@@ -169,6 +172,7 @@ class FakeEngine(Engine):
         way, _, place = (_for_way(options.get("parts", ""), arm) or "").rpartition(":")
         self._parts = (way, int(place or 0))
         self._lacks = options.get("lacks", "")
+        self._predicts = options.get("predicts") == "on"
         self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
         self._answers: list[tuple[str, str]] = []
         if "answers" in options:
@@ -192,6 +196,9 @@ class FakeEngine(Engine):
                 n = len(request.continuations[item]) if isinstance(request, Forced) else request.n_rows
                 here = gentle if sum(tokens) % every else logits
                 rows = self._noisy(np.broadcast_to(here, (n, len(logits))))
+                if self._predicts and isinstance(request, Prefill):
+                    for row, target in enumerate(tokens[request.first + 1 : request.last + 2]):
+                        rows[row, [0, target]] = rows[row, [target, 0]]
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
                 if isinstance(request, Served) and request.way == self._parts[0]:

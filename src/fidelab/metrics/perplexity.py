@@ -46,6 +46,22 @@ def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
     return np.where(np.isfinite(losses) & (targets >= 0) & (targets < vocab), losses, np.nan)
 
 
+def unigram_nll(text: NDArray[np.int64], targets: NDArray[np.int64], vocab: int) -> Floats:
+    """Return −log p of each target under a unigram model of the text, nats, ``[n]``.
+
+    ``text [N]``: ids of the whole text, of which the targets ``[n]`` are some tokens; ``vocab``: ids that exist.  Each
+    target is left out of its own model.  With c counts, N tokens and T distinct ids of the rest, Witten and Bell's
+    method C (IEEE Transactions on Information Theory 37, 1991) gives a seen id ``c / (N + T)``, and shares
+    ``T / (N + T)`` among the ``vocab − T`` others.  See docs/metrics.md#the-reference-itself.
+    """
+    ids, counts = np.unique(text, return_counts=True)
+    rest = counts[np.searchsorted(ids, targets)] - 1.0
+    total, types = len(text) - 1.0, len(ids) - (rest == 0)
+    unseen = types / np.maximum(vocab - types, 1.0)
+    losses: Floats = np.log(total + types) - np.log(np.where(rest > 0, rest, unseen))
+    return losses
+
+
 @dataclass(frozen=True)
 class PerplexityPair:
     """Two arms' perplexities over the rows that are usable on both sides, and their paired log-ratio.

@@ -40,6 +40,7 @@ def adverse(arm: ArmRecord, reference: ArmRecord) -> tuple[Finding, ...]:
         *_worse_tests(arm),
         *_worse_texts(arm),
         *_failed_tests(arm),
+        *_other_runs(arm),
         *_slower(arm, reference),
         *_noise(arm),
     )
@@ -98,6 +99,14 @@ def _failed_tests(arm: ArmRecord) -> Iterator[Finding]:
     for name, axis in arm.axes.items():
         if name != DECIDING and axis.status is Status.FAILED:
             yield Finding(f"{one_line(name)} failed: {one_line(axis.reason or 'no reason was recorded')}")
+
+
+def _other_runs(arm: ArmRecord) -> Iterator[Finding]:
+    """The worst of several whole runs, if its mean KL lies in a worse band than the verdict (the first run's)."""
+    mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
+    worst = max(mean.repeats, default=None) if mean is not None else None
+    if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
+        yield Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}")
 
 
 def _slower(arm: ArmRecord, reference: ArmRecord) -> Iterator[Finding]:

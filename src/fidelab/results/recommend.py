@@ -267,6 +267,9 @@ def _evidence(
     yield " · ".join(facts)
     for finding in against:
         yield f"but: {finding.text}"
+    mean = kld.metric("mean", {})
+    if mean is not None and len(mean.repeats) > 1:
+        yield f"{len(mean.repeats)} runs: KLD {_span(min(mean.repeats), max(mean.repeats))}"
     if not any(field.gains) and best.name in field.sizes.sizes:
         yield f"no candidate saves anything, keep {one_line(field.sizes.base_name)}"
     if alternative is not None:
@@ -294,6 +297,10 @@ def _other_claims(arm: ArmRecord) -> Iterator[str]:
         if axis != DECIDING and certificate.state == "holds":
             for claim in certificate.claims:
                 yield f"{one_line(axis)} {claim.name} below {_amount(claim.margin, claim)}"
+
+
+def _span(low: float, high: float) -> str:
+    return format_nats(low) if format_nats(low) == format_nats(high) else f"{format_nats(low)} to {format_nats(high)}"
 
 
 def _percent(share: float) -> str:

@@ -22,6 +22,7 @@ from fidelab.core.errors import InputError
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
+from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
 from fidelab.run.estimate import check_disk
@@ -146,7 +147,8 @@ def merge(reports: Sequence[Report]) -> Report:
     controls = [report.control for report in reports if report.control is not None]
     control = _merged(controls) if len(controls) == len(reports) else first.control
     floor = {name: _repeated([report.floor.get(name) for report in reports]) for name in first.floor}
-    return first.model_copy(update={"candidates": candidates, "control": control, "floor": floor})
+    merged = first.model_copy(update={"candidates": candidates, "control": control, "floor": floor})
+    return merged if first.recommendation is None else recommended(merged, **first.recommendation.limits)
 
 
 def _merged(arms: Sequence[ArmRecord]) -> ArmRecord:

@@ -33,7 +33,7 @@ from fidelab.results.plots import Texts
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
 from fidelab.results.verdict import judged
-from fidelab.run.arms import serve_command
+from fidelab.run.arms import ATTENTION, serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
@@ -354,7 +354,10 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
             )
 
 
-_LLAMACPP_ONLY = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_LLAMACPP_FORMATS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+_SHARED_SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz")
+"""Formats that mean the same on engine hf and in pairs on vLLM; ``int4`` and ``int8`` have other scales there."""
+_KERNEL_OPTIONS = (ATTENTION, "estimator")  # how the format was measured, not what it is
 
 
 def _other_engine_command(result: ArmResult) -> str | None:
@@ -363,16 +366,18 @@ def _other_engine_command(result: ArmResult) -> str | None:
     ``None`` where no such engine is known.
     """
     arm, kv = result.arm, result.arm.kv
-    if arm.engine != "hf" or arm.options or kv.skip_layers or kv.k.options or kv.v.options:
+    formatted = dict(arm.options).keys() - {*_KERNEL_OPTIONS}
+    if arm.engine != "hf" or formatted or kv.skip_layers or kv.k.options or kv.v.options:
         return None
-    if kv.k.name in _LLAMACPP_ONLY and kv.v.name in (*_LLAMACPP_ONLY, "f16", "bf16", "f32"):
+    if kv.k.name in _LLAMACPP_FORMATS and kv.v.name in (*_LLAMACPP_FORMATS, "f16", "bf16", "f32"):
         engine = "llamacpp"
     else:
         native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
-        if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*k16v8.SIDES}):
+        if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*_SHARED_SIDES}):
             return None
         engine = "vllm"
-    name = kv.text if engine == "llamacpp" or kv.same else "k16v8"
+    native16 = kv.k.name in ("bf16", "f16") and kv.v.name == "fp8_e4m3"
+    name = "k16v8" if engine == "vllm" and native16 else kv.text
     return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(name)}"
 
 
