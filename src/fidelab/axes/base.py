@@ -98,6 +98,8 @@ class AxisScore:
     ``right``: 1 where the reference and where the arm gives the right answer, else 0, NaN where that is not known; [n]
     each.  Axes that have it get a non-inferiority test.
 
+    ``nll_difference``: items are NLLs of the arm minus the reference's, nats.  They get a non-inferiority test, too.
+
     ``probability_loss`` [n]: P − Q of the text's own next token (axis kld); NaN where that is not known.
 
     ``not_measurable``: why this model cannot be measured on the axis with any arm.
@@ -118,6 +120,7 @@ class AxisScore:
     found: Measurement = field(default_factory=lambda: Measurement(status=Status.OK))
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     right: tuple[Floats, Floats] | None = None
+    nll_difference: bool = False
     probability_loss: Floats | None = None
     not_measurable: str = ""
     looks: tuple[int, ...] = ()

@@ -107,6 +107,7 @@ class Perplexity(Axis):
             bounds=(-math.inf, math.inf),
             identical=all(rows.identical for rows in parts.values()),
             not_measurable=_UNREPORTED.format(lost, total) if lost else "",
+            nll_difference=True,
         ).with_measurement(
             cluster="text unit",
             summary=_summary(at_longest.ppl_test, at_longest.log_ratio),

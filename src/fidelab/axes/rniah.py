@@ -353,6 +353,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         cell=np.array([places.index(trial.place) for trial in trials], dtype=np.int64),
         compat=compat,
     )
+    score = replace(score, right=(score.base, score.num))
     cells = score.by_cell()
     informative, all_cells = len(cells.informative().numbers()), len(cells.numbers())
     reason, losses = "", list[str]()

@@ -59,13 +59,14 @@ MIN_CLUSTERS = 10
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 State = Literal["holds", "exceeded", "underpowered", "undecided"]
-Key = Literal["mean_kl", "changed_tokens", "probability_loss", "accuracy_loss"]
+Key = Literal["mean_kl", "changed_tokens", "probability_loss", "accuracy_loss", "log_perplexity"]
 
 CLAIM_NAMES: dict[str, str] = {
     "mean_kl": "mean KL",
     "changed_tokens": "changed tokens",
     "probability_loss": "accuracy loss when sampling",
     "accuracy_loss": "accuracy loss",
+    "log_perplexity": "log perplexity ratio",
 }
 """Name of each claim's loss, by its key."""
 
@@ -148,6 +149,14 @@ class Loss:
         """Build the loss of accuracy. ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
         a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
         return cls("accuracy_loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
+
+    @classmethod
+    def of_log_perplexity(cls, items: RatioItems, margin: float = KL_MARGIN) -> Loss:
+        """Build the rise of ln perplexity, nats, from items that are NLL differences of tokens.
+
+        On text that the reference wrote it is the mean KL, so it has the same margin.
+        """
+        return cls("log_perplexity", "nats", margin, items, bounds=(-math.inf, math.inf))
 
     @property
     def estimate(self) -> float | None:

@@ -83,7 +83,13 @@ def _fault(arm: ArmRecord) -> str:
         return f"{kld.n_failed:,} positions returned NaN or infinity"
     if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
         return verdict_text(arm.verdict)
-    if axes := [axis for axis, one in arm.certificates.items() if axis != DECIDING and one.state == "exceeded"]:
+    # a perplexity beyond its margin is judged with the band of the KLD (results.verdict), as the KLD itself is
+    exceeded = {
+        axis
+        for axis, one in arm.certificates.items()
+        if axis != DECIDING and any(claim.state == "exceeded" and claim.unit == "share" for claim in one.claims)
+    }
+    if axes := [axis for axis in arm.certificates if axis in exceeded]:
         return f"a loss beyond the margin is shown on {', '.join(map(one_line, axes))}"
     return ""
 

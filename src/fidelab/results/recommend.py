@@ -345,8 +345,13 @@ def _risks(arm: ArmRecord) -> Iterator[str]:
             items = "correct predictions" if axis == DECIDING else f"correct answers of {one_line(axis)}"
             yield f"{items}{at}: {flips.harmful:,} lost, {flips.beneficial:,} gained of {flips.n:,}"
         if axis != DECIDING and certificate.state in ("underpowered", "undecided"):
-            found = max((claim.detectable or 1.0 for claim in certificate.claims), default=1.0)
-            yield f"{one_line(axis)}: sample too small, only losses above {_points(found)} are detectable"
+            claim = max(certificate.claims, key=lambda one: one.detectable or math.inf)
+            found = (
+                "no loss is"
+                if claim.detectable is None
+                else f"only losses above {_amount(claim.detectable, claim)} are"
+            )
+            yield f"{one_line(axis)}: sample too small, {found} detectable"
     if arm.verdict is not None and arm.verdict.band not in (None, "EXCELLENT"):
         yield verdict_text(arm.verdict)
     if arm.ran is not None and arm.ran.others().get("emulated"):

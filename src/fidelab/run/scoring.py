@@ -303,6 +303,8 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     Accuracy is that of all contexts together where their clusters are the text's documents.
     """
     losses, parts = list[Loss](), _context_scores(whole)
+    if whole.nll_difference and not whole.not_measurable and whole.usable.any():
+        return [Loss.of_log_perplexity(whole.items(), limits.max_kld or KL_MARGIN)]
     if any(score.right is None or score.bound or score.not_measurable for score in parts):
         return []
     margin = MARGIN if limits.margin is None else limits.margin
@@ -328,6 +330,8 @@ def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certifi
     """The certificate of an arm; contexts stand with claims and flips that are those of one alone."""
     parts = _context_scores(whole)
     contexts = list(map(_context, parts))
+    if whole.right is None:
+        return Certificate.of(certify(losses, seed))
     pools = _pools(parts)
     alone = contexts if len(pools) == len(parts) else [None] * len(pools)
     flips = [FlipRecord.of(*pool, context, seed) for pool, context in zip(pools, alone, strict=True)]
