@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.equivalence import ALPHA, Loss, certify, fixed_sequence, flip_counts
-from fidelab.metrics.intervals import RatioItems, mcnemar_mid_p, settled_interval
+from fidelab.metrics.equivalence import ALPHA, Loss, alpha_of, certify, fixed_sequence, flip_counts
+from fidelab.metrics.intervals import RatioItems, mcnemar_mid_p, ratio_interval, settled_interval
 from fidelab.metrics.sample_size import clusters_to_certify, detectable_loss
 from tests.present import present
 
@@ -110,6 +111,26 @@ def test_a_margin_within_the_resamples_own_error_is_undecided() -> None:
     assert error > 0
     states = [certify([Loss.of_kl(items, present(near)[1] + k * error)]).state for k in (0.5, 1.5)]
     assert states == ["undecided", "holds"]
+
+
+@pytest.mark.parametrize(("alpha", "farther"), [(0.01, 1.3), (0.03, 1.0), (0.05, 1.0)])
+@pytest.mark.parametrize("kind", ["mean_kl", "probability_loss"])
+def test_the_upper_end_of_a_mean_reaches_farther_at_an_early_look_and_only_there(
+    kind: str, alpha: float, farther: float
+) -> None:
+    items = RatioItems.of(np.random.default_rng(4).gamma(2.0, 0.002, 13), 1.0, np.arange(13))
+    usual = Loss.of_kl(items) if kind == "mean_kl" else Loss.of_probability(items.num, items.clusters)
+    level, mean = 1 - alpha, float(items.num.mean())
+    low, high = present(ratio_interval(items, 3, level=level, bounds=(0.0, math.inf)))
+    found = replace(usual, alpha=alpha).interval(level, 3)
+    assert found == pytest.approx((low, mean + farther * (high - mean)))
+
+
+@pytest.mark.parametrize(
+    ("looks", "levels"), [(1, [0.05]), (2, [0.01, 0.04]), (3, [0.01, 0.01, 0.03])], ids=["one", "two", "three"]
+)
+def test_an_early_look_is_tested_at_1_percent_and_the_last_one_at_the_rest(looks: int, levels: list[float]) -> None:
+    assert [alpha_of(look, looks) for look in range(1, looks + 1)] == pytest.approx(levels)
 
 
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (3, 0), (5, 2), (4, 4), (9, 1)])

@@ -21,6 +21,7 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
     resample_weights,
+    settled_interval,
     standard_error,
     wilson_interval,
 )
@@ -132,6 +133,40 @@ def test_where_resamples_do_not_tell_an_end_of_a_cost_is_finite_and_on_the_safe_
     interval = ratio_interval(plain(values), bounds=(0, math.inf))
     students = stats.t.interval(0.95, 7, loc=values.mean(), scale=stats.sem(values))
     assert students[1] < present(interval)[1] < math.inf
+
+
+class Ends:
+    """Intervals by the seed that drew them; ``asked`` counts the seeds."""
+
+    def __init__(self, missing: int = 0) -> None:
+        self.asked: list[int] = []
+        self.missing = missing
+        draws = np.random.default_rng(6)
+        self.low, self.high = draws.normal(1.0, 0.01, 40), draws.normal(2.0, 0.01, 40)
+
+    def __call__(self, seed: int) -> tuple[float, float] | None:
+        at = len(self.asked)
+        self.asked.append(seed)
+        return None if 0 < at <= self.missing else (float(self.low[at]), float(self.high[at]))
+
+
+@pytest.mark.parametrize(("edge", "near"), [(2.05, True), (0.95, True), (1.5, False), (5.0, False)])
+def test_an_end_within_a_tenth_of_the_width_of_an_edge_is_drawn_with_ten_seeds(edge: float, near: bool) -> None:
+    ends = Ends()
+    found, _ = settled_interval(ends, 5, edge)
+    n = 10 if near else 1
+    assert (len(ends.asked), len({*ends.asked}), ends.asked[0]) == (n, n, 5)
+    assert found == pytest.approx((ends.low[:n].mean(), ends.high[:n].mean()))
+
+
+def test_the_monte_carlo_error_of_both_ends_is_twice_the_standard_error_of_the_mean_over_seeds() -> None:
+    ends = Ends()
+    _, errors = settled_interval(ends, 5, 2.0)
+    assert errors == pytest.approx((2 * stats.sem(ends.low[:10]), 2 * stats.sem(ends.high[:10])))
+    few = Ends(missing=5)  # seeds that give no interval do not count
+    _, errors = settled_interval(few, 5, 2.0)
+    assert errors[1] == pytest.approx(2 * stats.sem(np.r_[few.high[0], few.high[6:10]]))
+    assert settled_interval(Ends(), 5, 9.0)[1] == (0.0, 0.0)
 
 
 def test_below_6_clusters_the_interval_is_students() -> None:
