@@ -100,8 +100,27 @@ def test_from_6_clusters_on_the_interval_is_the_bootstrap_t(n: int) -> None:
 @pytest.mark.parametrize("n", [6, 19, 20, 60])
 def test_the_upper_end_of_a_cost_takes_a_smaller_tail(n: int) -> None:
     values = np.random.default_rng(1).exponential(size=n)
-    expected = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    low, high = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    # six exponential costs have an end of 23 means by resamples alone: the cap of the next test
+    expected = low, min(high, log_t(values, 1.6)[1])
     assert ratio_interval(plain(values), 3, bounds=(0, math.inf)) == pytest.approx(expected)
+
+
+def log_t(values: NDArray[np.float64], reach: float) -> tuple[float, float]:
+    """Student's t of a mean on the log scale, ``reach`` times as wide."""
+    factor = math.exp(reach * stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) / values.mean())
+    return values.mean() / factor, values.mean() * factor
+
+
+@pytest.mark.parametrize("n", [6, 8, 13, 26])
+def test_one_bad_document_takes_the_upper_end_of_a_cost_no_farther_than_the_log_scale(n: int) -> None:
+    values = np.random.default_rng(1).lognormal(0.0, 0.3, n)
+    values[3] *= 20
+    low, high = present(ratio_interval(plain(values), 3, bounds=(0, math.inf)))
+    plain_low, plain_high = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    assert low == pytest.approx(plain_low)
+    assert high == pytest.approx(log_t(values, 1.6)[1])
+    assert plain_high > 1.5 * high
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
