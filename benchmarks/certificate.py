@@ -351,7 +351,7 @@ def twins(runs: int) -> int:
             pilot = Loss.of_accuracy(*twin(np.random.default_rng(3), 4000), margin)
             size = pilot.spread
             assert size is not None
-            n = max(clusters_to_certify(size.sd, margin, ALPHA, POWER, cost=pilot.cautious), MIN_CLUSTERS)
+            n = max(clusters_to_certify(size.sd, margin, ALPHA, POWER, cost=pilot.skewed), MIN_CLUSTERS)
 
             def one(rng: Rng, n: int = n, margin: float = margin, twin: Callable[..., Pair] = twin) -> bool:
                 return certify([Loss.of_accuracy(*twin(rng, n), margin)]).state == "holds"

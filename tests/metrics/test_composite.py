@@ -221,6 +221,45 @@ def test_a_verdict_over_fewer_than_six_units_is_preliminary(n_clusters: int | No
     assert any("preliminary" in fact for fact in ruling.because) == early
 
 
+@pytest.mark.parametrize(
+    ("low", "mean", "upper", "at_best"),
+    [
+        (0.001, 0.003, 0.3, Band.EXCELLENT),
+        (0.02, 0.0999, 0.1, Band.PASS),
+        (0.06, 0.08, 5.0, Band.DEGRADED),
+        (None, 0.06, 0.3, Band.DEGRADED),
+        (0.004, None, 0.3, Band.EXCELLENT),
+        (0.0, 0.0004, math.inf, Band.EXCELLENT),
+    ],
+)
+def test_a_wide_interval_alone_is_no_fail_and_leaves_open_what_is_possible(
+    low: float | None, mean: float | None, upper: float, at_best: Band
+) -> None:
+    ruling = verdict(upper, 0, 1000, kld_least=mean, kld_lower=low, n_clusters=13)
+    assert (ruling.band, ruling.at_best, ruling.at_worst) == (None, at_best, Band.FAIL)
+    assert (ruling.label, ruling.preliminary, ruling.by_kld) == ("cannot tell", False, True)
+
+
+@pytest.mark.parametrize(
+    ("low", "mean", "upper"), [(0.02, 0.1, 0.3), (0.1, None, 0.3), (None, 0.1, 0.2), (0.0, 0.5, 9.0), (None, 0.1, None)]
+)
+def test_a_mean_or_a_lower_end_in_fail_is_fail(low: float | None, mean: float | None, upper: float | None) -> None:
+    ruling = verdict(upper, 0, 1000, kld_least=mean, kld_lower=low, n_clusters=13)
+    assert (ruling.band, ruling.at_worst) == (Band.FAIL, None)
+
+
+def test_a_harm_and_failed_positions_still_fail_what_a_wide_interval_leaves_open() -> None:
+    # lowered by a band: a mean of DEGRADED is FAIL, one of PASS is not
+    assert verdict(0.09, 0, 1000, ["a loss"], kld_least=0.06, kld_lower=0.04).band is Band.FAIL
+    open_ = verdict(0.09, 0, 1000, ["a loss"], kld_least=0.03, kld_lower=0.004)
+    assert (open_.band, open_.at_best, open_.at_worst, open_.by_kld) == (None, Band.PASS, Band.FAIL, False)
+    assert verdict(0.3, 11, 1000, kld_least=0.003, kld_lower=0.001).band is Band.FAIL
+    assert verdict(0.3, 1, 1000, kld_least=0.003, kld_lower=0.001).at_best is Band.DEGRADED
+    few = verdict(0.3, 0, 1000, kld_least=0.003, kld_lower=0.001, n_clusters=4)
+    assert (few.band, few.preliminary) == (None, True)
+    assert any("preliminary" in fact for fact in few.because)
+
+
 def test_a_cost_of_exactly_nothing_is_preliminary_over_no_number_of_units() -> None:
     assert not verdict(0.0, 0, 100, kld_lower=0.0, n_clusters=2).preliminary
 
@@ -230,8 +269,8 @@ def test_a_cost_of_exactly_nothing_is_preliminary_over_no_number_of_units() -> N
     [
         (0.02, 0.04, Band.PASS, None),
         (0.009, 0.04, Band.PASS, Band.EXCELLENT),
-        (0.0001, 0.3, Band.FAIL, Band.EXCELLENT),
-        (0.06, 0.3, Band.FAIL, Band.DEGRADED),
+        (0.009, 0.0999, Band.DEGRADED, Band.EXCELLENT),
+        (0.1, 0.3, Band.FAIL, None),
     ],
 )
 def test_an_interval_that_crosses_a_band_says_the_best_one(

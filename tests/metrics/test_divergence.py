@@ -342,6 +342,25 @@ def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exac
     assert found.top1_ci == pytest.approx((low, 1.0))
 
 
+@pytest.mark.parametrize("near_ties", [0, 1, 4])
+def test_real_flips_reach_no_higher_than_the_changed_tokens_they_are_part_of(near_ties: int) -> None:
+    changed, clear = np.zeros(1300, dtype=bool), np.zeros(1300, dtype=bool)
+    clear[:5] = changed[:5] = True  # in one document, which alone has a large design effect
+    changed[100 * np.arange(1, 1 + near_ties)] = True
+    rows = rows_of((~changed).tolist(), np.where(clear, 0.5, 0.01).tolist())
+    found = summarise_flips(rows, np.arange(1300) // 100)
+    assert present(found.real_flips_ci)[1] <= 1 - present(found.top1_ci)[0]
+
+
+def test_an_identical_output_has_no_width_and_equal_tokens_of_another_have() -> None:
+    rows, clusters = rows_of([True] * 60, [0.0] * 60), np.arange(60) // 10
+    found = summarise_flips(rows, clusters, identical=True)
+    assert (found.top1_ci, found.real_flips_ci) == ((1.0, 1.0), (0.0, 0.0))
+    other = summarise_flips(rows, clusters)
+    assert present(other.top1_ci)[0] < 1.0
+    assert present(other.real_flips_ci)[1] > 0.0
+
+
 def test_an_unknown_margin_leaves_real_flips_unknown() -> None:
     ids, other = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [5, 3]])
     values = np.log([[0.6, 0.3], [0.6, 0.3]])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.equivalence import ALPHA, Loss, certify, fixed_sequence, flip_counts
-from fidelab.metrics.intervals import RatioItems, mcnemar_mid_p, settled_interval
+from fidelab.metrics.equivalence import ALPHA, Loss, alpha_of, certify, fixed_sequence, flip_counts
+from fidelab.metrics.intervals import RatioItems, event_interval, mcnemar_mid_p, ratio_interval, settled_interval
 from fidelab.metrics.sample_size import clusters_to_certify, detectable_loss
 from tests.present import present
 
@@ -112,6 +113,26 @@ def test_a_margin_within_the_resamples_own_error_is_undecided() -> None:
     assert states == ["undecided", "holds"]
 
 
+@pytest.mark.parametrize(("alpha", "farther"), [(0.01, 1.3), (0.03, 1.0), (0.05, 1.0)])
+@pytest.mark.parametrize("kind", ["mean_kl", "probability_loss"])
+def test_the_upper_end_of_a_mean_reaches_farther_at_an_early_look_and_only_there(
+    kind: str, alpha: float, farther: float
+) -> None:
+    items = RatioItems.of(np.random.default_rng(4).gamma(2.0, 0.002, 13), 1.0, np.arange(13))
+    usual = Loss.of_kl(items) if kind == "mean_kl" else Loss.of_probability(items.num, items.clusters)
+    level, mean = 1 - alpha, float(items.num.mean())
+    low, high = present(ratio_interval(items, 3, level=level, bounds=(0.0, math.inf)))
+    found = replace(usual, alpha=alpha).interval(level, 3)
+    assert found == pytest.approx((low, mean + farther * (high - mean)))
+
+
+@pytest.mark.parametrize(
+    ("looks", "levels"), [(1, [0.05]), (2, [0.01, 0.04]), (3, [0.01, 0.01, 0.03])], ids=["one", "two", "three"]
+)
+def test_an_early_look_is_tested_at_1_percent_and_the_last_one_at_the_rest(looks: int, levels: list[float]) -> None:
+    assert [alpha_of(look, looks) for look in range(1, looks + 1)] == pytest.approx(levels)
+
+
 @pytest.mark.parametrize(("b", "c"), [(0, 0), (3, 0), (5, 2), (4, 4), (9, 1)])
 def test_the_mid_p_leaves_out_half_of_the_counts_own_probability(b: int, c: int) -> None:
     at = stats.binom.pmf(min(b, c), b + c, 0.5)
@@ -127,13 +148,42 @@ def test_the_detectable_loss_is_that_of_the_t_tests_quantiles() -> None:
     assert detectable_loss(0.1, n, 0.05, 0.8) <= 0.02 < detectable_loss(0.1, n - 1, 0.05, 0.8)
 
 
-def test_documents_without_a_flip_are_bounded_by_how_their_accuracy_varies() -> None:
+def test_documents_without_a_flip_count_as_half_of_their_positions() -> None:
     rng = np.random.default_rng(1)
     clusters = np.repeat(np.arange(13), 200)
     right = (rng.random(2600) < 0.5).astype(np.float64)
-    loss = Loss.of_accuracy(right, right, clusters)
-    interval = loss.interval(0.9)
-    assert 1 - 0.05 ** (1 / 2600) < present(interval)[1] < 0.01 < 1 - 0.05 ** (1 / 13)
+    effective = 2600 / 2 * (stats.t.ppf(0.95, 2599) / stats.t.ppf(0.95, 12)) ** 2
+    for loss in (
+        Loss.of_accuracy(right, right, clusters),
+        Loss.of_changes(RatioItems.of(np.ones(2600), 1.0, clusters), 0.01),
+    ):
+        assert present(loss.interval(0.9))[1] == pytest.approx(1 - 0.05 ** (1 / effective))
+
+
+def test_a_claim_on_changed_tokens_has_the_end_that_tables_and_limits_show() -> None:
+    same = np.ones(2000)
+    same[[3, 4, 5, 600, 1000, 1700]] = 0.0
+    clusters = np.arange(2000) // 154
+    shown = present(event_interval(RatioItems.of(same, 1.0, clusters)))
+    claimed = present(Loss.of_changes(RatioItems.of(same, 1.0, clusters), 0.01).interval(0.95))
+    assert claimed == pytest.approx((1 - shown[1], 1 - shown[0]))
+
+
+@pytest.mark.parametrize("documents", [2, 13])
+def test_an_output_that_is_equal_bit_by_bit_loses_exactly_nothing(documents: int) -> None:
+    clusters = np.repeat(np.arange(documents), 50)
+    right = np.random.default_rng(2).random(len(clusters)) < 0.5
+    ones, zeros = RatioItems.of(np.ones(len(clusters)), 1.0, clusters), np.zeros(len(clusters))
+    losses = [
+        Loss.of_kl(RatioItems.of(zeros, 1.0, clusters)),
+        Loss.of_changes(ones, 1e-6),
+        Loss.of_accuracy(right, right, clusters, 1e-6),
+        Loss.of_probability(zeros, clusters, 1e-6),
+    ]
+    judged = certify([replace(loss, identical=True) for loss in losses])
+    assert judged.state == "holds"
+    assert [claim.interval for claim in judged.claims] == [(0.0, 0.0)] * 4
+    assert certify(losses[1:2]).state != "holds"
 
 
 def test_a_mean_kl_is_held_to_its_upper_end() -> None:

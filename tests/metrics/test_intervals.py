@@ -15,12 +15,14 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.intervals import (
     RatioItems,
     binomial_interval,
-    effective_upper_end,
+    event_difference_interval,
+    event_interval,
     mcnemar_exact,
     paired_difference,
     ratio_estimate,
     ratio_interval,
     resample_weights,
+    settled_interval,
     standard_error,
     wilson_interval,
 )
@@ -98,8 +100,27 @@ def test_from_6_clusters_on_the_interval_is_the_bootstrap_t(n: int) -> None:
 @pytest.mark.parametrize("n", [6, 19, 20, 60])
 def test_the_upper_end_of_a_cost_takes_a_smaller_tail(n: int) -> None:
     values = np.random.default_rng(1).exponential(size=n)
-    expected = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    low, high = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    # six exponential costs have an end of 23 means by resamples alone: the cap of the next test
+    expected = low, min(high, log_t(values, 1.6)[1])
     assert ratio_interval(plain(values), 3, bounds=(0, math.inf)) == pytest.approx(expected)
+
+
+def log_t(values: NDArray[np.float64], reach: float) -> tuple[float, float]:
+    """Student's t of a mean on the log scale, ``reach`` times as wide."""
+    factor = math.exp(reach * stats.t.ppf(0.975, len(values) - 1) * stats.sem(values) / values.mean())
+    return values.mean() / factor, values.mean() * factor
+
+
+@pytest.mark.parametrize("n", [6, 8, 13, 26])
+def test_one_bad_document_takes_the_upper_end_of_a_cost_no_farther_than_the_log_scale(n: int) -> None:
+    values = np.random.default_rng(1).lognormal(0.0, 0.3, n)
+    values[3] *= 20
+    low, high = present(ratio_interval(plain(values), 3, bounds=(0, math.inf)))
+    plain_low, plain_high = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    assert low == pytest.approx(plain_low)
+    assert high == pytest.approx(log_t(values, 1.6)[1])
+    assert plain_high > 1.5 * high
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -132,6 +153,40 @@ def test_where_resamples_do_not_tell_an_end_of_a_cost_is_finite_and_on_the_safe_
     interval = ratio_interval(plain(values), bounds=(0, math.inf))
     students = stats.t.interval(0.95, 7, loc=values.mean(), scale=stats.sem(values))
     assert students[1] < present(interval)[1] < math.inf
+
+
+class Ends:
+    """Intervals by the seed that drew them; ``asked`` counts the seeds."""
+
+    def __init__(self, missing: int = 0) -> None:
+        self.asked: list[int] = []
+        self.missing = missing
+        draws = np.random.default_rng(6)
+        self.low, self.high = draws.normal(1.0, 0.01, 40), draws.normal(2.0, 0.01, 40)
+
+    def __call__(self, seed: int) -> tuple[float, float] | None:
+        at = len(self.asked)
+        self.asked.append(seed)
+        return None if 0 < at <= self.missing else (float(self.low[at]), float(self.high[at]))
+
+
+@pytest.mark.parametrize(("edge", "near"), [(2.05, True), (0.95, True), (1.5, False), (5.0, False)])
+def test_an_end_within_a_tenth_of_the_width_of_an_edge_is_drawn_with_ten_seeds(edge: float, near: bool) -> None:
+    ends = Ends()
+    found, _ = settled_interval(ends, 5, edge)
+    n = 10 if near else 1
+    assert (len(ends.asked), len({*ends.asked}), ends.asked[0]) == (n, n, 5)
+    assert found == pytest.approx((ends.low[:n].mean(), ends.high[:n].mean()))
+
+
+def test_the_monte_carlo_error_of_both_ends_is_twice_the_standard_error_of_the_mean_over_seeds() -> None:
+    ends = Ends()
+    _, errors = settled_interval(ends, 5, 2.0)
+    assert errors == pytest.approx((2 * stats.sem(ends.low[:10]), 2 * stats.sem(ends.high[:10])))
+    few = Ends(missing=5)  # seeds that give no interval do not count
+    _, errors = settled_interval(few, 5, 2.0)
+    assert errors[1] == pytest.approx(2 * stats.sem(np.r_[few.high[0], few.high[6:10]]))
+    assert settled_interval(Ends(), 5, 9.0)[1] == (0.0, 0.0)
 
 
 def test_below_6_clusters_the_interval_is_students() -> None:
@@ -413,9 +468,134 @@ def test_intervals_of_counts_are_scipys(k: int, n: int, method: Any, interval: C
     assert interval(k, n) == pytest.approx((expected.low, expected.high))
 
 
-def test_items_that_share_their_outcome_with_their_cluster_count_as_one_for_rare_events() -> None:
+def events(counts: list[int], positions: int = 157) -> RatioItems:
+    """So many events in each document of so many positions."""
+    marks = np.concatenate([np.arange(positions) < count for count in counts]).astype(float)
+    return RatioItems.of(marks, 1.0, np.repeat(np.arange(len(counts)), positions))
+
+
+def korn_graubard(counts: list[int], positions: int, level: float = 0.95) -> tuple[float, float]:
+    """Clopper-Pearson by its tails at the effective size; design effect by sums over documents, at least 2."""
+    c, n, k = len(counts), len(counts) * positions, sum(counts)
+    effect = 2.0
+    if k:
+        over_documents = np.var(counts, ddof=1) * c / n**2
+        effect = max(2.0, (k * over_documents / (k / n * (1 - k / n) / n) + 4 * 2.0) / (k + 4))
+    size_ = n / effect * (stats.t.ppf(0.5 + level / 2, n - 1) / stats.t.ppf(0.5 + level / 2, c - 1)) ** 2
+    x = size_ * k / n
+    low = stats.beta.ppf(0.5 - level / 2, x, size_ - x + 1) if k else 0.0
+    return low, stats.beta.ppf(0.5 + level / 2, x + 1, size_ - x)
+
+
+@pytest.mark.parametrize("level", [0.95, 0.9])
+@pytest.mark.parametrize("counts", [[0] * 13, [1] * 6 + [0] * 7, [6] + [0] * 12, [3, 30, 9, 1, 0, 4]])
+def test_events_in_documents_have_korn_and_graubards_interval_with_a_design_effect_of_two(
+    counts: list[int], level: float
+) -> None:
+    assert event_interval(events(counts), level) == pytest.approx(korn_graubard(counts, 157, level))
+
+
+def test_six_of_2041_positions_reach_one_percent_and_not_a_third() -> None:
+    assert 0.008 < present(event_interval(events([1] * 6 + [0] * 7)))[1] < 0.011
+    assert present(event_interval(events([6] + [0] * 12)))[1] < 0.02
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [1, 0, 4]])
+def test_an_output_that_is_equal_bit_by_bit_leaves_events_no_width(counts: list[int]) -> None:
+    share = sum(counts) / (3 * 157)
+    assert event_interval(events(counts), identical=True) == (share, share)
+    assert event_difference_interval(events(counts), events(counts), identical=True) == (0.0, 0.0)
+    assert present(event_interval(events(counts)))[1] > share
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 30), (1, 30), (7, 30), (30, 30)])
+def test_one_event_per_cluster_keeps_the_exact_binomial_interval(k: int, n: int) -> None:
+    exact = stats.binomtest(k, n).proportion_ci(0.95, "exact")
+    assert event_interval(plain((np.arange(n) < k).astype(float))) == pytest.approx(tuple(exact))
+
+
+def test_a_single_document_gives_events_no_interval() -> None:
+    assert event_interval(events([3])) is None
+    assert event_interval(events([0]), identical=True) is None
+    assert event_difference_interval(events([3]), events([2])) is None
+
+
+def test_the_least_design_effect_is_the_number_of_items_where_a_cluster_has_fewer_than_two() -> None:
+    n, c = 36, 24  # three items in two clusters, on average
+    items = RatioItems.of(np.zeros(n), 1.0, np.r_[np.arange(c), np.arange(12)])
+    size_ = n / 1.5 * (stats.t.ppf(0.975, n - 1) / stats.t.ppf(0.975, c - 1)) ** 2
+    assert event_interval(items) == pytest.approx((0.0, 1 - 0.025 ** (1 / size_)))
+
+
+@pytest.mark.parametrize("per_cluster", [2, 40])
+def test_clusters_of_one_outcome_each_count_as_so_many_items(per_cluster: int) -> None:
+    outcomes = np.repeat([1.0, 0, 0, 0, 0], per_cluster)
+    items = RatioItems.of(outcomes, 1.0, np.repeat(np.arange(5), per_cluster))
+    assert event_interval(items) == pytest.approx(binomial_interval(1, 5))
+
+
+def misses_of_events(rate: float, n: int, runs: int) -> float:
+    """How often the end lies below the true share; documents of unequal length, intra-cluster correlation 0.01."""
+    rng, missed = np.random.default_rng(20260301), 0
+    for _ in range(runs):
+        sizes = np.maximum(rng.lognormal(math.log(155) - 0.18, 0.6, n), 8).astype(int)
+        rates = rng.beta(rate * 99, (1 - rate) * 99, n)
+        marks = rng.random(sizes.sum()) < np.repeat(rates, sizes)
+        missed += present(event_interval(RatioItems.of(marks, 1.0, np.repeat(np.arange(n), sizes))))[1] < rate
+    return missed / runs
+
+
+@pytest.mark.parametrize("n", [13, 26])
+@pytest.mark.parametrize("rate", [0.001, 0.005, 0.02])
+def test_the_upper_end_of_rare_events_in_documents_is_seldom_too_low(rate: float, n: int) -> None:
+    runs = size(400, 2000)
+    assert misses_of_events(rate, n, runs) <= stats.binom.ppf(0.999, runs, 0.035) / runs
+
+
+def test_items_that_share_their_outcome_with_their_cluster_count_as_one() -> None:
     outcomes = np.repeat([1.0, 0, 0, 0] * 10, 25)  # 40 clusters of 25 items
-    one_each = effective_upper_end(RatioItems.of(outcomes, 1.0, np.arange(1000)))
-    together = effective_upper_end(RatioItems.of(outcomes, 1.0, np.arange(1000) // 25))
-    assert one_each == pytest.approx(binomial_interval(250, 1000)[1], abs=1e-3)
-    assert together == pytest.approx(binomial_interval(10, 40)[1], abs=0.02)
+    together = present(event_interval(RatioItems.of(outcomes, 1.0, np.arange(1000) // 25)))
+    assert together == pytest.approx(binomial_interval(10, 40), abs=0.02)
+
+
+@pytest.mark.parametrize("counts", [([4, 2, 0, 1, 0, 3, 0], [1, 0, 0, 2, 0, 1, 1]), ([0] * 7, [0] * 7)])
+def test_a_difference_of_events_is_square_and_add_of_those_that_one_side_alone_has(
+    counts: tuple[list[int], list[int]],
+) -> None:
+    lost, won = counts
+    n = 7 * 157
+    right, wrong = (np.concatenate([np.r_[np.zeros(50), np.ones(107)] for _ in lost]) for _ in range(2))
+    for document, (k, m) in enumerate(zip(lost, won, strict=True)):
+        wrong[157 * document + 60 : 157 * document + 60 + k] = 0.0
+        wrong[157 * document : 157 * document + m] = 1.0
+    clusters = np.repeat(np.arange(7), 157)
+    low, high = present(event_difference_interval(*(RatioItems.of(x, 1.0, clusters) for x in (right, wrong))))
+    (a, b), (c, d) = korn_graubard(lost, 157), korn_graubard(won, 157)
+    p, q = sum(lost) / n, sum(won) / n
+    assert high == pytest.approx(p - q + math.hypot(b - p, q - c))
+    assert low == pytest.approx(p - q - math.hypot(p - a, d - q))
+
+
+def test_documents_that_lose_and_win_apart_widen_the_difference_of_events() -> None:
+    def ends(lost: list[int], won: list[int]) -> tuple[float, float]:
+        sides = [events([60 + k for k in lost]).num, events([60 + k for k in won]).num]
+        return present(event_difference_interval(*(RatioItems.of(x, 1.0, np.repeat(np.arange(8), 157)) for x in sides)))
+
+    even, apart = ends([3] * 8, [0] * 8), ends([6, 0] * 4, [0] * 8)
+    assert apart[1] > even[1] + 0.002
+    alike = np.repeat(np.arange(8), 157), np.tile(np.arange(157), 8)
+    lost, won = (alike[1] < 12) & (alike[0] % 2 == 0), (alike[1] >= 100) & (alike[1] < 112)
+    reach = []
+    for documents_won in (0, 1):  # in the documents that lose, or in the others
+        gained = won & (alike[0] % 2 == documents_won)
+        a, b = (RatioItems.of(side, 1.0, alike[0]) for side in (~gained, ~lost))
+        reach.append(present(event_difference_interval(a, b))[1])
+    assert reach[1] > 1.2 * reach[0]
+
+
+@pytest.mark.parametrize(("lost", "won", "n"), [(3, 0, 40), (6, 2, 40), (0, 0, 40)])
+def test_a_difference_of_single_answers_is_mcnemars(lost: int, won: int, n: int) -> None:
+    a, b = np.ones(n), np.ones(n)
+    b[:lost], a[lost : lost + won] = 0.0, 0.0
+    expected = paired_difference(plain(a), plain(b), bounds=(0, 1), proportion=True).interval
+    assert event_difference_interval(plain(a), plain(b)) == pytest.approx(expected)

@@ -46,6 +46,7 @@ from fidelab.metrics.equivalence import Loss, certify, flip_counts
 from fidelab.metrics.intervals import (
     RatioItems,
     binomial_interval,
+    event_interval,
     mcnemar_exact,
     paired_difference,
     ratio_estimate,
@@ -310,6 +311,42 @@ def test_a_paired_difference_of_swapped_sides_changes_its_sign(
     assert (equal.estimate, equal.interval in (None, (0.0, 0.0))) == (0.0, True)
 
 
+@st.composite
+def events_by_document(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Events and positions of ten documents or more, most of them without an event."""
+    positions = draw(st.lists(st.integers(20, 300), min_size=10, max_size=40))
+    few = st.one_of(st.just(0), st.integers(0, 2), st.integers(0, 20))
+    return [draw(few) for _ in positions], positions
+
+
+def marked(counts: list[int], positions: list[int]) -> RatioItems:
+    marks = np.concatenate([np.arange(n) < count for count, n in zip(counts, positions, strict=True)])
+    return RatioItems.of(marks, 1.0, np.repeat(np.arange(len(positions)), positions))
+
+
+@properties
+@given(events_by_document(), st.sampled_from([0.9, 0.95, 0.98]))
+def test_without_one_of_its_events_a_share_ends_at_most_3_percent_higher_and_without_any_lowest(
+    drawn: tuple[list[int], list[int]], level: float
+) -> None:
+    counts, positions = drawn
+    high = present(event_interval(marked(counts, positions), level))[1]
+    assert present(event_interval(marked([0] * len(counts), positions), level))[1] <= high
+    for number in {counts.index(n) for n in counts if n}:
+        fewer = [n - (at == number) for at, n in enumerate(counts)]
+        assert present(event_interval(marked(fewer, positions), level))[1] <= 1.03 * high
+
+
+@properties
+@given(events_by_document())
+def test_intervals_of_events_hold_the_share_and_mirror_the_other_outcome(drawn: tuple[list[int], list[int]]) -> None:
+    items = marked(*drawn)
+    low, high = present(event_interval(items))
+    assert 0 <= low <= items.num.mean() <= high <= 1
+    others = RatioItems.of(1 - items.num, 1.0, items.clusters)
+    assert same(tuple(1 - end for end in reversed(present(event_interval(others)))), (low, high), 1e-9)
+
+
 @properties
 @given(st.integers(0, 300), st.integers(0, 300), st.sampled_from([0.8, 0.95, 0.99]))
 def test_intervals_of_counts_hold_the_share_and_mirror_the_other_outcome(k: int, more: int, level: float) -> None:
@@ -372,7 +409,7 @@ def of_agreement(rng: np.random.Generator, n: int, weights: Floats) -> tuple[flo
     flips = rng.binomial(200, np.minimum(0.02 * rng.lognormal(-0.045, 0.3, n), 1.0))
     agree = (np.arange(200)[None, :] >= flips[:, None]).astype(float)
     items = RatioItems.of(agree.ravel(), 1.0, np.repeat(np.arange(n), 200))
-    return ratio_interval(items, weights, bounds=(0.0, 1.0), proportion=True)
+    return event_interval(items)
 
 
 @pytest.mark.parametrize(

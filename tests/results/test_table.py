@@ -94,6 +94,7 @@ def test_what_is_ruled_out_has_a_column() -> None:
     unsure = candidate("q4", 0.07, "PASS", 1, "x", verdict=Verdict(at_best="DEGRADED", sentence="no verdict"))
     frame = sample_report(candidates=(unsure,)).to_pandas()
     assert list(frame["at_best"].dropna()) == ["DEGRADED"]
+    assert list(frame["at_worst"].dropna()) == []
 
 
 def test_the_floor_has_figures_but_no_outcome_of_an_arm() -> None:

@@ -220,6 +220,17 @@ def test_imported_figures_without_an_interval_say_why() -> None:
     assert found.sentence == "no verdict, at best DEGRADED: the file holds no windows"
 
 
+def test_an_interval_too_wide_for_a_verdict_cannot_tell_and_names_all_that_is_possible() -> None:
+    found = verdict(record(kld=0.003, ci=(0.001, 0.3), clusters=(4, "document")), n_ctx=512)
+    assert (found.band, found.at_best, found.at_worst, found.preliminary) == (None, "EXCELLENT", "FAIL", True)
+    assert found.sentence == "cannot tell: excellent to fail, use more windows. KLD 0.00300 (0.0010–0.30, 4 documents)."
+    assert found.notes == ("A verdict takes 6 documents or more", "Tested up to 512 tokens")
+    degraded = verdict(record(kld=0.09, ci=(0.06, 0.12), clusters=(13, "document")))
+    assert (degraded.at_best, degraded.at_worst) == ("DEGRADED", "FAIL")
+    assert degraded.sentence.startswith("cannot tell: degraded to fail")
+    assert verdict(record(kld=0.1, ci=(0.06, 0.12))).band == "FAIL"
+
+
 def test_native_formats_are_known_by_all_their_names_and_coarse_ones_are_not_native() -> None:
     native = ("bf16", "f16", "F32", "fp16", "float32", "bfloat16", "auto", "native")
     coarse = ("fp8_e4m3", "q8_0", "int4", "fp8", "f16x", "turbo3")

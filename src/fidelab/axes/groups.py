@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.pair import Pair
 from fidelab.metrics.divergence import RowComparison
-from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
+from fidelab.metrics.intervals import RatioItems, event_interval, ratio_estimate, ratio_interval
 from fidelab.metrics.structure import STRUCTURES, structures
 from fidelab.results.measurement import Definition, Metric
 
@@ -47,10 +47,13 @@ def by_group(
     mean: Definition,
     top1: Definition,
     seed: int,
+    *,
+    identical: bool = False,
 ) -> Iterator[Metric]:
     """Yield for each group of rows the mean KL, the top-token agreement, their intervals, and the number of positions.
 
     ``labels`` [n]: the group of each row; rows without one, and groups of fewer than eight rows, are left out.
+    ``identical``: the output equals the reference's bit by bit, in all rows.
     """
     found = {str(label) for label in labels if label}
     for name in [kind for kind in STRUCTURES if kind in found] + sorted(found - {*STRUCTURES}):
@@ -62,5 +65,5 @@ def by_group(
         kl = RatioItems.of(rows.kl[usable], 1.0, clusters[usable])
         same = RatioItems.of(rows.top1[usable], 1.0, clusters[usable])
         yield mean(ratio_estimate(kl), ratio_interval(kl, seed, bounds=(0.0, float("inf"))), cell=cell)
-        yield top1(ratio_estimate(same), ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True), cell=cell)
+        yield top1(ratio_estimate(same), event_interval(same, identical=identical), cell=cell)
         yield _ROWS(int(usable.sum()), cell=cell)

@@ -397,7 +397,9 @@ class KLD(Axis):
         }
         for coordinate, groups in labels.items():
             if len(groups) == len(rows):
-                yield from by_group(coordinate, groups, rows, score.clusters, mean, top1, seed)
+                yield from by_group(
+                    coordinate, groups, rows, score.clusters, mean, top1, seed, identical=score.identical
+                )
 
     def _compat(self, pairs: Sequence[Pair], score: AxisScore, seed: int) -> tuple[Metric, ...]:
         if self.settings.compat is None or score.bound:
@@ -500,7 +502,7 @@ def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
 
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-    flips = summarise_flips(rows, score.clusters, seed)
+    flips = summarise_flips(rows, score.clusters, identical=score.identical)
     divergences = {} if score.bound else vars(summarise_divergences(rows, score.clusters, seed))
     define = KLD_METRICS
     return (

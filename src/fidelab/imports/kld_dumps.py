@@ -199,10 +199,11 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     }
     if not arm.usable.any():
         return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **common)
+    identical = bool((rows.kl == 0.0).all())
     divergences = vars(summarise_divergences(rows, arm.clusters, seed))
     figures = {
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
-        **vars(summarise_flips(rows, arm.clusters, seed)),
+        **vars(summarise_flips(rows, arm.clusters, identical=identical)),
         **{name: value for name, (value, _) in divergences.items()},
         **{f"{name}_ci": interval for name, (_, interval) in divergences.items()},
         "mean_ci": ratio_interval(items, seed, bounds=_BOUNDS),
@@ -212,7 +213,7 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     }
     by_position, by_confidence = kl_by_position(places["position"], rows.kl), kl_by_confidence(rows.confidence, rows.kl)
     return Measurement(
-        status=Status.IDENTICAL if (rows.kl == 0.0).all() else Status.OK,
+        status=Status.IDENTICAL if identical else Status.OK,
         metrics=tuple(metrics_of(figures, KLD_METRICS)),
         plots=(
             kl_curve("position", by_position.edges, by_position.means),

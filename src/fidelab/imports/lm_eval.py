@@ -85,7 +85,7 @@ def import_samples(
         certificates = {
             _axis_name(key): Certificate.of(
                 certify([Loss.of_accuracy(*sides, np.arange(len(sides[0])), margin)], seed),
-                flips=[FlipRecord.of(*sides, np.arange(len(sides[0])), seed=seed)],
+                flips=[FlipRecord.of(*sides, np.arange(len(sides[0])))],
             )
             for key, sides in pair.items()
         }

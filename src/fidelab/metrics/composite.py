@@ -3,8 +3,9 @@
 See docs/metrics.md#composite-and-bands and docs/metrics.md#verdicts.
 
 The composite is REFRACT's summary of some axes and does not affect the verdict.  The verdict follows from the upper
-95% bound of the mean KL and is downgraded by one band if another axis shows a loss.  Without such a bound the mean, or
-a lower bound of it, still gives the best possible verdict, and may prove FAIL.
+95% bound of the mean KL and is downgraded by one band if another axis shows a loss.  FAIL takes more than a wide
+interval: the mean or the lower bound has to be that of FAIL.  Without an upper bound the mean, or a lower bound of it,
+still gives the best possible verdict, and may prove FAIL.
 """
 
 from __future__ import annotations
@@ -165,20 +166,24 @@ class Ruling:
     """Verdict on a candidate: ``band``, or None if there is no verdict, and ``because``, the reasons.
 
     ``at_best``: the best band still possible, if there is no verdict (None: none is ruled out) or the interval crosses
-    the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters. ``by_kld``: nothing but
+    the edge of a band.  ``at_worst``: FAIL, where the upper end alone is that of FAIL, so that there is no verdict:
+    anything from ``at_best`` to it is possible.  ``preliminary``: the band rests on an interval over too few clusters. ``by_kld``: nothing but
     the mean KL gave the band: no position failed, and nothing lowered it. See docs/metrics.md#verdicts.
     """
 
     band: Band | None
     because: tuple[str, ...]
     at_best: Band | None = None
+    at_worst: Band | None = None
     preliminary: bool = False
     by_kld: bool = True
 
     @property
     def label(self) -> str:
-        """The band's name, or "no verdict"."""
-        return "no verdict" if self.band is None else self.band.value
+        """The band's name, or "no verdict", or "cannot tell" where the interval is too wide for one."""
+        if self.band is not None:
+            return self.band.value
+        return "no verdict" if self.at_worst is None else "cannot tell"
 
 
 def verdict(
@@ -196,7 +201,7 @@ def verdict(
 
     Args:
         kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
-            without one.
+            without one.  By itself, with neither of the two below, it stands for the mean.
         n_failed: positions with NaN, +inf or Q = 0 under P > 0, out of ``n_positions`` scored ones.
         lowered_because: reasons for a downgrade by one band (R-NIAH or task loss, perplexity against KLD, earlier
             degeneration).  Several reasons together downgrade by one band only.
@@ -206,6 +211,9 @@ def verdict(
         kld_lower: lower 95% bound of the mean KL, nats; where its band is a better one, that is ``at_best``.
         n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
             :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_CLUSTERS` is preliminary, unless every KL was exactly 0.
+
+    FAIL by ``kld_upper`` needs ``kld_least`` or ``kld_lower`` in FAIL, too.  Else the interval is only wide: ``band`` is
+    None and ``at_worst`` FAIL.
 
     Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``, is FAIL.
     That also holds if no KLD could be computed, so that broken output always gets a verdict.
@@ -225,14 +233,20 @@ def verdict(
     band, by_kld = graded(kld_upper, kld_least), not (failures or lowered_because)
     preliminary = n_clusters is not None and n_clusters < MIN_STUDENTIZED_CLUSTERS and kld_upper != 0.0
     least = graded(kld_lower) if kld_lower is not None else band
+    few = f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} clusters were resampled ({n_clusters})"
+    early = [few] if preliminary else []
     if kld_upper is not None:
         facts = [f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because]
+        shown = [cost for cost in (kld_least, kld_lower) if cost is not None]
+        if band is Band.FAIL and shown and graded(*shown) is not Band.FAIL:
+            best = least if kld_lower is not None else graded(kld_least)
+            facts.append(f"of the interval only the upper end is that of FAIL: at best {best.value}")
+            facts += early
+            return Ruling(None, tuple(facts), best, Band.FAIL, preliminary, by_kld)
         crossing = least if least is not band else None
         if crossing is not None:
             facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
-        if preliminary:
-            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} clusters were resampled ({n_clusters})")
-        return Ruling(band, tuple(facts), crossing, preliminary, by_kld)
+        return Ruling(band, (*facts, *early), crossing, None, preliminary, by_kld)
     if band is Band.FAIL and kld_least is not None:
         facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]
         return Ruling(band, tuple(facts), preliminary=preliminary, by_kld=by_kld)

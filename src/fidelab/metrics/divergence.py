@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fidelab.metrics.intervals import Interval, RatioItems, contained_interval, ratio_estimate, ratio_interval
+from fidelab.metrics.intervals import Interval, RatioItems, event_interval, ratio_estimate, ratio_interval
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -545,18 +545,25 @@ class Flips:
     real_flips_ci: Interval | None = None
 
 
-def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Flips:
-    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens."""
+def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: bool = False) -> Flips:
+    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens.
+
+    A real flip is a changed token, so the upper end of its share is at most that of changed tokens.  ``identical``: the
+    output equals the reference's bit by bit.
+    """
     usable = ~rows.failed & np.isfinite(rows.kl)
     if not usable.any():
         return Flips()
     agree, margin, clusters = rows.top1[usable], rows.margin[usable], clusters[usable]
     same = RatioItems.of(agree, 1.0, clusters)
-    flips = Flips(ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True))
+    flips = Flips(event_interval(same, identical=identical))
     if np.isnan(margin).any():
         return flips
-    changed, real = (RatioItems.of(each, 1.0, clusters) for each in (~agree, ~agree & (margin >= REAL_FLIP)))
-    return replace(flips, real_flips=float(real.num.mean()), real_flips_ci=contained_interval(real, changed, seed))
+    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, clusters)
+    ends = event_interval(real, identical=identical)
+    if ends is not None and flips.top1_ci is not None:
+        ends = ends[0], max(ends[0], min(ends[1], 1 - flips.top1_ci[0]))
+    return replace(flips, real_flips=float(real.num.mean()), real_flips_ci=ends)
 
 
 @dataclass(frozen=True)

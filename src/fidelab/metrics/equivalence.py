@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
@@ -22,11 +22,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from fidelab.core.registry import late
 from fidelab.metrics.intervals import (
+    MIN_DESIGN_EFFECT,
     RatioItems,
-    effective_upper_end,
+    event_difference_interval,
+    event_interval,
     mcnemar_exact,
     mcnemar_mid_p,
-    paired_difference,
     ratio_estimate,
     ratio_interval,
     settled_interval,
@@ -110,8 +111,9 @@ def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCou
 class Loss:
     """One quantity that must stay below ``margin``: a ratio of sums, or the difference of two (``items − less``).
 
-    ``bounds``, ``proportion`` as in :func:`~fidelab.metrics.intervals.ratio_interval`.  See
-    docs/metrics.md#non-inferiority-test.
+    ``bounds`` as in :func:`~fidelab.metrics.intervals.ratio_interval`.  ``events``: it is a share of events, items of 0
+    or 1 with den 1, else a mean.  ``identical``: the output equals the reference's bit by bit: the loss is exactly 0.
+    See docs/metrics.md#non-inferiority-test.
     """
 
     key: Key
@@ -120,8 +122,9 @@ class Loss:
     items: RatioItems
     less: RatioItems | None = None
     bounds: tuple[float, float] = (0.0, math.inf)
-    proportion: bool = False
+    events: bool = False
     alpha: float = ALPHA
+    identical: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.margin < math.inf:
@@ -142,13 +145,13 @@ class Loss:
     def of_changes(cls, same: RatioItems, margin: float) -> Loss:
         """Build the share of changed top tokens, from items that are 1 where the top token stays."""
         changed = RatioItems(same.den - same.num, same.den, same.clusters)
-        return cls("changed_tokens", "share", margin, changed, bounds=(0.0, 1.0), proportion=True)
+        return cls("changed_tokens", "share", margin, changed, bounds=(0.0, 1.0), events=True)
 
     @classmethod
     def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:
         """Build the loss of accuracy. ``ref``, ``test`` [n] are 1 where that side is right, else 0."""
         a, b = (RatioItems.of(side, 1.0, clusters) for side in (ref, test))
-        return cls("accuracy_loss", "share", margin, a, b, bounds=(0.0, 1.0), proportion=True)
+        return cls("accuracy_loss", "share", margin, a, b, bounds=(0.0, 1.0), events=True)
 
     @classmethod
     def of_log_perplexity(cls, items: RatioItems, margin: float = KL_MARGIN) -> Loss:
@@ -166,18 +169,31 @@ class Loss:
 
     @property
     def spread(self) -> ClusterSpread | None:
-        """Spread between clusters; ``None`` for a single cluster."""
-        return ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
+        """Spread between clusters; ``None`` for a single cluster.
+
+        Of events it is at least that of the least design effect of their interval: with u the share of items that are
+        events, or that one side alone has, ``√(d · u / items per cluster)``.
+        """
+        found = ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
+        if found is None or not self.events:
+            return found
+        n, less = len(self.items.num), 0.0 if self.less is None else self.less.num
+        share, per_cluster = float(np.abs(self.items.num - less).mean()), n / found.clusters
+        least = math.sqrt(min(MIN_DESIGN_EFFECT, per_cluster) * share / per_cluster)
+        return replace(found, sd=max(found.sd, least))
 
     @property
-    def cautious(self) -> bool:
-        """Whether the interval allows for skew and is wider (:func:`~fidelab.metrics.intervals.critical_value`)."""
-        return not self.proportion or len(self.items.num) > self.n_clusters
+    def skewed(self) -> bool:
+        """Whether the upper end reaches farther than Student's t (:func:`~fidelab.metrics.intervals.critical_value`).
+
+        That of a mean allows for skew, and that of events in clusters is exact.
+        """
+        return not self.events or len(self.items.num) > self.n_clusters
 
     @property
     def level(self) -> float:
         """Level of the one-sided test: ``alpha``, or half of it for a mean, since skewed losses miss more often."""
-        return self.alpha if self.proportion else self.alpha / 2
+        return self.alpha if self.events else self.alpha / 2
 
     @property
     def n_clusters(self) -> int:
@@ -185,36 +201,23 @@ class Loss:
         return len(np.unique(self.items.clusters))
 
     def interval(self, level: float, seed: int = 0) -> tuple[float, float] | None:
-        """Two-sided interval of this level.
+        """Two-sided interval of this level; ``None`` for a single cluster.
 
-        Of several items per cluster the upper end of a share is the smaller one of the usual interval's, which takes a
-        cluster to turn over as a whole where no spread is seen, and of the exact binomial bound at the effective
-        number of items (:func:`~fidelab.metrics.intervals.effective_upper_end`); of a difference that of its positive
-        part, which is not smaller.  That of a mean reaches :data:`EARLY_REACH` times as far at an early look.
+        That of events is exact, at the effective number of items (:func:`~fidelab.metrics.intervals.event_interval`).
+        That of a mean reaches :data:`EARLY_REACH` times as far up at an early look.
         """
-        if self.less is None:
-            found = ratio_interval(
-                self.items, seed, level=level, bounds=self.bounds, proportion=self.proportion, cost=not self.proportion
-            )
-        else:
-            found = paired_difference(
-                self.items, self.less, seed, level=level, bounds=self.bounds, proportion=self.proportion
-            ).interval
+        if self.identical and self.n_clusters > 1:
+            return 0.0, 0.0
+        if self.events:
+            if self.less is None:
+                return event_interval(self.items, level)
+            return event_difference_interval(self.items, self.less, level)
+        found = ratio_interval(self.items, seed, level=level, bounds=self.bounds, cost=True)
         if found is None:
             return None
-        if not self.proportion:
-            farther = EARLY_REACH - 1 if self.alpha <= LOOK_ALPHAS[0] else 0.0
-            reach = max(found[1] - (self.estimate or 0.0), 0.0)
-            return found[0], min(found[1] + farther * reach, self.bounds[1])
-        if not self.cautious:
-            return found
-        lost = self.items if self.less is None else _positive_part(self.items, self.less)
-        shares = [] if self.less is None else [self.items, self.less]
-        return found[0], max(found[0], min(found[1], effective_upper_end(lost, shares, level)))
-
-
-def _positive_part(a: RatioItems, b: RatioItems) -> RatioItems:
-    return RatioItems(np.maximum(a.num - b.num, 0.0), a.den, a.clusters)
+        farther = EARLY_REACH - 1 if self.alpha <= LOOK_ALPHAS[0] else 0.0
+        reach = max(found[1] - (self.estimate or 0.0), 0.0)
+        return found[0], min(found[1] + farther * reach, self.bounds[1])
 
 
 # --------------------------------------------------------------------------------------------------------- judging
@@ -290,7 +293,7 @@ def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
 
 
 def _claim(loss: Loss, seed: int) -> Claim:
-    spread, n, cost, estimate = loss.spread, loss.n_clusters, loss.cautious, loss.estimate
+    spread, n, cost, estimate = loss.spread, loss.n_clusters, loss.skewed, loss.estimate
     # more resamples near the margin; within the error of what they give nothing is decided
     interval, (low_error, high_error) = settled_interval(
         lambda s: loss.interval(1 - 2 * loss.level, s), seed, loss.margin

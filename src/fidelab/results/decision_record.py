@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -86,9 +87,15 @@ class FlipRecord(Record):
     """95% interval of the net loss of accuracy, a share."""
 
     @classmethod
-    def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, seed: int = 0) -> Self:
-        """Build the record from answers of both sides (1 if right, else 0) and clusters, [n] each."""
-        interval = Loss.of_accuracy(ref, test, clusters).interval(0.95, seed) if len(clusters) else None
+    def of(
+        cls, ref: Any, test: Any, clusters: Any, context: int | None = None, *, identical: bool = False
+    ) -> Self:
+        """Build the record from answers of both sides (1 if right, else 0) and clusters, [n] each.
+
+        ``identical``: both outputs are equal bit by bit.
+        """
+        loss = replace(Loss.of_accuracy(ref, test, clusters), identical=identical)
+        interval = loss.interval(0.95) if len(clusters) else None
         return cls(context=context, ci=interval, **vars(flip_counts(ref, test, clusters)))
 
 

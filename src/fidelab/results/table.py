@@ -138,7 +138,7 @@ _ARM_COLUMNS = {
     **dict.fromkeys((*_REQUESTED_COLUMNS, "k_dtype", "v_dtype"), _TEXT),
     "cache_bytes_per_token": _FLOAT,
     **dict.fromkeys(("weight_bytes", "simulated_weight_bytes"), _COUNT),
-    **dict.fromkeys(("status", "reason", "band", "at_best", "modified", "sentence"), _TEXT),
+    **dict.fromkeys(("status", "reason", "band", "at_best", "at_worst", "modified", "sentence"), _TEXT),
     **dict.fromkeys(("composite", "composite_ci_low", "composite_ci_high"), _FLOAT),
     **dict.fromkeys(("timing_load_seconds", "timing_seconds"), _FLOAT),
 }
@@ -191,7 +191,8 @@ def _arm_row(report: Report, role: str, arm: ArmRecord) -> dict[str, Any]:
         *(kv and kv.text, kv and str(kv.k), kv and str(kv.v)),
         *(ran and ran.k_dtype, ran and ran.v_dtype, ran and ran.cache_bytes_per_token),
         *(ran and ran.weight_bytes, ran and ran.simulated_weight_bytes),
-        *(arm.status.value, arm.reason, verdict and verdict.band, verdict and verdict.at_best),
+        *(arm.status.value, arm.reason),
+        *(verdict and verdict.band, verdict and verdict.at_best, verdict and verdict.at_worst),
         *("; ".join(ran.modified if ran else ()) or None, verdict and verdict.sentence),
         *(composite and composite.value, low, high, timing and timing.load_seconds, timing and timing.seconds),
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fidelab.core import Estimator, Status
-from fidelab.metrics.composite import KL_EDGES, Ruling, verdict
+from fidelab.metrics.composite import KL_EDGES, Band, Ruling, verdict
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
@@ -72,6 +72,7 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
         {
             "band": ruling.band,
             "at_best": ruling.at_best,
+            "at_worst": ruling.at_worst,
             "preliminary": ruling.preliminary,
             "by_kld": ruling.by_kld,
             "because": (*because, *_other_kernel(case)),
@@ -274,6 +275,13 @@ def _clauses(case: _Case) -> Iterator[str]:
         yield "safe, the format ran and its output is identical to the reference's"
         yield from _gain(case)
         yield from _reach(case)
+    elif case.ruling is not None and case.ruling.at_worst is not None:
+        yield f"cannot tell: {_band_span(case.ruling)}, use more windows"
+        yield from _facts(case)
+        yield from _few_clusters(case, case.ruling)
+        yield from _changes(case.kld)
+        yield from _worst(case.kld)
+        yield from _reach(case)
     elif case.ruling is None or band is None:
         best = f", at best {case.ruling.at_best.value}" if case.ruling and case.ruling.at_best else ""
         yield f"no verdict{best}: {_why_none(case)}"
@@ -291,6 +299,12 @@ def _clauses(case: _Case) -> Iterator[str]:
         if case.arm.floor is not None and case.arm.floor.mean:
             yield f"rounding noise {format_nats(case.arm.floor.mean)}"
         yield from _reach(case)
+
+
+def _band_span(ruling: Ruling) -> str:
+    """Words for the bands that are still possible, such as ``excellent to fail``."""
+    best, worst = (band.value.lower() for band in (ruling.at_best or Band.EXCELLENT, ruling.at_worst or Band.FAIL))
+    return best if best == worst else f"{best} to {worst}"
 
 
 def _why_none(case: _Case) -> str:
@@ -335,14 +349,18 @@ def _span(interval: tuple[float, float]) -> str:
 def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
     """Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
     cut = case.kld.value("cut", {})
-    if ruling.preliminary:
-        word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
-        yield f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more"
+    yield from _few_clusters(case, ruling)
     if ruling.at_best is not None:
         more = "" if ruling.preliminary else ", use more windows"
         yield f"inconclusive between {ruling.at_best.value} and {case.band}{more}"
     if cut is not None and cut >= _MUCH_CUT:
         yield f"KLD leaves out {cut:.2%} of the probability, of tokens that one vocabulary lacks"
+
+
+def _few_clusters(case: _Case, ruling: Ruling) -> Iterator[str]:
+    if ruling.preliminary:
+        word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
+        yield f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more"
 
 
 def _changes(kld: Measurement) -> Iterator[str]:

@@ -323,7 +323,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
     losses += [Loss.of_probability(values, clusters, margin) for values, clusters in lost]
     if limits.max_accuracy_loss is not None:
         losses += [Loss.of_accuracy(*known, limits.max_accuracy_loss) for known in pools]
-    return losses
+    return [replace(loss, identical=whole.identical) for loss in losses]
 
 
 def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certificate:
@@ -334,7 +334,10 @@ def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certifi
         return Certificate.of(certify(losses, seed))
     pools = _pools(parts)
     alone = contexts if len(pools) == len(parts) else [None] * len(pools)
-    flips = [FlipRecord.of(*pool, context, seed) for pool, context in zip(pools, alone, strict=True)]
+    identical = all(loss.identical for loss in losses)
+    flips = [
+        FlipRecord.of(*pool, context, identical=identical) for pool, context in zip(pools, alone, strict=True)
+    ]
     return Certificate.of(certify(losses, seed), contexts, flips)
 
 

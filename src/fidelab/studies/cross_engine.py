@@ -269,7 +269,8 @@ def _score_key(axis: str) -> str:
 def _verdict(verdict: Verdict | None) -> str:
     if verdict is None:
         return ""
-    word = verdict.band or (f"at best {verdict.at_best}" if verdict.at_best else "")
+    open_ = f"cannot tell, at best {verdict.at_best}" if verdict.at_worst else f"at best {verdict.at_best}"
+    word = verdict.band or (open_ if verdict.at_best else "")
     return f"{word}, modified" if word and verdict.modified else word
 
 
