@@ -104,7 +104,8 @@ def _foreign_globals(module: ModuleType) -> Iterator[str]:
 def _held_functions(what: str, thing: Any) -> Iterator[str]:
     """Functions in an object's own dictionary, which take precedence over those of its class."""
     for name, value in [*vars(thing).items()]:
-        if isinstance(getattr(value, "__func__", value), FunctionType):
+        held = getattr(value, "__func__", value)
+        if isinstance(held, FunctionType) and not _is_own(held):
             yield f"{what} has a function {name} of its own"
 
 
