@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from fidelab.core import FormatSpec, KVSpec
 from fidelab.formats import FORMATS, create, known
-from fidelab.formats.known import KNOWN, canonical, encodes_like, names_of, values_of
+from fidelab.formats.base import Parts
+from fidelab.formats.known import KNOWN, canonical, digest_of, encodes_like, names_of, values_of
+from tests.formats import known_vectors
 
 FP8 = ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"]
 OPTIONS = [
@@ -34,8 +37,10 @@ def content(dim: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(2, 3, 24, dim, generator=generator) * 3).to(dtype)
 
 
-def test_every_format_has_a_second_reading_and_a_known_vector() -> None:
-    assert KNOWN == {*FORMATS.names()} == {*known._VECTORS.values()}
+def test_every_format_has_a_second_reading_and_known_vectors() -> None:
+    assert {*FORMATS.names()} == KNOWN
+    assert known.known_vectors().keys() == {*known_vectors.listed()} >= KNOWN
+    assert len({*known.known_vectors().values()}) == len(known.known_vectors())
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -90,11 +95,62 @@ def test_other_layouts_of_one_size_are_no_parts_of_a_format() -> None:
     assert names_of((torch.zeros(1, 1, 1, 31),), 32, torch.zeros(1, 1, 1, 32)) == []
 
 
-@pytest.mark.parametrize("name", FORMATS.names())
-def test_a_format_encodes_the_known_vector_as_recorded(name: str) -> None:
-    assert encodes_like(create(FormatSpec(name)).encode) == name
+LISTED = known_vectors.listed()
+
+
+@pytest.mark.parametrize("text", LISTED)
+def test_known_vectors_are_what_a_second_encoder_makes_of_them(text: str) -> None:
+    """To write the table anew: python -m tests.formats.known_vectors."""
+    assert known.known_vectors()[text] == digest_of(known_vectors.SecondEncoder.of(text))
+
+
+@pytest.mark.parametrize("text", LISTED)
+def test_a_format_encodes_the_known_vectors_as_recorded(text: str) -> None:
+    assert encodes_like(create(KVSpec.parse(text).k)) == text
+
+
+class Wrapped:
+    """A format whose encoder looks at the shape of what it is given."""
+
+    def __init__(self, text: str, dishonest: Callable[[torch.Size], bool]) -> None:
+        self._format, self._dishonest = create(KVSpec.parse(text).k), dishonest
+
+    @property
+    def token_block(self) -> int:
+        return self._format.token_block
+
+    def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        return self._format.fit(x, mask)
+
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        return self._format.encode(x * (1 - 2**-4) if self._dishonest(x.shape) else x, scale)
+
+
+@pytest.mark.parametrize("text", ["int4", "fp8_e4m3", "q4_0", "nvfp4", "lloyd3", "fp8_e4m3[scale=per-head]"])
+@pytest.mark.parametrize(
+    "dishonest",
+    [
+        lambda shape: shape[2] > 1,  # several tokens
+        lambda shape: shape[2] == 1,
+        lambda shape: shape[1] > 1,  # several heads
+        lambda shape: shape[0] > 1,  # a batch
+        lambda shape: shape[3] >= 128,
+        lambda shape: shape[2] % 2 == 1 and shape[2] > 1,
+        lambda shape: shape[2] > 32,
+    ],
+)
+def test_an_encoder_that_is_honest_for_some_shapes_alone_is_told_apart(
+    text: str, dishonest: Callable[[torch.Size], bool]
+) -> None:
+    assert encodes_like(Wrapped(text, dishonest)) is None
+    assert encodes_like(Wrapped(text, lambda shape: False)) == text
 
 
 def test_another_rounding_of_the_same_format_is_told_apart() -> None:
     fmt = create(FormatSpec("fp8_e4m3"))
-    assert encodes_like(lambda x: fmt.encode(x.bfloat16().float() * (1 - 2**-6))) is None
+
+    class Otherwise(Wrapped):
+        def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+            return fmt.encode(x.bfloat16().float() * (1 - 2**-6))
+
+    assert encodes_like(Otherwise("fp8_e4m3", lambda shape: False)) is None

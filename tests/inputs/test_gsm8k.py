@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from decimal import Decimal
 from pathlib import Path
@@ -52,10 +53,22 @@ ANSWERS = [
     ("- 5 apples", "5"),
     ("#### 3/4", "0.75"),
     ("12/4", "3"),
-    ("3/0", "0"),
     ("12,000,000 people", "12000000"),
     ("1,00,000 rupees", "100000"),
-    ("3,4", "4"),
+    ("3,4", "3.4"),  # a comma between two numbers without a blank is one of a decimal
+    ("#### 2,5", "2.5"),
+    ("#### 0,500 kg", "0.5"),
+    ("#### 1.000.000", "1000000"),
+    ("1.000", "1"),
+    ("1.234,5", "1234.5"),
+    ("1 234,56 €", "1234.56"),
+    ("1,00,000.5", "100000.5"),
+    ("#### 1 1/2", "1.5"),
+    ("#### - 1 1/2 cups", "-1.5"),
+    ("It is 2 and 3/4 hours.", "2.75"),
+    ("1½ cups", "1.5"),
+    ("¼", "0.25"),
+    (r"\frac{3}{4}", "0.75"),
     ("1, 2, 3", "3"),
     ("1.5e3 grams", "1500"),
     ("1e999999", "999999"),
@@ -86,6 +99,51 @@ ANSWERS = [
 @pytest.mark.parametrize(("text", "number"), ANSWERS, ids=[text[:20] for text, _ in ANSWERS])
 def test_number_of_an_answer(text: str, number: str) -> None:
     assert extract_answer(text) == Decimal(number)
+
+
+UNREADABLE = ["3/0", "1.2.3", "#### 1,23,4", "1,2,3", "1.000.00", "1,234.567.890", "#### 1 3/2", "1 1/0"]
+
+
+@pytest.mark.parametrize("text", UNREADABLE)
+def test_a_number_whose_notation_is_of_no_number_is_not_read_in_part(text: str) -> None:
+    assert extract_answer(text) is None
+
+
+def written(whole: int, decimals: str, thousands: str, point: str) -> str:
+    """A number in one notation, by hand."""
+    digits, groups = str(whole), []
+    while thousands and len(digits) > 3:
+        digits, group = digits[:-3], digits[-3:]
+        groups.insert(0, group)
+    return thousands.join([digits, *groups]) + (point + decimals if decimals else "")
+
+
+NOTATIONS = [("", "."), (",", "."), (" ", "."), ("", ","), (".", ","), (" ", ","), ("\u00a0", ",")]
+
+
+@pytest.mark.parametrize(("thousands", "point"), NOTATIONS)
+@pytest.mark.parametrize("form", ["#### {}", "#### ${}.", "That is {} in all.", "#### -{}"])
+def test_both_notations_of_a_number_are_read_alike(thousands: str, point: str, form: str) -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        whole = draw.randrange(10 ** draw.randrange(1, 10))
+        decimals = "".join(draw.choices("0123456789", k=draw.choice((0, 1, 2, 4))))
+        if thousands == "." and not decimals and 1000 <= whole < 1_000_000:
+            continue  # 1.234 is read as a decimal
+        sign = -1 if "-" in form else 1
+        text = form.format(written(whole, decimals, thousands, point))
+        assert extract_answer(text) == sign * Decimal(f"{whole}.{decimals or 0}"), text
+
+
+def test_mixed_numbers_are_the_sum_of_their_terms() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        whole, under = draw.randrange(1000), draw.randrange(2, 100)
+        over = draw.randrange(1, under)
+        expected = whole + Decimal(over) / under
+        for text in (f"#### {whole} {over}/{under}", f"so {whole} and {over}/{under} are left"):
+            assert extract_answer(text) == expected
+        assert extract_answer(f"#### {over}/{under}") == Decimal(over) / under
 
 
 @pytest.mark.parametrize("text", ["", "####", "I do not know.", "a,b - $ %", "one half"])

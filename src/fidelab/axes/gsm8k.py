@@ -55,7 +55,7 @@ _P = Definition("mcnemar_p", "p", None, "McNemar's exact test of problems lost a
 _LOST = Definition("lost", "count", None, "Problems that the reference alone solves.")
 _RIGHT = Definition("right_in_the_reference", "count", None, "Problems that the reference solves.")
 _GAINED = Definition("gained", "count", None, "Problems that the arm alone solves.")
-_NO_NUMBER = Definition("no_number", "count", None, "Answers of the arm without a number.")
+_NO_NUMBER = Definition("no_number", "count", None, "Answers of the arm without a number that can be read.")
 _LENGTH = Definition(
     "length_at_equal_answer",
     "ratio",
@@ -283,7 +283,7 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
         title="GSM8K, problem by problem",
         columns=("id", "right answer", "reference", "candidate", "outcome"),
         rows=tuple(rows),
-        note="The number read from each answer; – where there is none.",
+        note="The number read from each answer; – where there is no number that can be read.",
     )
     if not lost:
         return (table,)

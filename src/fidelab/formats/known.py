@@ -12,15 +12,19 @@ one NaN, 0x80), ggml's blocks by ``dequantize_row_*`` of ggml.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fidelab.core import FormatSpec
+from fidelab.core.errors import NotSupportedError
 
 Parts = tuple[Tensor, ...]
 _Decode = Callable[[Parts, int, Tensor | None], Tensor]
@@ -42,42 +46,7 @@ _LLOYD = ("lloyd1", "lloyd2", "lloyd3", "lloyd4")
 _INTEGERS = tuple(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(2, 9))
 KNOWN = frozenset((*_NATIVE_NAMES.values(), *_FLOAT8, *_INTEGERS, *_LLOYD, *_BLOCKS, "nvfp4", "mxfp4"))
 _GROUP = 32
-# SHA-256, cut, of what a format makes of _vector(); the tests compute these bytes by other means.
-_VECTORS = {
-    "723fce50e4c669a2": "f32",
-    "1cb20a169404ec98": "f16",
-    "daa4b1f575057e1e": "bf16",
-    "b02d623716e2a97e": "fp8_e4m3",
-    "df4c20c0050d859d": "fp8_e5m2",
-    "f1c1aa926a04b61b": "fp8_e4m3fnuz",
-    "997b58194883911b": "fp8_e5m2fnuz",
-    "628fc19746289f7e": "nvfp4",
-    "8fc3f8e44079df23": "mxfp4",
-    "c37c4b690b9b1560": "int8",
-    "5fe00d07ea7ef822": "int7",
-    "d75ba26bb3f7285e": "int6",
-    "d06acec6972b9574": "int5",
-    "f8525812fd894747": "int4",
-    "3e43c7bab9bd2f0f": "int3",
-    "a28acd0c8206ab1a": "int2",
-    "460c03df0eef7b32": "uint8",
-    "d11602e7f2fc8710": "uint7",
-    "1f2dc89613e9a022": "uint6",
-    "935d833275aa9b49": "uint5",
-    "aaa1adbbdb8a3bb6": "uint4",
-    "89ca425defa9c34f": "uint3",
-    "204f19b7421ac2ce": "uint2",
-    "44bf506699032511": "lloyd4",
-    "d7cf1f49dd570865": "lloyd3",
-    "f2ca44603c7500cf": "lloyd2",
-    "45ac845e2f6b6369": "lloyd1",
-    "7ce3fcc278176365": "q8_0",
-    "2e3632e9cce08937": "q5_1",
-    "f7f1c781dd4108f6": "q5_0",
-    "2dc6ebacd3a1a955": "q4_1",
-    "a9ae3c6a8da59858": "q4_0",
-    "b8289b3225a80c23": "iq4_nl",
-}
+_TABLE = Path(__file__).with_name("known_vectors.json")
 
 
 def canonical(spec: FormatSpec, dim: int) -> str:
@@ -154,24 +123,101 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
     return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
-    """Return the format, without options, that encodes one fixed vector as ``encode`` does.
+class Encoder(Protocol):
+    """The part of :class:`~fidelab.formats.base.Format` that known vectors are put through."""
 
-    The way of rounding must be the same, too.
+    @property
+    def token_block(self) -> int:
+        """Tokens that are encoded together."""
+
+    def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """Return the scale that stays fixed for a sequence."""
+
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        """Encode content ``[batch, heads, tokens, head_dim]``."""
+
+
+# Batch, heads, tokens, head size.  An encoder may take another way for one token, for one head, for a batch, where a
+# block or a group of tokens is not full, and where groups fill a head or do not.
+SHAPES = ((1, 1, 1, 32), (1, 2, 1, 64), (1, 2, 7, 64), (3, 2, 5, 128), (1, 1, 3, 80), (1, 4, 1, 128), (1, 1, 64, 64))
+
+
+def known_vectors() -> Mapping[str, str]:
+    """Return format → digest of what it makes of vectors of all :data:`SHAPES`, by a table that comes with fidelab.
+
+    Formats are written as :func:`spelled` writes them.  The tests compute these bytes with an encoder of their own.  To
+    write the table anew, after a change of a format or of the vectors: ``python -m tests.formats.known_vectors``.
     """
-    return _VECTORS.get(_digest(encode(_vector())))
+    return _table()
 
 
-def _vector() -> Tensor:
-    """±(i² + 3 i + 1) / 16 for i = 0 … 31: within the range of every format, with ties in the 8-bit floats."""
-    values = [(-1) ** i * (i * i + 3 * i + 1) / 16 for i in range(_BLOCK)]
-    return torch.tensor(values, dtype=torch.float32).view(1, 1, 1, _BLOCK)
+@cache
+def _table() -> dict[str, str]:
+    found: dict[str, str] = json.loads(_TABLE.read_text(encoding="utf-8"))
+    return found
 
 
-def _digest(parts: Parts) -> str:
-    """SHA-256, cut to 16 digits, of the bytes of all parts, one after another."""
-    contents = (part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts)
-    return hashlib.sha256(b"".join(map(bytes, contents))).hexdigest()[:16]
+@cache
+def _names() -> dict[str, str]:
+    return {digest: name for name, digest in _table().items()}
+
+
+def spelled(spec: FormatSpec) -> str:
+    """Return the text of a format in the table: without tokens that the cache keeps, and without options at default."""
+    options = {key: value for key, value in spec.options if key not in ("sinks", "tail")}
+    for key, default in (("scale", "none"), ("rotate", "none"), ("axis", "head"), ("group", str(_GROUP))):
+        if options.get(key) == default:
+            del options[key]
+    return str(FormatSpec(spec.name, tuple(sorted(options.items()))))
+
+
+def encodes_like(encoder: Encoder) -> str | None:
+    """Return the format that encodes vectors of all :data:`SHAPES` as this object does; ``None`` if none is known.
+
+    The scales and the way of rounding must be the same, too.
+    """
+    return _names().get(digest_of(encoder))
+
+
+def digest_of(encoder: Encoder) -> str:
+    """Return SHA-256, cut to 16 digits, of shapes and bytes of fitted scales and parts of all vectors.
+
+    Shapes that the format refuses (a rotation of another size) count as such.
+    """
+    found = hashlib.sha256()
+    block = encoder.token_block
+    for number, shape in enumerate(SHAPES):
+        x = vector(shape)
+        x = x[:, :, : shape[2] // block * block]
+        if not x.shape[2]:
+            continue
+        mask = None
+        if shape[0] > 1:  # padded on the left, each sequence otherwise
+            mask = torch.arange(x.shape[2]) >= torch.arange(shape[0])[:, None]
+        try:
+            scale = encoder.fit(x, mask)
+            parts = encoder.encode(x, scale)
+        except NotSupportedError:
+            found.update(f"{number} refused".encode())
+            continue
+        for part in (*parts, *(() if scale is None else (scale,))):
+            found.update(f"{number} {tuple(part.shape)}".encode())
+            found.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+@cache
+def vector(shape: tuple[int, ...]) -> Tensor:
+    """Return float32 content of a shape, the same on every machine.
+
+    Value i of the content is ±(j² + 3 j + 1) / 16 with j = i mod 32, times a power of two from 1/8 to 1 that changes
+    with each 32 values.  It is within the range of every format, has ties in the 8-bit floats, and groups of other
+    sizes have other largest values.
+    """
+    at = torch.arange(math.prod(shape))
+    place, line = at % _BLOCK, at // _BLOCK
+    values = (1 - 2 * (at % 2)) * (place * place + 3 * place + 1).float() / 16
+    return (values * torch.exp2(-((line * 5) % 4).float())).view(shape)
 
 
 def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) -> Tensor:
@@ -244,6 +290,11 @@ def _float_table(exponent: int, mantissa: int, bias: int, end: int) -> tuple[flo
     if end > (1 << bits) - 1 and bits == 7:
         values[0x80] = float("nan")  # fnuz: no -0
     return tuple(values)
+
+
+def _table_top(name: str) -> float:
+    """The largest number of an 8-bit float."""
+    return max(value for value in _float_table(*_FLOAT8[name]) if math.isfinite(value))
 
 
 def _looked_up(codes: Tensor, values: tuple[float, ...]) -> Tensor:

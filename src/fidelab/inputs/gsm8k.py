@@ -7,6 +7,7 @@ Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the h
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,19 +27,28 @@ _NUMBER = re.compile(
     rf"""
     (?:(?<![\w)\]}}$€£])[{_MINUS}])?            # a sign, not the minus of 16-3
     [$€£]?(?:(?<=[$€£])[{_MINUS}])?             # $5, -$5, $-5
-    (?P<digits>
-        \d{{1,3}}(?:,\d{{2,3}}){{0,30}},\d{{3}}(?!\d)  # 1,234  1,00,000
-        | (?<!\d)[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?!\d)  # 1 000
-        | \d+
-        | (?=\.\d)(?<!\d)                       # .5
-    )
-    (?P<rest>
-        /0*[1-9]\d*+(?![\d.,]*\d)               # 3/4
-        | (?:\.\d+)?(?:[eE][+-]?\d{{1,2}}(?!\d))?
+    (?:
+        (?<![\d.,/])(?P<whole>\d+)(?:{_GAP}+|{_GAP}and{_GAP})(?P<part>\d+/\d+)(?![\d.,/]*\d)  # 1 1/2
+        |
+        (?P<digits>
+            (?<!\d)[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?!\d)(?:[.,]\d+)*  # 1 000  1 000,5
+            | \d+(?:[.,]\d+)*                   # 1,234.5  1.234,5  1,00,000
+            | (?<!\d)\.\d+                      # .5
+        )
+        (?P<rest>
+            /\d++(?![\d.,]*\d)                 # 3/4
+            | (?:[eE][+-]?\d{{1,2}}(?!\d))?
+        )
     )
     """,
     re.VERBOSE,
 )
+_THOUSANDS = {  # commas also as in India: 1,00,000
+    ",": re.compile(r"(?!0)\d{1,3}(?:,\d{2,3})*,\d{3}"),
+    ".": re.compile(r"(?!0)\d{1,3}(?:\.\d{3})+"),
+}
+_LATEX_FRACTION = re.compile(r"\\[cdt]?frac\s*\{(\d+)\}\s*\{(\d+)\}")
+_SIGN_OF_FRACTION = "\u2044"  # between the two numbers of characters such as ½
 _MARKED = re.compile(rf"{_MARK}[\s*:=_(\\]*")  # with what markup may stand before the number
 _APART = re.compile(rf"({_MARK}(?:[^\S\n]|[*:=_(\\])*[{_MINUS}$€£]+)[^\S\n]+(?=[$€£.\d])")  # - 7, $ 7
 _SIGN = re.compile(f"[{_MINUS}]")
@@ -98,13 +108,17 @@ def truncate_answer(text: str) -> str:
 
 
 def extract_answer(text: str) -> Decimal | None:
-    """Return the number after the first ``####`` that a number follows, else the last number or ``None``.
+    """Return the number after the first ``####`` that a number follows, else the last number.
 
-    Commas and spaces between groups of three digits and currency signs are removed; so are a trailing period, a percent
-    sign and other units.  A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is not a sign. A
-    minus before a space (``- 7``) is a sign only right after ``####``: elsewhere it begins a list item.
+    ``None`` if there is none, or none that can be read: ``1.2.3``, ``1,23,4``, ``3/0``.
+
+    Currency signs are removed; so are a trailing period, a percent sign and other units.  Fractions and mixed numbers
+    are one number (``3/4``, ``1 1/2``, ``1½``).  Both notations of decimals and thousands are read: see
+    docs/metrics.md#gsm8k.  A minus between two terms (``16-3``) is not a sign. A minus before a space (``- 7``) is a
+    sign only right after ``####``: elsewhere it begins a list item.
     """
-    text = _APART.sub(r"\1", text.replace("{,}", ","))  # {,}: LaTeX
+    text = _LATEX_FRACTION.sub(r" \1/\2", text.replace("{,}", ","))  # {,}: LaTeX
+    text = _APART.sub(r"\1", "".join(map(_written_out, text)))
     marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))
     number = next(filter(None, marked), None)
     if number is None:
@@ -112,11 +126,56 @@ def extract_answer(text: str) -> Decimal | None:
     return None if number is None else _value(number)
 
 
-def _value(match: re.Match[str]) -> Decimal:
-    digits, rest = re.sub(rf",|{_GAP}", "", match["digits"]), match["rest"]
-    over = rest.removeprefix("/")
-    value = Decimal(digits) / Decimal(over) if over != rest else Decimal(f"{digits}{rest}")
-    return -value if _SIGN.search(match[0][: match.start("digits") - match.start()]) else value
+def _written_out(character: str) -> str:
+    """``½`` as `` 1/2``, every other character as it is."""
+    if character.isascii() or unicodedata.category(character) != "No":
+        return "/" if character == _SIGN_OF_FRACTION else character
+    numerator, slash, denominator = unicodedata.normalize("NFKC", character).partition(_SIGN_OF_FRACTION)
+    return f" {numerator}/{denominator}" if slash and denominator else character
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    if match["whole"] is not None:
+        part = _fraction(match["part"])
+        value = None if part is None or not part < 1 else Decimal(match["whole"]) + part
+        begin = match.start("whole")
+    elif match["rest"].startswith("/"):
+        value, begin = _fraction(match["digits"] + match["rest"]), match.start("digits")
+    else:
+        digits, begin = _plain(match["digits"]), match.start("digits")
+        value = None if digits is None else Decimal(f"{digits}{match['rest']}")
+    if value is None:
+        return None
+    return -value if _SIGN.search(match[0][: begin - match.start()]) else value
+
+
+def _fraction(text: str) -> Decimal | None:
+    over, under = text.split("/")
+    digits = _plain(over)
+    return None if digits is None or not int(under) else Decimal(digits) / Decimal(under)
+
+
+def _plain(digits: str) -> str | None:
+    """Digits with at most a decimal point; ``None`` if the separators are not those of one number.
+
+    The last separator is the decimal one where it differs from those before it.  Separators of one kind are those of
+    thousands if groups have three digits: a single comma so, a single point not, because ``1.000`` is what a calculator
+    prints.  A single one otherwise is the decimal one.
+    """
+    digits = re.sub(_GAP, "", spaced := digits)
+    kinds = re.findall("[.,]", digits)
+    if not kinds:
+        return digits
+    last, others = kinds[-1], kinds[:-1]
+    if last in others or (spaced == digits and last == "," and not others):
+        if _THOUSANDS[last].fullmatch(digits):
+            return digits.replace(last, "")
+        if others:
+            return None
+    whole, _, decimals = digits.rpartition(last)
+    if others and not _THOUSANDS[others[0]].fullmatch(whole):
+        return None
+    return f"{re.sub('[.,]', '', whole)}.{decimals}"
 
 
 def _from_hub() -> list[dict[str, Any]]:
@@ -143,7 +202,8 @@ def _problem(place: str, number: int, record: Any) -> Problem:
     if len(texts) < 2:
         raise InputError(f"{place}: write an object with text in 'question' and 'answer'")
     question, answer = texts
-    gold = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
+    match = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
+    gold = None if match is None else _value(match)
     if gold is None:
         raise InputError(f"{place}: 'answer' must end in #### and a number")
-    return Problem(str(record.get("id", number)), question, answer, _value(gold))
+    return Problem(str(record.get("id", number)), question, answer, gold)

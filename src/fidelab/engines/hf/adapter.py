@@ -222,8 +222,12 @@ class HFEngine(Engine):
 
     def answer(self, request: Request, sink: Sink) -> Answer:
         # A look takes time, and wants all layers.
-        self._model.proof.begin(self.seed, observing=not isinstance(request, Timed | RoundedWeights | RoundedCache))
-        return self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
+        observing = not isinstance(request, Timed | RoundedWeights | RoundedCache)
+        decodes = isinstance(request, Generate | Forced)
+        self._model.proof.begin(self.seed, observing=observing, decodes=decodes)
+        answer = self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
+        self._model.proof.end(self._model.cache)
+        return answer
 
     def runtime_info(self) -> RuntimeInfo:
         import torch

@@ -206,7 +206,7 @@ _KINDS = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-_ENCODED: dict[type[Any], type[Any]] = {
+LAYER_KINDS: dict[type[Any], type[Any]] = {
     kind: type(f"_Encoded{kind.__name__}", (_EncodedAttention, kind), {}) for kind in _KINDS
 }
 
@@ -249,11 +249,11 @@ class EncodedCache(DynamicCache):
         self._skipped: list[Any] = []
         for index, layer in enumerate(self.layers):
             kind = type(layer)
-            if kind in _ENCODED:
+            if kind in LAYER_KINDS:
                 if index in skip_layers:
                     self._skipped.append(layer)
                     continue
-                encoded: Any = object.__new__(_ENCODED[kind])
+                encoded: Any = object.__new__(LAYER_KINDS[kind])
                 encoded.__dict__.update(layer.__dict__)  # window and state counts, as Transformers set them
                 encoded.k, encoded.v = EncodedStore(k, padding_mask), EncodedStore(v, padding_mask)
                 if self.has_exceptions and getattr(layer, "is_sliding", False):

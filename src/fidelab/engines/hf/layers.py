@@ -106,7 +106,7 @@ def _qkv(cache: Any, layers: Sequence[int]) -> Iterator[_Parts]:
             parts[f"{layer}.k"], parts[f"{layer}.v"] = (x[0].detach().clone() for x in (key, value))
         return update()
 
-    def attended(layer: int | None, query: Tensor, _sides: Any, call: Callable[[], Any], _about: Any) -> Any:
+    def attended(layer: int | None, query: Tensor, _sides: Any, call: Callable[[], Any], _called: Any) -> Any:
         if layer in layers:
             parts[f"{layer}.q"] = query[0].detach().clone()
         return call()
