@@ -15,6 +15,7 @@ from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedCache, EncodedStore
 from fidelab.formats import create
 from tests.engines import tiny
+from tests.present import present
 
 TOKENS = 40
 KVS = ["int2[tail=5]", "int2[sinks=3]", "int2[sinks=3,tail=5]", "uint2[axis=channel,group=8]", "int2[tail=5]/bf16"]
@@ -104,7 +105,9 @@ def test_bytes_per_token_are_those_of_a_token_more_and_exceptions_are_of_the_seq
     (heads, k_size, v_size, _), layers = tiny.KINDS["llama"].kv[0], len(tiny.KINDS["llama"].kv)
     fmt = create(KVSpec.parse("int4").k)
     assert cache.bytes_per_token() == layers * heads * (fmt.token_bytes(k_size) + 4 * v_size)
-    assert cache.exact_bytes_per_sequence() == layers * heads * 8 * k_size * 4
+    keys, values = present(cache.sequence_bytes()).stores
+    assert (keys.sinks, keys.tail, keys.exact_token) == (3, 5, layers * heads * k_size * 4)
+    assert (values.sinks, values.tail, values.exact_token) == (0, 0, 0)
 
 
 def test_sequences_of_a_batch_can_be_chosen_and_repeated() -> None:

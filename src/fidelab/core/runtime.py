@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
 
-from fidelab.core.serial import OMIT, fits
+from fidelab.core.sequence import SequenceBytes
+from fidelab.core.serial import OMIT, fits, to_json
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,11 @@ class RuntimeInfo:
     Attributes:
         k_format, v_format: formats that the cache was seen to store.
         k_dtype, v_dtype: element types of that storage.
-        cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
-        state_bytes_per_sequence: further storage, whatever the length: states of recurrent and convolution
-            layers, tokens that a format leaves as they are; measured.
+        cache_bytes_per_token: bytes of one more encoded token, measured; ``expected_bytes_per_token`` follows from the
+            requested formats.  Scales that belong to the sequence are in ``sequence``.
+        state_bytes_per_sequence: states of recurrent and convolution layers, whatever the length; measured.
+        sequence: bytes of a sequence by its length; ``None`` where they are ``cache_bytes_per_token`` times the length
+            and ``state_bytes_per_sequence``.
         more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
             encoding of the keys and values that were written?), ``received`` (did attention read what the cache
             decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
@@ -51,12 +54,13 @@ class RuntimeInfo:
     kv_layers: int | None = None
     layers_without_kv: int | None = None
     state_bytes_per_sequence: float | None = None
+    sequence: SequenceBytes | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Return plain data for messages and manifests."""
         fields = {key: value for key, value in self.__dict__.items() if key != "more"}
-        return {**fields, **self.more}
+        return {**fields, "sequence": None if self.sequence is None else to_json(self.sequence), **self.more}
 
 
 _MORE: Mapping[str, Any] = {

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, TypeAlias
 
 from fidelab.core.registry import late
+from fidelab.core.sequence import StoreBytes, encoded_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,25 @@ class Format(ABC):
         """Return the number of encoded tokens in a sequence of ``tokens``: whole blocks between ``sinks`` and
         ``tail``.
         """
-        return max(0, tokens - self.sinks - self.tail) // self.token_block * self.token_block
+        return encoded_tokens(tokens, self.sinks, self.tail, self.token_block)
+
+    def store_bytes(self, heads: int, dim: int, exact_width: int, window: int | None = None) -> StoreBytes:
+        """Return the bytes of a sequence's keys or values in one layer, by its length.
+
+        Args:
+            exact_width: bytes of an element in the compute type, in which exceptions stay.
+            window: largest number of tokens that the layer holds.
+        """
+        return StoreBytes(
+            encoded_token=heads * self.token_bytes(dim),
+            exact_token=heads * dim * exact_width if self.has_exceptions else 0.0,
+            packed_token=heads * self.packed_token_bytes(dim) if self.emulated else None,
+            sinks=self.sinks,
+            tail=self.tail,
+            block=self.token_block,
+            window=window,
+            fitted=self.sequence_bytes(heads, dim),
+        )
 
     @property
     def emulated(self) -> bool:

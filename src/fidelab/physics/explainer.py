@@ -108,10 +108,11 @@ def _model(model: Model, labels: Sequence[str]) -> dict[str, Any]:
     formats: dict[str, Any] = {}
     for label in labels:
         try:
-            rows = model.layer_bytes(KVSpec.parse(label))
+            stores = model.sequence(KVSpec.parse(label)).stores
         except UsageError:  # latents have one format for keys and values
             continue
-        formats[label] = [[size, window, rows.count((size, window))] for size, window in dict.fromkeys(rows)]
+        # the page offers formats without exceptions and without scales of a sequence
+        formats[label] = [[round(store.token_bytes(packed=True)), store.window, 1] for store in stores]
     heads = [
         (2 * (geometry.query_heads or layer.heads) * (layer.k_dim + layer.v_dim), layer.window) for layer in geometry.kv
     ]

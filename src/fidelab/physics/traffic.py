@@ -8,14 +8,15 @@ multiply.  All rates here are upper bounds, not rates that a program reaches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from fidelab.core import FormatSpec, KVSpec
 from fidelab.core.errors import UsageError
+from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.formats import create
 from fidelab.physics.devices import Device
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 
 _MAX_TOKENS = 2**40
 
@@ -40,7 +41,7 @@ class Model:
     tp: int = 1
     native: str = "bf16"
     overhead_bytes: float = 0.0
-    _bytes: dict[KVSpec, tuple[tuple[int, int | None], ...]] = field(default_factory=dict, compare=False, repr=False)
+    _sequences: dict[KVSpec, SequenceBytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight_bits) and self.weight_bits > 0):
@@ -61,33 +62,38 @@ class Model:
         """Return the bytes of the weights that a step of ``batch`` sequences reads, on all devices together."""
         return self.geometry.read_parameters(batch) * self.weight_bits / 8
 
-    def layer_bytes(self, kv: KVSpec) -> tuple[tuple[int, int | None], ...]:
-        """Return, per layer with a cache, the bytes per token on one device and the layer's window.
+    def sequence(self, kv: KVSpec) -> SequenceBytes:
+        """Return the bytes of one sequence on one device, with recurrent states; codes are counted as packed.
 
-        Codes are counted as packed; scales of one sequence, which do not grow, are left out.
+        Tokens that a format leaves exact have the model's 16-bit type.  See docs/metrics.md#bytes-of-a-sequence.
 
         Raises:
             UsageError: If a format is unknown, or latents, which hold keys and values in one vector, have two formats.
         """
-        if kv not in self._bytes:
-            pair = _pair(kv, self.native)
-            k, v, wide = create(pair.k), create(pair.v), create(FormatSpec(self.native))
-            rows = []
-            for index, whole in enumerate(self.geometry.kv):
-                layer = whole.shard(self.tp)
-                if layer.latent and not pair.same:
-                    raise UsageError(
-                        f"KV format {kv.label}: this model caches latents, one vector for keys and values, "
-                        "so that both have one format"
-                    )
-                sides = (wide, wide) if index in pair.skip_layers else (k, v)
-                rows.append((_token_bytes(layer, *(side.packed_token_bytes for side in sides)), layer.window))
-            self._bytes[kv] = tuple(rows)
-        return self._bytes[kv]
+        if kv not in self._sequences:
+            state = math.ceil(self.geometry.state_bytes / self.tp)
+            self._sequences[kv] = SequenceBytes.summed(list(self._stores(kv)), state)
+        return self._sequences[kv]
+
+    def _stores(self, kv: KVSpec) -> Iterator[StoreBytes]:
+        pair = _pair(kv, self.native)
+        k, v, wide = create(pair.k), create(pair.v), create(FormatSpec(self.native))
+        width = wide.token_bytes(1)
+        for index, whole in enumerate(self.geometry.kv):
+            layer = whole.shard(self.tp)
+            if layer.latent and not pair.same:
+                raise UsageError(
+                    f"KV format {kv.label}: this model caches latents, one vector for keys and values, "
+                    "so that both have one format"
+                )
+            sides = (wide, wide) if index in pair.skip_layers else (k, v)
+            sizes = [layer.k_dim + layer.v_dim] if layer.latent else [layer.k_dim, layer.v_dim]
+            for side, dim in zip(sides, sizes, strict=False):  # latents have one side
+                yield side.store_bytes(layer.heads, dim, width, layer.window)
 
     def token_bytes(self, kv: KVSpec) -> int:
-        """Return the bytes per token of all layers on one device, as long as no window is full."""
-        return sum(size for size, _ in self.layer_bytes(kv))
+        """Return the bytes of one more encoded token of all layers on one device, as long as no window is full."""
+        return round(self.sequence(kv).token_bytes(packed=True))
 
     def cache_bytes(self, kv: KVSpec, tokens: int, batch: int = 1, *, capped: bool = True) -> int:
         """Return the cache bytes of ``batch`` sequences of ``tokens`` tokens on one device, with recurrent states.
@@ -95,10 +101,10 @@ class Model:
         ``capped``: layers with a sliding window hold no more than it; else room is reserved for all tokens, as engines
         do that give every layer the same pages.
         """
-        held = (
-            size * min(tokens, window or tokens) if capped else size * tokens for size, window in self.layer_bytes(kv)
-        )
-        return batch * (sum(held) + math.ceil(self.geometry.state_bytes / self.tp))
+        sequence = self.sequence(kv)
+        if not capped:
+            sequence = replace(sequence, stores=tuple(replace(store, window=None) for store in sequence.stores))
+        return batch * round(sequence.bytes_of_sequence(tokens, packed=True))
 
     def device_bytes(self, kv: KVSpec, tokens: int, batch: int) -> float:
         """Return the bytes that one device needs: its weights, the caches, the engine's overhead."""
@@ -106,7 +112,8 @@ class Model:
 
     def longest_context(self, kv: KVSpec, batch: int, memory: float) -> int | None:
         """Return the tokens per sequence that fit into ``memory`` bytes per device; 0: none, ``None``: no limit."""
-        return _largest(lambda tokens: self.device_bytes(kv, tokens, batch) <= memory)
+        rest = self.weight_bytes / self.tp + self.overhead_bytes
+        return _largest(lambda tokens: rest + batch * self.sequence(kv).peak_bytes(tokens, packed=True) <= memory)
 
     def largest_batch(self, kv: KVSpec, tokens: int, memory: float) -> int | None:
         """Return the number of sequences of ``tokens`` tokens that fit; 0 if none fits, ``None``: no limit."""
@@ -164,12 +171,6 @@ class Model:
         times = {"memory": moved / device.bandwidth, "compute": flops / device.flops("bf16")}
         bound = max(times, key=lambda name: times[name])
         return tokens / times[bound], bound
-
-
-def _token_bytes(layer: KVLayer, k: Callable[[int], int], v: Callable[[int], int]) -> int:
-    if layer.latent:
-        return layer.heads * k(layer.k_dim + layer.v_dim)
-    return layer.heads * (k(layer.k_dim) + v(layer.v_dim))
 
 
 def _largest(holds: Callable[[int], bool]) -> int | None:

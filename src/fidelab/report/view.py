@@ -676,7 +676,7 @@ def _size(sizes: Sizes, arm: ArmRecord) -> tuple[float | None, str]:
     """The size by which arms of this report are compared, and its unit: of caches, of weights, or of both."""
     size = sizes.of_arm(arm)
     if sizes.what == "cache":
-        return size, CACHE_SIZE
+        return size, f"{CACHE_SIZE} at {sizes.n_ctx:,} tokens" if sizes.by_length else CACHE_SIZE
     cache = f" and of cache at {sizes.n_ctx or 0:,} tokens" if sizes.what == "total" else ""
     return size and size / MIB, f"MiB of weights{cache}"
 

@@ -129,7 +129,7 @@ def same_environment(baseline: Report, now: Report) -> bool:
 def _arm_facts(arm: ArmRecord) -> dict[str, Any]:
     """Return the settings and runtime info of an arm as a flat mapping."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
-    for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
+    for name in (*_VOLATILE, "cache_bytes_per_token", "sequence"):  # the latter two are sizes, of which one is a metric
         ran.pop(name, None)
     return {"engine": arm.engine, "model": arm.model, "KV asked": arm.kv_text, **dict(_flat("", ran))}
 

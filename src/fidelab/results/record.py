@@ -25,6 +25,7 @@ from pydantic import (
 
 from fidelab.core import KVSpec, Status, read_file, strict_json, write_atomically
 from fidelab.core.errors import InputError
+from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
@@ -74,6 +75,41 @@ KV = Annotated[
 """A KV spec as :meth:`~fidelab.core.KVSpec.record` writes it."""
 
 
+def _sequence(value: Any) -> SequenceBytes:
+    return value if isinstance(value, SequenceBytes) else from_json(SequenceBytes, value)
+
+
+_STORE_COUNTS = ("sinks", "tail", "block", "window")
+_STORE_BYTES = ("encoded_token", "exact_token", "packed_token", "fitted")
+
+Sequence = Annotated[
+    SequenceBytes,
+    PlainValidator(_sequence),
+    PlainSerializer(to_json),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "stores": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {
+                            **{name: {"type": "number", "minimum": 0} for name in _STORE_BYTES},
+                            **{name: {"type": "integer", "minimum": 0} for name in _STORE_COUNTS},
+                        },
+                        "required": ["encoded_token"],
+                    },
+                },
+                "state": {"type": "number", "minimum": 0},
+            },
+            "required": ["stores"],
+        }
+    ),
+]
+"""Bytes of a sequence as :class:`~fidelab.core.sequence.SequenceBytes` has them."""
+
+
 class RuntimeRecord(Record):
     """Runtime facts, as the engine reports them; engines may add their own keys."""
 
@@ -87,7 +123,11 @@ class RuntimeRecord(Record):
     attention: str | None = None
     """Attention backend or kernel."""
     cache_bytes_per_token: Positive | None = None
-    """Bytes of KV cache per token, all layers, scales included."""
+    """Bytes of KV cache of one more encoded token, all layers, with the scales that belong to the token."""
+    state_bytes_per_sequence: Positive | None = None
+    """Bytes of recurrent and convolution states, whatever the length."""
+    sequence: Sequence | None = None
+    """Bytes of a sequence by its length; null where they are the bytes per token times the length, and the states."""
     weight_bytes: Count | None = None
     """Bytes of the weights in the checkpoint's files; null where a server holds them."""
     simulated_weight_bytes: Count | None = None
@@ -100,11 +140,24 @@ class RuntimeRecord(Record):
     remarks: tuple[str, ...] = ()
     """Remarks for readers of the arm's figures on how it ran, a sentence each."""
 
+    def bytes_of_sequence(self, n_tokens: int, kv_scale: float = 1.0) -> float | None:
+        """Return the bytes of cache by which arms are compared; ``None`` if the engine reports none.
+
+        Codes of emulated formats count as packed without gaps.  ``kv_scale``: factor of keys and values.  See
+        docs/metrics.md#bytes-of-a-sequence.
+        """
+        sequence = self.sequence_bytes
+        return None if sequence is None else sequence.bytes_of_sequence(n_tokens, packed=True, kv_scale=kv_scale)
+
     @property
-    def packed_cache_bytes(self) -> float | None:
-        """Bytes of cache per token by which arms are compared: of an emulated format, those of gapless packing."""
+    def sequence_bytes(self) -> SequenceBytes | None:
+        """Bytes of a sequence by its length; ``None`` if the engine reports none."""
+        if self.sequence is not None or self.cache_bytes_per_token is None:
+            return self.sequence
         packed = self.others().get("packed_bytes_per_token")
-        return float(packed) if isinstance(packed, int | float) else self.cache_bytes_per_token
+        packed_token = float(packed) if isinstance(packed, int | float) else None
+        store = StoreBytes(self.cache_bytes_per_token, packed_token=packed_token)
+        return SequenceBytes((store,), self.state_bytes_per_sequence or 0.0)
 
     def others(self) -> dict[str, Any]:
         """Keys of the engine itself."""

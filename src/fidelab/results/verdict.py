@@ -18,6 +18,7 @@ from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
+from fidelab.results.sizes import MIN_ENCODED_SHARE, encoded_share
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
 _MUCH_CUT = 1e-3  # probability
@@ -99,6 +100,9 @@ def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
     kld = arm.deciding
     if kld is None:
         return None
+    share = encoded_share(arm)
+    if share is not None and share < MIN_ENCODED_SHARE and not kld.n_failed:
+        return Ruling(None, (f"only {share:.0%} of tokens were encoded",))
     mean = kld.metric("mean", {})
     low, upper = (None, None) if mean is None or mean.bound or mean.interval is None else mean.interval
     borrowed = report.borrowed if report else None
@@ -312,6 +316,8 @@ def _why_none(case: _Case) -> str:
         return f"only a lower bound could be measured (KLD {format_kld(case.mean, bound=True)})"
     if case.reason.strip():
         return one_line(case.reason)
+    if case.ruling is not None and (encoded_share(case.arm) or 1.0) < MIN_ENCODED_SHARE:
+        return case.ruling.because[0]
     if case.mean is None:
         return "full-vocabulary KLD was not measured"
     return f"too little text for an interval (KLD {format_nats(case.mean)}), use more windows"
@@ -394,11 +400,10 @@ def _worst(kld: Measurement) -> Iterator[str]:
 def _gain(case: _Case) -> Iterator[str]:
     """Remark that a cache format hardly helps, in a model whose recurrent state is most of a sequence's memory."""
     ran, n_ctx = case.reference.ran if case.reference else None, case.n_ctx
-    state = ran.others().get("state_bytes_per_sequence") if ran else None
-    if not (ran and n_ctx and state and ran.cache_bytes_per_token):
+    sequence = ran.sequence_bytes if ran else None
+    if not (sequence and n_ctx and sequence.state):
         return
-    kv_bytes = n_ctx * ran.cache_bytes_per_token
-    kv_share = kv_bytes / (kv_bytes + state)
+    kv_share = 1 - sequence.state / sequence.bytes_of_sequence(n_ctx, packed=True)
     if kv_share < _MAX_UNPROVEN_SHARE:
         share = "less than 1%" if kv_share < 0.005 else f"{kv_share:.0%}"
         kept = f"keys and values are {share} of what a sequence of {n_ctx:,} tokens keeps in this model"

@@ -16,8 +16,10 @@ from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
 from fidelab.engines.base import no_ways, one_line
+from fidelab.results.measurement import DECIDING
 from fidelab.run.arms import twins_of
 from fidelab.run.deploy import ResolvedArm
+from fidelab.run.encoded import encoding_remarks
 from fidelab.run.resolve import EXACT, QUERIES, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
 
@@ -173,6 +175,9 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     remarks = [_limit_remark(name, settings.axes[name], inputs) for name in requests if pack is None]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"run again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
+    remarks += encoding_remarks(
+        [arm for arm in settings.candidates if arm in able.values()], requests.get(DECIDING, {})
+    )
     return Plan(settings, asked, unavailable, tuple(filter(None, remarks)), requests)
 
 

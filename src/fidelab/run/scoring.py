@@ -35,6 +35,7 @@ from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, N
 from fidelab.results.verdict import judged
 from fidelab.run.arms import ATTENTION, serve_command
 from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
+from fidelab.run.encoded import encoded_facts
 from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, Measured, Scorer, engaged
 from fidelab.run.resolve import CONTROL, TRUTH, load_axis
 from fidelab.run.tiles import Figures
@@ -186,6 +187,9 @@ class _Summary:
                 try:
                     found = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
                     found = found.model_copy(update={"fails": (*found.fails, *arm.broken.get(name, ()))})
+                    if name == DECIDING:
+                        facts = {**found.facts, **encoded_facts(arm.result.arm.kv, arm.scores[name])}
+                        found = found.model_copy(update={"facts": facts})
                     axes[name] = _without_texts(found) if self._private else found
                 except UNTRUSTED_DATA_ERRORS as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"

@@ -237,7 +237,6 @@ class HFEngine(Engine):
         cache = self._model.cache
         dtypes = cache.storage_dtypes() if cache else None
         states = state_tensors(cache) if cache else []
-        exact = cache.exact_bytes_per_sequence() if isinstance(cache, EncodedCache) else 0.0
         packed = cache.packed_bytes_per_token() if cache else None
         return RuntimeInfo(
             versions={**self.versions(), "python": platform.python_version()},
@@ -251,7 +250,8 @@ class HFEngine(Engine):
             expected_bytes_per_token=cache.expected_bytes_per_token() if cache else None,
             kv_layers=cache.kv_layers if cache else None,
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
-            state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) + exact or None,
+            state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) or None,
+            sequence=cache.sequence_bytes() if isinstance(cache, EncodedCache) else None,
             more={
                 **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,

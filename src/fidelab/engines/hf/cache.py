@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers.cache_utils import (
 )
 
 from fidelab.core.errors import NotSupportedError
+from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.engines.base import dtype_name
 from fidelab.engines.hf.exceptions import Band
 from fidelab.formats.base import Format, Parts
@@ -134,22 +136,33 @@ class EncodedStore:
         tensors = (*(self.parts or ()), *(x for x in (self.scale, self.first, self.last) if x is not None))
         return sum(x.untyped_storage().nbytes() for x in tensors)
 
+    def store_bytes(self, window: int | None) -> StoreBytes:
+        """Return the bytes of one sequence by its length, as held; by the format until a token is encoded.
+
+        ``window``: tokens that the layer holds at most.
+        """
+        assert self.parts is not None
+        width = 0 if self.first is None else self.first.element_size()
+        expected = self.format.store_bytes(self.heads, self.dim, width, window)
+        fitted = 0.0 if self.scale is None else self.scale.untyped_storage().nbytes() / self.parts[0].shape[0]
+        if not self.positions:
+            return replace(expected, fitted=fitted)
+        held = sum(part.untyped_storage().nbytes() for part in self.parts)
+        return replace(expected, encoded_token=held / self.positions, fitted=fitted)
+
     @property
     def expected_bytes(self) -> int:
         """Return the bytes that the format should take for this content."""
         if self.parts is None:
             return 0
-        return self._content_bytes(self.format.token_bytes(self.dim))
-
-    @property
-    def packed_bytes(self) -> int:
-        """Return the bytes that the format would take if codes were packed without gaps."""
-        return 0 if self.parts is None else self._content_bytes(self.format.packed_token_bytes(self.dim))
-
-    def _content_bytes(self, token_bytes: int) -> int:
-        assert self.parts is not None
+        token_bytes = self.format.token_bytes(self.dim)
         per_sequence = self.format.sequence_bytes(self.heads, self.dim)
         return self.parts[0].shape[0] * (self._encoded * self.heads * token_bytes + per_sequence) + self.exact_bytes
+
+
+def _window(layer: Any) -> int | None:
+    """Tokens that a layer with a sliding window holds at most: the next token is the last one of the window."""
+    return layer.sliding_window - 1 if getattr(layer, "is_sliding", False) else None
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -315,19 +328,36 @@ class EncodedCache(DynamicCache):
         """Bytes that the formats should take for the same content."""
         return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._skipped_tensors())
 
+    def sequence_bytes(self) -> SequenceBytes | None:
+        """Bytes of one sequence by its length, measured, with recurrent states; ``None`` before the first write."""
+        if not self.kv_layers:
+            return None
+        stores = [
+            store.store_bytes(_window(layer)) for layer in self.encoded for store in (layer.k, layer.v) if store.heads
+        ]
+        for layer in self._skipped_with_content():
+            per_token = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in (layer.keys, layer.values))
+            stores.append(StoreBytes(per_token, window=_window(layer)))
+        return SequenceBytes.summed(stores, sum(state.nbytes / len(state) for state in state_tensors(self)))
+
     def bytes_per_token(self) -> float | None:
-        """Bytes per encoded token of one sequence over all layers; ``None`` before the first token."""
-        return self._per_token([store.bytes for store in self._stores()])
+        """Bytes of one more encoded token over all layers, measured; ``None`` before the first encoded token."""
+        sequence = self.sequence_bytes() if self._has_encoded else None
+        return None if sequence is None else sequence.token_bytes()
 
     def expected_bytes_per_token(self) -> float | None:
-        """Expected bytes per token, computed from the formats."""
-        return self._per_token([store.expected_bytes for store in self._stores()])
+        """Expected bytes of one more encoded token, computed from the formats."""
+        if not self._has_encoded:
+            return None
+        due = sum(store.heads * store.format.token_bytes(store.dim) for store in self._stores() if store.heads)
+        return due + sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._skipped_tensors())
 
     def packed_bytes_per_token(self) -> float | None:
         """Bytes per token if emulated formats packed their codes without gaps; ``None`` if none is emulated."""
         if not any(store.format.emulated for store in self._stores()):
             return None
-        return self._per_token([store.packed_bytes for store in self._stores()])
+        sequence = self.sequence_bytes() if self._has_encoded else None
+        return None if sequence is None else sequence.token_bytes(packed=True)
 
     def storage_dtypes(self) -> tuple[str, str] | None:
         """Element types of the K and V codes as held, or ``None`` before the first write."""
@@ -336,15 +366,10 @@ class EncodedCache(DynamicCache):
                 return dtype_name(layer.k.parts[0].dtype), dtype_name(layer.v.parts[0].dtype)
         return None
 
-    def exact_bytes_per_sequence(self) -> float:
-        """Bytes of the tokens of one sequence that formats with exceptions keep as they are."""
-        return sum(store.exact_bytes / len(store.first) for store in self._stores() if store.first is not None)
-
-    def _per_token(self, held: list[int]) -> float | None:
-        pairs = zip(held, self._stores(), strict=True)
-        encoded = sum((n - store.exact_bytes) / store.positions for n, store in pairs if store.positions)
-        plain = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._skipped_tensors())
-        return encoded + plain or None
+    @property
+    def _has_encoded(self) -> bool:
+        """Whether a token was encoded, or is held in a skipped layer."""
+        return any(store.positions for store in self._stores()) or bool(self._skipped_with_content())
 
     def _stores(self) -> list[EncodedStore]:
         return [store for layer in self.encoded for store in (layer.k, layer.v)]

@@ -371,6 +371,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
     blocks = runner.kv_cache_config.num_blocks
     groups = runner.kv_cache_config.kv_cache_groups
     sizes = {name: g.kv_cache_spec.block_size for g in groups for name in g.layer_names}
+    windows = {name: _window(g.kv_cache_spec, name) for g in groups for name in g.layer_names}
     kernel_sizes = {name: kernel_block_size(runner, i) for i, g in enumerate(groups) for name in g.layer_names}
     builders = _builders(runner)
     layers, addresses = [], set()
@@ -387,6 +388,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "bytes": cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
+                "window": windows[name],
                 "kernel_block_size": kernel_sizes[name],
                 "values_per_token": (
                     layer.head_size
@@ -423,6 +425,12 @@ def quantizes_queries(layer: Any, builder: Any = None) -> bool:
     by_layer = getattr(layer, "query_quant", None) is not None and layer.impl.supports_quant_query_input
     types = (getattr(builder, f"q_data_type_{phase}", None) for phase in ("prefill", "decode"))
     return bool(by_layer) or any(getattr(kind, "itemsize", 2) == 1 for kind in types)
+
+
+def _window(spec: Any, name: str) -> int | None:
+    """Tokens that a layer holds at most; ``None`` where vLLM keeps all, as it also does without its hybrid manager."""
+    own = getattr(spec, "kv_cache_specs", {}).get(name, spec)
+    return int(own.sliding_window) if type(own).__name__ == "SlidingWindowSpec" else None
 
 
 def _builders(runner: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
 from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
 from fidelab.engines.base import device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
@@ -55,7 +56,8 @@ def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[st
         expected_bytes_per_token=_expected(arm, layers),
         kv_layers=len(here["layers"]),
         layers_without_kv=config.model_config.get_total_num_hidden_layers() - len(here["layers"]),
-        state_bytes_per_sequence=sum(state["bytes"] for state in states) or None,
+        state_bytes_per_sequence=(state_bytes := sum(state["bytes"] for state in states)) or None,
+        sequence=_sequence(layers, state_bytes),
         more={
             **({"state_dtypes": sorted({state["dtype"] for state in states})} if states else {}),
             "platform": backend.platform,
@@ -91,6 +93,13 @@ def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[st
             "remarks": remarks(backend, layers, _differences(model, arm)),
         },
     )
+
+
+def _sequence(layers: Sequence[Layer], state_bytes: float) -> SequenceBytes | None:
+    """Bytes of a sequence where layers free the tokens before their window; ``None`` where all tokens are held."""
+    if not any(layer.get("window") for layer in layers):
+        return None
+    return SequenceBytes.summed([StoreBytes(x["bytes_per_token"], window=x.get("window")) for x in layers], state_bytes)
 
 
 def _differences(model: VLLMModel, arm: Arm) -> list[str]:

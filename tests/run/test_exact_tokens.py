@@ -1,0 +1,61 @@
+"""Formats that keep tokens exact, from the command line to the report, on a tiny model of engine hf."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fidelab.models.tiny import make_tiny
+from tests.run.harness import Done, cli
+
+TAIL = "int4[tail=96]"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact")
+    make_tiny(folder / "m")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Done:
+    done = cli("compare", "./m", *COMPARED, "--dtype", "bfloat16", "--n-ctx", 128, "--windows", 8, cwd=folder)
+    assert done.code == 0, done.err
+    return done
+
+
+COMPARED = ("--kv", "int4", "--kv", TAIL, "--axes", "kld", "--set", "floor=0", "--set", "twins=0")
+
+
+def test_the_saving_at_the_measured_length_is_that_of_the_encoded_quarter(run: Done) -> None:
+    whole, tail = run.arm("int4")["ran"], run.arm(TAIL)["ran"]
+    native = run.arm("reference")["ran"]["cache_bytes_per_token"]
+    [store] = tail["sequence"]["stores"]
+    assert (store["tail"], store["encoded_token"], store["exact_token"]) == (96, whole["cache_bytes_per_token"], native)
+    saving = 0.25 * (1 - whole["cache_bytes_per_token"] / native)
+    shown = cli("report", run.folder, "--min-saving", f"{100 * (saving + 0.01):.0f}%", "--json", cwd=run.cwd)
+    assert f"{TAIL}: saving {100 * saving:.2g}%" in json.loads(shown.out)["recommendation"]["others"]
+
+
+def test_int4_is_not_struck_by_a_larger_one(run: Done) -> None:
+    advice = run.report["recommendation"]
+    assert advice["dominated"] == []
+    assert "as small as" not in run.out
+
+
+def test_the_share_encoded_is_recorded_and_below_half_there_is_no_verdict(run: Done) -> None:
+    facts = run.axis(TAIL, "kld").facts
+    assert facts["encoded_share"] == pytest.approx(sum((p + 1 - 96) / (p + 1) for p in range(95, 127)) / 63)
+    assert facts["encoded_90_at"] == 1332
+    verdict = run.arm(TAIL)["verdict"]
+    assert (verdict["band"], verdict["because"][0]) == (None, "only 7% of tokens were encoded")
+    assert "encoded_share" not in run.axis("int4", "kld").facts
+
+
+def test_the_plan_names_the_context_that_reaches_90_percent(folder: Path) -> None:
+    done = cli("compare", "./m", *COMPARED, "--n-ctx", 128, "--windows", 8, "--dry-run", cwd=folder)
+    assert f"{TAIL}: 7% of the tokens that attention reads are encoded at 128 tokens, 90% from 1,332 tokens" in done.out
+    assert "int4: " not in done.out
