@@ -88,7 +88,7 @@ def test_a_configuration_whose_verdict_another_axis_lowers_never_passes(
 
 
 def test_the_recommended_configuration_is_checked_unless_another_is_named(tmp_path: Path) -> None:
-    advice = Recommendation(arm="fp8_e4m3", text="Use fp8_e4m3")
+    advice = Recommendation(kind="use", arm="fp8_e4m3", text="Use fp8_e4m3")
     sample_report(recommendation=advice).write(tmp_path / "report.json")
     for words, arm in (((), "fp8_e4m3"), (("--arm", "k16v8"), "k16v8")):
         done = cli("check", "report.json", *LIMIT, *words, "--json", "-", cwd=tmp_path)

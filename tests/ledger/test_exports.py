@@ -144,7 +144,7 @@ def test_a_card_that_is_there_is_not_replaced(made: Done, tmp_path: Path) -> Non
 def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> None:
     report = sample_report()
     first, second, *_ = report.candidates
-    advised = report.model_copy(update={"recommendation": Recommendation(arm=second.name, text="x")})
+    advised = report.model_copy(update={"recommendation": Recommendation(kind="use", arm=second.name, text="x")})
     assert choose_arm(advised, first.name) is first
     assert choose_arm(advised) is second
     bare = report.model_copy(update={"recommendation": None})

@@ -28,6 +28,7 @@ def printed(report: Report, width: int = 100, folder: Path | None = None, detail
 
 
 ADVICE = Recommendation(
+    kind="use",
     arm="k16v8",
     confidence="confirmed",
     text="Use k16v8: 25% smaller KV cache than bf16",

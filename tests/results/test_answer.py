@@ -19,8 +19,9 @@ from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecor
 from fidelab.results.measurement import DOMAIN, Definition, Measurement, Metric
 from fidelab.results.recommend import recommend
 from fidelab.results.record import ArmRecord, NoiseFloor, Report, RuntimeRecord, Verdict
+from fidelab.results.verdict import judged
 from tests.present import present
-from tests.results.test_recommend import CANDIDATES, SMALL, TINY, advice, arm, failing, generated, rated, report
+from tests.results.test_recommend import BIG, CANDIDATES, SMALL, TINY, advice, arm, failing, generated, rated, report
 
 
 def with_axis(one: ArmRecord, name: str, *metrics: Metric, **fields: Any) -> ArmRecord:
@@ -241,6 +242,82 @@ def test_a_kind_of_text_in_a_worse_band_is_a_line_and_confirms_the_kld_only() ->
     )
 
 
+FORCED = Definition("mean_kl", "nats", "lower", banded=True)
+
+
+def forced(one: ArmRecord, mean: float, ci: tuple[float, float], prompts: int = 16) -> ArmRecord:
+    """The arm with a teacher-forced KLD and the verdict of a report with it."""
+    told = with_axis(one, "forced", FORCED(mean, ci), n_clusters=prompts, cluster="prompt")
+    return present(judged(report(told))).candidates[0]
+
+
+def test_a_teacher_forced_kld_of_fail_makes_the_verdict_and_no_limit_goes_over_it() -> None:
+    broken = forced(SMALL, 1.2, (0.9, 1.6))
+    assert broken.verdict is not None
+    assert (broken.verdict.band, broken.verdict.by_kld) == ("FAIL", False)
+    assert advice(broken).text.startswith("No candidate is safe")
+    assert advice(broken, max_kld=0.5).arm is None
+
+
+def test_a_teacher_forced_kld_of_pass_puts_the_candidate_behind_excellent_ones() -> None:
+    fair = forced(SMALL, 0.02, (0.015, 0.03))
+    assert fair.verdict is not None
+    assert (fair.verdict.band, fair.verdict.by_kld) == ("PASS", True)
+    assert advice(fair).arm == "small"
+    assert advice(fair, BIG).arm == "big"
+
+
+def test_a_teacher_forced_kld_of_few_prompts_leaves_the_verdict_open() -> None:
+    wide = forced(SMALL, 0.004, (0.0005, 0.3), prompts=4)
+    assert wide.verdict is not None
+    assert (wide.verdict.band, wide.verdict.at_best, wide.verdict.at_worst) == (None, "EXCELLENT", "FAIL")
+    found = advice(wide)
+    assert (found.kind, found.others) == ("undecided", ("small: not decided, forced KLD up to 0.30 nats",))
+
+
+@pytest.mark.parametrize(("low", "band"), [(0.005, "EXCELLENT"), (0.02, "PASS"), (0.3, "PASS")])
+def test_a_perplexity_whose_interval_lies_beyond_what_the_band_allows_lowers_the_verdict(low: float, band: str) -> None:
+    ratio = Definition("ln_ratio", "nats", "lower")(low + 0.01, (low, low + 0.02), cell={"context": 512})
+    told = present(judged(report(with_axis(SMALL, "perplexity", ratio)))).candidates[0]
+    assert told.verdict is not None
+    assert told.verdict.band == band
+    assert any("perplexity rises by at least" in line for line in told.verdict.because) is (band != "EXCELLENT")
+
+
+def encoded(one: ArmRecord, share: float, context: int | None = 960) -> ArmRecord:
+    kld = one.axes["kld"]
+    facts = {**kld.facts, "encoded_share": share, **({"encoded_90_at": context} if context else {})}
+    return one.model_copy(update={"axes": {"kld": kld.model_copy(update={"facts": facts})}})
+
+
+def test_below_ninety_percent_of_encoded_tokens_nothing_is_confirmed_and_the_context_that_would_do_is_named() -> None:
+    found = advice(encoded(SMALL, 0.72))
+    assert found.confidence == "likely"
+    assert "encoded: 72% of the tokens that attention read, 90% from 960 tokens" in found.evidence
+    assert "likely, not confirmed: too few tokens were encoded" in found.evidence
+    assert advice(encoded(SMALL, 0.9)).confidence == "confirmed"
+
+
+def test_below_half_of_encoded_tokens_there_is_no_verdict_and_no_choice() -> None:
+    told = present(judged(report(encoded(SMALL, 0.2)))).candidates[0]
+    assert told.verdict is not None
+    assert told.verdict.band is None
+    found = advice(told)
+    assert found.text == "Not decided: small (only 20% of its tokens were encoded)"
+    assert found.others == ("small: only 20% of the tokens that attention read were encoded",)
+
+
+def test_another_run_in_a_worse_band_is_a_line_and_the_number_of_runs_is_said() -> None:
+    def run_again(*means: float) -> ArmRecord:
+        kld = SMALL.axes["kld"]
+        metrics = tuple(m.model_copy(update={"repeats": means}) if m.key == "mean" else m for m in kld.metrics)
+        return SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}})
+
+    found = advice(run_again(0.0006, 0.0007))
+    assert (found.against, "2 runs: KLD 0.000600 to 0.000700" in found.evidence) == ((), True)
+    assert advice(run_again(0.0006, 0.3)).against == ("another run is fail: KLD 0.300",)
+
+
 def test_a_failed_test_is_named() -> None:
     failed = with_axis(SMALL, "gsm8k", status=Status.FAILED, reason="out of memory")
     found = advice(failed)
@@ -297,8 +374,8 @@ def test_a_paired_difference_near_zero_is_moved_by_its_monte_carlo_error_to_the_
     estimate, (low, high) = present(kl_difference(sums(own.tolist()), sums(base.tolist()), 0))
 
     def ends(seed: int) -> tuple[float, float]:
-        items = [RatioItems.of(kl, [50] * 13, np.arange(13)) for kl in (own, base)]
-        return present(paired_difference(*items, seed, level=0.99).interval)
+        first, second = (RatioItems.of(kl, [50] * 13, np.arange(13)) for kl in (own, base))
+        return present(paired_difference(first, second, seed, level=0.99).interval)
 
     drawn = np.array([ends(1_000_003 * batch) for batch in range(10)])
     width = drawn[0, 1] - drawn[0, 0]

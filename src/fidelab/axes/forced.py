@@ -45,7 +45,9 @@ _LIMIT = 0.01  # nats
 _HIGH = 0.95  # KL above this quantile counts as high
 _PATH, _KL = "path", "kl"
 
-_MEAN = Definition("mean_kl", "nats", "lower", "Mean KL divergence per token of the reference's text.", name="mean KL")
+_MEAN = Definition(
+    "mean_kl", "nats", "lower", "Mean KL divergence per token of the reference's text.", name="mean KL", banded=True
+)
 _MEDIAN = Definition("median_kl", "nats", "lower", "Median KL of a token.", name="median KL")
 _P99 = Definition("p99", "nats", "lower", "99th percentile of the KL of a token.", name="99th percentile")
 _MAX = Definition("largest_kl", "nats", None, "Largest KL of one token.", name="largest KL")

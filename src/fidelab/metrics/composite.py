@@ -255,6 +255,30 @@ def verdict(
     return Ruling(None, (reason, *failures, *lowered_because), at_best)
 
 
+def worse_of(first: Ruling, other: Ruling, what: str) -> Ruling:
+    """Return the verdict on a candidate with a second KL that the same bands judge, which ``what`` names.
+
+    It is the worse one of the two; undecided if either is and neither is FAIL.  ``by_kld`` is False where the second KL
+    makes the candidate DEGRADED or FAIL: a limit on the first one does not go over that.  See docs/metrics.md#verdicts.
+    """
+    if first.band is Band.FAIL:
+        return first
+    reasons = (f"{what}: {other.because[0]}", *first.because)
+    if other.band is Band.FAIL:
+        return Ruling(Band.FAIL, reasons, preliminary=other.preliminary, by_kld=False)
+    best = max((ruling.at_best or ruling.band or Band.EXCELLENT for ruling in (first, other)), key=_ORDER.index)
+    preliminary = first.preliminary or other.preliminary
+    if first.band is None or other.band is None:
+        worst = max((ruling.at_worst or ruling.band or Band.FAIL for ruling in (first, other)), key=_ORDER.index)
+        because = first.because if first.band is None else reasons
+        return Ruling(None, because, best, worst, preliminary, first.by_kld)
+    if not is_worse(other.band, first.band):
+        return first
+    by_kld = first.by_kld and other.band is Band.PASS
+    crossing = best if is_worse(other.band, best) else None
+    return Ruling(other.band, reasons, crossing, None, preliminary, by_kld)
+
+
 def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:
     """Whether the 95% interval of the paired difference of two costs is within ± 10% of the larger mean.
 

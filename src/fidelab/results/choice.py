@@ -24,7 +24,7 @@ from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import one_line
 from fidelab.results.rates import is_faster, is_slower, lowest_rate
 from fidelab.results.record import ArmRecord, Report, Verdict
-from fidelab.results.sizes import Sizes
+from fidelab.results.sizes import MIN_ENCODED_SHARE, Sizes, encoded_share
 
 LIMITS = {
     "max_kld": "mean KLD",
@@ -41,6 +41,9 @@ LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "changed_tokens": "max_flips", "accuracy
 _LEVEL = 0.99  # of the paired differences that strike a candidate
 _SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
 _RESAMPLES = 2000
+MOSTLY_ENCODED = 0.9
+"""Share of the tokens read by attention that a format has to encode before its loss is confirmed: a tenth of exact
+tokens hides no more than about a tenth of the loss."""
 CLASSES = ("EXCELLENT", "PASS")
 """The bands of candidates that are safe, best first."""
 
@@ -73,6 +76,9 @@ def _why_never(arm: ArmRecord, reference: ArmRecord, sizes: Sizes, limits: Mappi
     mean = kld.metric("mean", {})
     if mean is None or mean.value is None or mean.bound:
         return "only a lower bound of its KLD is known"
+    share = encoded_share(arm)
+    if share is not None and share < MIN_ENCODED_SHARE:
+        return f"only {share:.0%} of the tokens that attention read were encoded"
     return _unsuitable(arm, sizes, limits)
 
 
@@ -123,6 +129,11 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
         return ""
     shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
     return f"{LIMITS[name]} {shown}" if least else f"{LIMITS[name]} up to {shown}"
+
+
+def _other_upper_end(arm: ArmRecord) -> float:
+    """Return the largest upper end of the mean KLs of other tests that the bands judge, nats; 0 without any."""
+    return max((metric.interval[1] if metric.interval else math.inf for _, _, metric in arm.banded), default=0.0)
 
 
 def _flips(arm: ArmRecord) -> float | None:
@@ -272,7 +283,7 @@ class Field:
             sums = document_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
-            upper[:, n] = kld.interval[1] + shift
+            upper[:, n] = np.maximum(kld.interval[1] + shift, _other_upper_end(arm))
             eligible[:, n] = upper[:, n] < KL_EDGES[-1] if self.by_class else True
             if "max_kld" in self.limits:
                 eligible[:, n] &= upper[:, n] <= self.limits["max_kld"]
@@ -374,6 +385,9 @@ class Field:
     def _is_confirmed(self, n: int) -> bool:
         arm = self.arms[n]
         if self.why_not[n]:
+            return False
+        share = encoded_share(arm)
+        if share is not None and share < MOSTLY_ENCODED:
             return False
         if arm.status is Status.IDENTICAL:
             return True

@@ -87,6 +87,8 @@ class Metric(Record):
     """Only a lower bound of the quantity is known: shown with ≥, and a change of it judges nothing."""
     optional: bool = False
     """Noise alone can make it unmeasurable: its absence is not a loss."""
+    banded: bool = False
+    """A mean KL that the bands of the verdict judge, as they judge that of axis kld."""
     noise: float = 0.0
     """Change that the last bits of the arithmetic may cause, in its own unit."""
     headline: bool = False
@@ -140,6 +142,7 @@ class Definition:
     optional: bool = False
     name: str = ""
     null_value: float | None = 0.0
+    banded: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or self.key.replace("_", " "))

@@ -17,7 +17,7 @@ from fidelab.core import Status
 from fidelab.metrics.composite import KL_EDGES
 from fidelab.metrics.equivalence import MIN_CLUSTERS
 from fidelab.results.adverse import Finding, adverse
-from fidelab.results.choice import CLASSES, LIMIT_OF_CLAIM, LIMITS, Field, verdict_text
+from fidelab.results.choice import CLASSES, LIMIT_OF_CLAIM, LIMITS, MOSTLY_ENCODED, Field, verdict_text
 from fidelab.results.coverage import untested
 from fidelab.results.decision_record import CertificateClaim, Confidence, Dominance, Recommendation
 from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_unchanged
@@ -25,6 +25,7 @@ from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import counted, format_nats, format_percent, one_line
 from fidelab.results.rates import rate_ratios
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.sizes import MIN_ENCODED_SHARE, encoded_90_at, encoded_share
 
 # Below this share of the resamples another choice is about as good: the report names both.
 _STABLE = 0.8
@@ -231,6 +232,8 @@ def _lacking(arm: ArmRecord) -> str:
     mean, word, have = kld.metric("mean", {}), kld.cluster or "document", kld.n_clusters or 0
     if mean is not None and mean.bound:
         return " (only a lower bound of its KLD is known)"
+    if (share := encoded_share(arm)) is not None and share < MIN_ENCODED_SHARE:
+        return f" (only {share:.0%} of its tokens were encoded)"
     certificate = arm.certificates.get(DECIDING)
     claims = certificate.claims if certificate else ()
     needed = max([one.clusters_needed for one in claims if one.clusters_needed] or [0])
@@ -267,6 +270,11 @@ def _evidence(
     yield " · ".join(facts)
     for finding in against:
         yield f"but: {finding.text}"
+    share, context = encoded_share(best), encoded_90_at(best)
+    partly = share is not None and share < MOSTLY_ENCODED
+    if partly:
+        reached = f", 90% from {context:,} tokens" if context else ""
+        yield f"encoded: {share:.0%} of the tokens that attention read{reached}"
     mean = kld.metric("mean", {})
     if mean is not None and len(mean.repeats) > 1:
         yield f"{len(mean.repeats)} runs: KLD {_span(min(mean.repeats), max(mean.repeats))}"
@@ -285,6 +293,7 @@ def _evidence(
     else:
         open_claims = [claim for claim in claims if not field.claim_holds(claim)]
         undecided = "a larger candidate is undecided" if claims else "no non-inferiority test"
+        undecided = "too few tokens were encoded" if partly and claims else undecided
         why = _claim(open_claims[0]) if open_claims else undecided
         yield f"likely, not confirmed: {why}"
     if field.limits:
@@ -402,9 +411,13 @@ def _not_eligible(field: Field, arm: ArmRecord) -> str:
     mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
     if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
         return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
-    if mean is not None and mean.interval is not None and mean.interval[1] >= KL_EDGES[-1]:
-        shown = max(mean.value or 0.0, mean.interval[0]) >= KL_EDGES[-1]
-        return "verdict FAIL" if shown else f"not decided, KLD up to {format_nats(mean.interval[1], digits=2)} nats"
+    if arm.verdict is not None and arm.verdict.band == "FAIL":
+        return "verdict FAIL"
+    means = [("", mean), *((f"{one_line(name)} ", metric) for name, _, metric in arm.banded)]
+    ends = [(metric.interval[1], what) for what, metric in means if metric is not None and metric.interval is not None]
+    end, what = max(ends, default=(0.0, ""))
+    if end >= KL_EDGES[-1]:
+        return f"not decided, {what}KLD up to {format_nats(end, digits=2)} nats"
     return "an accuracy loss beyond the margin is shown"
 
 

@@ -29,7 +29,7 @@ from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
-from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import without_folders
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
@@ -294,6 +294,17 @@ class ArmRecord(Outcome):
     def deciding(self) -> Measurement | None:
         """The measurement by which the arm is judged."""
         return self.axes.get(DECIDING)
+
+    @property
+    def banded(self) -> tuple[tuple[str, Measurement, Metric], ...]:
+        """Mean KLs of other axes that the verdict judges by the same bands: axis, its measurement, the metric."""
+        return tuple(
+            (name, axis, metric)
+            for name, axis in self.axes.items()
+            if name != DECIDING and axis.measured
+            for metric in axis.metrics
+            if metric.banded and not metric.bound and metric.value is not None
+        )
 
     @property
     def kv_text(self) -> str:

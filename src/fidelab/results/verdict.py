@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fidelab.core import Estimator, Status
-from fidelab.metrics.composite import KL_EDGES, Band, Ruling, verdict
+from fidelab.metrics.composite import KL_EDGES, Band, Ruling, verdict, worse_of
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
@@ -108,7 +108,7 @@ def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
     borrowed = report.borrowed if report else None
     if borrowed is not None and borrowed.difference is not None and low is not None and upper is not None:
         low, upper = widened((low, upper), borrowed.difference.mean)
-    return verdict(
+    ruling = verdict(
         upper,
         kld.n_failed or 0,
         kld.n_items or 0,
@@ -118,6 +118,11 @@ def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
         kld_lower=low,
         n_clusters=kld.n_clusters,
     )
+    for name, axis, metric in arm.banded:
+        ends = metric.interval or (None, None)
+        other = verdict(ends[1], 0, 0, kld_least=metric.value, kld_lower=ends[0], n_clusters=axis.n_clusters)
+        ruling = worse_of(ruling, other, name)
+    return ruling
 
 
 def harms_of(arm: ArmRecord) -> tuple[str, ...]:
