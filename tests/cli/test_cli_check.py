@@ -99,14 +99,14 @@ def test_rules_of_a_file_are_added_to_the_flags(room: Path) -> None:
     (room / "policy.yaml").write_text(
         "rules:\n"
         "- {metric: kld.top1, min: 99%, tier: supporting}\n"
-        "- {metric: kld.real_flips, max: 5%, tier: advisory}\n"
+        "- {metric: kld.confident_flips, max: 5%, tier: advisory}\n"
     )
     done = cli("check", "runs/before", "--max-kld", 0.1, "--policy", "policy.yaml", "--json", "-", cwd=room)
     found = json.loads(done.out)
     assert [(result["metric"], result["tier"], result["decision"]) for result in found["results"]] == [
         ("kld.mean", "critical", "GO"),
         ("kld.top1", "supporting", "NO-GO"),
-        ("kld.real_flips", "advisory", "GO"),
+        ("kld.confident_flips", "advisory", "GO"),
     ]
     assert (found["decision"], done.code) == ("INCONCLUSIVE", 3)
 

@@ -617,7 +617,7 @@ def plants() -> Mapping[str, tuple[str, Any, str, Any]]:
         "no clamp at 0": ("bands", axis_rows, "compare_rows", unclipped),
         "failed rows counted as 0": ("failures", axis_rows, "compare_rows", never_failed),
         "wrong clusters": ("documents", intervals.RatioItems, "of", classmethod(halves)),
-        "another limit of flips": ("hf-llama", divergence, "REAL_FLIP", 0.02),
+        "another limit of flips": ("hf-llama", divergence, "CONFIDENT_FLIP", 0.02),
         "ties to the highest id": ("documents", axis_rows, "compare_rows", highest_id),
         "another percentile": ("documents", kld, "summarise_kl", lambda *a: replace(s := summarise(*a), p99=s.p95)),
         "soft-cap left out": ("hf-gemma2", axis_rows, "head_logits", uncapped),

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from tests.golden.oracle_read import DATA, Array, Side, load
-from tests.golden.oracle_text import REAL_FLIP, arithmetic, mcnemar, perturbed, retrieval, trajectory
+from tests.golden.oracle_text import CONFIDENT_FLIP, arithmetic, mcnemar, perturbed, retrieval, trajectory
 
 __all__ = ["figures", "main"]
 
@@ -56,7 +56,7 @@ def compare(p: Array | None, q: Array | None, targets: Sequence[int]) -> dict[st
             "tv": np.abs(P - Q).sum(axis=1) / 2,
             "chi2": np.where((a == b).all(axis=1), 0.0, np.where(P > 0, P**2 / Q, 0.0).sum(axis=1) - 1),
             "same": (top_p == top_q).astype(float),
-            "flip": ((top_p != top_q) & (a[each, top_p] - a[each, top_q] >= REAL_FLIP)).astype(float),
+            "flip": ((top_p != top_q) & (a[each, top_p] - a[each, top_q] >= CONFIDENT_FLIP)).astype(float),
             "overlap": np.where(untied, (tens[0] & tens[1]).sum(axis=1) / 10, np.nan),
             "dp": np.where(known, Q[each, token] - P[each, token], np.nan),
             "k3": np.exp(ratio) - 1 - ratio,
@@ -99,7 +99,7 @@ def means(c: Mapping[str, Array]) -> dict[str, float]:
         return found
     kl = c["kl"][good]
     named = {"kl": "mean", "rkl": "reverse KL", "js": "Jensen–Shannon", "tv": "total variation", "chi2": "χ²"}
-    named |= {"overlap": "top-10 overlap", "same": "top-1", "flip": "real flips"}
+    named |= {"overlap": "top-10 overlap", "same": "top-1", "flip": "confident flips"}
     found |= {name: value for key, name in named.items() if math.isfinite(value := float(c[key][good].mean()))}
     known = good & np.isfinite(c["dp"])
     if known.any():

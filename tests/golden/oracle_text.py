@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.golden.oracle_read import Side
 
-REAL_FLIP = 0.1  # nats
+CONFIDENT_FLIP = 0.1  # nats
 
 
 def mcnemar(b: int, c: int) -> float:
@@ -43,7 +43,7 @@ def trajectory(ref: Side, test: Side) -> dict[str, float]:
         rows = ref.rows[r]
         if at < len(b) and rows is not None and at < len(rows):
             margins.append(float(rows[at].max() - rows[at][b[at]]))
-    return {**found, **({"near ties": float(np.mean([m < REAL_FLIP for m in margins]))} if margins else {})}
+    return {**found, **({"near ties": float(np.mean([m < CONFIDENT_FLIP for m in margins]))} if margins else {})}
 
 
 def retrieval(ref: Side, test: Side) -> dict[str, float]:

@@ -333,8 +333,8 @@ def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
 def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exact() -> None:
     rows = rows_of([True, False, False, False, True], [0.0, 0.09, 0.1, 2.0, 0.0])
     found = summarise_flips(rows, np.arange(5))
-    assert found.real_flips == pytest.approx(0.4)
-    assert found.real_flips_ci == ratio_interval(
+    assert found.confident_flips == pytest.approx(0.4)
+    assert found.confident_flips_ci == ratio_interval(
         RatioItems.of([0.0, 0.0, 1.0, 1.0, 0.0], 1.0, np.arange(5)), bounds=(0.0, 1.0), proportion=True
     )
     found = summarise_flips(rows_of([True] * 8, [0.0] * 8), np.repeat(np.arange(4), 2))
@@ -343,31 +343,31 @@ def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exac
 
 
 @pytest.mark.parametrize("near_ties", [0, 1, 4])
-def test_real_flips_reach_no_higher_than_the_changed_tokens_they_are_part_of(near_ties: int) -> None:
+def test_confident_flips_reach_no_higher_than_the_changed_tokens_they_are_part_of(near_ties: int) -> None:
     changed, clear = np.zeros(1300, dtype=bool), np.zeros(1300, dtype=bool)
     clear[:5] = changed[:5] = True  # in one document, which alone has a large design effect
     changed[100 * np.arange(1, 1 + near_ties)] = True
     rows = rows_of((~changed).tolist(), np.where(clear, 0.5, 0.01).tolist())
     found = summarise_flips(rows, np.arange(1300) // 100)
-    assert present(found.real_flips_ci)[1] <= 1 - present(found.top1_ci)[0]
+    assert present(found.confident_flips_ci)[1] <= 1 - present(found.top1_ci)[0]
 
 
 def test_an_identical_output_has_no_width_and_equal_tokens_of_another_have() -> None:
     rows, clusters = rows_of([True] * 60, [0.0] * 60), np.arange(60) // 10
     found = summarise_flips(rows, clusters, identical=True)
-    assert (found.top1_ci, found.real_flips_ci) == ((1.0, 1.0), (0.0, 0.0))
+    assert (found.top1_ci, found.confident_flips_ci) == ((1.0, 1.0), (0.0, 0.0))
     other = summarise_flips(rows, clusters)
     assert present(other.top1_ci)[0] < 1.0
-    assert present(other.real_flips_ci)[1] > 0.0
+    assert present(other.confident_flips_ci)[1] > 0.0
 
 
-def test_an_unknown_margin_leaves_real_flips_unknown() -> None:
+def test_an_unknown_margin_leaves_confident_flips_unknown() -> None:
     ids, other = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [5, 3]])
     values = np.log([[0.6, 0.3], [0.6, 0.3]])
     rows = compare_topk((ids, values), (other, values), np.array([-1, -1]))
     assert rows.margin.tolist() == [0.0, pytest.approx(NAN, nan_ok=True)]
     found = summarise_flips(rows, np.arange(2))
-    assert (found.real_flips, found.real_flips_ci) == (None, None)
+    assert (found.confident_flips, found.confident_flips_ci) == (None, None)
 
 
 @pytest.mark.parametrize("n", [0, 3])

@@ -51,7 +51,7 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
             for name, factor in quantiles.items()
         ),
         TOP1(1 - changed, (1 - 1.25 * changed, 1 - 0.8 * changed) if changed else (0.999, 1.0)),
-        Definition("real_flips", "share", "lower")(
+        Definition("confident_flips", "share", "lower")(
             changed / 4, (changed / 5, changed / 3) if changed else (0.0, 0.001)
         ),
         Definition("tokens_to_flip", "tokens")(

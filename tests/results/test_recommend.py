@@ -222,7 +222,7 @@ def test_under_a_limit_of_ones_own_ten_documents_confirm_too(documents: int, exp
 @pytest.mark.parametrize(("flips", "expected"), [(0.0, True), (0.01, False), (1.0, False)])
 def test_only_at_near_ties_is_said_where_no_confident_flip_was_seen(flips: float, expected: bool) -> None:
     kld = SMALL.axes["kld"]
-    metrics = tuple(m.model_copy(update={"value": flips}) if m.key == "real_flips" else m for m in kld.metrics)
+    metrics = tuple(m.model_copy(update={"value": flips}) if m.key == "confident_flips" else m for m in kld.metrics)
     found = advice(SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": metrics})}}))
     assert ("only at near ties" in found.model_dump_json()) is expected
 

@@ -13,7 +13,7 @@ from fidelab.results.record import ArmRecord, NoiseFloor, Report, RuntimeRecord,
 from fidelab.results.verdict import is_native, judge, judged
 
 MEAN, TOP1 = Definition("mean", "nats", "lower"), Definition("top1", "share", "higher")
-FLIPS, CUT = Definition("real_flips", "share", "lower"), Definition("cut", "share")
+FLIPS, CUT = Definition("confident_flips", "share", "lower"), Definition("cut", "share")
 COARSE = (0.712, (0.356, 0.8))
 
 

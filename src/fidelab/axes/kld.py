@@ -71,7 +71,7 @@ _METRICS = (
         "top1", "share", "higher", "Share of positions whose most likely token is the reference's.", name="top-1"
     ),
     Definition(
-        "real_flips",
+        "confident_flips",
         "share",
         "lower",
         "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats "
@@ -510,7 +510,7 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         define["stderr"](standard_error(score.items())),
         *(define[name](getattr(summary, name), bound=score.bound) for name in _QUANTILES),
         define["top1"](summary.top1, flips.top1_ci),
-        define["real_flips"](flips.real_flips, flips.real_flips_ci),
+        define["confident_flips"](flips.confident_flips, flips.confident_flips_ci),
         define["rms_dp"](summary.rms_dp),
         *(define[name](*value) for name, value in divergences.items()),
         *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),

@@ -27,7 +27,7 @@ Singles = NDArray[np.float32]
 Estimate = tuple[float | None, Interval | None]
 Bools = NDArray[np.bool_]
 
-REAL_FLIP = 0.1
+CONFIDENT_FLIP = 0.1
 """Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#confident-flips."""
 
 TOP = 10
@@ -535,14 +535,14 @@ class Flips:
 
     Attributes:
         top1_ci: of the share that did not change.
-        real_flips: share that changed although the reference's margin is :data:`REAL_FLIP` or more; None where a
+        confident_flips: share that changed although the reference's margin is :data:`CONFIDENT_FLIP` or more; None where a
             margin is not known.
-        real_flips_ci: its interval.
+        confident_flips_ci: its interval.
     """
 
     top1_ci: Interval | None = None
-    real_flips: float | None = None
-    real_flips_ci: Interval | None = None
+    confident_flips: float | None = None
+    confident_flips_ci: Interval | None = None
 
 
 def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: bool = False) -> Flips:
@@ -559,11 +559,11 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: b
     flips = Flips(event_interval(same, identical=identical))
     if np.isnan(margin).any():
         return flips
-    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, clusters)
+    real = RatioItems.of(~agree & (margin >= CONFIDENT_FLIP), 1.0, clusters)
     ends = event_interval(real, identical=identical)
     if ends is not None and flips.top1_ci is not None:
         ends = ends[0], max(ends[0], min(ends[1], 1 - flips.top1_ci[0]))
-    return replace(flips, real_flips=float(real.num.mean()), real_flips_ci=ends)
+    return replace(flips, confident_flips=float(real.num.mean()), confident_flips_ci=ends)
 
 
 @dataclass(frozen=True)

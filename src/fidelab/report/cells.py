@@ -148,7 +148,7 @@ def flips_of(kld: Measurement | None) -> Estimate:
     """Share of positions at which the top token changes beyond a near tie; without any, the upper end of the
     interval.
     """
-    flips = kld.metric("real_flips", {}) if kld else None
+    flips = kld.metric("confident_flips", {}) if kld else None
     if flips is None or flips.value is None:
         return Estimate()
     spread = format_percent_span(flips.interval, flips.value).replace("≤ ", "≤")

@@ -55,7 +55,7 @@ class Metric(Record):
     """One number, with what is needed to show it and to judge a change of it."""
 
     key: MetricKey
-    """Key by which code looks it up (``real_flips``).  Unique within a measurement, together with ``cell``."""
+    """Key by which code looks it up (``confident_flips``).  Unique within a measurement, together with ``cell``."""
     name: str
     """Name in a few words: a column heading, which may change from version to version."""
     value: float | None = None

@@ -343,7 +343,7 @@ def _claim(claim: CertificateClaim) -> str:
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
     kld = arm.axes[DECIDING]
-    top1, confident = kld.value("top1", {}), kld.value("real_flips", {})
+    top1, confident = kld.value("top1", {}), kld.value("confident_flips", {})
     if top1 is not None:
         clear = "" if confident is None else f", {format_percent(confident)} beyond a near tie"
         clear = ", only at near ties" if confident == 0 else clear

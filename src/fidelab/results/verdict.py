@@ -376,12 +376,12 @@ def _few_clusters(case: _Case, ruling: Ruling) -> Iterator[str]:
 
 def _changes(kld: Measurement) -> Iterator[str]:
     """Share of positions whose top token changes, and the share of changes beyond a near tie."""
-    top1, real_flips = kld.value("top1", {}), kld.value("real_flips", {})
+    top1, confident_flips = kld.value("top1", {}), kld.value("confident_flips", {})
     if top1 is None:
         return
     changed = 1 - top1
-    clear = "" if real_flips is None else f", {format_percent(real_flips)} beyond a near tie"
-    clear = ", only at near ties" if real_flips == 0 else clear
+    clear = "" if confident_flips is None else f", {format_percent(confident_flips)} beyond a near tie"
+    clear = ", only at near ties" if confident_flips == 0 else clear
     yield (
         f"the top token changes at {format_percent(changed)} of positions{clear}" if changed else "no top token changes"
     )
