@@ -368,6 +368,11 @@ def _unequal(rng: Rng, n: int) -> tuple[Floats, Floats]:
     return sizes * rng.lognormal(-0.125, 0.5, n), sizes
 
 
+def _uneven(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """As even ones, with σ 1 between them."""
+    return POSITIONS * rng.lognormal(-0.5, 1.0, n), np.full(n, float(POSITIONS))
+
+
 def _two_kinds(rng: Rng, n: int, bad: float) -> tuple[Floats, Floats]:
     """Each document is 20 times worse with probability ``bad``; σ 0.3 besides."""
     level = np.where(rng.random(n) < bad, WORSE, 1.0) / (1 + (WORSE - 1) * bad)
@@ -404,6 +409,7 @@ ASSUMED, SOFT = 5.0, 10.0  # % of runs with a false certificate: even documents,
 KINDS: dict[str, tuple[Kind, dict[int, float]]] = {  # goals by documents; of the others no sample shows what it lacks
     "even": (_even, dict.fromkeys(LOOKS, ASSUMED)),
     "unequal lengths": (_unequal, dict.fromkeys(LOOKS, ASSUMED)),
+    "uneven, σ 1": (_uneven, {}),
     "two kinds, 15% bad": (functools.partial(_two_kinds, bad=0.15), dict.fromkeys(LOOKS[1:], SOFT)),
     "two kinds, 10% bad": (functools.partial(_two_kinds, bad=0.10), dict.fromkeys(LOOKS[1:], SOFT)),
     "long bad runs": (_runs, {}),

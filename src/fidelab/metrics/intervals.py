@@ -73,7 +73,7 @@ _BATCHES = 10  # of resamples, then
 _STRIDE = 1_000_003  # between their seeds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
 # Of a share of events.  Documents of 150 positions have it with an intra-cluster correlation of 0.007, which a handful
-# of events cannot show: from 1 on, up to 7% of upper ends are too low at 0.01 (benchmarks/coverage.py: events).
+# of events cannot show: from 1 on, up to 8% of upper ends are too low at 0.01 (benchmarks/coverage.py: events).
 MIN_DESIGN_EFFECT = 2.0
 # Events with that design effect which the measured one is averaged with.  Of 3 events in one document and 1 in another
 # the design effect is 2.4, of the 3 alone it is 3.0: without the average an end rises by 7% where an event goes (13
