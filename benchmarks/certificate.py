@@ -1,6 +1,6 @@
 """How often an equivalence certificate is wrong, and how often a true twin gets one, from simulated runs.
 
-python benchmarks/certificate.py [--runs 2000] [--only items documents sampling sequence looks twins]
+python benchmarks/certificate.py [--runs 2000] [--only items documents sampling sequence looks kinds fail choice twins]
 python benchmarks/certificate.py --recorded RUN/report.json ... [--runs 200]  # what looks read of these documents
 
 The runs go through the package's own functions.  A certificate is false where it holds although the planted loss of
@@ -8,6 +8,8 @@ accuracy is the margin or more.  Nominal: 5% of the runs at most.  Of several ca
 confirmed in a fixed sequence count together.  True twins flip as many items
 in either direction; their runs have the size that ``clusters_to_certify`` gives, which reports name beside a claim that
 is not shown.
+
+A rate stands with its Monte Carlo error, twice the standard error of a share of so many runs.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.core import Status
 from fidelab.metrics import intervals
-from fidelab.metrics.composite import KL_EDGES, Band, kl_band
+from fidelab.metrics.composite import KL_EDGES, Band, kl_band, verdict
 from fidelab.metrics.equivalence import (
     ALPHA,
     KL_MARGIN,
@@ -42,7 +46,10 @@ from fidelab.metrics.equivalence import (
 )
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.metrics.sample_size import clusters_to_certify
-from fidelab.results.decision_record import DocumentSums
+from fidelab.results import recommend as recommendation
+from fidelab.results.decision_record import Certificate, DocumentSums
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
 
 Floats = NDArray[np.float64]
 Rng = np.random.Generator
@@ -341,6 +348,268 @@ def _read(rng: Rng, arms: Sequence[DocumentSums], sizes: tuple[int, ...]) -> tup
     return decided, sum(read) + max(read)
 
 
+# ------------------------------------------------------------------------------------------- kinds of documents
+
+POSITIONS = 157  # of a document: 13 have 2,041
+WORSE = 20.0  # times, of a bad document or position
+
+Kind = Callable[[Rng, int], tuple[Floats, Floats]]
+"""Draw n documents: sums of the KL, of which the mean per position is 1 in the long run, and their positions."""
+
+
+def _even(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """Documents of equal length; σ 0.5 between them."""
+    return POSITIONS * rng.lognormal(-0.125, 0.5, n), np.full(n, float(POSITIONS))
+
+
+def _unequal(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """As even ones; the longest of ten documents has about five times the positions of the shortest."""
+    sizes = np.maximum(np.rint(POSITIONS * rng.lognormal(-0.18, 0.6, n)), 8.0)
+    return sizes * rng.lognormal(-0.125, 0.5, n), sizes
+
+
+def _uneven(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """As even ones, with σ 1 between them."""
+    return POSITIONS * rng.lognormal(-0.5, 1.0, n), np.full(n, float(POSITIONS))
+
+
+def _two_kinds(rng: Rng, n: int, bad: float) -> tuple[Floats, Floats]:
+    """Each document is 20 times worse with probability ``bad``; σ 0.3 besides."""
+    level = np.where(rng.random(n) < bad, WORSE, 1.0) / (1 + (WORSE - 1) * bad)
+    return POSITIONS * level * rng.lognormal(-0.045, 0.3, n), np.full(n, float(POSITIONS))
+
+
+def _runs(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """Runs of bad positions, 20 times worse: 5% of all, 80 positions long on average, across documents."""
+    share, length = 0.05, 80
+    total = n * POSITIONS
+    bad = np.zeros(total, dtype=bool)
+    at = 0 if rng.random() < share else int(rng.geometric(share / (length * (1 - share))))
+    while at < total:
+        end = at + int(rng.geometric(1 / length))
+        bad[at:end] = True
+        at = end + int(rng.geometric(share / (length * (1 - share))))
+    level = rng.exponential(1.0, total) * np.where(bad, WORSE, 1.0) / (1 + (WORSE - 1) * share)
+    return level.reshape(n, POSITIONS).sum(axis=1), np.full(n, float(POSITIONS))
+
+
+def _breakdowns(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """One document in fifty breaks down: 100 times worse."""
+    level = np.where(rng.random(n) < 0.02, 100.0, 1.0) / (1 + 99 * 0.02)
+    return POSITIONS * level * rng.lognormal(-0.045, 0.3, n), np.full(n, float(POSITIONS))
+
+
+def _catastrophes(rng: Rng, n: int) -> tuple[Floats, Floats]:
+    """Single positions, one in 5,000, cost 5,000 times as much as the others: half of the mean."""
+    struck = rng.binomial(POSITIONS, 1 / 5000, n)
+    return (POSITIONS * rng.lognormal(-0.045, 0.3, n) + 5000 * struck) / 2, np.full(n, float(POSITIONS))
+
+
+ASSUMED, SOFT = 5.0, 10.0  # % of runs with a false certificate: even documents, and two kinds from 26 documents on
+KINDS: dict[str, tuple[Kind, dict[int, float]]] = {  # goals by documents; of the others no sample shows what it lacks
+    "even": (_even, dict.fromkeys(LOOKS, ASSUMED)),
+    "unequal lengths": (_unequal, dict.fromkeys(LOOKS, ASSUMED)),
+    "uneven, σ 1": (_uneven, {}),
+    "two kinds, 15% bad": (functools.partial(_two_kinds, bad=0.15), dict.fromkeys(LOOKS[1:], SOFT)),
+    "two kinds, 10% bad": (functools.partial(_two_kinds, bad=0.10), dict.fromkeys(LOOKS[1:], SOFT)),
+    "long bad runs": (_runs, {}),
+    "rare breakdowns": (_breakdowns, {}),
+    "single positions": (_catastrophes, {}),
+}
+KINDS_SEED = 23
+
+
+def kinds(runs: int) -> int:
+    """mean KL at the margin, by kinds of documents: confirmed at a look by itself, and by any look up to it"""
+    missed = 0
+    intervals.resample_weights = functools.cache(intervals.resample_weights)
+    print("| documents are | read | confirmed at this look | by this look | goal |\n|:--|--:|--:|--:|--:|")
+    for name, (kind, goals) in KINDS.items():
+        for n, at, by in _confirmed_by_look(kind, KL_MARGIN, runs):
+            goal = goals.get(n)
+            bad = goal is not None and at > goal + _noise(goal, runs)
+            missed += bad
+            stated = f"≤ {goal:g}%" if goal else "–"
+            print(f"| {name} | {n} | {_pm(at, runs)}{' !' if bad else ''} | {_pm(by, runs)} | {stated} |", flush=True)
+    print("\nConfirmed with half of the margin, even documents; 26 at once are tested at 5%.\n")
+    print("| read | confirmed | by this look | goal |\n|:--|--:|--:|--:|")
+    for n, at, by in _confirmed_by_look(_even, KL_MARGIN / 2, runs):
+        print(f"| {n}, a look | {_pm(at, runs)} | {_pm(by, runs)} | – |", flush=True)
+    [(n, power, _)] = _confirmed_by_look(_even, KL_MARGIN / 2, runs, LOOKS[1:2])
+    bad = power < CERTAIN - _noise(CERTAIN, runs)
+    print(f"| {n} at once | {_pm(power, runs)}{' !' if bad else ''} | – | ≥ {CERTAIN:g}% |", flush=True)
+    return missed + bad
+
+
+CERTAIN = 99.0  # % of runs of 26 documents that confirm half of the margin
+
+
+def _pm(rate: float, runs: int) -> str:
+    """A rate, %, with its Monte Carlo error; none seen is bounded by the rule of three."""
+    error = _noise(rate, runs) if 0 < rate < 100 else 300 / runs
+    return f"{rate:.1f} ± {error:.1f}%"
+
+
+def _confirmed_by_look(
+    kind: Kind, mean: float, runs: int, sizes: tuple[int, ...] = LOOKS
+) -> Iterator[tuple[int, float, float]]:
+    """By look: documents read, % of runs confirmed at it by itself, and by it or one before."""
+    holds = np.zeros((runs, len(sizes)), dtype=bool)
+    for number in range(runs):
+        num, den = kind(np.random.default_rng([KINDS_SEED, number]), LOOKS[-1])
+        for look, n in enumerate(sizes):
+            loss = Loss.of_kl(RatioItems.of(mean * num[:n], den[:n], np.arange(n)))
+            alpha = alpha_of(look + 1, len(sizes))
+            holds[number, look] = certify([replace(loss, alpha=alpha)]).state == "holds"
+    for look, n in enumerate(sizes):
+        yield n, 100 * float(holds[:, look].mean()), 100 * float(holds[:, : look + 1].any(axis=1).mean())
+
+
+SMALL_MEAN = 0.003  # nats: EXCELLENT
+FALSE_FAIL = 2.0  # % of runs, from eight documents on
+
+
+def fail(runs: int) -> int:
+    """verdicts on a true mean of 0.003 nats; goal: FAIL in 2% at most from 8 documents on"""
+    missed = 0
+    intervals.resample_weights = functools.cache(intervals.resample_weights)
+    print("| documents are | read | FAIL | cannot tell | upper end of FAIL | goal |\n|:--|--:|--:|--:|--:|--:|")
+    for name in ("even", "two kinds, 15% bad", "two kinds, 10% bad", "rare breakdowns"):
+        for n in (6, 8, 13, 26):
+            found = [_ruled(np.random.default_rng([KINDS_SEED, number]), KINDS[name][0], n) for number in range(runs)]
+            wrong, unsure, wide = (100 * sum(one[at] for one in found) / runs for at in range(3))
+            goal = FALSE_FAIL if n >= 8 and name != "rare breakdowns" else None
+            bad = goal is not None and wrong > goal + _noise(goal, runs)
+            missed += bad
+            stated = f"≤ {goal:g}%" if goal else "–"
+            cells = f"{_pm(wrong, runs)}{' !' if bad else ''} | {_pm(unsure, runs)} | {_pm(wide, runs)}"
+            print(f"| {name} | {n} | {cells} | {stated} |", flush=True)
+    return missed
+
+
+def _ruled(rng: Rng, kind: Kind, n: int) -> tuple[bool, bool, bool]:
+    """Whether the verdict is FAIL, whether it cannot tell, and whether the upper end is that of FAIL."""
+    num, den = kind(rng, n)
+    items = RatioItems.of(SMALL_MEAN * num, den, np.arange(n))
+    low, high = ratio_interval(items, bounds=(0.0, math.inf)) or (0.0, math.inf)
+    mean = float(items.num.sum() / items.den.sum())
+    ruling = verdict(high, 0, int(den.sum()), kld_least=mean, kld_lower=low, n_clusters=n)
+    return ruling.band is Band.FAIL, ruling.at_worst is not None, kl_band(high) is Band.FAIL
+
+
+# --------------------------------------------------------------------------------------- the choice among candidates
+
+TRULY: dict[str, Callable[[int], list[float]]] = {  # mean KLs of k candidates, nats
+    "one at 0.3 of the margin, others at or over it": lambda k: [
+        0.3 * KL_MARGIN,
+        *(KL_MARGIN * np.linspace(1.0, 2.0, k - 1)),
+    ],
+    "all at the margin": lambda k: [KL_MARGIN] * k,
+    "all at or over the edge of FAIL": lambda k: [*(KL_EDGES[-1] * np.linspace(1.0, 1.5, k))],
+}
+
+
+def choice(runs: int) -> int:
+    """recommended of 2, 6 and 20 candidates, correlated, although it truly loses the margin or more: % of runs"""
+    missed, most = 0, runs
+    intervals.resample_weights = functools.cache(intervals.resample_weights)
+    recommendation._RESAMPLES = 1  # how stable the choice is does not matter here
+    print("| documents | candidates | truly | confirmed | EXCELLENT, not confirmed | other | none | goal |")
+    print("|--:|--:|:--|--:|--:|--:|--:|--:|")
+    for n in (13, 26):
+        for k, part in (
+            (2, 0.15),
+            (6, 0.15),
+            (20, 0.05),
+        ):  # 300 and 100 of 2,000: pairs are compared
+            runs = math.ceil(part * most)
+            for name, means in TRULY.items():
+                found = [_chosen(np.random.default_rng([KINDS_SEED, number]), n, means(k)) for number in range(runs)]
+                wrong, *others = (100 * sum(one == what for one in found) / runs for what in _OUTCOMES)
+                bad = wrong > WORST + _noise(WORST, runs)
+                missed += bad
+                cells = " | ".join([f"{_pm(wrong, runs)}{' !' if bad else ''}", *(_pm(rate, runs) for rate in others)])
+                print(f"| {n} | {k} | {name} | {cells} | ≤ {WORST:g}% |", flush=True)
+    return missed
+
+
+_OUTCOMES = ("confirmed", "excellent", "other", "none")
+
+
+def _chosen(rng: Rng, n: int, means: Sequence[float]) -> str:
+    """What is recommended: a candidate at the margin or more ``confirmed``, as ``excellent`` or as ``other`` (PASS).
+
+    Else ``right``, or ``none``.
+
+    Sizes rise in no order of the true means.  Documents share half of the variance of their losses' logarithms (σ 0.5).
+    """
+    shared, order = rng.normal(0, 1, n), rng.permutation(len(means))
+    arms = []
+    for number, mean in enumerate(means):
+        level = np.exp(0.5 * (shared + rng.normal(0, 1, n)) / math.sqrt(2) - 0.125)
+        arms.append(_arm(f"arm-{number}", 500.0 - 20.0 * int(order[number]), mean * level))
+    reference = ArmRecord(name="reference", engine="hf", model="m", status=Status.OK, ran=_ran(1000.0))
+    report = Report(
+        run_id="run",
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        fidelab_version="0",
+        command="fidelab",
+        settings={},
+        reference=reference,
+        candidates=tuple(arms),
+    )
+    found = recommendation.recommend(report)
+    if found is None or found.arm is None:
+        return "none"
+    if means[int(found.arm.removeprefix("arm-"))] < KL_MARGIN:
+        return "right"
+    if found.confidence == "confirmed":
+        return "confirmed"
+    [arm] = [one for one in arms if one.name == found.arm]
+    return "excellent" if arm.verdict is not None and arm.verdict.band == "EXCELLENT" else "other"
+
+
+def _ran(size: float) -> RuntimeRecord:
+    return RuntimeRecord(k_dtype="x", v_dtype="x", cache_bytes_per_token=size)
+
+
+def _arm(name: str, size: float, kl: Floats) -> ArmRecord:
+    """A candidate of so many bytes per token, and its mean KL in each document."""
+    n = len(kl)
+    items = RatioItems.of(POSITIONS * kl, POSITIONS, np.arange(n))
+    mean, ends = float(kl.mean()), ratio_interval(items, bounds=(0.0, math.inf))
+    assert ends is not None
+    ruling = verdict(ends[1], 0, n * POSITIONS, kld_least=mean, kld_lower=ends[0], n_clusters=n)
+    none = tuple(np.zeros(n).tolist())
+    sums = DocumentSums(
+        context=512,
+        documents=tuple(range(n)),
+        positions=(POSITIONS,) * n,
+        kl=tuple(items.num.tolist()),
+        probability_loss=none,
+    )
+    kld = Measurement(
+        status=Status.OK,
+        metrics=(Definition("mean", "nats", "lower")(mean, ends),),
+        n_items=n * POSITIONS,
+        n_failed=0,
+        n_clusters=n,
+        cluster="document",
+        facts={"estimator": "hidden", "n_ctx": 512},
+    )
+    return ArmRecord(
+        name=name,
+        engine="hf",
+        model="m",
+        status=Status.OK,
+        ran=_ran(size),
+        axes={"kld": kld},
+        verdict=Verdict.model_validate({**vars(ruling), "because": (), "sentence": "s"}),
+        certificates={"kld": Certificate.of(certify([Loss.of_kl(items)]), [512])},
+        documents=(sums,),
+    )
+
+
 def twins(runs: int) -> int:
     """true twins at the size that reports name (flips in either direction)"""
     missed = 0
@@ -367,7 +636,7 @@ def twins(runs: int) -> int:
     return missed
 
 
-GROUPS = {found.__name__: found for found in (items, documents, sampling, sequence, looks, twins)}
+GROUPS = {found.__name__: found for found in (items, documents, sampling, sequence, looks, kinds, fail, choice, twins)}
 
 
 if __name__ == "__main__":

@@ -26,8 +26,7 @@ from fidelab.metrics.composite import composite, harmonic_mean
 from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.intervals import (
     RatioItems,
-    contained_interval,
-    effective_upper_end,
+    event_interval,
     paired_difference,
     ratio_interval,
     resample_weights,
@@ -69,16 +68,32 @@ def main() -> None:
             missed = _missed(case, args.samples)
             if number == 0:
                 print("| units | n | " + " | ".join(missed) + " |\n|---|---" + "|---" * len(missed) + "|")
-            cells = [f"{above:.1f} / {below:.1f}" for above, below, _ in missed.values()]
+            cells = [_cell(above, below, args.samples) for above, below, _ in missed.values()]
             if case.upper:
                 cells = [f"{cell} ({100 * m[2]:.2g}%)" for cell, m in zip(cells, missed.values(), strict=True)]
-            over = case.goal is not None and missed["fidelab"][1] > case.goal
+            over = case.goal is not None and missed["fidelab"][1] > case.goal + _noise(case, args.samples)
+            over |= case.group == "events" and (case.truth, case.n) == (0.001, 13) and missed["fidelab"][2] > MEDIAN_END
             beyond += over
             print(f"| {case.name} | {case.n} | {' | '.join(cells)} |{' beyond the goal' if over else ''}", flush=True)
             lines.append({"group": group, "units": case.name, "n": case.n, "missed": missed})
     seconds = time.perf_counter() - began
     print(f"\n{args.samples} samples per line; {beyond} lines beyond the goal; {seconds:.0f} s\n")
     print(json.dumps({"benchmark": "coverage", "samples": args.samples, "lines": lines}))
+
+
+def _noise(case: Case, samples: int) -> float:
+    """Two standard errors of a rate at the goal, %; only events' goals allow for it."""
+    goal = case.goal or 0.0
+    return 2 * math.sqrt(goal * (100 - goal) / samples) if case.group == "events" else 0.0
+
+
+def _cell(above: float, below: float, samples: int) -> str:
+    """Both rates, %, each with twice its standard error; of a rate that was not seen by the rule of three."""
+
+    def error(rate: float) -> float:
+        return 2 * math.sqrt(rate * (100 - rate) / samples) if 0 < rate < 100 else 300 / samples
+
+    return f"{above:.1f} ± {error(above):.1f} / {below:.1f} ± {error(below):.1f}"
 
 
 def _missed(case: Case, samples: int) -> dict[str, tuple[float, float, float]]:
@@ -178,8 +193,10 @@ def _agreement(rng: Rng, n: int, flips: float) -> Methods:
     windows = rng.integers(1, 5, n)
     rates = np.repeat(flips * rng.lognormal(-0.045, 0.3, n), windows)
     agree = 255.0 - rng.binomial(255, np.minimum(rates, 1.0))
-    # windows stand for positions: their sums per document are all that counts
-    return _methods(RatioItems.of(agree, 255.0, np.repeat(np.arange(n), windows)), (0.0, 1.0), several=True)
+    clusters = np.repeat(np.arange(n), 255 * windows)
+    marks = np.less(np.arange(255), agree[:, None]).ravel()
+    sums = RatioItems.of(agree, 255.0, np.repeat(np.arange(n), windows)).by_cluster()
+    return {"fidelab": known(event_interval(RatioItems.of(marks, 1.0, clusters))), **_plain(sums.num, sums.den)}
 
 
 def pair() -> Iterator[Case]:
@@ -245,41 +262,38 @@ def _axis(
     )
 
 
-def flips() -> Iterator[Case]:
-    """rare events (confident flips) among changed tokens, 160 per document; goal: below ≤ 2.5%; median upper ends."""
-    for rate in (0.0005, 0.002, 0.01):
-        for correlation in (0.005, 0.02, 0.1):
-            for n in (6, 13, 30, 60):
-                draw = partial(_flips, n=n, rate=rate, correlation=correlation)
-                yield Case("flips", f"{100 * rate:g}%, correlation {correlation:g}", n, rate, draw, 2.5, upper=True)
+EVENT_GOAL = 5.0  # % of upper ends of a rare share that may lie too low
+MEDIAN_END = 0.007  # of a share of 0.1% over 13 documents
 
 
-def _flips(rng: Rng, n: int, rate: float, correlation: float) -> Methods:
+def events() -> Iterator[Case]:
+    """share of events (changed tokens) of positions, about 157 per document; goal: below ≤ 5%; median upper ends."""
+    for lengths in ("equal", "unequal"):
+        for rate in (0.001, 0.002, 0.005, 0.01, 0.02):
+            for correlation in (0.002, 0.01, 0.05):
+                for n in (6, 13, 26):
+                    draw = partial(_marked, n=n, rate=rate, correlation=correlation, unequal=lengths == "unequal")
+                    goal = EVENT_GOAL if n >= 13 and correlation <= 0.01 else None
+                    name = f"{100 * rate:g}%, correlation {correlation:g}, {lengths}"
+                    yield Case("events", name, n, rate, draw, goal, upper=True)
+
+
+def _marked(rng: Rng, n: int, rate: float, correlation: float, unequal: bool) -> Methods:
+    sizes = np.full(n, 157)
+    if unequal:
+        sizes = np.maximum(np.rint(157 * rng.lognormal(-0.18, 0.6, n)), 8).astype(int)
     total = 1 / correlation - 1
-
-    def happens(mean: float) -> NDArray[np.bool_]:
-        rates = rng.beta(mean * total, (1 - mean) * total, n)
-        return np.less(rng.random((n, 160)), rates[:, None])
-
-    flipped = happens(rate)
-    changed = flipped | happens(3 * rate)  # near ties
-    ids = np.repeat(np.arange(n), 160)
-    events, others = (RatioItems.of(each.ravel(), 1.0, ids) for each in (flipped, changed))
-    weights = resample_weights_of(n)
-    own, whole = (
-        known(ratio_interval(items, weights, bounds=(0.0, 1.0), proportion=True)) for items in (events, others)
-    )
-    effective = own[0], max(own[0], effective_upper_end(events, [others]))
+    counts = rng.binomial(sizes, rng.beta(rate * total, (1 - rate) * total, n))
+    marks = np.concatenate([np.arange(size) < count for size, count in zip(sizes, counts, strict=True)])
+    items = RatioItems.of(marks, 1.0, np.repeat(np.arange(n), sizes))
     return {
-        "fidelab": known(contained_interval(events, others, weights)),
-        "by documents": own,
-        "no more than changed tokens": (own[0], min(own[1], whole[1])),
-        "changed tokens": (own[0], whole[1]),
-        "Korn and Graubard": effective,
+        "fidelab": known(event_interval(items)),
+        "design effect from 1": known(event_interval(items, design_effect=1.0)),
+        "by documents": known(ratio_interval(items, resample_weights_of(n), bounds=(0.0, 1.0), proportion=True)),
     }
 
 
-GROUPS = {found.__name__: found for found in (cost, excess, share, agreement, pair, combined, flips)}
+GROUPS = {found.__name__: found for found in (cost, excess, share, agreement, pair, combined, events)}
 
 # ---------------------------------------------------------------------------------------------- methods
 
@@ -300,11 +314,10 @@ def known(interval: Interval | None) -> Interval:
     return interval
 
 
-def _methods(items: RatioItems, bounds: Interval, *, several: bool = False) -> Methods:
+def _methods(items: RatioItems, bounds: Interval) -> Methods:
     proportion = math.isfinite(bounds[1])
-    clusters = items.by_cluster() if several else items
-    found = ratio_interval(items, resample_weights_of(len(clusters.num)), bounds=bounds, proportion=proportion)
-    return {"fidelab": known(found), **_plain(clusters.num, clusters.den)}
+    found = ratio_interval(items, resample_weights_of(len(items.num)), bounds=bounds, proportion=proportion)
+    return {"fidelab": known(found), **_plain(items.num, items.den)}
 
 
 def _plain(num: Floats, den: Floats) -> Methods:

@@ -36,6 +36,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator, canonical_json
 from fidelab.metrics.composite import Band, verdict
+from fidelab.metrics.concentration import breaking_cost, largest_cluster_share, largest_items_share, unseen_rate
 from fidelab.metrics.divergence import (
     RowComparison,
     kl_by_confidence,
@@ -44,7 +45,7 @@ from fidelab.metrics.divergence import (
     summarise_flips,
     summarise_kl,
 )
-from fidelab.metrics.equivalence import MAX_LOOKS
+from fidelab.metrics.equivalence import KL_MARGIN, MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.perplexity import unigram_nll
 from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
@@ -79,6 +80,34 @@ _METRICS = (
     ),
     Definition(
         "rms_dp", "share", "lower", "Root mean square change of the actual next token's probability.", name="RMS Δp"
+    ),
+    Definition(
+        "largest_document",
+        "share",
+        None,
+        "Share of the KL that the document with most of it carries.",
+        name="largest document",
+    ),
+    Definition(
+        "largest_positions",
+        "share",
+        None,
+        "Share of the KL that the largest 1% of positions carry.",
+        name="largest 1% of positions",
+    ),
+    Definition(
+        "unseen_documents",
+        "share",
+        None,
+        "Rate of a kind of document of which the text may hold none by chance (5%): 3/n of n documents.",
+        name="unseen kinds",
+    ),
+    Definition(
+        "breaking_document",
+        "nats",
+        None,
+        f"Mean KL of one more document of average length with which the mean would reach {KL_MARGIN:g} nats.",
+        name="document to the margin",
     ),
     Definition(
         "cut",
@@ -512,10 +541,28 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
         define["top1"](summary.top1, flips.top1_ci),
         define["confident_flips"](flips.confident_flips, flips.confident_flips_ci),
         define["rms_dp"](summary.rms_dp),
+        *(() if score.bound else _concentration(score)),
         *(define[name](*value) for name, value in divergences.items()),
         *([define["cut"](cut)] if (cut := _cut(rows)) is not None else []),
         *(() if score.bound else (score.score(seed, headline=False),)),
     )
+
+
+def _concentration(score: AxisScore) -> Iterator[Metric]:
+    """Yield how much the mean rests on few documents and positions; nothing where no position was usable.
+
+    See docs/metrics.md#what-an-interval-assumes.
+    """
+    if not score.n_clusters:
+        return
+    items = score.items()
+    figures = {
+        "largest_document": largest_cluster_share(items),
+        "largest_positions": largest_items_share(items.num),
+        "unseen_documents": unseen_rate(score.n_clusters),
+        "breaking_document": breaking_cost(items, KL_MARGIN),
+    }
+    yield from (KLD_METRICS[key](value) for key, value in figures.items() if value is not None)
 
 
 def _cut(rows: RowComparison) -> float | None:

@@ -167,8 +167,9 @@ class Ruling:
 
     ``at_best``: the best band still possible, if there is no verdict (None: none is ruled out) or the interval crosses
     the edge of a band.  ``at_worst``: FAIL, where the upper end alone is that of FAIL, so that there is no verdict:
-    anything from ``at_best`` to it is possible.  ``preliminary``: the band rests on an interval over too few clusters. ``by_kld``: nothing but
-    the mean KL gave the band: no position failed, and nothing lowered it. See docs/metrics.md#verdicts.
+    anything from ``at_best`` to it is possible.  ``preliminary``: the band rests on an interval over too few clusters.
+    ``by_kld``: nothing but the mean KL gave the band: no position failed, and nothing lowered it.
+    See docs/metrics.md#verdicts.
     """
 
     band: Band | None
@@ -212,8 +213,8 @@ def verdict(
         n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
             :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_CLUSTERS` is preliminary, unless every KL was exactly 0.
 
-    FAIL by ``kld_upper`` needs ``kld_least`` or ``kld_lower`` in FAIL, too.  Else the interval is only wide: ``band`` is
-    None and ``at_worst`` FAIL.
+    FAIL by ``kld_upper`` needs ``kld_least`` or ``kld_lower`` in FAIL, too.  Else the interval is only wide: ``band``
+    is None and ``at_worst`` FAIL.
 
     Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``, is FAIL.
     That also holds if no KLD could be computed, so that broken output always gets a verdict.

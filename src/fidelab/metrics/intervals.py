@@ -64,16 +64,16 @@ _RESAMPLES = 2000
 # 7% (σ = 1) of log-normal samples.
 _SKEW_CLUSTERS = 12
 _SKEW_REACH = 1.4
-# Of the cap of a bootstrap-t's upper end: the least round number with which benchmarks/coverage.py keeps the goals above
-# at six and more clusters (1.4: up to 7.6%, 1.6: 7.2%, no cap: 6.8%).
+# Of the cap of a bootstrap-t's upper end: the least round number that hardly costs it anything of these goals at six or
+# more clusters (σ = 1, 4,000 samples: up to 7.6% with 1.4, 7.2% with 1.6, 6.8% without a cap).
 _CAP_REACH = 1.6
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
 _NEAR_MARGIN = 0.1  # of an interval's width: from here on more resamples are drawn
 _BATCHES = 10  # of resamples, then
 _STRIDE = 1_000_003  # between their seeds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
-# Of a share of events.  Documents of 150 positions have it with an intra-cluster correlation of 0.007, which a handful of
-# events cannot show: from 1 on, up to 7% of upper ends are too low at 0.01 (benchmarks/coverage.py: events).
+# Of a share of events.  Documents of 150 positions have it with an intra-cluster correlation of 0.007, which a handful
+# of events cannot show: from 1 on, up to 8% of upper ends are too low at 0.01 (benchmarks/coverage.py: events).
 MIN_DESIGN_EFFECT = 2.0
 # Events with that design effect which the measured one is averaged with.  Of 3 events in one document and 1 in another
 # the design effect is 2.4, of the 3 alone it is 3.0: without the average an end rises by 7% where an event goes (13
@@ -543,9 +543,9 @@ def event_interval(
 
     One item per cluster: Clopper-Pearson's.  Several: Clopper-Pearson's at the effective sample size (E. L. Korn &
     B. I. Graubard, Survey Methodology 24, 1998), ``n / d · (t(n − 1) / t(C − 1))²`` with Student's quantiles of
-    ``level``.  The design effect d is the variance of the share p over clusters to p(1 − p)/n, averaged with four further events of
-    the least one.  That is ``design_effect``, or the items of a cluster (n/C) if they are fewer.  The effective size is at
-    least the number of clusters, ``n² / Σ size²``, which are worth so much where all items of each agree.
+    ``level``.  The design effect d is the variance of the share p over clusters to p(1 − p)/n, averaged with four
+    further events of the least one.  That is ``design_effect``, or the items of a cluster (n/C) if they are fewer.  The
+    effective size is at least ``n² / Σ size²``, the number of clusters: what they are worth if the items of each agree.
 
     ``identical``: the output that the events are taken of equals the reference's bit by bit, so that none can occur:
     there is no width.  See docs/metrics.md#intervals.
