@@ -250,7 +250,11 @@ def _clauses(case: _Case) -> Iterator[str]:
     elif arm.status is Status.NOT_ENGAGED:
         yield f"format not applied: {reason}"
     elif arm.status is Status.IDENTICAL:
-        yield "safe, the format ran and its output is identical to the reference's"
+        yield (
+            "safe, the format ran and its output is identical to the reference's"
+            if _is_proven(arm)
+            else "identical output, not proven that the format ran"
+        )
         yield from _gain(case)
         yield from _reach(case)
     elif case.ruling is None or band is None:
@@ -270,6 +274,12 @@ def _clauses(case: _Case) -> Iterator[str]:
         if case.arm.floor is not None and case.arm.floor.mean:
             yield f"rounding noise {format_nats(case.arm.floor.mean)}"
         yield from _reach(case)
+
+
+def _is_proven(arm: ArmRecord) -> bool:
+    """Whether all questions of the proof of engagement were answered "shown"."""
+    proof = arm.ran.others().get("proof") if arm.ran else None
+    return isinstance(proof, dict) and bool(proof) and set(proof.values()) == {"shown"}
 
 
 def _why_none(case: _Case) -> str:
