@@ -137,18 +137,22 @@ class EncodedStore:
     @property
     def expected_bytes(self) -> int:
         """Return the bytes that the format should take for this content."""
-        if self.parts is None:
-            return 0
-        return self._content_bytes(self.format.token_bytes(self.dim))
+        return self.expected_bytes_in(self.format)
+
+    def expected_bytes_in(self, fmt: Format) -> int:
+        """Return the bytes that ``fmt`` should take for this content."""
+        return 0 if self.parts is None else self._content_bytes(fmt.token_bytes(self.dim), fmt)
 
     @property
     def packed_bytes(self) -> int:
         """Return the bytes that the format would take if codes were packed without gaps."""
-        return 0 if self.parts is None else self._content_bytes(self.format.packed_token_bytes(self.dim))
+        if self.parts is None:
+            return 0
+        return self._content_bytes(self.format.packed_token_bytes(self.dim), self.format)
 
-    def _content_bytes(self, token_bytes: int) -> int:
+    def _content_bytes(self, token_bytes: int, fmt: Format) -> int:
         assert self.parts is not None
-        per_sequence = self.format.sequence_bytes(self.heads, self.dim)
+        per_sequence = fmt.sequence_bytes(self.heads, self.dim)
         return self.parts[0].shape[0] * (self._encoded * self.heads * token_bytes + per_sequence) + self.exact_bytes
 
 
