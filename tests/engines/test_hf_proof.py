@@ -367,6 +367,19 @@ fp8._TYPES["fp8_e4m3"] = fp8._TYPES["fp8_e5m2"]
 """
 
 
+HARMLESS = """
+from transformers import AttentionInterface
+
+get = AttentionInterface.get_interface
+
+def interface(self, name, default):
+    attention = get(self, name, default)
+    return lambda *args, **kwargs: attention(*args, **kwargs)
+
+AttentionInterface.get_interface = interface
+"""
+
+
 Shimmed = Callable[..., Done]
 
 
@@ -378,9 +391,9 @@ def shimmed(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) ->
     return cache(lambda *kv: shimmed_run(kv, checkpoint("llama"), tmp_path_factory.mktemp("shimmed")))
 
 
-def shimmed_run(names: tuple[str, ...], model: Path, room: Path) -> Done:
+def shimmed_run(names: tuple[str, ...], model: Path, room: Path, shim: str = SHIM, code: int = 1) -> Done:
     (room / "shim").mkdir()
-    (room / "shim" / "sitecustomize.py").write_text(SHIM)
+    (room / "shim" / "sitecustomize.py").write_text(shim)
     (room / "text.txt").write_text(" ".join(f"w{token}" for token in tiny.tokens(400)))
     done = cli(
         *("compare", model, "--dtype", "float32", "--reference", "f32", "--control", "none"),
@@ -389,7 +402,7 @@ def shimmed_run(names: tuple[str, ...], model: Path, room: Path) -> Done:
         *("--windows", 4, "--n-ctx", 32, "--no-floor", "--threads", 1, "--pythonpath", room / "shim"),
         cwd=room,
     )
-    assert done.code == 1, done.err
+    assert done.code == code, done.err
     return done
 
 
@@ -412,11 +425,8 @@ def test_a_shim_that_hands_over_untouched_keys_gets_no_verdict(shimmed: Shimmed)
     ("kv", "reason"),
     [
         ("fp8_e4m3", "asked for K = fp8_e4m3, the engine stored fp8_e5m2"),
-        (
-            "int4",
-            "int4 and f32 keep different numbers, but their KL is exactly 0 everywhere: "
-            "one of them did not reach attention",
-        ),
+        # its output shows it before the KL, which is exactly 0, does
+        ("int4", "attention of layer 0 read untouched values in head 0, not those of its decoded cache"),
     ],
 )
 def test_a_shim_that_keeps_a_format_from_attention_gets_no_verdict(kv: str, reason: str, shimmed: Shimmed) -> None:
@@ -424,8 +434,19 @@ def test_a_shim_that_keeps_a_format_from_attention_gets_no_verdict(kv: str, reas
 
 
 @pytest.mark.full
-def test_an_arm_that_a_shim_leaves_alone_is_judged_and_names_the_shim(shimmed: Shimmed) -> None:
-    arm = shimmed(*OTHERS).arm("q8_0")
+def test_a_format_whose_cache_has_methods_of_a_shim_gets_no_verdict_although_it_was_left_alone(
+    shimmed: Shimmed,
+) -> None:
+    """What those methods do in forwards that nobody observes is unknown."""
+    without_verdict(shimmed(*OTHERS), "q8_0", "EncodedStore.write is sitecustomize.handing")
+
+
+@pytest.mark.full
+def test_an_arm_that_a_shim_leaves_alone_is_judged_and_names_the_shim(
+    checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    done = shimmed_run(("q8_0",), checkpoint("llama"), tmp_path_factory.mktemp("shimmed"), HARMLESS, code=0)
+    arm = done.arm("q8_0")
     assert arm["status"] == "ok"
     assert arm["ran"]["proof"] == SHOWN | {
         "received": "open: attention is computed by sitecustomize.interface.<locals>"

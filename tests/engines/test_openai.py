@@ -118,6 +118,17 @@ def test_answers_of_another_model_are_remarked(folder: Path) -> None:
         assert engine.runtime_info().record()["remarks"] == remarks
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [(None, "open: a server shows nothing of its cache"), ("other-8b", "open: answered by other-8b")],
+)
+def test_the_proof_names_another_model_that_answered(name: str | None, said: str, folder: Path) -> None:
+    with serving(Served(answers_as=name)) as server:
+        engine = opened(folder, server)
+        generate(engine)
+    assert engine.runtime_info().record()["proof"] == dict.fromkeys(("received", "stored", "named"), said)
+
+
 def test_a_lenient_server_is_told_to_penalize_nothing(folder: Path, served: Served) -> None:
     generate(opened(folder, served))
     asked = served.requests[-1]

@@ -127,3 +127,15 @@ def test_what_is_no_rotation_is_refused(text: str, why: str) -> None:
 def test_head_dimensions_without_such_blocks_are_refused(kind: str, dim: int) -> None:
     with pytest.raises(NotSupportedError, match=f"head dimension {dim}"):
         make(f"q8_0[rotate={kind}]").encode(normal(1, 1, 1, dim))
+
+
+@pytest.mark.parametrize("text", ["int2[rotate=hadamard]", "int4[rotate=hadamard]", "uint3[rotate=hadamard,seed=3]"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_values_that_cancel_in_a_rotation_are_read_as_zeros(text: str, dim: int) -> None:
+    """Codes of few levels cancel often; a rotation that rounds each of its numbers would leave 1e-17 instead."""
+    fmt, spec = make(text), KVSpec.parse(text).k
+    for seed in range(5):
+        x = normal(1, 2, 64, dim, seed=seed)
+        parts = fmt.encode(x)
+        decoded = fmt.decode(parts, dim, torch.float32)
+        assert names_of(parts, dim, decoded, asked=spec) == [canonical(spec, dim)]

@@ -15,6 +15,7 @@ from fidelab.results.verdict import is_native, judge, judged
 MEAN, TOP1 = Definition("mean", "nats", "lower"), Definition("top1", "share", "higher")
 FLIPS, CUT = Definition("confident_flips", "share", "lower"), Definition("cut", "share")
 COARSE = (0.712, (0.356, 0.8))
+SHOWN = RuntimeRecord.model_validate({"proof": dict.fromkeys(("received", "stored", "named"), "shown")})
 
 
 def record(
@@ -77,18 +78,18 @@ CASES: list[tuple[ArmRecord, dict[str, Any], str]] = [
         "do not use, something else ran: K is bfloat16",
     ),
     (
-        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0), ran=SHOWN),
         {},
         "safe, the format ran and its output is identical to the reference's",
     ),
     (
-        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0), ran=SHOWN),
         {"n_ctx": 2048, "state": 19738},
         "safe, the format ran and its output is identical to the reference's. Keys and values are 9% of what a "
         "sequence of 2,048 tokens keeps in this model, the rest is recurrent state.",
     ),
     (
-        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0)),
+        record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0), ran=SHOWN),
         {"n_ctx": 2048, "state": 2048},
         "safe, the format ran and its output is identical to the reference's. Tested up to 2,048 tokens.",
     ),
@@ -282,3 +283,20 @@ def test_where_weights_are_rounded_too_no_other_cache_format_is_advised() -> Non
     assert "k16v8" not in said
     assert "Measure weights and cache apart (--vary weights=native,… --vary kv=…)." in said
     assert "--vary" not in verdict(record("bf16", *COARSE, ran=ran)).sentence
+
+
+@pytest.mark.parametrize(
+    "proof",
+    [
+        None,
+        {},
+        dict.fromkeys(("received", "stored", "named"), "open: answered by other-8b"),
+        {"received": "open: the kernel is unknown", "stored": "shown", "named": "shown"},
+        "shown",
+    ],
+)
+def test_an_identical_output_without_whole_proof_is_not_called_that_of_the_format(proof: Any) -> None:
+    ran = RuntimeRecord.model_validate({} if proof is None else {"proof": proof})
+    arm = record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0), ran=ran)
+    sentence = verdict(arm, n_ctx=2048).sentence
+    assert sentence == "identical output, not proven that the format ran. Tested up to 2,048 tokens."

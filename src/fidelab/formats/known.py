@@ -89,11 +89,12 @@ def names_of(
     decoded = [(name, decode(parts, dim, scale)) for name, decode in _fitting(parts, dim, scale)]
     rotation = {key: value for key, value in (asked.options if asked else ()) if key in ("rotate", "seed")}
     if rotation.get("rotate", "none") != "none":
-        matrix = _rotation(dim, rotation["rotate"], rotation.get("seed")).to(values.device)
+        matrix, root = _rotation(dim, rotation["rotate"], rotation.get("seed"))
+        matrix = matrix.to(values.device)
         for name, content in tuple(decoded):
             plain = FormatSpec.parse(name)
             behind = FormatSpec(plain.name, tuple(sorted((*plain.options, *rotation.items()))))
-            decoded.append((str(behind), (content.double() @ matrix).float()))
+            decoded.append((str(behind), (content.double() @ matrix * root).float()))
     candidates = [(name, _rounded(content, values.dtype)) for name, content in decoded]
     if exact:
         return [name for name, decoded in candidates if equal_bits(decoded, values)]
@@ -103,17 +104,21 @@ def names_of(
 
 
 @cache
-def _rotation(dim: int, kind: str, seed: str | None) -> Tensor:
-    """``R``, float64 ``[dim, dim]``: blocks of ``(-1)^(number of bits that i and j share) / sqrt(n)``, times signs."""
+def _rotation(dim: int, kind: str, seed: str | None) -> tuple[Tensor, float]:
+    """``R`` as float64 ``[dim, dim]`` of 0 and ±1, and the ``1 / sqrt(n)`` that multiplies it.
+
+    Its blocks are ``(-1)^(number of bits that i and j share)``, times signs.  Sums over ±1 are exact, so that values
+    which cancel become 0.
+    """
     size = 64 if kind == "hadamard-64" else math.gcd(dim, 1 << 30)
     matrix = torch.zeros(dim, dim, dtype=torch.float64)
     for i in range(dim):
         for j in range(i - i % size, i - i % size + size):
-            matrix[i, j] = (-1) ** (i % size & j % size).bit_count() * size**-0.5
+            matrix[i, j] = (-1) ** (i % size & j % size).bit_count()
     if seed is not None:
         drawn = int.from_bytes(hashlib.shake_256(seed.encode()).digest(-(-dim // 8)), "little")
         matrix = matrix * torch.tensor([(-1.0) ** (drawn >> i & 1) for i in range(dim)], dtype=torch.float64)
-    return matrix
+    return matrix, size**-0.5
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:

@@ -535,8 +535,8 @@ class Flips:
 
     Attributes:
         top1_ci: of the share that did not change.
-        confident_flips: share that changed although the reference's margin is :data:`CONFIDENT_FLIP` or more; None where a
-            margin is not known.
+        confident_flips: share that changed although the reference's margin is :data:`CONFIDENT_FLIP` or more; None
+            where a margin is not known.
         confident_flips_ci: its interval.
     """
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from fidelab.core.errors import InputError, UsageError
 from fidelab.models import embedded, hub
 from fidelab.models.convert import check_room, to_safetensors
+from fidelab.models.decoder import check_decoder, check_decoder_gguf
 from fidelab.models.gguf import read_header, text_folder
 from fidelab.models.store import TEXT, gguf_dir
 from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
@@ -94,6 +95,9 @@ def resolve(name: str) -> Model:
         raise InputError(
             f"no file {name}" if here.suffix == ".gguf" else f"no model {name!r} here; a model is {_FORMS}"
         )
+    texts, _ = hub.snapshot(match["repo"], match["revision"], weights=False)
+    if (texts / "config.json").is_file():  # before the weights are fetched
+        check_decoder(read_json(texts / "config.json"), name)
     folder, commit = hub.snapshot(match["repo"], match["revision"])
     return _read(folder, name, revision=commit)
 
@@ -198,6 +202,7 @@ def _read(
     if (odd := next(filter(_is_special, sorted(folder.iterdir())), None)) is not None:
         raise InputError(f"{odd} is a pipe or a device; a model folder holds regular files")
     config = read_json(folder / "config.json")
+    check_decoder(config, name)
     nested = config.get("text_config")
     text: dict[str, Any] = {**config, **nested} if isinstance(nested, dict) else config
     files = weight_files(folder)
@@ -235,6 +240,7 @@ def _read(
 def _read_gguf(file: Path, name: str, text: Path | None = None) -> Model:
     """The model in a GGUF file, with its tokenizer and config in folder ``text``."""
     header = read_header(file)
+    check_decoder_gguf(header.architecture, name)
     weights = file_sha256(file)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     table = shapes.get("output.weight") or shapes.get("token_embd.weight")

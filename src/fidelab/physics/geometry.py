@@ -18,7 +18,8 @@ from fidelab.core import cache_parameter
 from fidelab.core.errors import FidelabError, InputError
 from fidelab.core.registry import require
 from fidelab.models import embedded, hub
-from fidelab.models.gguf import hf_config
+from fidelab.models.decoder import check_decoder, check_decoder_gguf
+from fidelab.models.gguf import hf_config, read_header
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
 from fidelab.physics.shapes import Geometry, KVLayer
@@ -43,6 +44,7 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
     kind = words.get("model_type")
     if not isinstance(kind, str):
         raise _cannot(file, "it lacks model_type")
+    check_decoder(words, name or str(source))
     try:
         _check_sizes(words, file)
         user = f"{file}: the shape of model_type {kind!r}"
@@ -72,6 +74,7 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
         file = here if here.suffix == ".gguf" else embedded.gguf_file(name)
         if not file.is_file():
             raise InputError(f"no file {name}")
+        check_decoder_gguf(read_header(file).architecture, name)
         require("transformers", f"{name}: the shape of a GGUF file")
         with tempfile.TemporaryDirectory() as scratch:
             hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)

@@ -23,6 +23,7 @@ _INCIDENTAL = frozenset(
 )
 """Runtime facts that differ between two processes of one configuration, or that only describe the observation."""
 _FORMATS = frozenset({"k_format", "v_format", "k_dtype", "v_dtype"})
+"""Runtime facts that engines without a proof repeat from the request."""
 _SAME_SIZE = 0.05  # of a number: pools of caches follow the free memory, which differs between two starts
 
 
@@ -43,6 +44,21 @@ def is_unchanged(arm: ArmRecord, reference: ArmRecord) -> bool:
     return arm.status is Status.IDENTICAL and not effect_of(arm, reference)
 
 
+def is_proven(arm: ArmRecord) -> bool:
+    """Whether all questions of the proof of engagement were answered "shown"."""
+    return {*_proof(arm).values()} == {"shown"}
+
+
+def _proof(arm: ArmRecord) -> dict[str, Any]:
+    proof = arm.ran.others().get("proof") if arm.ran else None
+    return proof if isinstance(proof, dict) else {}
+
+
+def same_formats(arm: ArmRecord, reference: ArmRecord) -> bool:
+    """Whether two arms asked for the same formats of keys and values, in the same layers."""
+    return (arm.kv and arm.kv.content()) == (reference.kv and reference.kv.content())
+
+
 def _differences(arm: ArmRecord, reference: ArmRecord, ran: RuntimeRecord, base: RuntimeRecord) -> Iterator[str]:
     if arm.engine != reference.engine:
         yield f"engine {one_line(arm.engine)}"
@@ -54,17 +70,13 @@ def _differences(arm: ArmRecord, reference: ArmRecord, ran: RuntimeRecord, base:
             yield f"{one_line(name)} {one_line(version)}"
     own, theirs = ({**side.model_dump(), **side.others()} for side in (ran, base))
     skipped = {"versions", "weight_bytes", "simulated_weight_bytes", *_REQUESTED, *_INCIDENTAL}
-    if not _shows_format(ran):
+    if "shown" not in _proof(arm).values():
         skipped |= _FORMATS
+    elif not same_formats(arm, reference):
+        yield f"KV cache {one_line(arm.kv_text)}"
     for name, value in own.items():
         if name not in skipped and _differ(value, theirs.get(name)):
             yield f"{one_line(name.replace('_', ' '))} {_short(value)}"
-
-
-def _shows_format(ran: RuntimeRecord) -> bool:
-    """Whether the formats were seen in the cache; without a proof, engines report what they were asked for."""
-    proof = ran.others().get("proof")
-    return isinstance(proof, dict) and "shown" in proof.values()
 
 
 def _differ(own: Any, other: Any) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fidelab.core import Estimator, Status
 from fidelab.metrics.composite import KL_EDGES, Band, Ruling, verdict, worse_of
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_proven, same_formats
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
 from fidelab.results.record import ArmRecord, Report, Verdict
@@ -281,7 +282,7 @@ def _clauses(case: _Case) -> Iterator[str]:
     elif arm.status is Status.NOT_ENGAGED:
         yield f"format not applied: {reason}"
     elif arm.status is Status.IDENTICAL:
-        yield "safe, the format ran and its output is identical to the reference's"
+        yield _identical(case)
         yield from _gain(case)
         yield from _reach(case)
     elif case.ruling is not None and case.ruling.at_worst is not None:
@@ -308,6 +309,19 @@ def _clauses(case: _Case) -> Iterator[str]:
         if case.arm.floor is not None and case.arm.floor.mean:
             yield f"rounding noise {format_nats(case.arm.floor.mean)}"
         yield from _reach(case)
+
+
+def _identical(case: _Case) -> str:
+    """Advice on output that equals the reference's: what shows that the change took effect, or that nothing does."""
+    arm, reference = case.arm, case.reference
+    effect = "" if reference is None else effect_of(arm, reference)
+    if reference is not None and not effect:
+        return NOTHING_CHANGED
+    if reference is not None and same_formats(arm, reference):
+        return f"safe, its output is identical to the reference's, in effect: {effect}"
+    if is_proven(arm):
+        return "safe, the format ran and its output is identical to the reference's"
+    return "identical output, not proven that the format ran"
 
 
 def _band_span(ruling: Ruling) -> str:

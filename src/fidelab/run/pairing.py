@@ -45,6 +45,7 @@ _MAX_EQUAL_SHARE = 0.01  # share of changed numbers from which on equal rows are
 _FIRST_DECODED = 2  # the first token reads its own value alone, whatever its key
 _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
 _REFUTED = "refuted: "
+_QUESTIONS = ("received", "stored", "named")  # of the proof of engagement, in the order of reasons
 _CAPTURE_SUFFIX = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
 
 
@@ -462,12 +463,18 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
     return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
 
 
+def _question_rank(question: str) -> int:
+    """Rank of a question of the proof: what attention received says more than what was stored, and that than a name."""
+    return _QUESTIONS.index(question) if question in _QUESTIONS else len(_QUESTIONS)
+
+
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
     """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv
-    answers = map(str, (ran.get("proof") or {}).values())
+    proof = ran.get("proof") or {}  # a manifest has its keys in another order
+    answers = [str(proof[question]) for question in sorted(proof, key=_question_rank)]
     refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
     for side, asked in (("k", kv.k), ("v", kv.v)):
         stored = ran.get(f"{side}_format")

@@ -153,10 +153,14 @@ class EncodedStore:
     @property
     def expected_bytes(self) -> int:
         """Return the bytes that the format should take for this content."""
+        return self.expected_bytes_in(self.format)
+
+    def expected_bytes_in(self, fmt: Format) -> int:
+        """Return the bytes that ``fmt`` should take for this content."""
         if self.parts is None:
             return 0
-        token_bytes = self.format.token_bytes(self.dim)
-        per_sequence = self.format.sequence_bytes(self.heads, self.dim)
+        token_bytes = fmt.token_bytes(self.dim)
+        per_sequence = fmt.sequence_bytes(self.heads, self.dim)
         return self.parts[0].shape[0] * (self._encoded * self.heads * token_bytes + per_sequence) + self.exact_bytes
 
 

@@ -141,7 +141,8 @@ class HFModel:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
             if config.is_encoder_decoder:
                 raise EngineError(
-                    f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
+                    f"encoder-decoder models are not supported: this is {config.model_type}, fidelab runs decoder-only "
+                    "models"
                 )
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
             auto, mapped = auto_class(config)

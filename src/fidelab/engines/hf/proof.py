@@ -473,9 +473,10 @@ class Proof:
         asked, parts = self._asked[side], store.parts
         if parts is None or not store.positions:
             return
-        if store.bytes != store.expected_bytes:
-            finding = f"layer {layer} holds its {_WORDS[side]} in {store.bytes:,} bytes, {asked} takes"
-            self.refute("stored", f"{finding} {store.expected_bytes:,}")
+        expected = store.expected_bytes_in(self._formats[side])
+        if store.bytes != expected:
+            finding = f"layer {layer} holds its {_WORDS[side]} in {store.bytes:,} bytes, {asked} takes {expected:,}"
+            self.refute("stored", finding)
         if asked.name not in KNOWN or store.format.token_block > 1:
             return
         at = torch.tensor(sorted(self._draw.sample(range(parts[0].shape[2]), min(parts[0].shape[2], _POSITIONS))))

@@ -71,6 +71,7 @@ _KV = (
 )
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
+_NAMED, _NAME_LENGTH = 3, 100  # models and characters of a name that the proof lists: a server writes what it likes
 _TOPS = (20, 5)  # the most that vLLM and OpenAI return
 _IDS = 1 << 31  # token ids are stored in 32 bits
 
@@ -194,6 +195,7 @@ class OpenAIEngine(Engine):
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
         k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted
+        others = sorted(self._client.named - {server.model, self._client.clean(server.model)})
         return RuntimeInfo(
             versions={
                 **self.versions(),
@@ -205,21 +207,26 @@ class OpenAIEngine(Engine):
             k_format=k,
             v_format=v,
             more={
-                "proof": dict.fromkeys(("received", "stored", "named"), "open: a server shows nothing of its cache"),
+                "proof": dict.fromkeys(("received", "stored", "named"), f"open: {self._unproven(others)}"),
                 "server": server.kind,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
                 "prompts": dialect.sends,
                 "ids": "returned" if dialect.returns == "ids" else "retokenized",
                 "top_logprobs": dialect.top,
                 "tokenizer": self._tokenizer,
-                "remarks": [
-                    f"the server answered as model {name}, not as {server.model}"
-                    for name in sorted(self._client.named - {server.model, self._client.clean(server.model)})
-                ],
+                "remarks": [f"the server answered as model {name}, not as {server.model}" for name in others],
                 **({"echo_shifted": True} if shifted else {}),
                 **{key: value for key, value in server.facts.items() if key != "attention_backend"},
             },
         )
+
+    @staticmethod
+    def _unproven(others: Sequence[str]) -> str:
+        """Why nothing is proven: the models that answered in place of the requested one, or a server's silence."""
+        if not others:
+            return "a server shows nothing of its cache"
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        return f"answered by {', '.join(name[:_NAME_LENGTH] for name in others[:_NAMED])}{more}"
 
     # ---------------------------------------------------------------------------------------------- requests
 
