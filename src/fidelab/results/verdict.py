@@ -282,9 +282,10 @@ def _clauses(case: _Case) -> Iterator[str]:
     elif arm.status is Status.NOT_ENGAGED:
         yield f"format not applied: {reason}"
     elif arm.status is Status.IDENTICAL:
-        yield _identical(case)
-        yield from _gain(case)
-        yield from _reach(case)
+        yield (advice := _identical(case))
+        if advice != NOTHING_CHANGED:
+            yield from _gain(case)
+            yield from _reach(case)
     elif case.ruling is not None and case.ruling.at_worst is not None:
         yield f"cannot tell: {_band_span(case.ruling)}, use more windows"
         yield from _facts(case)
@@ -315,9 +316,9 @@ def _identical(case: _Case) -> str:
     """Advice on output that equals the reference's: what shows that the change took effect, or that nothing does."""
     arm, reference = case.arm, case.reference
     effect = "" if reference is None else effect_of(arm, reference)
-    if reference is not None and not effect:
-        return NOTHING_CHANGED
     if reference is not None and same_formats(arm, reference):
+        if not effect:
+            return NOTHING_CHANGED
         return f"safe, its output is identical to the reference's, in effect: {effect}"
     if is_proven(arm):
         return "safe, the format ran and its output is identical to the reference's"
