@@ -72,7 +72,7 @@ def test_a_metric_without_an_interval_is_marked_as_proving_no_change(tmp_path: P
     q = _capture(tmp_path, "int4", request, [{"logprobs": _rows(9 + w, 3).astype(np.float32)} for w in range(3)])
     found = KLD(KLD.Settings()).score(Pair.match(p, q), 0).measurement()
     caveats = {metric.name: metric.caveat for metric in found.metrics}
-    assert (caveats["mean"], caveats["top-1"], caveats["median"]) == ("", "", "no interval")
+    assert (caveats["mean"], caveats["same top token"], caveats["median"]) == ("", "", "no interval")
 
 
 def _two_levels(kl: float) -> Rows:

@@ -99,7 +99,7 @@ def means(c: Mapping[str, Array]) -> dict[str, float]:
         return found
     kl = c["kl"][good]
     named = {"kl": "mean", "rkl": "reverse KL", "js": "Jensen–Shannon", "tv": "total variation", "chi2": "χ²"}
-    named |= {"overlap": "top-10 overlap", "same": "top-1", "flip": "confident flips"}
+    named |= {"overlap": "top-10 overlap", "same": "same top token", "flip": "confident flips"}
     found |= {name: value for key, name in named.items() if math.isfinite(value := float(c[key][good].mean()))}
     known = good & np.isfinite(c["dp"])
     if known.any():
@@ -197,14 +197,14 @@ def axis_figures(axis: str, ref: dict[str, Side], test: dict[str, Side]) -> Iter
         worst = max(found, key=lambda part: (found[part].get("mean", 0.0), int(part or 0)))
         yield from ((name, "", value) for name, value in found[worst].items())
         for part in found if len(found) > 1 else ():
-            yield from ((name, f"context {part}", found[part][name]) for name in ("mean", "top-1"))
+            yield from ((name, f"context {part}", found[part][name]) for name in ("mean", "same top token"))
         settings, columns = test[worst].request["settings"], compared[worst]
         domain = dict(settings.get("domains", []))
         kinds = np.array([domain.get(unit, "") for units in test[worst].request["units"] for unit in units])
         for kind in sorted({*kinds.tolist()} - {""}):
             here = (kinds == kind) & ~columns["bad"]
             at = f"domain {kind}"
-            yield from (("mean", at, columns["kl"][here].mean()), ("top-1", at, columns["same"][here].mean()))
+            yield from (("mean", at, columns["kl"][here].mean()), ("same top token", at, columns["same"][here].mean()))
             yield "positions", at, float(here.sum())
 
 

@@ -50,7 +50,7 @@ def test_too_few_documents_have_no_interval() -> None:
     assert cliff(bits, losses, CLUSTERS % 2, native=16).interval is None
 
 
-def test_asymmetry_is_the_ratio_of_changes_of_perplexity() -> None:
+def test_asymmetry_is_the_ratio_of_flips_of_perplexity() -> None:
     native = np.full(len(CLUSTERS), 2.0)
     k, v = native + 1.5, native + 0.25
     found = present(asymmetry(native, k, v, CLUSTERS))

@@ -343,7 +343,7 @@ def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exac
 
 
 @pytest.mark.parametrize("near_ties", [0, 1, 4])
-def test_confident_flips_reach_no_higher_than_the_changed_tokens_they_are_part_of(near_ties: int) -> None:
+def test_confident_flips_reach_no_higher_than_the_flips_they_are_part_of(near_ties: int) -> None:
     changed, clear = np.zeros(1300, dtype=bool), np.zeros(1300, dtype=bool)
     clear[:5] = changed[:5] = True  # in one document, which alone has a large design effect
     changed[100 * np.arange(1, 1 + near_ties)] = True

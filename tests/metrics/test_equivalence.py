@@ -155,17 +155,17 @@ def test_documents_without_a_flip_count_as_half_of_their_positions() -> None:
     effective = 2600 / 2 * (stats.t.ppf(0.95, 2599) / stats.t.ppf(0.95, 12)) ** 2
     for loss in (
         Loss.of_accuracy(right, right, clusters),
-        Loss.of_changes(RatioItems.of(np.ones(2600), 1.0, clusters), 0.01),
+        Loss.of_flips(RatioItems.of(np.ones(2600), 1.0, clusters), 0.01),
     ):
         assert present(loss.interval(0.9))[1] == pytest.approx(1 - 0.05 ** (1 / effective))
 
 
-def test_a_claim_on_changed_tokens_has_the_end_that_tables_and_limits_show() -> None:
+def test_a_claim_on_flips_has_the_end_that_tables_and_limits_show() -> None:
     same = np.ones(2000)
     same[[3, 4, 5, 600, 1000, 1700]] = 0.0
     clusters = np.arange(2000) // 154
     shown = present(event_interval(RatioItems.of(same, 1.0, clusters)))
-    claimed = present(Loss.of_changes(RatioItems.of(same, 1.0, clusters), 0.01).interval(0.95))
+    claimed = present(Loss.of_flips(RatioItems.of(same, 1.0, clusters), 0.01).interval(0.95))
     assert claimed == pytest.approx((1 - shown[1], 1 - shown[0]))
 
 
@@ -176,7 +176,7 @@ def test_an_output_that_is_equal_bit_by_bit_loses_exactly_nothing(documents: int
     ones, zeros = RatioItems.of(np.ones(len(clusters)), 1.0, clusters), np.zeros(len(clusters))
     losses = [
         Loss.of_kl(RatioItems.of(zeros, 1.0, clusters)),
-        Loss.of_changes(ones, 1e-6),
+        Loss.of_flips(ones, 1e-6),
         Loss.of_accuracy(right, right, clusters, 1e-6),
         Loss.of_probability(zeros, clusters, 1e-6),
     ]

@@ -23,7 +23,7 @@ OUTCOMES = ("excellent", "pass", "fail", "identical", "failed", "not engaged", "
 
 MODEL = "SmolLM2-135M-Instruct"
 MEAN = Definition("mean", "nats", "lower", about="mean KL divergence per position")
-TOP1 = Definition("top1", "share", "higher", name="top-1")
+TOP1 = Definition("top1", "share", "higher", name="same top token")
 SCORE = Definition("score", "points", "higher")
 NO_INTERVAL = "without an interval"
 

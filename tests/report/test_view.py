@@ -260,7 +260,7 @@ def test_intervals_of_figures_are_written_by_their_unit() -> None:
         ("rate", "tok/s", "rate, tok/s"),
         ("KV bytes per token", "bytes", "KV bytes per token"),
         ("tokens to flip", "tokens", "tokens to flip"),
-        ("top-1", "share", "top-1"),
+        ("same top token", "share", "same top token"),
     ],
 )
 def test_a_heading_names_the_unit_unless_the_values_or_the_name_do(name: str, unit: str, text: str) -> None:

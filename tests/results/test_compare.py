@@ -233,7 +233,9 @@ def test_numbers_that_no_ratio_holds_are_written_as_json(a: float, b: float) -> 
 
 def test_a_change_of_top1_agreement_is_judged_by_intervals() -> None:
     was, now = (
-        with_axes(kld=measured(Definition("top1", "share", "higher", name="top-1")(top1, (top1 - 0.01, top1 + 0.01))))
+        with_axes(
+            kld=measured(Definition("top1", "share", "higher", name="same top token")(top1, (top1 - 0.01, top1 + 0.01)))
+        )
         for top1 in (0.97, 0.8)
     )
     found = next(change for change in compare(was, now).changes if change.metric == "top1")

@@ -125,5 +125,5 @@ def test_groups_are_means_over_their_own_rows() -> None:
     found = [*by_group("domain", labels, rows, np.arange(60) // 5, KLD_METRICS["mean"], KLD_METRICS["top1"], 1)]
     means = {m.cell["domain"]: m.value for m in found if m.name == "mean"}
     assert means == pytest.approx({"a": rows.kl[:20].mean(), "b": rows.kl[20:53].mean()})
-    shares = {m.cell["domain"]: m.value for m in found if m.name == "top-1"}
+    shares = {m.cell["domain"]: m.value for m in found if m.name == "same top token"}
     assert shares == pytest.approx({"a": rows.top1[:20].mean(), "b": rows.top1[20:53].mean()})

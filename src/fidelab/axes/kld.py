@@ -69,7 +69,11 @@ _METRICS = (
     Definition("p999", "nats", "lower", "99.9th percentile of the KL of a position.", name="p99.9"),
     Definition("max", "nats", "lower", "Largest KL of one position."),
     Definition(
-        "top1", "share", "higher", "Share of positions whose most likely token is the reference's.", name="top-1"
+        "top1",
+        "share",
+        "higher",
+        "Share of positions whose most likely token is the reference's.",
+        name="same top token",
     ),
     Definition(
         "confident_flips",

@@ -394,7 +394,7 @@ class LimitOptions(Options, panel=SCORING):
     """Options for the requirements of the recommendation."""
 
     max_kld: MaxKLD = None
-    max_flips: Annotated[str | None, typer.Option(help="Maximum share of changed top tokens, e.g. 1%.")] = None
+    max_flips: Annotated[str | None, typer.Option(help="Maximum share of flips (changed top tokens), e.g. 1%.")] = None
     max_accuracy_loss: Annotated[str | None, typer.Option(help="Maximum net loss of correct predictions, e.g. 1%.")] = (
         None
     )

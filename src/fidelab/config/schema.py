@@ -198,7 +198,9 @@ class Limits(BaseModel):
     model_config = _STRICT_CONFIG
 
     max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
-    max_flips: Share | None = Field(default=None, gt=0, le=1, description="largest share of changed top tokens: 1%")
+    max_flips: Share | None = Field(
+        default=None, gt=0, le=1, description="largest share of flips (changed top tokens): 1%"
+    )
     max_accuracy_loss: Share | None = Field(
         default=None, gt=0, lt=1, description="largest net loss of correct predictions: 1%"
     )
@@ -213,7 +215,7 @@ class Limits(BaseModel):
         flips, loss = self.max_flips, self.max_accuracy_loss
         if flips is not None and loss is not None and loss > flips:
             raise ValueError(
-                f"max_accuracy_loss {loss:.3g} is above max_flips {flips:.3g}: no more than the changed tokens can be "
+                f"max_accuracy_loss {loss:.3g} is above max_flips {flips:.3g}: no more than the flips can be "
                 "lost, so leave one of the two out"
             )
         return self

@@ -531,7 +531,7 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
 class Flips:
     """Changed most likely tokens over the usable positions; intervals are 95%, by clusters.
 
-    See docs/metrics.md#changed-tokens.
+    See docs/metrics.md#flips.
 
     Attributes:
         top1_ci: of the share that did not change.
@@ -546,9 +546,9 @@ class Flips:
 
 
 def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: bool = False) -> Flips:
-    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens.
+    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#flips.
 
-    A real flip is a changed token, so the upper end of its share is at most that of changed tokens.  ``identical``: the
+    A confident flip is a flip, so the upper end of its share is at most that of flips.  ``identical``: the
     output equals the reference's bit by bit.
     """
     usable = ~rows.failed & np.isfinite(rows.kl)

@@ -60,11 +60,11 @@ MIN_CLUSTERS = 10
 T = TypeVar("T")
 Floats = NDArray[np.float64]
 State = Literal["holds", "exceeded", "underpowered", "undecided"]
-Key = Literal["mean_kl", "changed_tokens", "probability_loss", "accuracy_loss", "log_perplexity"]
+Key = Literal["mean_kl", "flips", "probability_loss", "accuracy_loss", "log_perplexity"]
 
 CLAIM_NAMES: dict[str, str] = {
-    "mean_kl": "mean KL",
-    "changed_tokens": "changed tokens",
+    "mean_kl": "mean KLD",
+    "flips": "flips",
     "probability_loss": "accuracy loss when sampling",
     "accuracy_loss": "accuracy loss",
     "log_perplexity": "log perplexity ratio",
@@ -142,10 +142,10 @@ class Loss:
         return cls("probability_loss", "share", margin, items, bounds=(-1.0, 1.0))
 
     @classmethod
-    def of_changes(cls, same: RatioItems, margin: float) -> Loss:
-        """Build the share of changed top tokens, from items that are 1 where the top token stays."""
+    def of_flips(cls, same: RatioItems, margin: float) -> Loss:
+        """Build the share of flips, from items that are 1 where the top token stays."""
         changed = RatioItems(same.den - same.num, same.den, same.clusters)
-        return cls("changed_tokens", "share", margin, changed, bounds=(0.0, 1.0), events=True)
+        return cls("flips", "share", margin, changed, bounds=(0.0, 1.0), events=True)
 
     @classmethod
     def of_accuracy(cls, ref: ArrayLike, test: ArrayLike, clusters: ArrayLike, margin: float = MARGIN) -> Loss:

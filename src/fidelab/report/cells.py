@@ -144,16 +144,15 @@ def _nearly_all(share: float) -> str:
     return f"{100 * share:.{digits}f}%" if share == 1 or share < 0.999985 else "> 99.99%"
 
 
-def flips_of(kld: Measurement | None) -> Estimate:
-    """Share of positions at which the top token changes beyond a near tie; without any, the upper end of the
-    interval.
-    """
+def confident_flips_of(kld: Measurement | None) -> Estimate:
+    """Return the share of confident flips; without any, with the upper end of the interval: ``0 (≤0.6%)``."""
     flips = kld.metric("confident_flips", {}) if kld else None
     if flips is None or flips.value is None:
         return Estimate()
     spread = format_percent_span(flips.interval, flips.value).replace("≤ ", "≤")
     if flips.value == 0:
-        return Estimate(spread if flips.interval else "0%", order="0")
+        shown = flips.interval is not None and flips.interval[1] > 0
+        return Estimate(f"0 ({spread})" if shown else "0", order="0")
     return Estimate(format_percent(flips.value), spread, f"{flips.value:g}")
 
 

@@ -58,7 +58,7 @@ def contexts_of(report: Report) -> TextTable | None:
 
 
 def groups_of(report: Report, coordinate: str) -> TextTable | None:
-    """Return kind of text (``domain``) or token (``structure``) × arm: mean KL, its interval, and changed tokens.
+    """Return kind of text (``domain``) or token (``structure``) × arm: mean KL, its interval, and flips.
 
     ``None`` if the text has no kinds. The last row names the kind on which an arm loses most.
     """
@@ -83,8 +83,8 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
 
 
 _GROUPS = {
-    "domain": "KLD (nats) and changed top tokens by kind of text. The verdict is that of all together",
-    "structure": "KLD (nats) and changed top tokens where tokens carry structure",
+    "domain": "KLD (nats) and flips by kind of text. The verdict is that of all together",
+    "structure": "KLD (nats) and flips where tokens carry structure",
 }
 
 

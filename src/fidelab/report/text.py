@@ -31,8 +31,9 @@ from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
 _INDENT_COLUMNS = 11  # of the lines below the answer
+_LONG_HEADING = 12  # letters
 _MAX_REASONS = 8  # lines on the first screen
-_DROPPED_COLUMNS = ("95% interval", "flips", "same top", "size")
+_DROPPED_COLUMNS = ("95% interval", "confident flips", "same top token", "size")
 """Columns that narrow terminals leave out, in this order."""
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
@@ -164,7 +165,7 @@ def _candidates(
     table.add_column(view.subject, no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for name in kept:
-        table.add_column(literal(name, console), no_wrap=True)
+        table.add_column(literal(_two_lines(name), console), no_wrap=True)
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
@@ -177,6 +178,12 @@ def _candidates(
             *((literal(row.why, console),) if reasons else ()),
         )
     return table
+
+
+def _two_lines(heading: str) -> str:
+    """Break a heading that is longer than its cells before its last word, so that the table fits 80 columns."""
+    first, _, last = heading.rpartition(" ")
+    return f"{first}\n{last}" if len(heading) > _LONG_HEADING else heading
 
 
 # ---------------------------------------------------------------------------------------------------------- details

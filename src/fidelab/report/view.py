@@ -15,10 +15,10 @@ from fidelab.core import Status
 from fidelab.report.cells import (
     STATUS,
     Estimate,
+    confident_flips_of,
     engines_of,
     estimate_of,
     excess_of,
-    flips_of,
     is_duplicate_reason,
     kld_of,
     plain,
@@ -172,7 +172,7 @@ class ArmRow:
         return (kld, interval, self.same.value, self.flips.value, self.size.value)
 
 
-FIGURES = ("KLD", "95% interval", "same top", "flips", "size")
+FIGURES = ("KLD", "95% interval", "same top token", "confident flips", "size")
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         kld=kld_of(kld),
         excess=excess_of(kld),
         same=top_token_estimate(kld),
-        flips=flips_of(kld),
+        flips=confident_flips_of(kld),
         size=_saved(sizes.saving(arm.name)) if role == "candidate" else Estimate(),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
         sentence=sentence,

@@ -36,7 +36,7 @@ LIMITS = {
 """Limits on the recommended candidate, each with the figure that it holds for."""
 
 _LOSS_LIMITS = ("max_kld", "max_flips", "max_accuracy_loss")  # in the place of the class
-LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "changed_tokens": "max_flips", "accuracy_loss": "max_accuracy_loss"}
+LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "flips": "max_flips", "accuracy_loss": "max_accuracy_loss"}
 """The limit that replaces the margin of a claim, by the claim's key."""
 _LEVEL = 0.99  # of the paired differences that strike a candidate
 _SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
@@ -137,7 +137,7 @@ def _other_upper_end(arm: ArmRecord) -> float:
 
 
 def _flips(arm: ArmRecord) -> float | None:
-    """Return the upper end of the share of changed top tokens."""
+    """Return the upper end of the share of flips."""
     same = arm.axes[DECIDING].ci("top1", {})
     return None if same is None else 1 - same[0]
 

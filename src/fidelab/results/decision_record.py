@@ -20,7 +20,7 @@ class CertificateClaim(Record):
     """One claim: the loss lies below the margin.  See docs/metrics.md#non-inferiority-test."""
 
     key: Key
-    """The loss: ``mean_kl``, ``probability_loss`` (accuracy when sampling), ``accuracy_loss`` or ``changed_tokens``."""
+    """The loss: ``mean_kl``, ``probability_loss`` (accuracy when sampling), ``accuracy_loss`` or ``flips``."""
     unit: Literal["nats", "share"]
     """Unit of margin, loss, interval and detectable loss."""
     context: Count | None = None

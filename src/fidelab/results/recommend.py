@@ -326,7 +326,7 @@ def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
 def _amount(value: float, claim: CertificateClaim) -> str:
     if claim.unit == "nats":
         return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
-    return f"{100 * value:.2g}%" if claim.key == "changed_tokens" else _points(value)
+    return f"{100 * value:.2g}%" if claim.key == "flips" else _points(value)
 
 
 def _points(value: float) -> str:

@@ -322,7 +322,7 @@ def losses_of(name: str, whole: AxisScore, limits: Limits) -> list[Loss]:
         same = score.positions.get("top1_agrees")
         if limits.max_flips is not None and same is not None:
             items = RatioItems.of(same[score.usable], 1.0, score.clusters[score.usable])
-            losses.append(Loss.of_changes(items, limits.max_flips))
+            losses.append(Loss.of_flips(items, limits.max_flips))
     lost = _pooled(parts, [(score.probability_loss,) for score in parts])
     losses += [Loss.of_probability(values, clusters, margin) for values, clusters in lost]
     if limits.max_accuracy_loss is not None:
