@@ -113,6 +113,8 @@ def test_what_is_parsed_is_written_so_that_it_reads_as_the_same() -> None:
 
     found = Shares.model_validate({"some": "1%", "whole": "100%", "rise": "150%"})
     assert (found.some, found.whole, found.rise) == (0.01, 1.0, 1.5)
+    assert Shares.model_validate_json(found.model_dump_json()) == found
+    assert Shares.model_validate_json(Shares(rise="110%").model_dump_json()).rise == 1.1  # type: ignore[arg-type]
     limits = Limits.model_validate({"max_flips": "100%", "margin": "0.5%"})
     assert Limits.model_validate(limits.model_dump(mode="json")) == limits
     with pytest.raises(ValidationError, match="True is not a share"):

@@ -63,11 +63,11 @@ class ShareBounds:
         schema = {"type": "function-before", "function": validator, "schema": handler(source)}
         # what is written has to read as the same share
         written = {"type": "function-plain", "function": _written, "when_used": "json"}
-        return {**schema, "serialization": written} if self.whole else schema
+        return {**schema, "serialization": written} if self.whole or self.beyond else schema
 
 
 def _written(share: Any) -> Any:
-    return "100%" if share == 1 else share
+    return f"{100 * share:.17g}%" if isinstance(share, float) and abs(share) >= 1 else share
 
 
 def _is_number(text: str) -> bool:

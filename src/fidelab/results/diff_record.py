@@ -15,7 +15,8 @@ from fidelab.results.numbers import counted
 from fidelab.results.values import Count, Free, Interval, Record
 
 ChangeOutcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
-Basis = Literal["equal", "repeats", "intervals", "exact", "single"]
+Basis = Literal["equal", "repeats", "paired", "intervals", "exact", "single"]
+"""``paired``: sums by document of both reports.  ``intervals``: those of the two figures, as if independent."""
 
 
 class Thresholds(Record):
@@ -152,7 +153,7 @@ class Diff(Record):
         if self.refused and strict:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
             lines.append(f"not comparable: {groups} (allow_missing lets that pass)")
-        measured = ("intervals", "repeats")
+        measured = ("intervals", "repeats", "paired")
         open_ = [one for one in self.changes if one.counts and one.outcome == "cannot tell" and one.basis in measured]
         if open_:
             lines.append(
