@@ -217,8 +217,8 @@ def test_documents_that_all_rise_alike_leave_no_doubt_and_one_document_has_no_in
 
 
 def test_a_cost_below_zero_has_no_share_to_rise_by() -> None:
-    was, now = by_document([-0.1, -0.1, -0.11]), by_document([-0.08, -0.081, -0.09])
-    assert present(judge_paired(was, now, Allowance(relative=0.5)))[0] == "regressed"
+    was, now = by_document([-0.1, -0.1, -0.11]), by_document([-0.12, -0.121, -0.13])
+    assert present(judge_paired(was, now, Allowance(relative=0.5)))[0] == "improved"
 
 
 def test_other_documents_or_positions_are_not_paired() -> None:
