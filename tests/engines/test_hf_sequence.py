@@ -84,3 +84,12 @@ def test_the_peak_of_a_sequence_is_before_a_block_is_complete() -> None:
     most = max(held(filled("llama", "uint2[axis=channel,group=8]", n)) for n in range(1, 17))
     assert sequence.peak_bytes(16) == most > sequence.bytes_of_sequence(16)
     assert math.isclose(most, sequence.bytes_of_sequence(15))
+
+
+def test_the_longest_context_that_fits_is_the_first_before_any_that_does_not() -> None:
+    model = Model(Geometry("tiny", 1, (KVLayer(2, 32, 32),), 1))
+    kv = KVSpec.parse("uint2[axis=channel,group=32,tail=16]")
+    for memory in (3000, 9000, 20000, 31000):
+        sizes = [model.weight_bytes + model.cache_bytes(kv, n) for n in range(1, 2000)]
+        due = next(n for n, size in enumerate(sizes) if size > memory)
+        assert model.longest_context(kv, 1, memory) == due

@@ -25,7 +25,8 @@ from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, cpu_cache_bytes
 from fidelab.engines.vllm.model import VLLMModel, is_refusal
 from fidelab.engines.vllm.options import size_in_bytes
-from fidelab.engines.vllm.read_back import stored_as
+from fidelab.engines.vllm.read_back import _sequence, stored_as
+from tests.present import present
 
 WIDTH, VOCAB = 4, 11
 GOOD = Backend("cpu", "CPU_ATTN")
@@ -462,3 +463,20 @@ def test_what_is_written_to_the_cache_is_read_back_where_no_modules_forward_runs
     layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, slots)  # as before: nothing is noted any more
     assert hook._given == {}
     assert "do_kv_cache_update" not in vars(implementation)
+
+
+class SlidingWindowSpec:
+    """As vLLM names the specification of layers that free the tokens before their window."""
+
+    sliding_window = 64
+
+
+def test_layers_with_a_window_hold_no_more_than_it_and_others_all_tokens() -> None:
+    whole = SimpleNamespace(block_size=16, sliding_window=64)  # computes with a window and keeps all tokens
+    mixed = SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec(), "b": whole})
+    specs = [(SlidingWindowSpec(), "a"), (whole, "a"), (mixed, "a"), (mixed, "b")]
+    assert [vllm_capture._window(*each) for each in specs] == [64, None, 64, None]
+    layers: list[dict[str, Any]] = [{"bytes_per_token": 10.0, "window": 64}, {"bytes_per_token": 30.0, "window": None}]
+    sequence = present(_sequence(layers, 7))
+    assert [sequence.bytes_of_sequence(n) for n in (10, 1000)] == [10 * 40 + 7, 64 * 10 + 1000 * 30 + 7]
+    assert _sequence(layers[1:], 7) is None

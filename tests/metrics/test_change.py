@@ -16,9 +16,12 @@ from fidelab.metrics.change import (
     difference_interval,
     judge_intervals,
     judge_log_ratio,
+    judge_paired,
     judge_values,
     log_ratio,
+    paired_change,
 )
+from fidelab.metrics.intervals import RatioItems
 from tests.present import present
 
 RANK = {"regressed": 2, "cannot tell": 1, "unchanged": 1, "improved": 0}
@@ -157,3 +160,68 @@ def test_swapping_repeats_swaps_the_verdict(was: list[float], now: list[float], 
     assert back is not None
     verdict = judge_log_ratio(present(forth).interval, allowed)
     assert judge_log_ratio(back.interval, allowed) == MIRROR.get(verdict, verdict)
+
+
+def by_document(means: list[float], positions: list[int] | None = None) -> RatioItems:
+    counts = np.asarray(positions or [100] * len(means), dtype=float)
+    return RatioItems.of(np.asarray(means) * counts, counts, np.arange(len(means)))
+
+
+levels = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=9)
+
+
+@given(levels)
+def test_a_paired_change_of_equal_documents_is_the_paired_t_test_of_their_means(was: list[float]) -> None:
+    rng = np.random.default_rng(len(was))
+    now = [x * f for x, f in zip(was, rng.lognormal(0, 0.2, len(was)), strict=True)]
+    found = present(paired_change(by_document(was), by_document(now)))
+    oracle = stats.ttest_rel(now, was).confidence_interval(0.95)
+    assert found.interval == pytest.approx((oracle.low, oracle.high), rel=1e-9, abs=1e-12)
+
+
+def test_documents_count_by_their_positions() -> None:
+    was, now = by_document([0.1, 0.3], [100, 300]), by_document([0.2, 0.3], [100, 300])
+    assert present(paired_change(was, now)).estimate == pytest.approx(0.1 * 100 / 400)
+
+
+@pytest.mark.parametrize(
+    ("rise", "relative", "absolute", "expected"),
+    [
+        (1.3, 0.1, 0.0, "regressed"),
+        (1.3, 0.5, 0.0, "unchanged"),
+        (1.0, 0.1, 0.0, "unchanged"),
+        (0.5, 0.1, 0.0, "improved"),
+        (1.1, 0.1, 0.0, "cannot tell"),
+        (1.3, 0.1, 0.01, "unchanged"),
+        (1.3, 0.0, 0.0, "regressed"),
+    ],
+)
+def test_the_allowance_is_of_the_ratio_and_levels_that_both_share_do_not_widen_it(
+    rise: float, relative: float, absolute: float, expected: str
+) -> None:
+    rng = np.random.default_rng(0)
+    was = 0.003 * rng.lognormal(0, 1.0, 13)
+    now = was * rise * rng.lognormal(0, 0.02, 13)
+    old, new = by_document(was.tolist()), by_document(now.tolist())
+    outcome, change = present(judge_paired(old, new, Allowance(relative, absolute)))
+    assert outcome == expected
+    assert change.estimate == pytest.approx(now.mean() - was.mean())
+    mirrored, _ = present(judge_paired(new, old, Allowance(relative, absolute)))
+    assert mirrored == MIRROR.get(expected, expected)
+
+
+def test_documents_that_all_rise_alike_leave_no_doubt_and_one_document_has_no_interval() -> None:
+    was, now = by_document([0.1, 0.2, 0.3]), by_document([0.1, 0.2, 0.3])
+    assert present(judge_paired(was, now, Allowance())) == ("unchanged", present(paired_change(was, now)))
+    assert judge_paired(by_document([0.1]), by_document([0.2]), Allowance()) is None
+
+
+def test_a_cost_below_zero_has_no_share_to_rise_by() -> None:
+    was, now = by_document([-0.1, -0.1, -0.11]), by_document([-0.12, -0.121, -0.13])
+    assert present(judge_paired(was, now, Allowance(relative=0.5)))[0] == "improved"
+
+
+def test_other_documents_or_positions_are_not_paired() -> None:
+    for other in (by_document([0.1, 0.2], [100, 99]), by_document([0.1, 0.2, 0.3])):
+        with pytest.raises(ValueError, match="the same positions of the same documents"):
+            paired_change(by_document([0.1, 0.2]), other)

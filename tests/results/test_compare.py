@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from fidelab.core import Status
 from fidelab.results.compare import compare
-from fidelab.results.diff_record import Diff, Thresholds
+from fidelab.results.decision_record import DocumentSums
+from fidelab.results.diff_record import Diff, MetricChange, Thresholds
 from fidelab.results.measurement import Definition, Measurement, label, walk
 from fidelab.results.record import Report
 from fidelab.results.table import tabulate
@@ -279,3 +283,105 @@ def test_another_version_of_what_computes_is_another_place() -> None:
     later = now.model_copy(update={"candidates": (arm.model_copy(update={"ran": ran}),)})
     limits = {"kld_increase": 0.0, "kld_increase_nats": 0.0}
     assert outcome(was, later, "kld", "mean", **limits) == "unchanged"
+
+
+LEVELS = 0.003 * np.random.default_rng(1).lognormal(0, 0.5, 13)  # of documents, nats
+
+
+def with_sums(means: Any, *, context: int = 512, positions: int = 255, first: int = 0, **changes: Any) -> Report:
+    """A run of one candidate with these mean KLs by document, all with as many positions."""
+    mean, n = float(np.mean(means)), len(means)
+    ends = (mean * 0.7, mean * 1.5) if n > 1 else None
+    found = Definition("mean", "nats", "lower")(mean, ends)
+    kld = measured(found, facts={"n_ctx": 512}, n_clusters=n, **changes)
+    sums = DocumentSums(
+        context=context,
+        windows=8,
+        documents=tuple(range(first, first + n)),
+        positions=(positions,) * n,
+        kl=tuple((positions * np.asarray(means)).tolist()),
+        probability_loss=(0.0,) * n,
+    )
+    [arm] = with_axes(kld=kld).candidates
+    return run(candidates=(arm.model_copy(update={"documents": (sums,)}),))
+
+
+def without_sums(report: Report) -> Report:
+    [arm] = report.candidates
+    return report.model_copy(update={"candidates": (arm.model_copy(update={"documents": ()}),)})
+
+
+def mean_change(was: Report, now: Report, **limits: Any) -> MetricChange:
+    return one(compare(was, now, Thresholds.model_validate(limits)), "kld", "mean")
+
+
+def test_a_rise_of_the_mean_kl_is_found_by_the_sums_of_documents_and_hidden_by_independent_intervals() -> None:
+    was, now = with_sums(LEVELS), with_sums(1.3 * LEVELS)
+    found = mean_change(was, now)
+    assert (found.basis, found.outcome, found.doubt) == ("paired", "regressed", "")
+    assert found.change == pytest.approx(0.3 * LEVELS.mean())
+    assert mean_change(now, was).outcome == "improved"
+    alone = mean_change(without_sums(was), without_sums(now))
+    assert (alone.basis, alone.outcome) == ("intervals", "cannot tell")
+
+
+def test_noise_by_document_within_the_allowance_is_unchanged() -> None:
+    noisy = LEVELS * np.random.default_rng(2).lognormal(0, 0.05, 13)
+    found = mean_change(with_sums(LEVELS), with_sums(noisy))
+    assert (found.basis, found.outcome) == ("paired", "unchanged")
+    strict = mean_change(with_sums(LEVELS), with_sums(1.3 * LEVELS), kld_increase="50%")
+    assert strict.outcome == "unchanged"
+    assert mean_change(with_sums(LEVELS), with_sums(1.3 * LEVELS), kld_increase_nats=0.01).outcome == "unchanged"
+
+
+def test_a_paired_change_that_cannot_be_told_leaves_the_gate_open() -> None:
+    diff = compare(with_sums(LEVELS), with_sums(LEVELS * np.random.default_rng(3).lognormal(0, 0.6, 13)))
+    found = one(diff, "kld", "mean")
+    assert (found.basis, found.outcome) == ("paired", "cannot tell")
+    assert any("may be worse than allowed" in line for line in diff.undecided())
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "doubt"),
+    [
+        (without_sums(with_sums(LEVELS)), with_sums(1.3 * LEVELS), "the baseline has no sums by document"),
+        (with_sums(LEVELS), without_sums(with_sums(1.3 * LEVELS)), "the run has no sums by document"),
+        (with_sums(LEVELS), with_sums(1.3 * LEVELS, context=2048), "the run has no sums by document"),
+        (with_sums(LEVELS), with_sums(1.3 * LEVELS, positions=254), "of other documents or positions"),
+        (with_sums(LEVELS), with_sums(1.3 * LEVELS, first=1), "of other documents or positions"),
+        (with_sums(LEVELS), with_sums(1.3 * LEVELS[:12]), "of other documents or positions"),
+    ],
+)
+def test_sums_that_do_not_match_fall_back_and_say_so(was: Report, now: Report, doubt: str) -> None:
+    found = mean_change(was, now)
+    assert (found.basis, found.outcome) == ("intervals", "cannot tell")
+    assert found.doubt.startswith("not paired: ")
+    assert doubt in found.doubt
+
+
+def test_sums_of_another_figure_are_not_paired() -> None:
+    now = with_sums(1.3 * LEVELS)
+    [arm] = now.candidates
+    doubled = tuple(2 * x for x in arm.documents[0].kl)
+    sums = arm.documents[0].model_copy(update={"kl": doubled})
+    other = now.model_copy(update={"candidates": (arm.model_copy(update={"documents": (sums,)}),)})
+    assert mean_change(with_sums(LEVELS), other).doubt == "not paired: the sums by document are not those of the figure"
+
+
+def test_one_document_has_no_interval_and_says_so() -> None:
+    found = mean_change(with_sums([0.003]), with_sums([0.004]))
+    assert (found.basis, found.outcome) == ("single", "cannot tell")
+    assert found.doubt == "one document: a change has no interval"
+
+
+def test_between_machines_rounding_noise_is_the_least_allowance_of_a_paired_change_too() -> None:
+    def on(processor: str, means: Any) -> Report:
+        report = with_sums(means)
+        [arm] = report.candidates
+        metrics = tuple(m.model_copy(update={"noise": 0.01}) for m in arm.axes["kld"].metrics)
+        axes = {"kld": arm.axes["kld"].model_copy(update={"metrics": metrics})}
+        arms = (arm.model_copy(update={"axes": axes}),)
+        return report.model_copy(update={"candidates": arms, "environment": {"processor": processor}})
+
+    assert mean_change(on("one", LEVELS), on("two", 1.3 * LEVELS)).outcome == "unchanged"
+    assert mean_change(on("one", LEVELS), on("one", 1.3 * LEVELS)).outcome == "regressed"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fidelab.axes.base import AxisScore
+from fidelab.core import KVSpec
+from fidelab.metrics.encoded import encoded_share
 from fidelab.models.tiny import make_tiny
+from fidelab.run.encoded import encoded_facts
 from tests.run.harness import Done, cli
 
 TAIL = "int4[tail=96]"
@@ -59,3 +64,25 @@ def test_the_plan_names_the_context_that_reaches_90_percent(folder: Path) -> Non
     done = cli("compare", "./m", *COMPARED, "--n-ctx", 128, "--windows", 8, "--dry-run", cwd=folder)
     assert f"{TAIL}: 7% of the tokens that attention reads are encoded at 128 tokens, 90% from 1,332 tokens" in done.out
     assert "int4: " not in done.out
+
+
+def score(n_ctx: int, **parts: AxisScore) -> AxisScore:
+    """The rows of the second half of one window."""
+    rows = np.arange(n_ctx // 2, n_ctx - 1)
+    columns = {"position": rows, "n_ctx": np.full(len(rows), n_ctx)}
+    ones = np.ones(len(rows))
+    return AxisScore(ones, ones, ones, ones > 0, positions=columns, parts=parts)
+
+
+@pytest.mark.parametrize("kv", ["int4[tail=32]/int4[tail=64]", "int4[tail=64]/int4", "bf16/int4[tail=64]"])
+def test_the_side_with_fewer_tokens_encoded_counts_at_the_longest_context(kv: str) -> None:
+    whole = score(128, short=score(128), long=score(512))
+    assert encoded_facts(KVSpec.parse(kv), whole) == {
+        "encoded_share": encoded_share(range(256, 511), 0, 64),
+        "encoded_90_at": 888,
+    }
+
+
+@pytest.mark.parametrize("kv", ["int4", "bf16", "uint4[axis=head]", "fp8", "fp8[tail=3]/turboquant_4bit_nc"])
+def test_formats_without_exceptions_and_those_of_other_packages_have_no_facts(kv: str) -> None:
+    assert encoded_facts(KVSpec.parse(kv), score(128)) == {}

@@ -97,8 +97,15 @@ def _policy(path: Path | None, flags: dict[str, dict[str, Any]]) -> Policy:
         ConfigError: If the file or a flag is invalid.  The message says what is wrong.
     """
     from fidelab.config.load import read_yaml, validate_as
+    from fidelab.core.errors import UsageError
+    from fidelab.core.share import LIMIT
     from fidelab.results.check import Policy
 
+    same = flags["kld.top1"].get("min")
+    try:
+        LIMIT.parse(same if same is not None else 0.0)
+    except ValueError as error:
+        raise UsageError(f"--min-same-top: {error}") from None
     asked = Policy() if path is None else validate_as(Policy, read_yaml(path, keys="'rules:'"), str(path))
     rules = [{"metric": metric, **limit} for metric, limit in flags.items() if None not in limit.values()]
     given = validate_as(Policy, {"rules": rules}, "check")

@@ -47,6 +47,8 @@ def report(
 ) -> None:
     """Print a run's report and update its report.html.
 
+    With limits only the answer is printed: the files of the run are everybody's and keep its own limits.
+
     [bold]Examples[/bold]
 
       fidelab report latest --max-kld 0.01 --min-saving 40%
@@ -79,6 +81,9 @@ def report(
     if rescore:
         from fidelab.run.repeat import rescore_all
 
+        if own := sorted(set(asked or ()) - {"margin"}):
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+            raise UsageError(f"--rescore writes the run's report with the run's own limits: leave out {flags}")
         result, scored = rescore_all(run_dir, asked)
         show_report(result, folder=scored.path, **vars(show))
         exit_on(failures(result))
@@ -93,7 +98,7 @@ def report(
         result = folder.read_report(run_dir)
     if chosen is not None:
         result = recommended(result, **chosen.model_dump(exclude={"margin"}))
-    if folder is not None:
+    elif folder is not None:
         try:
             write_html(result, folder.html)
         except OutputError as error:

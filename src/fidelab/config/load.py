@@ -177,8 +177,10 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
     if first["type"] == "missing":
         return f"{where}: {place!r} is missing"
     got = first.get("input")
-    shown = "" if isinstance(got, dict) or got is None else f" (found {got!r:.100})"
-    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, '):.1000}{shown}"
+    message = first["msg"].removeprefix("Value error, ")
+    named = isinstance(got, dict) or got is None or message.startswith((f"{got} ", f"{got!r} "))
+    shown = "" if named else f" (found {got!r:.100})"
+    return f"{where}: {place + ': ' if place else ''}{message:.1000}{shown}"
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

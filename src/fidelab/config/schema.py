@@ -24,8 +24,9 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec, engine_name, parse_share
+from fidelab.core import KVSpec, engine_name
 from fidelab.core.errors import UsageError
+from fidelab.core.share import Share, WholeShare
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # docker would take a leading dash for a flag
 
@@ -188,26 +189,18 @@ class Preset(ArmConfig):
         return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
 
 
-Share = Annotated[float, BeforeValidator(parse_share)]
-"""A number from 0 to 1, or a percentage."""
-
-
 class Limits(BaseModel):
     """Requirements for recommending a candidate (allowed loss, saving), and its non-inferiority margin."""
 
     model_config = _STRICT_CONFIG
 
     max_kld: float | None = Field(default=None, gt=0, description="largest mean KL, nats")
-    max_flips: Share | None = Field(
-        default=None, gt=0, le=1, description="largest share of flips (changed top tokens): 1%"
-    )
-    max_accuracy_loss: Share | None = Field(
-        default=None, gt=0, lt=1, description="largest net loss of correct predictions: 1%"
-    )
-    min_saving: Share | None = Field(default=None, gt=0, lt=1, description="smallest share of bytes saved: 40%")
+    max_flips: WholeShare | None = Field(default=None, description="largest share of flips (changed top tokens): 1%")
+    max_accuracy_loss: Share | None = Field(default=None, description="largest net loss of correct predictions: 1%")
+    min_saving: Share | None = Field(default=None, description="smallest share of bytes saved: 40%")
     min_tokens_per_s: float | None = Field(default=None, gt=0, description="lowest rate of generated tokens, tok/s")
     margin: Share | None = Field(
-        default=None, gt=0, lt=1, description="non-inferiority margin: loss of accuracy to rule out; 1% by default"
+        default=None, description="non-inferiority margin: loss of accuracy to rule out; 1% by default"
     )
 
     @model_validator(mode="after")

@@ -224,21 +224,6 @@ def parse_bytes(text: str) -> float:
     return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
 
 
-def parse_share(value: Any) -> Any:
-    """Parse a share: ``"1%"`` equals ``"0.01"``.  Values other than text are returned unchanged.
-
-    Raises:
-        ValueError: If the text is not a number.
-    """
-    if not isinstance(value, str):
-        return value
-    body = value.strip()
-    try:
-        return float(body.removesuffix("%")) / (100 if body.endswith("%") else 1)
-    except ValueError:
-        raise ValueError(f"{value!r}: write a share such as 1% or 0.01") from None
-
-
 def cache_parameter(model: Any) -> str:
     """Return the name by which a Transformers model's ``forward`` takes its cache.
 

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core.registry import late
+from fidelab.metrics.intervals import RatioItems, ratio_estimate, standard_error
 
 if TYPE_CHECKING:
     from scipy import special
@@ -119,6 +120,43 @@ def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> 
     worse = difference_interval(now, baseline.allowed(allowance))
     better = difference_interval(baseline, now.allowed(allowance))
     return _verdict(worse, better)
+
+
+def paired_change(baseline: RatioItems, now: RatioItems, factor: float = 1.0, level: float = 0.95) -> Change | None:
+    """Return ``now`` minus ``factor`` times ``baseline`` with its interval, from sums by document of the same rows.
+
+    Student's t on the linearised standard error of the difference's ratio of sums, which has the documents as
+    clusters.  A bootstrap-t finds smaller rises and calls up to 6% of rises at the allowance larger
+    (benchmarks/changes.py).  ``None`` for a single document.  See docs/metrics.md#changes-between-runs.
+
+    Raises:
+        ValueError: If the documents or their positions differ.
+    """
+    if not (np.array_equal(baseline.clusters, now.clusters) and np.array_equal(baseline.den, now.den)):
+        raise ValueError("a change is paired over the same positions of the same documents")
+    items = RatioItems(now.num - factor * baseline.num, now.den, now.clusters)
+    estimate, error, n = ratio_estimate(items), standard_error(items), len(np.unique(items.clusters))
+    if estimate is None or error is None:
+        return None
+    reach = float(special.stdtrit(n - 1, 0.5 + level / 2)) * error
+    return Change(estimate, (estimate - reach, estimate + reach))
+
+
+def judge_paired(baseline: RatioItems, now: RatioItems, allowance: Allowance) -> tuple[Judgement, Change] | None:
+    """Judge two costs by their sums by document, and return the difference; ``None`` for a single document.
+
+    The allowance is part of the paired difference: ``now − A(baseline)`` has the documents' levels in both terms, so
+    that they do not widen its interval.  See docs/metrics.md#changes-between-runs.
+    """
+    change = paired_change(baseline, now)
+    worse, better = (
+        paired_change(before, after, 1 + (allowance.relative if before.num.sum() > 0 else 0.0))
+        for before, after in ((baseline, now), (now, baseline))
+    )
+    if change is None or worse is None or better is None:
+        return None
+    (low, high), (least, most), allowed = worse.interval, better.interval, allowance.absolute
+    return _verdict((low - allowed, high - allowed), (least - allowed, most - allowed)), change
 
 
 def judge_log_ratio(change: Interval, relative: float) -> Judgement:

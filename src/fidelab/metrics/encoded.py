@@ -16,6 +16,8 @@ _MAX_CONTEXT = 1 << 21  # tokens; no model reads more, and prefix sums of that l
 def encoded_share(positions: ArrayLike, sinks: int, tail: int, block: int = 1) -> float:
     """Return the mean over scored rows of (encoded tokens that a row reads / tokens that it reads).
 
+    See docs/metrics.md#share-of-tokens-encoded.
+
     Args:
         positions: of the rows in their windows, ``[n]``, from 0; the row at position p reads p + 1 tokens.
         sinks, tail: first and last tokens that stay exact.
@@ -37,7 +39,8 @@ def context_of_share(
     """Return the smallest context at which the mean share of tokens encoded reaches ``share``.
 
     Rows of another context n are those of a window of ``n_ctx`` tokens whose rows ``first`` to ``last`` are scored,
-    in proportion: from ``first·n // n_ctx`` to as many tokens before the end.
+    in proportion: from ``first·n // n_ctx`` to as many tokens before the end.  See
+    docs/metrics.md#share-of-tokens-encoded.
 
     Returns ``None`` if no context below 2,097,152 tokens does.
 

@@ -98,7 +98,7 @@ def _rows(diff: Diff) -> list[MetricChange]:
 
 
 def _cells(change: MetricChange) -> tuple[str, ...]:
-    """One cell per column; the change is followed by its interval, or by the reason why it has none."""
+    """One cell per column; the change is followed by its interval, and by the reason why it is not a better one."""
     unit = "" if change.unit in _UNNAMED_UNITS else f" ({change.unit})"
     flags = f" [{', '.join(change.flags)}]" if change.flags else ""
     why = f" ({change.doubt})" if change.doubt else ""
@@ -111,7 +111,7 @@ def _cells(change: MetricChange) -> tuple[str, ...]:
         one_line(f"{place}{unit}{flags}"),
         _value(change.baseline, change.unit),
         _value(change.now, change.unit),
-        one_line(shown + (ends or why)),
+        one_line(shown + ends + why),
     )
 
 

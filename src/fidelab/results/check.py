@@ -14,8 +14,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import AwareDatetime, BeforeValidator, Field, model_validator
 
-from fidelab.core import Status, parse_share
+from fidelab.core import Status
 from fidelab.core.errors import MissingPackageError, UnknownNameError, UsageError
+from fidelab.core.share import CHANGE_LIMIT, LIMIT
 from fidelab.metrics.change import welch_reach
 from fidelab.metrics.equivalence import POWER
 from fidelab.metrics.intervals import RatioItems, critical_value
@@ -45,8 +46,14 @@ def _limit(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("write a number, or a percentage such as 97%")
     if isinstance(value, str):
-        number = parse_share(value)
-        return value.strip() if value.strip().endswith("%") and math.isfinite(number) else number
+        text = value.strip()
+        try:
+            number = float(text.removesuffix("%"))
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"{value!r} is not a limit: write a number, or a percentage such as 97%")
+        return text if text.endswith("%") else number
     return value
 
 
@@ -80,7 +87,7 @@ class Rule(Record):
         """Return (least, largest) value in a unit. An absent limit is infinite.
 
         Raises:
-            UsageError: If a percentage is given for a metric that has none, a share is above 1, or the least value is
+            UsageError: If a percentage is given for a metric that has none, a share is not one, or the least value is
                 above the largest.
         """
         low, high = (self._in(unit, limit) for limit in (self.min, self.max))
@@ -90,13 +97,17 @@ class Rule(Record):
         return least, most
 
     def _in(self, unit: Unit, limit: float | str | None) -> float | None:
+        if limit is not None and unit == "share":
+            bounds = CHANGE_LIMIT if self.metric.endswith(f".{OVER_CONTROL}") else LIMIT
+            try:
+                return bounds.parse(limit)
+            except ValueError as error:
+                raise UsageError(f"{self.metric}: {error}") from None
         if isinstance(limit, str):
-            if unit not in ("share", "points"):
+            if unit != "points":
                 said = f"is in {unit}" if unit else "has no unit"
                 raise UsageError(f"{self.metric} {said}: write its limit {limit} as a number")
-            return float(parse_share(limit)) * (100 if unit == "points" else 1)
-        if limit is not None and unit == "share" and limit > 1:
-            raise UsageError(f"{self.metric} is a share: write its limit {limit:g} as {limit:g}% or {limit / 100:g}")
+            return float(limit.removesuffix("%"))
         return limit
 
 

@@ -6,8 +6,9 @@ Costs are compared: for rates the time that the work takes, for scores their dro
 is certain:
 
 - *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
+- *paired*: of a mean KL, the interval of the difference by document, where both reports hold the sums by document.
 - *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
-  but two reports do not hold the pairs. The interval is therefore too wide rather than too narrow.
+  but the reports do not hold the pairs. The interval is therefore too wide rather than too narrow.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
 - a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
   (``ArmRecord.floor``, the larger of both sides); it is the least allowance.
@@ -34,9 +35,11 @@ from fidelab.metrics.change import (
     difference_interval,
     judge_intervals,
     judge_log_ratio,
+    judge_paired,
     judge_values,
     log_ratio,
 )
+from fidelab.metrics.intervals import RatioItems
 from fidelab.results.comparability import (
     COUNTED,
     describe_difference,
@@ -44,10 +47,11 @@ from fidelab.results.comparability import (
     fields,
     same_environment,
 )
+from fidelab.results.decision_record import DocumentSums
 from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Refusal, Thresholds
-from fidelab.results.measurement import Metric
-from fidelab.results.record import Report
-from fidelab.results.table import CACHE, Key, MetricTable, tabulate
+from fidelab.results.measurement import DECIDING, Metric
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.table import CACHE, Key, MetricTable, arms, tabulate
 from fidelab.results.values import Interval
 
 _WORST_FIRST: Mapping[ChangeOutcome, int] = {
@@ -59,6 +63,10 @@ _LARGEST_LOG = 700.0
 _NO_REPEATS = "no repeats"
 _NO_SIDE = "neither side is better"
 _BOUND = "a lower bound"
+_SUMS = {"mean": "kl", "probability_loss": "probability_loss"}
+"""Metric of the deciding axis → field of the sums by document that it is the mean of."""
+_CONTEXT = "context"
+_ROUNDING = 1e-9  # of a mean: sums of another order
 
 
 def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None) -> Diff:
@@ -77,7 +85,8 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
         if key in was and key in is_:
             old, new = (fields(report, key, side[key], axes) for report, side in ((baseline, was), (now, is_)))
             if old == new:
-                changes.append((metric, _judge(key, metric, is_[key], limits, alike=alike)))
+                pair = _pair(key, (baseline, metric), (now, is_[key]))
+                changes.append((metric, _judge(key, metric, is_[key], limits, pair, alike=alike)))
             else:
                 refusals.add(key, old, new)
         else:
@@ -101,12 +110,54 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
 # ------------------------------------------------------------------------------------------------------- one metric
 
 
-def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: bool) -> MetricChange:
+def _pair(key: Key, was: tuple[Report, Metric], now: tuple[Report, Metric]) -> tuple[RatioItems, RatioItems] | str:
+    """Sums by document of a metric on both sides, or the reason why they cannot be paired; empty: it has no sums."""
+    field = _SUMS.get(key.metric) if (key.role, key.group) == ("candidate", DECIDING) else None
+    if field is None or not now[1].cell.keys() <= {_CONTEXT} or was[1].value is None or now[1].value is None:
+        return ""
+    found = [_document_sums(key, *side) for side in (was, now)]
+    if lacking := [name for name, sums in zip(("baseline", "run"), found, strict=True) if sums is None]:
+        return (
+            f"not paired: the {' and the '.join(lacking)} {'have' if len(lacking) > 1 else 'has'} no sums by document"
+        )
+    old, new = (sums for sums in found if sums is not None)
+    if (old.context, old.documents, old.positions) != (new.context, new.documents, new.positions):
+        return "not paired: the sums are of other documents or positions"
+    items = [RatioItems.of(getattr(sums, field), sums.positions, sums.documents) for sums in (old, new)]
+    means = [float(one.num.sum() / max(one.den.sum(), 1)) for one in items]
+    if not all(
+        math.isclose(mean, metric.value or 0.0, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
+        for mean, (_, metric) in zip(means, (was, now), strict=True)
+    ):
+        return "not paired: the sums by document are not those of the figure"
+    if len(old.documents) < 2:
+        return "one document: a change has no interval"
+    return items[0], items[1]
+
+
+def _document_sums(key: Key, report: Report, metric: Metric) -> DocumentSums | None:
+    """Sums over all that a candidate read at the context of a metric."""
+    arm: ArmRecord = next(arm for role, arm in arms(report) if (role, arm.name) == (key.role, key.arm))
+    context = metric.cell.get(_CONTEXT, arm.axes[DECIDING].facts.get("n_ctx"))
+    return max((s for s in arm.documents if s.context == context), key=lambda s: s.windows or 0, default=None)
+
+
+def _judge(
+    key: Key,
+    was: Metric,
+    now: Metric,
+    limits: Thresholds,
+    pair: tuple[RatioItems, RatioItems] | str,
+    *,
+    alike: bool,
+) -> MetricChange:
     allowance = limits.allowance(was.allowance, was.unit)
     if not alike:
         allowance = replace(allowance, absolute=max(allowance.absolute, was.noise, now.noise))
-    verdict, basis, estimate, interval, relative = _change(was, now, allowance)
+    verdict, basis, estimate, interval, relative = _change(was, now, allowance, None if isinstance(pair, str) else pair)
     doubt = was.caveat or now.caveat or _NO_REPEATS if basis == "single" else ""
+    if isinstance(pair, str) and pair and basis in ("single", "intervals"):
+        doubt = pair
     better = was.better if was.better == now.better else None
     if better is None:
         doubt = _BOUND if was.bound or now.bound else _NO_SIDE
@@ -131,7 +182,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
 
 
 def _change(
-    was: Metric, now: Metric, allowance: Allowance
+    was: Metric, now: Metric, allowance: Allowance, pair: tuple[RatioItems, RatioItems] | None
 ) -> tuple[Judgement, Basis, float | None, Interval | None, bool]:
     """Verdict, what it rests on, the change, its interval, and whether that is a ratio minus 1."""
     scaled = was.allowance in ("slowdown", "memory")  # what is compared by ratios
@@ -149,6 +200,8 @@ def _change(
         cost = (low, high) if sign > 0 else (-high, -low)
         ends = _growth(low), _growth(high)
         return judge_log_ratio(cost, allowance.relative), "repeats", _growth(found.estimate), ends, True
+    if pair is not None and sign > 0 and (judged := judge_paired(*pair, allowance)) is not None:
+        return judged[0], "paired", judged[1].estimate, judged[1].interval, False
     if not scaled and was.interval is not None and now.interval is not None:
         old, new = _cost(before, was.interval, sign), _cost(after, now.interval, sign)
         ends = difference_interval(Estimate(after, now.interval), Estimate(before, was.interval))

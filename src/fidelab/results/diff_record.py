@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Literal
 
-from pydantic import AwareDatetime, BeforeValidator, Field
+from pydantic import AwareDatetime, Field
 
-from fidelab.core import parse_share
+from fidelab.core.share import Increase
 from fidelab.metrics.change import Allowance
 from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
@@ -15,20 +15,18 @@ from fidelab.results.numbers import counted
 from fidelab.results.values import Count, Free, Interval, Record
 
 ChangeOutcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
-Basis = Literal["equal", "repeats", "intervals", "exact", "single"]
-
-
-_Share = Annotated[float, Field(ge=0), BeforeValidator(parse_share)]
+Basis = Literal["equal", "repeats", "paired", "intervals", "exact", "single"]
+"""``paired``: sums by document of both reports.  ``intervals``: those of the two figures, as if independent."""
 
 
 class Thresholds(Record):
     """Allowance before a certain change counts; shares may be percentages: ``10%``."""
 
-    slowdown: _Share = 0.1
+    slowdown: Increase = 0.1
     """Relative, of times and of the time that a rate stands for: at 0.1 a rate may fall to 1/1.1."""
-    memory_increase: _Share = 0.05
+    memory_increase: Increase = 0.05
     """Relative, of bytes."""
-    kld_increase: _Share = 0.1
+    kld_increase: Increase = 0.1
     """Relative, of divergences."""
     kld_increase_nats: Annotated[float, Field(ge=0)] = 0.0
     """Absolute, on top of that."""
@@ -155,7 +153,7 @@ class Diff(Record):
         if self.refused and strict:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
             lines.append(f"not comparable: {groups} (allow_missing lets that pass)")
-        measured = ("intervals", "repeats")
+        measured = ("intervals", "repeats", "paired")
         open_ = [one for one in self.changes if one.counts and one.outcome == "cannot tell" and one.basis in measured]
         if open_:
             lines.append(

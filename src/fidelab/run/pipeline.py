@@ -141,7 +141,7 @@ def _recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Sc
         raise InputError(f"{folder.path} was stopped before {min(left)} was run; {remedy}")
     experiment = load(folder.config)
     if limits:
-        merged = experiment.limits.model_dump() | dict(limits)
+        merged = experiment.limits.model_dump(mode="json") | dict(limits)
         experiment = experiment.model_copy(update={"limits": validate_as(Limits, merged, "limits")})
     if experiment.benches and not any(result.benches for result in results):
         raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
