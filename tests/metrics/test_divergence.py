@@ -344,11 +344,11 @@ def test_a_flip_is_real_from_a_tenth_nat_on_and_without_one_the_interval_is_exac
 
 @pytest.mark.parametrize("near_ties", [0, 1, 4])
 def test_confident_flips_reach_no_higher_than_the_flips_they_are_part_of(near_ties: int) -> None:
-    changed, clear = np.zeros(1300, dtype=bool), np.zeros(1300, dtype=bool)
-    clear[:5] = changed[:5] = True  # in one document, which alone has a large design effect
-    changed[100 * np.arange(1, 1 + near_ties)] = True
+    changed, clear = np.zeros(7800, dtype=bool), np.zeros(7800, dtype=bool)
+    clear[:13] = changed[:13] = True  # in one document: alone they have the larger design effect, and end 2% higher
+    changed[600 * np.arange(1, 1 + near_ties)] = True
     rows = rows_of((~changed).tolist(), np.where(clear, 0.5, 0.01).tolist())
-    found = summarise_flips(rows, np.arange(1300) // 100)
+    found = summarise_flips(rows, np.arange(7800) // 600)
     assert present(found.confident_flips_ci)[1] <= 1 - present(found.top1_ci)[0]
 
 

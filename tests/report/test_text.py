@@ -136,7 +136,8 @@ def test_no_table_breaks_a_word_or_a_number_with_one_configuration_or_fifty(n: i
 
 
 def test_a_narrow_terminal_says_what_is_left_out() -> None:
-    assert "95% interval, same top token, confident flips and size are left out" in " ".join(printed(sample_report(), 40).split())
+    said = "95% interval, same top token, confident flips and size are left out"
+    assert said in " ".join(printed(sample_report(), 40).split())
     assert "left out" not in printed(sample_report(), 80)
 
 
