@@ -26,7 +26,7 @@ _UNTOUCHED = 0.5  # shares above are of content that was not encoded: honest one
 _CERTAIN = 6.0  # standard errors: some ten thousand heads are looked at in a run
 _EXPLAINED = 0.25  # of the distance, by reading written content: rounding alone explains less
 _APART = 0.98  # squared cosine above which shifts by keys and by values cannot be told apart
-# Of the smaller shift: a distance below leaves no share above ½, as sqrt(1 - 0.98) is the least sine between the shifts.
+# Of the smaller shift: a shorter distance leaves no share above ½.  The least sine between shifts is sqrt(1 - 0.98).
 _CLEAR = 0.05
 _CLUSTERS = 8  # queries from which a standard error can be estimated
 _SHARE_ERROR = 0.1  # of a share, up to which it shows what was read
