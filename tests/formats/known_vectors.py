@@ -90,7 +90,8 @@ class SecondEncoder:
         """float32 of ``R x``: whole numbers are summed, then divided by the root once."""
         kind, dim = self.options.get("rotate"), x.shape[-1]
         if kind is None:
-            return x.numpy()
+            plain: Array = x.numpy()
+            return plain
         size = 64 if kind == "hadamard-64" else dim & -dim
         if dim % size or size < 8:
             raise NotSupportedError("another size")
@@ -190,7 +191,14 @@ def _packed(codes: Array, bits: int) -> Array:
     if bits not in (2, 4):
         return (whole & 255).astype(np.uint8)
     fields = _filled(whole & (1 << bits) - 1, 8 // bits)
-    return sum(fields[..., place] << bits * place for place in range(8 // bits)).astype(np.uint8)
+    return _joined(fields, bits)
+
+
+def _joined(fields: Array, bits: int) -> Array:
+    """Bytes of fields ``[..., 8 / bits]``."""
+    places = bits * np.arange(8 // bits)
+    joined: Array = (fields << places).sum(-1).astype(np.uint8)
+    return joined
 
 
 def _signed(bits: int, group: int, x: Array) -> tuple[Array, ...]:
@@ -208,8 +216,7 @@ def _lloyd(bits: int, x: Array) -> tuple[Array, ...]:
     codes = np.abs((x / unit).astype(np.float64)[..., None] - levels).argmin(-1)
     stored = 8 if bits == 3 else bits
     fields = _filled(codes, 8 // stored)
-    packed = sum(fields[..., place] << stored * place for place in range(8 // stored))
-    return packed.astype(np.uint8), norm
+    return _joined(fields, stored), norm
 
 
 def _float4(name: str, x: Array, scale: Array | None) -> tuple[Array, ...]:

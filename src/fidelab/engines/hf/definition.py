@@ -26,6 +26,8 @@ _UNTOUCHED = 0.5  # shares above are of content that was not encoded: honest one
 _CERTAIN = 6.0  # standard errors: some ten thousand heads are looked at in a run
 _EXPLAINED = 0.25  # of the distance, by reading written content: rounding alone explains less
 _APART = 0.98  # squared cosine above which shifts by keys and by values cannot be told apart
+# Of the smaller shift: a shorter distance leaves no share above ½.  The least sine between shifts is sqrt(1 - 0.98).
+_CLEAR = 0.05
 _CLUSTERS = 8  # queries from which a standard error can be estimated
 _SHARE_ERROR = 0.1  # of a share, up to which it shows what was read
 # Arguments that do not change what attention computes, or that the definition heeds.
@@ -127,7 +129,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Reading:
-    """What the outputs of one layer say.
+    """Findings from the outputs of one layer.
 
     Attributes:
         off: head and relative error of the head that is off the most; ``None`` if all agree with the definition.
@@ -201,7 +203,13 @@ def _shares(
         torch.cat([one.attend(one.keys, one.values.untouched()) for one in questions]) - reference,
     ]
     moved = kernel - reference
-    heads = [_regression(moved[:, head], [shift[:, head] for shift in shifts]) for head in range(moved.shape[1])]
+    sizes = torch.stack([x.square().sum((0, 2)).sqrt() for x in (moved, *shifts)])  # [3, heads]
+    least = torch.where(sizes[1:] == 0, float("inf"), sizes[1:]).amin(0)
+    clear = (sizes[0] < _CLEAR * least).tolist()
+    heads = [
+        (_Share(), _Share()) if clear[head] else _regression(moved[:, head], [shift[:, head] for shift in shifts])
+        for head in range(moved.shape[1])
+    ]
     whole = _regression(moved.flatten(1), [shift.flatten(1) for shift in shifts])
     found = [next((head for head, sides in enumerate(heads) if sides[side].untouched), None) for side in (0, 1)]
     return (found[0], found[1]), (whole[0].hidden, whole[1].hidden)
