@@ -32,6 +32,7 @@ from fidelab.report.summary import (
     Performance,
     attribution_of,
     bench_headlines,
+    concentration_of,
     contexts_of,
     describe_other_tests,
     engine_remarks_of,
@@ -290,6 +291,7 @@ def build_view(report: Report) -> View:
         ),
         beside=_present(
             contexts_of(report),
+            concentration_of(report),
             groups_of(report, "domain"),
             groups_of(report, "structure"),
             other_tests_table(report),
