@@ -72,8 +72,8 @@ def concentration_of(report: Report) -> TextTable | None:
     names = [next(metric for kld in klds.values() if (metric := kld.metric(key))) for key in known]
     rows = [(name, *(estimate_of(kld.metric(key, {})).value for key in known)) for name, kld in klds.items()]
     title = (
-        'What the mean KLD rests on. Intervals and "confirmed" hold for text that is like what was read; unseen kinds: '
-        "rate up to which bad documents could have been missed"
+        "What the mean KLD rests on. It holds for text that is like what was read. Unseen kinds: the rate of bad "
+        "documents that could have been missed"
     )
     heads = (heading(metric.name, metric.unit) for metric in names)
     return TextTable("concentration", title, (NAME, *heads), tuple(rows))
