@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from fidelab.core import Status
 from fidelab.results.compare import compare
 from fidelab.results.decision_record import DocumentSums
-from fidelab.results.diff_record import Diff, MetricChange, Thresholds
+from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Thresholds
 from fidelab.results.measurement import Definition, Measurement, label, walk
 from fidelab.results.record import Report
 from fidelab.results.table import tabulate
@@ -385,3 +386,21 @@ def test_between_machines_rounding_noise_is_the_least_allowance_of_a_paired_chan
 
     assert mean_change(on("one", LEVELS), on("two", 1.3 * LEVELS)).outcome == "unchanged"
     assert mean_change(on("one", LEVELS), on("one", 1.3 * LEVELS)).outcome == "regressed"
+
+
+def test_figures_whose_pairs_are_not_recorded_leave_the_gate_alone_where_the_mean_was_paired() -> None:
+    def change(metric: str, basis: Basis, outcome: ChangeOutcome, group: str = "kld") -> MetricChange:
+        place = {"role": "candidate", "arm": "q8_0", "group": group, "cell": "", "metric": metric, "name": metric}
+        return MetricChange.model_validate(
+            {**place, "unit": "nats", "better": "lower", "basis": basis, "outcome": outcome}
+        )
+
+    def gate(*changes: MetricChange) -> list[str]:
+        side = DiffSide(run_id="run", created=datetime(2026, 1, 1, tzinfo=UTC))
+        return Diff(baseline=side, now=side, thresholds=Thresholds(), changes=changes).undecided()
+
+    mean, wide = change("mean", "paired", "unchanged"), change("reverse_kl", "intervals", "cannot tell")
+    assert gate(mean, wide) == []
+    assert len(gate(wide)) == 1
+    assert len(gate(change("mean", "paired", "cannot tell"), wide)) == 1
+    assert len(gate(mean, change("difference", "intervals", "cannot tell", group="gsm8k"))) == 1

@@ -125,6 +125,7 @@ class ArmRow:
     model: str
     band: str
     at_best: str
+    at_worst: str
     status: str
     reason: str
     kld: Estimate
@@ -158,7 +159,9 @@ class ArmRow:
             return self.status
         if self.band != ABSENT:
             return self.band.lower()
-        return "no verdict" if self.status == "ok" else self.status
+        if self.status == "ok":
+            return "cannot tell" if self.at_worst else "no verdict"
+        return self.status
 
     @property
     def mark(self) -> str:
@@ -403,6 +406,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         model=one_line(arm.model),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
         at_best=((judged.at_best if judged else None) or "").lower(),
+        at_worst=((judged.at_worst if judged else None) or "").lower(),
         status=STATUS[arm.status],
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
@@ -445,8 +449,8 @@ def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterat
         reason = next((line.removeprefix(f"{name}: ") for line in own if line.startswith(f"{name}: ")), "")
         yield from (reason,) if reason and reason != f"verdict {verdict.band if verdict else None}" else ()
     if verdict is not None and verdict.at_best:
-        best = verdict.at_best.lower()
-        yield f"inconclusive between {best} and {verdict.band.lower()}" if verdict.band else f"at best {best}"
+        best, worst = verdict.at_best.lower(), verdict.band or verdict.at_worst
+        yield f"inconclusive between {best} and {worst.lower()}" if worst else f"at best {best}"
     if verdict is not None and verdict.preliminary:
         yield "preliminary, too few documents"
 

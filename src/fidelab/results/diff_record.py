@@ -145,8 +145,12 @@ class Diff(Record):
         return [f"{counted(regressed, 'metric')} regressed"] if regressed else []
 
     def undecided(self) -> list[str]:
-        """Why the gate cannot pass either, a line each: what the run lacks, what must not be compared, what could be
-        worse than allowed by an interval that was measured (a single value without one leaves the gate alone)."""
+        """Return the reasons why the gate cannot pass either, a line each.
+
+        They are what the run lacks, what must not be compared, and what could be worse than allowed by an interval that
+        was measured. A single value without one leaves the gate alone, and so do other figures of an axis whose mean
+        was paired by document.
+        """
         counts, lines, strict = self.counted(), [], not self.thresholds.allow_missing
         if counts["lost"] and strict:
             lines.append(f"{counted(counts['lost'], 'metric')} of the baseline lost (allow_missing lets that pass)")
@@ -154,7 +158,16 @@ class Diff(Record):
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
             lines.append(f"not comparable: {groups} (allow_missing lets that pass)")
         measured = ("intervals", "repeats", "paired")
-        open_ = [one for one in self.changes if one.counts and one.outcome == "cannot tell" and one.basis in measured]
+        paired = {(one.role, one.arm, one.group) for one in self.changes if one.basis == "paired"}
+        open_ = [
+            one
+            for one in self.changes
+            if one.counts
+            and one.outcome == "cannot tell"
+            and one.basis in measured
+            # figures of rows whose mean was paired: their own pairs are not recorded, and width alone says nothing
+            and not (one.basis == "intervals" and (one.role, one.arm, one.group) in paired)
+        ]
         if open_:
             lines.append(
                 f"{counted(len(open_), 'metric')} may be worse than allowed: the intervals are too wide to tell"
