@@ -137,7 +137,7 @@ def test_a_reference_that_knows_nothing_is_said_first_and_confirms_nothing() -> 
     whole = against_bf16(broken, TINY)
     found = present(recommend(whole))
     assert (found.kind, found.arm, found.confidence) == ("reference", None, None)
-    assert found.text == f"The reference is no measure for any candidate: {fault}"
+    assert found.text == f"The reference is unusable: {fault}"
     decided = check(whole, Policy(rules=(Rule(metric="kld.mean", max=0.01),)), [broken])
     assert (decided.decision, fault in decided.results[0].reason) == ("INCONCLUSIVE", True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,8 @@ from fidelab.axes.base import AxisScore
 from fidelab.core import KVSpec
 from fidelab.metrics.encoded import encoded_share
 from fidelab.models.tiny import make_tiny
+from fidelab.results.record import Report
+from fidelab.results.sizes import Sizes
 from fidelab.run.encoded import encoded_facts
 from tests.run.harness import Done, cli
 
@@ -41,8 +42,11 @@ def test_the_saving_at_the_measured_length_is_that_of_the_encoded_quarter(run: D
     [store] = tail["sequence"]["stores"]
     assert (store["tail"], store["encoded_token"], store["exact_token"]) == (96, whole["cache_bytes_per_token"], native)
     saving = 0.25 * (1 - whole["cache_bytes_per_token"] / native)
-    shown = cli("report", run.folder, "--min-saving", f"{100 * (saving + 0.01):.0f}%", "--json", cwd=run.cwd)
-    assert f"{TAIL}: saving {100 * saving:.2g}%" in json.loads(shown.out)["recommendation"]["others"]
+    report = Report.from_json(run.folder / "report.json")
+    found = Sizes.of(report.reference, report.candidates)
+    assert found.saving(TAIL) == pytest.approx(saving)
+    assert found.describe(TAIL).endswith(" at 128 tokens")
+    assert not found.describe("int4").endswith(" tokens")
 
 
 def test_int4_is_not_struck_by_a_larger_one(run: Done) -> None:

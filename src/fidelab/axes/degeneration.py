@@ -195,7 +195,7 @@ def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
 
 
 def _reference_faults(items: Sequence[_Item]) -> tuple[str, ...]:
-    """Return that the reference is no measure if all its texts degenerate at once."""
+    """Return that the reference is unusable if all its texts degenerate at once."""
     broken = bool(items) and all(_degenerates_early(item.ref) for item in items)
     return (f"all its {len(items)} greedy texts degenerate within the first {EARLIER} tokens",) if broken else ()
 

@@ -451,7 +451,7 @@ def _scored(window: Sequence[int], first: int, last: int) -> NDArray[np.int64]:
 
 
 def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:
-    """Return why the reference is no measure: it predicts the text no better than word frequencies, or hardly ever.
+    """Return why the reference is unusable: it predicts the text no better than word frequencies, or hardly ever.
 
     See docs/metrics.md#the-reference-itself.
     """

@@ -321,7 +321,7 @@ def _doubt(report: Report, arm: ArmRecord, metric: Metric, measurement: Measurem
     if measurement is not None and measurement.n_failed and metric.key != "failed_items":
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
     if report.reference_faults:
-        return f"the reference is no measure: {report.reference_faults[0]}"
+        return f"the reference is unusable: {report.reference_faults[0]}"
     if is_unchanged(arm, report.reference):
         return NOTHING_CHANGED
     ran = arm.status in (Status.OK, Status.IDENTICAL)

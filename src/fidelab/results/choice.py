@@ -189,7 +189,7 @@ class Field:
 
     @cached_property
     def gains(self) -> list[str]:
-        """What each candidate gains over the base of savings: ``size``, ``speed``, or nothing that was measured."""
+        """Gain of each candidate over the base of savings: ``size``, ``speed``, or empty if none was measured."""
         return [self._gain(arm) for arm in self.arms]
 
     def _gain(self, arm: ArmRecord) -> str:

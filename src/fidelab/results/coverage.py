@@ -1,4 +1,4 @@
-"""What a user wants to know, which tests answer it, and what is left untested."""
+"""Questions of a user, which tests answer them, and which are left untested."""
 
 from __future__ import annotations
 

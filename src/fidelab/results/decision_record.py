@@ -161,7 +161,7 @@ class Recommendation(Record):
     kind: AnswerKind
     """``use``: the candidate is safe, and saves bytes or was measured faster.  ``safe``: it is safe and gains nothing
     that was measured.  ``none``: no candidate qualifies.  ``undecided``: too little data.  ``reference``: the reference
-    is no measure."""
+    is unusable."""
     arm: str | None = None
     """Name of the candidate; null where none qualifies."""
     confidence: Confidence | None = None

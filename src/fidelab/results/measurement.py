@@ -227,7 +227,7 @@ class Measurement(Outcome):
     fails: tuple[str, ...] = ()
     """Reasons why the output is unusable."""
     reference_faults: tuple[str, ...] = ()
-    """Reasons why the reference itself is no measure: with one, nothing that is compared with it is confirmed."""
+    """Reasons why the reference itself is unusable: with one, nothing that is compared with it is confirmed."""
     facts: FreeDict = Field(default_factory=dict)
     """Words and settings that say how the metrics came about: estimator, context, chat template."""
 

@@ -57,8 +57,8 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
         unmet = f"No candidate is shown to be within the limits ({_format_limits(asked)}), no KLD was measured"
         return Recommendation(kind="none", text=unmet, limits=asked) if asked else None
     if faults := report.reference_faults:
-        lines = tuple(f"{one_line(arm.name)}: not judged, the reference is no measure" for arm in report.candidates)
-        text = f"The reference is no measure for any candidate: {one_line(faults[0])}"
+        lines = tuple(f"{one_line(arm.name)}: not judged, the reference is unusable" for arm in report.candidates)
+        text = f"The reference is unusable: {one_line(faults[0])}"
         return Recommendation(kind="reference", text=text, evidence=faults[1:], limits=asked, others=lines)
     chosen = int(field.choices.best[0])
     struck = tuple(_struck(field))

@@ -457,7 +457,7 @@ class Report(Document):
 
     @property
     def reference_faults(self) -> tuple[str, ...]:
-        """Reasons why the reference is no measure for anything, by what the axes saw of it."""
+        """Reasons why the reference is unusable for anything, by what the axes saw of it."""
         arms = (*self.candidates, *([self.control] if self.control else []))
         faults = (fault for arm in arms for axis in arm.axes.values() for fault in axis.reference_faults)
         return tuple(dict.fromkeys(faults))
