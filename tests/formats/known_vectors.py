@@ -97,7 +97,8 @@ class SecondEncoder:
             raise NotSupportedError("another size")
         signs = np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)], dtype=np.float64)
         blocks = x.numpy().astype(np.float64).reshape(*x.shape[:-1], dim // size, size)
-        return ((blocks @ signs) * size**-0.5).reshape(x.shape).astype(np.float32)
+        turned: Array = ((blocks @ signs) * size**-0.5).reshape(x.shape).astype(np.float32)
+        return turned
 
     def _parts(self, x: Array, scale: Array | None) -> tuple[Array, ...]:
         name = self.name
@@ -175,7 +176,8 @@ def _nearest_float8(name: str, x: Array) -> Array:
     table = np.array(known._float_table(exponent, mantissa, bias, end)[: min(end, 128)], dtype=np.float64)
     codes = _nearest(table, np.minimum(np.abs(x.astype(np.float64)), table[-1]))
     negative = np.signbit(x) & ((codes > 0) | ("fnuz" not in name))
-    return (codes | negative.astype(int) << 7).astype(np.uint8)
+    found: Array = (codes | negative.astype(int) << 7).astype(np.uint8)
+    return found
 
 
 def _filled(x: Array, size: int) -> Array:

@@ -20,7 +20,8 @@ from torch import Tensor
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of a head's output, relative
 _OTHER_ERROR = 1e-2  # of types that are not listed
 # A kernel may round logits and weights to the compute type.  Its error is then that of a definition which rounds so,
-# up to this factor, for sums in another order and roundings in other places.
+# of the head where it is largest, up to this factor: sums have another order, and roundings are in other places.  Over
+# 60 runs of a model with sinks in bfloat16 the largest error was 0.44 of this bound.
 _ROUNDINGS = 4.0
 _UNTOUCHED = 0.5  # shares above are of content that was not encoded: honest ones are 0, the others 1
 _CERTAIN = 6.0  # standard errors: some ten thousand heads are looked at in a run
@@ -185,7 +186,7 @@ def _off(questions: list[Question], reference: Tensor, errors: Tensor, dtype: to
     bound = torch.full_like(errors, _ERROR.get(dtype, _OTHER_ERROR))
     if bool((errors > bound).any()) and dtype != torch.float32:
         rounded = torch.cat([one.attend(one.keys, one.values, dtype) for one in questions])
-        bound = torch.maximum(bound, _ROUNDINGS * _errors(rounded, reference))
+        bound = bound.clamp_min(_ROUNDINGS * float(_errors(rounded, reference).max()))
     beyond = torch.where(errors > bound, errors, -1.0)
     head = int(beyond.argmax())
     return (head, float(errors[head])) if float(beyond[head]) > 0 else None
