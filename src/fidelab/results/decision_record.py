@@ -86,9 +86,7 @@ class FlipRecord(Record):
     """95% interval of the net loss of accuracy, a share."""
 
     @classmethod
-    def of(
-        cls, ref: Any, test: Any, clusters: Any, context: int | None = None, *, identical: bool = False
-    ) -> Self:
+    def of(cls, ref: Any, test: Any, clusters: Any, context: int | None = None, *, identical: bool = False) -> Self:
         """Build the record from answers of both sides (1 if right, else 0) and clusters, [n] each.
 
         ``identical``: both outputs are equal bit by bit.

@@ -151,8 +151,8 @@ class Verdict(Record):
     """The best band still possible: where there is no verdict, and where the interval of the mean KL reaches into a
     better band than that of its upper end; else null."""
     at_worst: BandName | None = None
-    """FAIL where the upper end of the mean KL alone is that of FAIL, and the mean itself is not: there is no verdict, and
-    anything from `at_best` to it is possible; else null."""
+    """FAIL where the upper end of the mean KL alone is that of FAIL, and the mean itself is not: there is no verdict,
+    and anything from `at_best` to it is possible; else null."""
     preliminary: bool = False
     """The interval that gave the band rests on fewer than six resampling clusters."""
     by_kld: bool = True
