@@ -186,6 +186,17 @@ def test_an_output_that_is_equal_bit_by_bit_loses_exactly_nothing(documents: int
     assert certify(losses[1:2]).state != "holds"
 
 
+@pytest.mark.parametrize(("per_cluster", "least"), [(1, 0.0), (40, math.sqrt(2 * 0.05 / 40))])
+def test_the_spread_of_events_in_documents_is_at_least_that_of_a_design_effect_of_two(
+    per_cluster: int, least: float
+) -> None:
+    ref = np.ones(40 * 20)
+    test = np.where(np.arange(800) % 20 == 0, 0.0, 1.0)  # each twentieth is lost: as many in each document
+    found = present(Loss.of_accuracy(ref, test, np.arange(800) // per_cluster).spread)
+    expected = least or math.sqrt(0.05 * 0.95 * 800 / 799)
+    assert found.sd == pytest.approx(expected)
+
+
 def test_a_mean_kl_is_held_to_its_upper_end() -> None:
     rng = np.random.default_rng(2)
     items = RatioItems.of(rng.lognormal(-8, 0.3, 40), 1.0, np.arange(40))

@@ -171,11 +171,11 @@ class Loss:
     def spread(self) -> ClusterSpread | None:
         """Spread between clusters; ``None`` for a single cluster.
 
-        Of events it is at least that of the least design effect of their interval: with u the share of items that are
-        events, or that one side alone has, ``√(d · u / items per cluster)``.
+        Of events, several per cluster, it is at least that of the least design effect of their interval: with u the
+        share of items that are events, or that one side alone has, ``√(d · u / items per cluster)``.
         """
         found = ratio_spread(self.items) if self.less is None else paired_spread(self.items, self.less)
-        if found is None or not self.events:
+        if found is None or not self.events or len(self.items.num) == found.clusters:
             return found
         n, less = len(self.items.num), 0.0 if self.less is None else self.less.num
         share, per_cluster = float(np.abs(self.items.num - less).mean()), n / found.clusters
