@@ -46,6 +46,7 @@ from fidelab.metrics.equivalence import (
 )
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.metrics.sample_size import clusters_to_certify
+from fidelab.results import choice as choosing
 from fidelab.results import recommend as recommendation
 from fidelab.results.decision_record import Certificate, DocumentSums
 from fidelab.results.measurement import Definition, Measurement
@@ -513,7 +514,7 @@ def choice(runs: int) -> int:
     """recommended of 2, 6 and 20 candidates, correlated, although it truly loses the margin or more: % of runs"""
     missed, most = 0, runs
     intervals.resample_weights = functools.cache(intervals.resample_weights)
-    recommendation._RESAMPLES = 1  # how stable the choice is does not matter here
+    choosing._RESAMPLES = 1  # how stable the choice is does not matter here
     print("| documents | candidates | truly | confirmed | EXCELLENT, not confirmed | other | none | goal |")
     print("|--:|--:|:--|--:|--:|--:|--:|--:|")
     for n in (13, 26):

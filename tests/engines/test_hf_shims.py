@@ -21,6 +21,7 @@ from fidelab.engines.hf.cache import LAYER_KINDS, EncodedCache, EncodedStore
 from fidelab.formats import create, fp8, intn
 from fidelab.formats.base import Parts
 from fidelab.formats.intn import GroupedInt
+from fidelab.formats.scale import half_scale
 from fidelab.run.pairing import ArmResult, engaged
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
@@ -181,7 +182,7 @@ def test_the_encoder_that_the_cache_uses_is_the_one_that_is_checked(
 def test_a_helper_of_an_encoder_that_another_package_exchanged_is_named(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scale = intn.half_scale
+    scale = half_scale
     monkeypatch.setattr(intn, "half_scale", lambda exact, **more: scale(exact, **more))
     assert reason(checkpoint("llama"), "int4", WINDOWS).startswith("fidelab.formats.intn.half_scale is tests.engines.")
 

@@ -111,7 +111,8 @@ def test_a_number_whose_notation_is_of_no_number_is_not_read_in_part(text: str) 
 
 def written(whole: int, decimals: str, thousands: str, point: str) -> str:
     """A number in one notation, by hand."""
-    digits, groups = str(whole), []
+    digits = str(whole)
+    groups: list[str] = []
     while thousands and len(digits) > 3:
         digits, group = digits[:-3], digits[-3:]
         groups.insert(0, group)

@@ -479,7 +479,7 @@ def korn_graubard(counts: list[int], positions: int, level: float = 0.95) -> tup
     c, n, k = len(counts), len(counts) * positions, sum(counts)
     effect = 2.0
     if k:
-        over_documents = np.var(counts, ddof=1) * c / n**2
+        over_documents = float(np.var(counts, ddof=1)) * c / n**2
         effect = max(2.0, (k * over_documents / (k / n * (1 - k / n) / n) + 4 * 2.0) / (k + 4))
     size_ = n / effect * (stats.t.ppf(0.5 + level / 2, n - 1) / stats.t.ppf(0.5 + level / 2, c - 1)) ** 2
     x = size_ * k / n
@@ -569,7 +569,9 @@ def test_a_difference_of_events_is_square_and_add_of_those_that_one_side_alone_h
         wrong[157 * document + 60 : 157 * document + 60 + k] = 0.0
         wrong[157 * document : 157 * document + m] = 1.0
     clusters = np.repeat(np.arange(7), 157)
-    low, high = present(event_difference_interval(*(RatioItems.of(x, 1.0, clusters) for x in (right, wrong))))
+    low, high = present(
+        event_difference_interval(RatioItems.of(right, 1.0, clusters), RatioItems.of(wrong, 1.0, clusters))
+    )
     (a, b), (c, d) = korn_graubard(lost, 157), korn_graubard(won, 157)
     p, q = sum(lost) / n, sum(won) / n
     assert high == pytest.approx(p - q + math.hypot(b - p, q - c))
@@ -579,7 +581,8 @@ def test_a_difference_of_events_is_square_and_add_of_those_that_one_side_alone_h
 def test_documents_that_lose_and_win_apart_widen_the_difference_of_events() -> None:
     def ends(lost: list[int], won: list[int]) -> tuple[float, float]:
         sides = [events([60 + k for k in lost]).num, events([60 + k for k in won]).num]
-        return present(event_difference_interval(*(RatioItems.of(x, 1.0, np.repeat(np.arange(8), 157)) for x in sides)))
+        first, second = (RatioItems.of(x, 1.0, np.repeat(np.arange(8), 157)) for x in sides)
+        return present(event_difference_interval(first, second))
 
     even, apart = ends([3] * 8, [0] * 8), ends([6, 0] * 4, [0] * 8)
     assert apart[1] > even[1] + 0.002
