@@ -300,3 +300,21 @@ def test_an_identical_output_without_whole_proof_is_not_called_that_of_the_forma
     arm = record(status=Status.IDENTICAL, kld=0.0, ci=(0.0, 0.0), ran=ran)
     sentence = verdict(arm, n_ctx=2048).sentence
     assert sentence == "identical output, not proven that the format ran. Tested up to 2,048 tokens."
+
+
+@pytest.mark.parametrize(
+    ("control", "said"),
+    [
+        (0.0001, ""),
+        (0.0015, "Most of the loss comes from the kernel, not the format (control bf16: KLD 0.00150)"),
+        (0.003, "The control loses as much (bf16: KLD 0.00300): the kernel's noise hides what the format costs"),
+    ],
+)
+def test_a_control_that_costs_as_much_as_its_candidate_hides_the_loss_and_explains_none(
+    control: float, said: str
+) -> None:
+    arm = record("fp8_e4m3", 0.002, (0.0018, 0.0022), control="bf16")
+    found = verdict(arm, record("bf16", control, (control, control)))
+    told = f"{found.sentence} {' '.join(found.notes)}"
+    assert ("kernel" in told) is bool(said)
+    assert said in told

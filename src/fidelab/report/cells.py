@@ -37,6 +37,9 @@ STATUS = {
 }
 
 
+_MIN_SHOWN_CLUSTERS = 4  # with three documents Student's t alone makes an end of 7% out of no event at all
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A value and its interval, as text; ``order``: a number to sort by if the text is not one."""
@@ -129,12 +132,19 @@ def excess_of(kld: Measurement | None) -> Estimate:
     return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
+def _shows_intervals(kld: Measurement | None) -> bool:
+    """Whether a share's interval says more than how few documents there are."""
+    return kld is not None and (kld.n_clusters is None or kld.n_clusters >= _MIN_SHOWN_CLUSTERS)
+
+
 def top_token_estimate(kld: Measurement | None) -> Estimate:
     """Return the share of positions at which the top token is the reference's."""
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    spread = f"{100 * top1.interval[0]:.1f}–{100 * top1.interval[1]:.1f}%" if top1.interval else ABSENT
+    spread = ABSENT
+    if top1.interval and _shows_intervals(kld):
+        spread = f"{100 * top1.interval[0]:.1f}–{100 * top1.interval[1]:.1f}%"
     return Estimate(_nearly_all(top1.value), spread, f"{top1.value:g}")
 
 
@@ -149,9 +159,10 @@ def confident_flips_of(kld: Measurement | None) -> Estimate:
     flips = kld.metric("confident_flips", {}) if kld else None
     if flips is None or flips.value is None:
         return Estimate()
-    spread = format_percent_span(flips.interval, flips.value).replace("≤ ", "≤")
+    shown = _shows_intervals(kld)
+    spread = format_percent_span(flips.interval, flips.value).replace("≤ ", "≤") if shown else ABSENT
     if flips.value == 0:
-        shown = flips.interval is not None and flips.interval[1] > 0
+        shown = shown and flips.interval is not None and flips.interval[1] > 0
         return Estimate(f"0 ({spread})" if shown else "0", order="0")
     return Estimate(format_percent(flips.value), spread, f"{flips.value:g}")
 
