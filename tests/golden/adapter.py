@@ -390,7 +390,7 @@ def _arm(add: Any, arm: str, record: ArmRecord) -> None:
         _measurement(add, arm, axis, measurement)
     if record.verdict is not None:
         verdict = record.verdict
-        for figure in ("band", "at_best", "preliminary"):
+        for figure in ("band", "at_best", "at_worst", "preliminary"):
             add(arm, "verdict", figure, getattr(verdict, figure))
         add(arm, "verdict", "reasons", len(verdict.because), kind="count")
     if record.composite is not None:
