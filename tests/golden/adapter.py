@@ -410,7 +410,8 @@ def _arm(add: Any, arm: str, record: ArmRecord) -> None:
         source = f"certificate {axis}"
         add(arm, source, "state", certificate.state)
         for n, claim in enumerate(certificate.claims):
-            kind: Kind = "nats" if claim.unit == "nats" else "float"
+            mean = claim.unit == "nats" and claim.key != "log_perplexity"  # a difference has lost its first digits
+            kind: Kind = "nats" if mean else "float"
             cell = f"{n}: context {claim.context}"
             add(arm, source, claim.name, claim.estimate, claim.ci, kind=kind, cell=cell)
             add(arm, source, f"{claim.name}: state", claim.state, cell=cell)

@@ -114,14 +114,27 @@ def means(c: Mapping[str, Array]) -> dict[str, float]:
     return found
 
 
+def concentration(kl: Array, units: Array) -> dict[str, float]:
+    """How much the mean rests on one document and on 1% of positions, and what one more document would have to cost."""
+    sums = [float(kl[units == unit].sum()) for unit in sorted({*units.tolist()})]
+    n, total = len(sums), float(kl.sum())
+    found = {"unseen kinds": min(1.0, 3 / n)}
+    if total > 0:
+        most = sorted(kl.tolist(), reverse=True)[: max(1, math.ceil(0.01 * len(kl)))]
+        found |= {"largest document": max(sums) / total, "largest 1% of positions": sum(most) / total}
+    if total / len(kl) < 0.01:
+        found["document to the margin"] = 0.01 * (n + 1) - total / len(kl) * n
+    return found
+
+
 def claims(c: Mapping[str, Array], cell: str, changes: bool) -> Iterator[tuple[str, str, float]]:
     """What a certificate of axis kld rests on: the losses, and positions at which one side alone is right."""
     good = ~c["bad"]
     if not good.any():
         return
-    yield "mean KL", f"0: {cell}", c["kl"][good].mean()
+    yield "mean KLD", f"0: {cell}", c["kl"][good].mean()
     if changes:
-        yield "changed tokens", f"1: {cell}", 1 - c["same"][good].mean()
+        yield "flips", f"1: {cell}", 1 - c["same"][good].mean()
     known = good & np.isfinite(c["right_p"])
     p, q = np.exp(-c["nll_p"][known]), np.exp(-c["nll_q"][known])
     yield "accuracy loss when sampling", f"{1 + changes}: {cell}", float((p - q).mean())
@@ -194,11 +207,15 @@ def axis_figures(axis: str, ref: dict[str, Side], test: dict[str, Side]) -> Iter
     elif axis == "kld":
         compared = {part: over_windows(ref[part], test[part]) for part in test}
         found = {part: means(columns) for part, columns in compared.items()}
-        worst = max(found, key=lambda part: (found[part].get("mean", 0.0), int(part or 0)))
+        worst = max(found, key=lambda part: (found[part].get("mean", 0.0), -int(part or 0)))
         yield from ((name, "", value) for name, value in found[worst].items())
         for part in found if len(found) > 1 else ():
             yield from ((name, f"context {part}", found[part][name]) for name in ("mean", "same top token"))
         settings, columns = test[worst].request["settings"], compared[worst]
+        every = np.array([unit for units in test[worst].request["units"] for unit in units])
+        if not columns["bad"].all():
+            good = ~columns["bad"]
+            yield from ((name, "", value) for name, value in concentration(columns["kl"][good], every[good]).items())
         domain = dict(settings.get("domains", []))
         kinds = np.array([domain.get(unit, "") for units in test[worst].request["units"] for unit in units])
         for kind in sorted({*kinds.tolist()} - {""}):
