@@ -34,7 +34,7 @@ from fidelab.core.runtime import Observed
 from fidelab.core.serial import to_json
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedStore
-from fidelab.engines.hf.definition import Question, Side, bias_of, read_output, unheeded
+from fidelab.engines.hf.definition import Question, Shifts, Side, bias_of, read_output, unheeded
 from fidelab.engines.hf.origin import foreign_code
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
@@ -176,6 +176,7 @@ class Proof:
         self._of_layers = 0
         self._refuted: dict[str, str] = {}
         self._foreign: str | None = None
+        self._few: dict[int, Shifts] = {}  # layer → queries of decode steps, until they are enough
         for name in {kv.k.name, kv.v.name} & KNOWN:
             self._check_encoder(FormatSpec(name), create(FormatSpec(name)))
         for side in (0, 1):
@@ -577,7 +578,9 @@ class Proof:
         """
         if not questions:
             return
-        reading = read_output(questions, called.query.dtype)
+        reading = read_output(questions, called.query.dtype, self._few.get(layer))
+        if reading.few is not None:
+            self._few[layer] = reading.few
         unknown = unheeded(called.about)
         for side, head in enumerate(reading.untouched):
             if head is not None:
