@@ -17,7 +17,7 @@ from fidelab.run.scoring import _other_engine_command
 
 def command(kv: str, **options: str) -> str | None:
     experiment = validate({"model": "fake", "engine": "fake", "candidates": [{"kv": "exact"}]}, "test")
-    arm = resolve_arm(experiment, ArmConfig(kv="exact"), resolve("fake"))
+    arm = resolve_arm(experiment, ArmConfig(kv=KVSpec.parse("exact")), resolve("fake"))
     arm = replace(arm, engine="hf", kv=KVSpec.parse(kv), options=tuple(sorted(options.items())))
     return _other_engine_command(ArmResult("candidate:0", arm, Status.OK))
 
