@@ -426,7 +426,7 @@ def test_a_shim_that_hands_over_untouched_keys_gets_no_verdict(shimmed: Shimmed)
     [
         ("fp8_e4m3", "asked for K = fp8_e4m3, the engine stored fp8_e5m2"),
         # its output shows it before the KL, which is exactly 0, does
-        ("int4", "attention of layer 0 read untouched values in head 0, not those of its decoded cache"),
+        ("int4", "attention of layer 0 is off by 0.25 in head 3 from attention over its decoded cache"),
     ],
 )
 def test_a_shim_that_keeps_a_format_from_attention_gets_no_verdict(kv: str, reason: str, shimmed: Shimmed) -> None:

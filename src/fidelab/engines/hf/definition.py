@@ -177,7 +177,7 @@ def read_output(questions: list[Question], dtype: torch.dtype, earlier: Shifts |
         torch.cat([one.attend(one.keys.untouched(), one.values) for one in questions]) - reference,
         torch.cat([one.attend(one.keys, one.values.untouched()) for one in questions]) - reference,
     )
-    whole = _regression(found[0].flatten(1), [shift.flatten(1) for shift in found[1:]])
+    whole = _regression(found[0].flatten(0, 1), [shift.flatten(0, 1) for shift in found[1:]])  # each head of a query
     hidden = whole[0].hidden, whole[1].hidden
     if len(kernel) >= _CLUSTERS:
         return Reading(off, _untouched_heads(found), hidden, earlier)
