@@ -329,9 +329,7 @@ def _certificate(losses: Sequence[Loss], whole: AxisScore, seed: int) -> Certifi
     pools = _pools(parts)
     alone = contexts if len(pools) == len(parts) else [None] * len(pools)
     identical = all(loss.identical for loss in losses)
-    flips = [
-        FlipRecord.of(*pool, context, identical=identical) for pool, context in zip(pools, alone, strict=True)
-    ]
+    flips = [FlipRecord.of(*pool, context, identical=identical) for pool, context in zip(pools, alone, strict=True)]
     return Certificate.of(certify(losses, seed), contexts, flips)
 
 
