@@ -122,9 +122,8 @@ def _false(clusters: int, per_cluster: int, spread: float, runs: int) -> int:
 def _line(what: str, rate: float, goal: float | None, runs: int) -> bool:
     """Print a rate of false claims, %, and say whether it misses its goal beyond the simulation's own error."""
     bad = goal is not None and rate > goal + _noise(goal, runs)
-    print(
-        f"| {what} | {_pm(rate, runs)}{' !' if bad else ''} | {'–' if goal is None else f'≤ {goal:g}%'} |", flush=True
-    )
+    stated = "–" if goal is None else f"≤ {goal:g}%"
+    print(f"| {what} | {_pm(rate, runs)}{' !' if bad else ''} | {stated} |", flush=True)
     return bad
 
 

@@ -391,3 +391,16 @@ def test_the_verdict_that_excludes_is_the_records_own() -> None:
     assert advice(told).text.startswith("No candidate is safe")
     assert told.verdict == Verdict(band="DEGRADED", by_kld=False, because=("lost 9 of 36",), sentence="s")
     assert KVSpec.parse("fp8") == told.kv
+
+
+def test_a_larger_candidate_whose_verdict_is_open_ends_the_confirmation_of_smaller_ones() -> None:
+    wide = arm("wide", 750, [0.0001] * 10 + [0.9])
+    open_ = failing(wide, band=None, at_best="EXCELLENT", at_worst="FAIL")
+    assert advice(open_, SMALL).confidence == "likely"
+    assert advice(failing(wide, band="FAIL"), SMALL).confidence == "confirmed"
+
+
+def test_an_open_verdict_that_another_test_lowered_excludes() -> None:
+    told = failing(SMALL, band=None, at_best="PASS", at_worst="FAIL", by_kld=False, because=("lost 9 of 36",))
+    assert advice(told, BIG).arm == "big"
+    assert "small: verdict open, lost 9 of 36" in advice(told, BIG).others

@@ -87,8 +87,9 @@ def _fault(arm: ArmRecord) -> str:
     kld = arm.deciding
     if kld is not None and kld.n_failed:
         return f"{kld.n_failed:,} positions returned NaN or infinity"
-    if arm.verdict is not None and not arm.verdict.by_kld and arm.verdict.band is not None:
-        return verdict_text(arm.verdict)
+    verdict = arm.verdict
+    if verdict is not None and not verdict.by_kld and (verdict.band or verdict.at_worst):
+        return verdict_text(verdict)
     # a perplexity beyond its margin is judged with the band of the KLD (results.verdict), as the KLD itself is
     exceeded = {
         axis
@@ -102,7 +103,7 @@ def _fault(arm: ArmRecord) -> str:
 
 def verdict_text(verdict: Verdict) -> str:
     """Return a verdict with what set it: ``verdict PASS, lost 9 of 36``."""
-    return f"verdict {verdict.band}, {', '.join(map(one_line, verdict.because))}"
+    return f"verdict {verdict.band or 'open'}, {', '.join(map(one_line, verdict.because))}"
 
 
 def _unsuitable(arm: ArmRecord, sizes: Sizes, limits: Mapping[str, float]) -> str:
@@ -407,7 +408,8 @@ class Field:
     def _passed_over(self, n: int) -> bool:
         """Whether later ones are tested after it: lost the margin or failed, saves or changes nothing, unsuitable."""
         arm = self.arms[n]
-        failed = arm.verdict is None or arm.verdict.band in (None, "FAIL")
+        undecided = arm.verdict is not None and arm.verdict.at_worst is not None
+        failed = arm.verdict is None or (arm.verdict.band in (None, "FAIL") and not undecided)
         saving = self.sizes.saving(arm.name)
         useless = is_unchanged(arm, self.reference) or (saving is not None and saving <= 0)
         return failed or useless or self.exceeds(arm) or bool(_unsuitable(arm, self.sizes, self.limits))
