@@ -90,3 +90,11 @@ def test_the_side_with_fewer_tokens_encoded_counts_at_the_longest_context(kv: st
 @pytest.mark.parametrize("kv", ["int4", "bf16", "uint4[axis=head]", "fp8", "fp8[tail=3]/turboquant_4bit_nc"])
 def test_formats_without_exceptions_and_those_of_other_packages_have_no_facts(kv: str) -> None:
     assert encoded_facts(KVSpec.parse(kv), score(128)) == {}
+
+
+def test_random_weights_are_no_reference(run: Done) -> None:
+    advice = run.report["recommendation"]
+    assert (advice["kind"], advice["arm"], advice["confidence"]) == ("reference", None, None)
+    assert advice["text"].startswith(
+        "The reference is unusable: it predicts this text no better than token frequencies"
+    )
