@@ -111,7 +111,8 @@ def test_an_unknown_command_names_the_nearest_of_its_group_or_of_any(words: str,
 @pytest.mark.parametrize(("alias", "name"), [("llama.cpp", "llamacpp"), ("Transformers", "hf")])
 def test_engines_are_also_known_by_their_projects_names(alias: str, name: str, room: Path) -> None:
     said = refused("compare", "smollm2-135m", "--engine", alias, "--kv", "qq", cwd=room)
-    assert f"unknown KV format of engine {name}" in said
+    # before the formats of an engine are known it has to be installed, which it need not be here
+    assert f"unknown KV format of engine {name}" in said or f"engine {name} is not installed" in said
 
 
 def test_k16v8_and_its_meaning_are_one_candidate_twice(make_folder: object, room: Path) -> None:
