@@ -288,6 +288,7 @@ def _clauses(case: _Case) -> Iterator[str]:
             yield from _reach(case)
     elif case.ruling is not None and case.ruling.at_worst is not None:
         yield f"cannot tell: {_band_span(case.ruling)}, use more windows"
+        yield from _gain(case)
         yield from _facts(case)
         yield from _few_clusters(case, case.ruling)
         yield from _changes(case.kld)
