@@ -88,3 +88,16 @@ def test_a_limit_that_cannot_be_is_one_line_and_no_run(flags: tuple[str, ...], t
     assert "Traceback" not in done.err
     assert flags[0].removeprefix("--").replace("-", "_") in done.err.replace("-", "_")
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_report_knows_what_every_test_covers_and_that_there_was_a_second_run(tmp_path: Path) -> None:
+    flags = ("--engine-arg", "family=geometric", "--engine-arg", "predicts=on", "--runs", 2)
+    done = compare(tmp_path, "decay[b=0.51]", windows=24, flags=flags)
+    assert done.code == 0, done.err
+    [path] = (tmp_path / "runs").glob("2*/report.json")
+    report = Report.from_json(path)
+    assert (report.covers["rniah"], report.covers["benches.decode"]) == ("retrieval", "speed")
+    assert "trajectory" not in report.covers
+    found = present(report.recommendation)
+    assert any(line.startswith("2 runs: KLD ") for line in found.evidence)
+    assert "retrieval" in found.untested
