@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from inspect import signature
 from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
@@ -36,6 +37,7 @@ _NGRAM = ("ngram", "ngram_gpu", "[ngram]")
 _LOOKUP = 5  # default length of the n-grams that vLLM looks up, tokens
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")  # mtp has its heads in the model
 _GIB = 1 << 30
+_CPU_BLOCK = 128  # vLLM's default on CPUs, tokens
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUIET = {  # before vLLM is imported; the user's values stay
     "VLLM_NO_USAGE_STATS": "1",
@@ -217,6 +219,8 @@ def backend_for(arm: Arm) -> Backend:
         backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(requested, config))
         label, formats = str(backend.get_name()), tuple(map(str, backend.supported_kv_cache_dtypes))
         ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
+        if ok and platform == "cpu" and name not in ("auto", arm.dtype):
+            _check_cpu_kernels(config)
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", " ".join(str(error).split())[:300])
     if paired:
@@ -227,6 +231,21 @@ def backend_for(arm: Arm) -> Backend:
         if (dtype := NATIVE.get(name)) is not None:
             reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
     return Backend(platform, label, reason)
+
+
+def _check_cpu_kernels(config: Any) -> None:
+    """Ask vLLM's CPU kernels whether this processor has the instructions that they need for a format.
+
+    The backend lists its formats for all processors; without this question a run fails after the reference was done.
+
+    Raises:
+        NotImplementedError: If it lacks them; vLLM's own words.
+    """
+    from vllm.v1.attention.backends import cpu_attn
+
+    kernels = getattr(cpu_attn, "_get_attn_isa", None)
+    if kernels is not None and "kv_cache_dtype" in signature(kernels).parameters:
+        kernels(config.dtype, config.block_size or _CPU_BLOCK, config.head_size, kv_cache_dtype=config.kv_cache_dtype)
 
 
 def _k16v8_refusal(arm: Arm, shape: Shape) -> str:
