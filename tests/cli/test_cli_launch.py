@@ -135,9 +135,11 @@ def in_foreground(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdout is not None
-        assert any("answers at" in line for line in process.stdout)
-        yield process
-        process.kill()
+        try:
+            assert any("answers at" in line for line in process.stdout)
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -174,7 +176,8 @@ def test_a_dry_run_prints_the_command_as_the_preset_and_flags_say_and_starts_not
 ) -> None:
     done = cli("serve", "start", "mine", "--dry-run", "--port", "18999", cwd=tmp_path)
     assert (done.code, done.out.startswith("llama-server --model ")) == (0, True)
-    assert "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on --ctx-size 1024" in done.out
+    assert "--flash-attn on --ctx-size 1024" in done.out
+    assert "--cache-type-k q8_0 --cache-type-v q8_0 --host 127.0.0.1 --port 18999" in done.out
     changes = ("--set", "kv=f16", "--set", "n-ctx=64", "--set", "n-batch=32", "--set", "serve.parallel=2")
     done = cli("serve", "start", "mine", "--dry-run", *changes, cwd=tmp_path)
     assert done.code == 0, done.err
@@ -326,7 +329,7 @@ def compared(tmp_path: Path, *words: object) -> tuple[Done, dict[str, Any]]:
 
 
 def test_a_comparison_and_a_bench_begin_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
-    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"chat-template": "chatml"}, env={"A": "1"})
     done, resolved = compared(tmp_path)
     assert (resolved["model"], resolved["engine"], resolved["env"]) == ("fake", "fake", {"A": "1"})
     assert (done.arm("reference")["name"], done.arm("reference")["kv"]["k"]) == ("mine", "exact")

@@ -12,10 +12,11 @@ import pytest
 import yaml
 
 from fidelab.config.experiment import validate
-from fidelab.config.harmless import table
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import demands
 from fidelab.core.errors import UsageError
+from fidelab.engines import ENGINES
+from fidelab.engines.harmless import table
 from fidelab.engines.openai.http import read_key
 from tests.engines.openai_server import Served, save_model, serving
 from tests.run.harness import Done, cli
@@ -154,51 +155,82 @@ def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
     assert cli("compare", "-f", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
 
 
-UNKNOWN = {
-    "compilation-config": '{"custom_ops": ["evil.op"]}',
-    "ec-transfer-config": '{"ec_connector_module_path": "evil.module"}',
-    "structured-outputs-config": '{"backend": "evil/module"}',
-    "hicache-storage-backend-extra-config": '{"module": "evil"}',
-    "load-format": "evil_plugin",
-    "trust-remote-code": "yes",
-    "tool-parser-plugin": "parser.py",
-    "base-url": "http://other.example/v1",
-    "speculative-config": '{"method": "custom_class", "model": "evil/module", "num_speculative_tokens": 2}',
-    "any-new-one": "word",
-    "trust_remote_code": "1",
-    "hf-overrides": '{"trust_remote_code": 1}',
-    "allow-code": "2",
-}
+_CLASS = '{"method": "custom_class", "model": "evil.X", "num_speculative_tokens": 2}'
+UNLISTED = [
+    ("compilation-config", '{"custom_ops": ["evil.op"]}'),
+    ("ec-transfer-config", '{"ec_connector_module_path": "evil.module"}'),
+    ("structured-outputs-config", '{"backend": "evil/module"}'),
+    ("hicache-storage-backend-extra-config", '{"module": "evil"}'),
+    ("load-format", "evil_plugin"),
+    ("trust-remote-code", "yes"),
+    ("tool-parser-plugin", "parser.py"),
+    ("base-url", "http://other.example/v1"),
+    ("speculative-config", _CLASS),
+    ("speculative-config", '{"model": "evil.X", "num_speculative_tokens": 2}'),  # vLLM reads that as a class
+    ("speculative-config", '{"method": "ngram", "model": "evil.X"}'),
+    ("speculative-config", '{"method": ["ngram"], "num_speculative_tokens": 2}'),
+    ("speculative-config", '{"method": "draft_model", "model": "/elsewhere/model"}'),
+    ("speculative-config", '{"method": "draft_model", "draft_load_config": {"load_format": "evil"}}'),
+    ("speculative-config.method", "custom_class"),
+    ("attention-backend", "evil.Backend"),
+    ("quantization", "evil/format"),
+    *((name, "134744072") for name in ("data-parallel-address", "master-addr", "kv-ip", "nccl-port", "rpc-port")),
+    *(("host", value) for value in ("0", "134744072", "::")),
+    ("enable-anything", "1"),
+    ("enable-anything", "no"),
+    ("ssl-verify", "off"),
+    ("any-new-one", "word"),
+    ("any-new-one", "3"),
+    ("trust_remote_code", "1"),
+    ("hf-overrides", '{"trust_remote_code": 1}'),
+    ("allow-code", "2"),
+    ("max-model-len", "-1"),
+    ("max-model-len", "1e9"),
+    ("max-num-seqs", "true"),
+    ("max-num-seqs", "4\n"),
+    ("max-num-seqs", '{"a": 1}'),
+    ("gpu-memory-utilization", "2"),
+]
 
 
-@pytest.mark.parametrize("key", UNKNOWN)
-def test_an_option_that_is_not_known_to_be_harmless_is_asked_for(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), UNLISTED)
+def test_an_option_that_is_not_known_to_be_harmless_is_asked_for(key: str, value: str, tmp_path: Path) -> None:
     (tmp_path / "parser.py").write_text("")  # beside the file, as whoever sent it would have it
-    asked = demands(settings_with({key: UNKNOWN[key]}))
-    assert [(demand.key, demand.value) for demand in asked] == [(key.replace("_", "-"), UNKNOWN[key])]
+    asked = demands(settings_with({key: value}))
+    assert [(demand.key, demand.value) for demand in asked] == [(key.replace("_", "-"), value)]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("engine", "key", "value"),
     [
-        *(("max-model-len", "32768"), ("kv-cache-memory", "4G"), ("any-new-one", "3"), ("any-new-one", "no")),
-        *(("attention-backend", "TRITON_ATTN"), ("weights", "int4[group=64]")),
-        ("base-url", "http://127.0.0.1:8001/v1"),
-        ("speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'),
+        *(("vllm", "max-model-len", "32768"), ("vllm", "max-model-len", "32k"), ("vllm", "kv-cache-memory", "4G")),
+        *(("vllm", "attention-backend", "TRITON_ATTN"), ("vllm", "cudagraph-capture-sizes", "[1, 2, 4]")),
+        *(("hf", "weights", "int4[group=64]"), ("hf", "attn-implementation", "sdpa"), ("hf", "attention", "sdpa")),
+        ("openai", "base-url", "http://127.0.0.1:8001/v1"),
+        ("vllm", "speculative-config", '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'),
+        ("vllm", "speculative-config", '{"method": "eagle3", "model": "owner/some.head", "num_speculative_tokens": 3}'),
+        *(("sglang", "chunked-prefill-size", "-1"), ("sglang", "speculative-algorithm", "eagle3")),
+        *(("llamacpp", "ngl", "-1"), ("llamacpp", "flash-attn", "auto"), ("llamacpp", "rope-freq-scale", "0.25")),
     ],
 )
-def test_numbers_and_what_is_known_to_be_harmless_pass_unasked(key: str, value: str) -> None:
-    assert demands(settings_with({key: value})) == []
+def test_what_an_engines_table_lists_passes_unasked(engine: str, key: str, value: str) -> None:
+    assert demands(settings_with({key: value}, engine)) == []
 
 
-def settings_with(options: dict[str, str]) -> Experiment:
+def test_what_passes_on_one_engine_is_asked_for_on_another() -> None:
+    assert demands(settings_with({"context-length": "4096"}, "sglang")) == []
+    assert [demand.key for demand in demands(settings_with({"context-length": "4096"}, "vllm"))] == ["context-length"]
+
+
+def settings_with(options: dict[str, str], engine: str = "vllm") -> Experiment:
     arms = {"reference": "auto", "candidates": ["fp8_e4m3"]}
-    return validate({"model": "fake", "engine": "vllm", "engine_args": options, "axes": SIZES, **arms}, "test")
+    return validate({"model": "fake", "engine": engine, "engine_args": options, "axes": SIZES, **arms}, "test")
 
 
-def test_the_guide_shows_the_table_of_harmless_options() -> None:
+def test_the_guide_shows_each_engines_table_of_harmless_options() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "security.md").read_text("utf-8")
-    assert "\n".join(table()) in guide
+    for name in ("hf", "llamacpp", "sglang", "vllm", "openai"):
+        assert "\n".join(table(ENGINES.load(name).harmless)) in guide
 
 
 @pytest.mark.parametrize("key", ["output_dir", "captures_dir"])

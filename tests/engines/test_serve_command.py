@@ -24,7 +24,7 @@ def words(one: Arm) -> str:
 
 
 def test_an_arm_that_says_nothing_leaves_everything_to_vllm_and_options_of_fidelabs_own_reach_no_server() -> None:
-    plain = "vllm serve owner/m --host 127.0.0.1 --port 8000 --dtype bfloat16"
+    plain = "vllm serve owner/m --dtype bfloat16 --host 127.0.0.1 --port 8000"
     assert words(arm("vllm")) == words(arm("vllm", estimator="yes", force="yes")) == plain
 
 
@@ -41,7 +41,14 @@ def test_an_arm_that_says_nothing_leaves_everything_to_vllm_and_options_of_fidel
     ],
 )
 def test_options_are_flags_of_vllm(option: str, value: str, expected: str) -> None:
-    assert words(arm("vllm", **{option: value})).endswith(expected)
+    assert f" owner/m {expected} --dtype" in words(arm("vllm", **{option: value}))
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_the_address_comes_last_whatever_an_arm_asks_for(engine: str) -> None:
+    one = replace(arm(engine, host="0", port="1", cache_type_k="q4_0"), path="/models/m")
+    name = "--alias" if engine == "llamacpp" else "--served-model-name"
+    assert words(one).split()[-6:] == [name, "owner/m", "--host", "127.0.0.1", "--port", "8000"]
 
 
 def test_a_format_is_passed_on_where_it_is_not_the_engines_own() -> None:
@@ -65,12 +72,13 @@ def test_sglang_gets_what_it_needs_on_a_cpu_and_has_no_flags_that_switch_off() -
     assert words(arm("sglang", attention_backend="intel_amx")).count("--attention-backend") == 1
     assert "backend" not in words(arm("sglang", device="cuda"))
     one = words(arm("sglang", device="cuda", disable_radix_cache="yes", enable_metrics="no", cuda_graph="off", tp="2"))
-    assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
+    assert "--model-path owner/m --disable-radix-cache --tp-size 2 --dtype bfloat16" in one
+    assert "--device cuda --disable-cuda-graph" in one
 
 
 def test_llama_server_has_names_of_its_own_and_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
     one = words(arm("llamacpp", "q8_0", n_ctx="2048", n_batch="256", use_mmap="no", flash_attn="on"))
-    assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
+    assert "--model owner/m --flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap --threads 2" in one
     assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
     assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
     assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
@@ -80,7 +88,7 @@ def test_llama_server_has_names_of_its_own_and_all_layers_go_to_a_gpu_unless_the
 @pytest.mark.parametrize(("split", "rope"), [("2", "1"), ("row", "linear")])
 def test_values_that_llama_cpp_counts_are_named_for_its_server_and_counted_for_the_other(split: str, rope: str) -> None:
     one = arm("llamacpp", "f16", split_mode=split, rope_scaling_type=rope)
-    assert words(one).endswith("--rope-scaling linear --split-mode row")
+    assert "--model owner/m --rope-scaling linear --split-mode row --threads 2" in words(one)
     assert " ".join(python_server(one, "127.0.0.1", 8000)).endswith("--rope_scaling_type 1 --split_mode 2")
     assert "--rope-scaling" not in words(arm("llamacpp", "f16", rope_scaling_type="-1"))
 

@@ -34,13 +34,18 @@ def pages() -> dict[str, str]:
 
 
 def with_harmless_options(guide: str) -> str:
-    """Return the guide to security, with its table regenerated from the code."""
-    from fidelab.config.harmless import table
+    """Return the guide to security, with the engines' tables of harmless options regenerated from the code."""
+    from fidelab.engines import ENGINES
+    from fidelab.engines.harmless import table
 
     before, _, rest = guide.partition("<!-- harmless options -->\n")
-    return (
-        f"{before}<!-- harmless options -->\n{chr(10).join(table())}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    )
+    tables = [
+        "\n".join([f"### Engine {name}", "", *table(ENGINES.load(name).harmless)])
+        for name in ENGINES.built_in
+        if name != "fake"
+    ]
+    text = "\n\n".join(tables)
+    return f"{before}<!-- harmless options -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
 
 
 def _command_pages() -> dict[str, str]:

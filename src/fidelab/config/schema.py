@@ -30,6 +30,8 @@ from fidelab.core.share import Share, WholeShare
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # docker would take a leading dash for a flag
 
+_OPTION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,99}")
+
 _STRICT_CONFIG = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -106,6 +108,8 @@ def _dashed(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     names = [str(key).replace("_", "-") for key in value]
+    if (odd := next((name for name in names if not _OPTION_NAME.fullmatch(name)), None)) is not None:
+        raise ValueError(f"{odd!r} is not the name of an option: write letters, digits, dashes and dots")
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ValueError(f"{twice} is given twice, with dashes and with underscores")
     return dict(zip(names, _text_values(value).values(), strict=True))

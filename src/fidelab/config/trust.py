@@ -21,12 +21,13 @@ import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
-from fidelab.config.harmless import FILES, is_harmless
 from fidelab.config.load import apply_overrides, expand, read_yaml
 from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.core.errors import ConfigError, InputError, UsageError
+from fidelab.engines import ENGINES
+from fidelab.engines.harmless import Anything, Beside
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
@@ -105,11 +106,12 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
     Raises:
         ConfigError: As :func:`check_trust`.
     """
-    engine = pasted["engine"]
+    named = pasted["engine"]
+    engine = EngineConfig.model_validate(named if isinstance(named, Mapping) else {"name": named})
     asked = [
-        *_programs(EngineConfig.model_validate(engine if isinstance(engine, Mapping) else {"name": engine})),
+        *_programs(engine),
         *(Demand(f"env.{name}", value, "is a variable that would be set") for name, value in pasted["env"].items()),
-        *(demand for key, value in pasted["engine_args"].items() for demand in _option(key, str(value))),
+        *(demand for key, value in pasted["engine_args"].items() for demand in _option(engine.name, key, str(value))),
     ]
     _refuse(asked, pasted, file, trust)
 
@@ -211,13 +213,12 @@ def demands(settings: Asking) -> list[Demand]:
     found: list[Demand] = []
     if isinstance(settings, Preset):
         for key, value in settings.serve.items():
-            found += _option(key, value)
+            found += _option(settings.engine_name, key, value)
     for engine, options, env in _arms(settings):
         found += _programs(engine)
         found += (Demand(f"env.{name}", value, "is a variable that would be set") for name, value in env.items())
         for key, value in options.items():
-            # Engine fake loads no code, and refuses options that it does not know.
-            found += _option(key, value) if engine.name != "fake" else _file(key, value, Path.is_file)
+            found += _option(engine.name, key, value)
         if _KEY in options:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
@@ -243,16 +244,19 @@ def demands(settings: Asking) -> list[Demand]:
     return list(dict.fromkeys(found))
 
 
-def _option(key: str, value: str) -> Iterator[Demand]:
+def _option(engine: str, key: str, value: str) -> Iterator[Demand]:
     if key == _KEY:  # reported with the host that would get it
         return
-    if key in _HUB_CODE:
-        if "/" in value or ":" in value:
-            yield Demand(key, value, "is code of a hub that would be run")
-    elif key in FILES and (files := list(_file(key, value, Path.is_file))):
-        yield from files
-    elif not is_harmless(key, value):
+    owner = ENGINES.load(engine)
+    harmless = owner.harmless.get(owner.aliases.get(key, key))
+    if key in _HUB_CODE and ("/" in value or ":" in value):
+        yield Demand(key, value, "is code of a hub that would be run")
+    elif harmless is None:
         yield Demand(key, value, "is an option that may load code or files, or reach other machines")
+    elif isinstance(harmless.values, Beside | Anything) and (files := list(_file(key, value, Path.is_file))):
+        yield from files
+    elif not harmless.values.allows(value):
+        yield Demand(key, value, f"is not {harmless.values.said}, and may load code or files, or reach other machines")
 
 
 def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], Mapping[str, str]]]:

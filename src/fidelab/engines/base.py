@@ -22,6 +22,8 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Rounde
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines.harmless import Harmless
+from fidelab.engines.options import OWN_FLAGS
 from fidelab.engines.speculation import Drafts, speculation_record
 
 
@@ -183,6 +185,8 @@ class Engine(ABC):
     samples: ClassVar[bool] = False  # draws tokens with a seed where a request asks for it
     controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
+    harmless: ClassVar[Mapping[str, Harmless]] = MappingProxyType({})  # options that foreign files may set, and values
+    own_flags: ClassVar[Mapping[str, str]] = OWN_FLAGS  # of its server that fidelab writes; what presets say instead
     native_kv: ClassVar[str] = "bf16"  # default KV format
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files

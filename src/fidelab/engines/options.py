@@ -19,6 +19,36 @@ _MAX_LISTED = 40
 Value = tuple[Callable[[str], bool], str]  # the check of a value, and the description of valid values
 
 
+OWN_FLAGS: Mapping[str, str] = {
+    "host": "pass --host",
+    "port": "pass --port",
+    "uds": "servers listen on --host and --port",
+    **dict.fromkeys(("model", "model-path", "model-tag"), "write model: NAME"),
+    **dict.fromkeys(("served-model-name", "alias"), "a server is named after its model"),
+    "dtype": "write dtype: TYPE",
+    **dict.fromkeys(("kv-cache-dtype", "cache-type-k", "cache-type-v"), "write kv: FORMAT"),
+    "device": "pass --device",
+    "threads": "pass --threads",
+}
+"""Flag of a server's command that fidelab itself writes → what to write in a preset instead."""
+
+
+def check_own_flags(options: Iterable[str], own: Mapping[str, str], where: str) -> None:
+    """Refuse options of a preset that are flags which fidelab itself writes, in full or as parsers read them in short.
+
+    Args:
+        options: names of options.
+        own: flag → what to write instead.
+        where: the preset, for the message.
+
+    Raises:
+        UsageError: If one of them is such a flag, or the beginning of one, which argparse takes for the whole.
+    """
+    for name in options:
+        if (flag := next((flag for flag in own if flag.startswith(name.lstrip("-"))), None)) is not None:
+            raise UsageError(f"{where}: a preset cannot set {name}: {own[flag]}")
+
+
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)

@@ -17,6 +17,8 @@ from fidelab.config.grid import cell_fields, levels_of
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
 from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
+from fidelab.engines import ENGINES
+from fidelab.engines.options import check_own_flags
 
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
@@ -91,7 +93,11 @@ def validate(found: Found, data: Mapping[str, Any]) -> Preset:
 
     The preset is named after its file unless it has a name.
     """
-    return validate_as(Preset, {"name": found.name, **data}, str(found.path))
+    preset = validate_as(Preset, {"name": found.name, **data}, str(found.path))
+    if preset.engine_name in ENGINES.names():
+        own = ENGINES.load(preset.engine_name).own_flags
+        check_own_flags((*preset.engine_args, *preset.serve), own, str(found.path))
+    return preset
 
 
 def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:

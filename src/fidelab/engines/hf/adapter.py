@@ -44,7 +44,9 @@ from fidelab.engines.base import (
     one_line,
 )
 from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of
+from fidelab.engines.harmless import Harmless
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.harmless import HARMLESS
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import versions_of
 from fidelab.engines.options import (
@@ -142,6 +144,7 @@ class HFEngine(Engine):
     """Engine adapter of Transformers."""
 
     name: ClassVar[str] = "hf"
+    harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
     has_jitter: ClassVar[bool] = True

@@ -37,8 +37,10 @@ from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
+from fidelab.engines.llamacpp.harmless import HARMLESS
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
@@ -97,6 +99,7 @@ class LlamaCppEngine(Engine):
     """Engine adapter of llama.cpp."""
 
     name: ClassVar[str] = "llamacpp"
+    harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     checkpoint_format: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")

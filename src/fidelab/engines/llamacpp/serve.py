@@ -36,17 +36,17 @@ _SETTINGS = (
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     """Return the command of ``llama-server``; see :meth:`Engine.serve_command`."""
-    words = [PROGRAM, "--model", arm.path, "--host", host, "--port", str(port), "--threads", str(arm.threads)]
-    if arm.path != arm.model:
-        words += ["--alias", arm.model]
-    words += ["--cache-type-k", arm.kv.k.name, "--cache-type-v", arm.kv.v.name]
+    own = ["--threads", str(arm.threads), "--cache-type-k", arm.kv.k.name, "--cache-type-v", arm.kv.v.name]
     options = dict(arm.options)
     gpu, colon, number = arm.device.partition(":")
     if gpu != "cpu" and "n-gpu-layers" not in options:  # as in a comparison
-        words += ["--n-gpu-layers", _ALL_LAYERS, *(["--split-mode", "none", "--main-gpu", number] if colon else [])]
+        own += ["--n-gpu-layers", _ALL_LAYERS, *(["--split-mode", "none", "--main-gpu", number] if colon else [])]
     if "flash-attn" not in options:
-        words += ["--flash-attn", "on"]
-    return [*words, *flags(_named_options(arm), _FLAGS, _WORDS)]
+        own += ["--flash-attn", "on"]
+    if arm.path != arm.model:
+        own += ["--alias", arm.model]
+    own += ["--host", host, "--port", str(port)]
+    return [PROGRAM, "--model", arm.path, *flags(_named_options(arm), _FLAGS, _WORDS), *own]
 
 
 def _named_options(arm: Arm) -> Iterator[tuple[str, str]]:

@@ -50,8 +50,10 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, unmeasurable
+from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
+from fidelab.engines.openai.harmless import HARMLESS
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
 from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
@@ -98,10 +100,12 @@ class OpenAIEngine(Engine):
     """Engine adapter of a server with an OpenAI-compatible API."""
 
     name: ClassVar[str] = "openai"
+    harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     estimator: ClassVar[Estimator] = Estimator.TOPK
     native_kv: ClassVar[str] = _AS_SERVED
     separate_kv: ClassVar[bool] = False
     is_server: ClassVar[bool] = True
+    own_flags: ClassVar[Mapping[str, str]] = {}  # no server is started
     start_seconds: ClassVar[float] = 2.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
     ways: ClassVar[frozenset[str]] = frozenset(("cold", "prefix", "prefix-partial", "prefix-other", "batch"))

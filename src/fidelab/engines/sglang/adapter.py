@@ -32,10 +32,12 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
 from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
+from fidelab.engines.sglang.harmless import HARMLESS
 from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
@@ -55,6 +57,7 @@ class SGLangEngine(Engine):
     """Engine adapter of SGLang."""
 
     name: ClassVar[str] = "sglang"
+    harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.base import one_line
 from fidelab.engines.checkpoint import shape_of
+from fidelab.engines.harmless import refuse_code
 from fidelab.engines.k16v8 import PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
 from fidelab.engines.options import (
     NAME,
@@ -33,6 +34,7 @@ from fidelab.engines.options import (
     switched,
     trusts_code,
 )
+from fidelab.engines.sglang.harmless import LOADS_CODE
 from fidelab.engines.speculation import check_choice
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
@@ -125,6 +127,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         EngineError: If SGLang cannot be imported here.
     """
     others = other_options("sglang", arm.options, OPTIONS, CONTROLLED)
+    refuse_code("sglang", dict(arm.options), LOADS_CODE)
     return parse_options("sglang", _parser(), others, OPTIONS) if others else {}
 
 
@@ -254,21 +257,22 @@ def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     """Return the command of ``python -m sglang.launch_server``; see :meth:`Engine.serve_command`."""
-    own, options = _defaults(arm, serving=True), dict(arm.options)
-    words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
-    words += ["--dtype", arm.dtype]
-    if arm.path != arm.model:
-        words += ["--served-model-name", arm.model]
-    if own["kv_cache_dtype"] != "auto":
-        words += ["--kv-cache-dtype", own["kv_cache_dtype"]]
-    words += ["--device", own["device"]]
+    defaults, options = _defaults(arm, serving=True), dict(arm.options)
+    own = ["--dtype", arm.dtype]
+    if defaults["kv_cache_dtype"] != "auto":
+        own += ["--kv-cache-dtype", defaults["kv_cache_dtype"]]
+    own += ["--device", defaults["device"]]
     needed = ("attention_backend", "sampling_backend", "base_gpu_id", *(("page_size",) if is_pair(arm.kv) else ()))
     for name in needed:  # without them it does not start on a CPU, on that GPU, or with this pair of formats
-        if (flag := name.replace("_", "-")) not in options and name in own:
-            words += [f"--{flag}", str(own[name])]
+        if (flag := name.replace("_", "-")) not in options and name in defaults:
+            own += [f"--{flag}", str(defaults[name])]
     on = switched(options.pop("cuda-graph", "off" if is_pair(arm.kv) else "on"))  # k16v8 runs without graphs
-    graphs = ["--disable-cuda-graph"] if on is False else []
-    return [*words, *graphs, *flags(sorted(options.items()), _SERVED_AS, negates=False)]
+    own += ["--disable-cuda-graph"] if on is False else []
+    if arm.path != arm.model:
+        own += ["--served-model-name", arm.model]
+    own += ["--host", host, "--port", str(port)]
+    program = ["python", "-m", "sglang.launch_server", "--model-path", arm.path]
+    return [*program, *flags(sorted(options.items()), _SERVED_AS, negates=False), *own]
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:

@@ -41,10 +41,12 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.harmless import Harmless
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
 from fidelab.engines.options import Value
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
+from fidelab.engines.vllm.harmless import HARMLESS
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
 from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
 from fidelab.engines.vllm.read_back import runtime_info
@@ -57,6 +59,7 @@ class VLLMEngine(Engine):
     """Engine adapter of vLLM."""
 
     name: ClassVar[str] = "vllm"
+    harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     packages: ClassVar[tuple[str, ...]] = launch.PACKAGES
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False

