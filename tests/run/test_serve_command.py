@@ -85,7 +85,7 @@ def test_a_containers_command_has_its_own_folders_and_variables() -> None:
     assert before.startswith(
         "docker run --gpus all -v /models:/in -e HF_TOKEN -e VLLM_A=1 vllm/vllm-openai:v1 --model "
     )
-    assert "--model /in/m --dtype" in before
+    assert "--model /in/m --no-enforce-eager --dtype" in before
     assert "-e VLLM_A=1 -e VLLM_B=2 vllm/vllm-openai:v1" in after
 
 

@@ -37,6 +37,7 @@ _COMMANDS = ("python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 _OUTPUT_KEYS = ("output_dir", "captures_dir")
+_SHORT = 60  # characters of a description that still fits a message
 _NAMES = {
     "text": ("default", "domains", "wikitext-2"),
     "prompts": ("default",),
@@ -256,7 +257,9 @@ def _option(engine: str, key: str, value: str) -> Iterator[Demand]:
     elif isinstance(harmless.values, Beside | Anything) and (files := list(_file(key, value, Path.is_file))):
         yield from files
     elif not harmless.values.allows(value):
-        yield Demand(key, value, f"is not {harmless.values.said}, and may load code or files, or reach other machines")
+        said = harmless.values.said
+        known = f" (harmless is {said})" if len(said) < _SHORT else ""
+        yield Demand(key, value, f"is a value that may load code or files, or reach other machines{known}")
 
 
 def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], Mapping[str, str]]]:
