@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
@@ -31,6 +30,7 @@ from fidelab.config.profiles import Figure, Resolved, Stage, fill
 from fidelab.config.trust import check_trusted, trust_content
 from fidelab.core import Status, read_file, slug, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
+from fidelab.core.scratch import scratch
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
 from fidelab.results.store import CONFIG, RunFolder
@@ -262,8 +262,8 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
 
 def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
     """Return the seconds and the bytes that an experiment's dry run gives; ``None`` where it gives none."""
-    with tempfile.TemporaryDirectory() as scratch:
-        words = [sys.executable, "-m", *stage_command(stage, Path(scratch)), "--dry-run"]
+    with scratch("dry-run") as room:
+        words = [sys.executable, "-m", *stage_command(stage, room), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         plan = strict_json(done.stdout)
