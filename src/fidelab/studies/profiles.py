@@ -37,7 +37,7 @@ from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record
 from fidelab.run.pipeline import Interrupted
-from fidelab.run.signals import terminate_as_interrupt
+from fidelab.run.signals import end_with_parent, terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
 
 SKIPS = "skips.json"
@@ -343,7 +343,12 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     began = time.monotonic()
     with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a separate session: Ctrl-C reaches it once, from here
-            [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
         )
         try:
             code = process.wait()
