@@ -194,7 +194,11 @@ class Reproduce(Struck):
 
     def prepare(self, context: ExitStack) -> None:
         write_inputs(self.base)
-        experiment = {**FAKE, "text": str(self.base / "text.txt")}
+        experiment = {
+            **FAKE,
+            "text": str(self.base / "text.txt"),
+            "keep_rows": True,
+        }  # so that captures stay as they are
         stages = [{"name": "quality", "experiment": experiment}, {"name": "list", "command": ["reproduce", "list"]}]
         profile = {**PROFILE, "stages": stages, "expected": PROFILE["expected"][:1]}
         self.profile = self.base / "own.yaml"
