@@ -413,3 +413,90 @@ def test_a_launch_with_buffers_given_does_nothing_else_on_the_device() -> None:
     """No allocation, no copy, no look at a value: what a CUDA graph can hold."""
     done = _python(_LAUNCH)
     assert done.returncode == 0, done.stderr
+
+
+_FAR_HEADS = """
+import math
+import mmap
+from dataclasses import replace
+
+import torch
+from k16v8.errors import UsageError
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import choose
+from k16v8.kernels.gather import gather
+
+NORESERVE = 0x4000  # addresses of which only what is touched takes memory
+FAR = 720_000_000  # four such strides pass 2^31 elements, with pairs of codes as well
+HEADS, DIM, TOKENS = 7, 64, 20
+
+
+def far(x):
+    # the same numbers, each head FAR elements after the one before
+    size = x.element_size() * ((x.shape[2] - 1) * FAR + x.numel())
+    area = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), dtype=torch.uint8)
+    inner = math.prod(x.shape[3:])
+    strides = (x.shape[1] * inner, inner, FAR, *((1,) if x.dim() == 4 else ()))
+    there = area[: size // x.element_size() * x.element_size()].view(x.dtype).as_strided(x.shape, strides)
+    return there.copy_(x)
+
+
+def moved(cache):
+    sides = ("k_cache", "v_cache", "k_scale", "v_scale")
+    held = {side: getattr(cache, side) for side in sides}
+    return replace(cache, **{side: far(x) for side, x in held.items() if x is not None and x.dim() > 2})
+
+
+torch.manual_seed(0)
+for k_format, v_format, scaling in (("f16", "fp8_e4m3", "per-token-head"), ("int8", "f16", "none")):
+    kernels = choose(
+        "interpreter", k_format=k_format, v_format=v_format, heads=HEADS, kv_heads=HEADS, head_dim=DIM, page=16,
+        dtype=torch.float16,
+    )
+    kind = dict(batch=1, max_blocks=2, k_format=k_format, v_format=v_format, v_scaling=scaling)
+    near = PagedCache.allocate(2, 16, HEADS, DIM, **kind)
+    near.block_table.copy_(torch.tensor([[1, 0]]))
+    near.lengths.fill_(TOKENS)
+    away = moved(near)
+    key, value = (torch.randn(TOKENS, HEADS, DIM).half() for _ in "kv")
+    slots = torch.tensor([16 + i if i < 16 else i - 16 for i in range(TOKENS)])
+    for cache, one, other in ((near, key, value), (away, key, value)):
+        kernels.write(one, other, cache, slots)
+    assert torch.equal(near.k_cache, away.k_cache) and torch.equal(near.v_cache, away.v_cache), "write"
+    for scale in ("k_scale", "v_scale"):
+        if getattr(near, scale) is not None:
+            assert torch.equal(getattr(near, scale), getattr(away, scale)), scale
+
+    q = torch.randn(3, HEADS, DIM).half()
+    spread = far(q[:, None])[:, 0]  # queries whose heads lie far apart
+    starts = torch.tensor([0, 3], dtype=torch.int32)
+    for name, ask in {
+        "decode": lambda cache, q: kernels.decode(q[:1], cache),
+        "verify": lambda cache, q: kernels.decode(q, cache),
+        "extend": lambda cache, q: kernels.extend(q, starts, cache),
+    }.items():
+        wanted = ask(near, q)
+        for what, found in {"cache": ask(away, q), "queries": ask(near, spread)}.items():
+            assert all(map(torch.equal, found, wanted)), (name, what)
+    gathered = []
+    for cache, held in ((near, slots), (away, slots), (near, slots.int())):
+        rows = [torch.zeros(TOKENS, HEADS, DIM, dtype=torch.float16) for _ in "kv"]
+        gather(cache, held, *rows)
+        gathered.append(rows)
+    assert all(torch.equal(rows[i], gathered[0][i]) for rows in gathered for i in (0, 1)), "gather"
+
+    strides = list(near.k_cache.stride())
+    strides[1] = 1 << 28
+    apart = replace(near, k_cache=near.k_cache.new_empty(1).as_strided((0, 16, HEADS, near.k_cache.shape[3]), strides))
+    try:
+        gather(apart, slots, *rows)
+    except UsageError as error:
+        assert "closer together" in str(error)
+    else:
+        raise AssertionError("tokens of a page that lie too far apart are read")
+"""
+
+
+def test_heads_beyond_32_bits_are_read_and_written_where_they_lie() -> None:
+    done = _python("import os; os.environ['TRITON_INTERPRET'] = '1'\n" + _FAR_HEADS)
+    assert done.returncode == 0, done.stderr[-2000:]

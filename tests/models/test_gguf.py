@@ -158,10 +158,10 @@ def test_killed_conversion_is_not_taken_for_a_model(file: Path, cache: Path) -> 
     assert child.stdout.readline() == "half\n"
     child.kill()
     child.communicate()
-    assert list(cache.glob("models/gguf/.*.part/hf/model.safetensors"))
+    assert list(cache.glob("models/gguf/.*.part-*/files/hf/model.safetensors"))
 
     assert (pull(str(file)).path / "tokenizer.json").is_file()
-    assert not list(cache.glob("models/gguf/.*.part"))
+    assert not list(cache.glob("models/gguf/.*.part*"))
 
 
 def test_conversion_that_does_not_fit_the_disk_says_what_it_needs_and_leaves_nothing(

@@ -65,6 +65,16 @@ def test_leftovers_of_a_killed_conversion_go_and_those_of_a_running_one_stay(tmp
     assert (dead.exists(), alive.exists()) == (False, True)
 
 
+def test_leftovers_of_a_killed_build_are_listed_before_they_are_removed(cache: Path) -> None:
+    dead = gguf_dir() / f".dead.part-{'0' * 16}"
+    (dead / "files").mkdir(parents=True)
+    (dead / "lock").write_text("")
+    (dead / "files" / "half").write_text("half")
+    assert collect_garbage(dry_run=True) == [(dead, 4)]
+    assert collect_garbage() == [(dead, 4)]
+    assert not dead.exists()
+
+
 def test_a_removal_that_is_stopped_leaves_no_half_model(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,4 +85,4 @@ def test_a_removal_that_is_stopped_leaves_no_half_model(
             collect_garbage(older_than_days=0)
     assert not model.path.exists()
     assert pull(model.name) == model
-    assert not list(gguf_dir().glob(".*.part"))
+    assert not list(gguf_dir().glob(".*.part*"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,41 @@ def test_writing_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) 
     write_atomically(path, "one")
     write_atomically(path, "two")
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("x.txt", "two")]
+
+
+STOPPED = """
+import os, sys, time
+from fidelab import core
+def stop(number):
+    print("written", flush=True)
+    time.sleep(600)
+os.fsync = stop
+if sys.argv[2]:
+    del os.O_TMPFILE
+core.write_atomically(sys.argv[1], "half")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+def test_a_writer_that_is_killed_leaves_nothing_of_a_new_file(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(tmp_path / "x"), ""], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        assert [*tmp_path.iterdir()] == []
+        writer.kill()
+
+
+def test_the_next_write_removes_what_a_killed_writer_left_and_nothing_of_a_living_one(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    line = [sys.executable, "-c", STOPPED, str(path), "named"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"written\n"
+        write_atomically(path, "one")
+        assert len([*tmp_path.iterdir()]) == 2
+        writer.kill()
+    write_atomically(path, "two")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("x", "two")]
 
 
 def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 No finished capture is lost or damaged, and going on gives the report of an undisturbed run.
 
-A history of kills is one run: it is started, its parent or a worker gets SIGKILL at a seeded moment, it is resumed and
-killed again, up to four times, and is then left alone.  A moment is a time or the n-th time that the victim opens,
-renames, makes or removes something in the folder of runs, so that kills also strike writers between two steps.
+A history of kills is one run: it is started, its parent or a worker gets SIGKILL, SIGTERM, SIGINT or SIGHUP at a seeded
+moment, it is resumed and struck again, up to four times, and is then left alone.  A moment is a time or the n-th time
+that the victim opens, renames, makes or removes something in the folder of runs, so that signals also strike writers
+between two steps.
 ``FIDELAB_KILLS`` is the number of kills, ``FIDELAB_SEED`` the seed of the first history.
 """
 
@@ -15,8 +16,10 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,6 +43,7 @@ pytestmark = [
 KILLS = int(os.environ.get("FIDELAB_KILLS", "1"))
 SEED = int(os.environ.get("FIDELAB_SEED", "0"))
 MOST = 4  # kills per history
+SIGNALS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # half of all give no time for anything
 WORDS = [*arguments(0.02), "--keep-rows"]  # finished captures are then never written anew
 
 # Runs in every interpreter of a command and watches what all processes of a role do in the folder of runs: at a step it
@@ -62,9 +66,9 @@ if role in ("all", "worker" if any("fidelab.workers" in word for word in sys.ori
             return
         os.write(counted, b".")
         step = os.fstat(counted).st_size
-        if fault == "kill":
+        if fault.startswith("SIG"):
             if step == first:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), getattr(signal, fault))
         elif fault and step >= first and (event != "open" or arguments[2] & writing):
             if fault == "EROFS" or event in ("open", "os.mkdir"):  # a full disk lets files be renamed and removed
                 number = getattr(errno, fault)
@@ -105,7 +109,8 @@ class Chaos:
         done = cli(*self.words(), cwd=self.room)
         assert done.code == 0, done.err
         [folder] = self.runs
-        assert [*self.room.rglob(".partial-*"), *folder.glob(".*")] == []
+        assert [*self.room.rglob(".partial-*"), *self.room.rglob(".*.part-*"), *folder.glob(".*")] == []
+        assert leftovers(self.room.parent / "tmp") == []
         return same_report(json.loads((folder / "report.json").read_text()))
 
     def finished(self) -> dict[str, tuple[int, int]]:
@@ -114,9 +119,9 @@ class Chaos:
         assert all(is_complete(folder) for folder in {Path(file).parent for file in files}), "a capture is damaged"
         return files
 
-    def run(self, role: str, *, count: int = 0, after: float | None = None) -> bool:
-        """Run the command, and kill the role at its ``count``-th step or ``after`` seconds; whether that struck."""
-        steps = self.order(role, "kill", count)
+    def run(self, role: str, fault: str = "SIGKILL", *, count: int = 0, after: float | None = None) -> bool:
+        """Run the command, and send the role a signal at its ``count``-th step or ``after`` seconds; whether it hit."""
+        steps = self.order(role, fault, count)
         line, quiet = [sys.executable, "-m", "fidelab", *self.words()], subprocess.DEVNULL
         process = subprocess.Popen(line, cwd=self.room, stdout=quiet, stderr=quiet)
         family = struck = set[psutil.Process]()
@@ -130,7 +135,7 @@ class Chaos:
                 struck = {psutil.Process(process.pid)} if role == "parent" else family
                 for victim in struck:
                     try:
-                        victim.kill()
+                        victim.send_signal(getattr(signal, fault))
                     except psutil.NoSuchProcess:  # ended by itself meanwhile
                         struck = struck - {victim}
             time.sleep(0.01)
@@ -159,8 +164,16 @@ def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
     hook = room.parent / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(HOOK.format(order=str(room.parent / "order.json")))
-    with mock.patch.dict(os.environ, {"PYTHONPATH": str(hook)}):
+    temporary = room.parent / "tmp"
+    temporary.mkdir()
+    variables = {"PYTHONPATH": str(hook), "TMPDIR": str(temporary)}
+    with mock.patch.dict(os.environ, variables), mock.patch.object(tempfile, "tempdir", str(temporary)):
         yield measured(room)
+
+
+def leftovers(temporary: Path) -> list[str]:
+    """What lies in a folder of temporary files, the empty folder that holds fidelab's aside."""
+    return sorted(path.name for path in temporary.rglob("*") if path != temporary / f"fidelab-{os.getuid()}")
 
 
 def measured(room: Path) -> Chaos:
@@ -191,11 +204,11 @@ def live_through(chaos: Chaos, dice: random.Random, kills: int) -> int:
     shutil.rmtree(chaos.room / "runs", ignore_errors=True)
     struck, before = 0, chaos.finished()
     while struck < kills:
-        role = dice.choice(("parent", "worker"))
+        role, fault = dice.choice(("parent", "worker")), dice.choice(SIGNALS)
         if dice.random() < 0.75:
-            hit = chaos.run(role, count=dice.randint(1, chaos.steps[role]))
+            hit = chaos.run(role, fault, count=dice.randint(1, chaos.steps[role]))
         else:
-            hit = chaos.run(role, after=dice.uniform(0.3, 1.0) * chaos.seconds)
+            hit = chaos.run(role, fault, after=dice.uniform(0.3, 1.0) * chaos.seconds)
         after = chaos.finished()
         assert after.items() >= before.items(), "a finished capture was lost or made again"
         assert len(chaos.captured()) <= len({Path(file).parent for file in after}), "a reported capture is not there"

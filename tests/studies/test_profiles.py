@@ -172,6 +172,20 @@ def test_a_stopped_profile_leaves_no_process_and_goes_on(tmp_path: Path) -> None
     assert again.code == 0, again.err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends children with their parent")
+def test_the_stage_of_a_killed_profile_ends_as_well(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    slow = {**FAKE, "engine_args": {"delay": "60"}, "axes": {"kld": {"windows": 20, "n_ctx": 16}}}
+    data = {**PROFILE, "stages": [{"name": "quality", "experiment": slow}], "expected": []}
+    (tmp_path / "own.yaml").write_text(json.dumps(data))
+    command = [sys.executable, "-m", "fidelab", "reproduce", "own.yaml", "--trust", "own.yaml"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    assert until(lambda: list(tmp_path.glob("runs/profiles/*/stages/quality/runs/2*")), 60)
+    process.kill()
+    process.wait()
+    assert until(lambda: not _alive(folder_of(tmp_path)), 40)
+
+
 def _alive(folder: Path) -> list[str]:
     """Commands of processes that name this folder."""
     found = []

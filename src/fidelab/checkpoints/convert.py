@@ -19,7 +19,6 @@ import logging
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from fidelab.checkpoints.layouts import (
     quantized_modules,
 )
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.core.scratch import scratch
 from fidelab.models.weights import INDEX
 
 _log = logging.getLogger(__name__)
@@ -229,8 +229,8 @@ def check_room(target: Path, size: int) -> None:
 def whole_folder(target: Path) -> Iterator[Path]:
     """Yield a folder next to ``target`` that becomes the target, or is removed on failure."""
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.part-", dir=target.parent) as scratch:
-            folder = Path(scratch) / "target"
+        with scratch("checkpoint", beside=target) as room:
+            folder = room / "target"
             folder.mkdir()
             yield folder
             folder.replace(target)

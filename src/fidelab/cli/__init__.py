@@ -131,8 +131,10 @@ def main() -> None:
     from fidelab.core import interrupted, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
+    from fidelab.core.scratch import sweep
 
     guard_streams()
+    sweep()
     os.environ |= waiting_variables(os.environ)  # read when torch is first imported
     _show_fetches()
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +10,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.axes import counts
 from fidelab.core.errors import UnknownNameError, UsageError
+from fidelab.core.scratch import scratch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +59,8 @@ def attention(
     tensors = captured_tensors(model, chosen, text, n_ctx, longest, dtype, device)
     words = ["audit", "--lengths", lengths, "--dtype", dtype, "--device", device]
     words += [] if implementation is None else ["--implementation", implementation]
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "qkv.safetensors"
+    with scratch("attention") as room:
+        path = room / "qkv.safetensors"
         save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata={"model": model})
         raise typer.Exit(run_command([*words, *(["--json"] if as_json else []), "--tensors", str(path)]))
 
@@ -92,11 +91,11 @@ def captured_tensors(
             raise UsageError(f"{model} does not say how many layers it has; name some with --layers")
         layers = sorted({0, resolved.layers // 2, resolved.layers - 1})
     tokens = n_ctx or min(longest, _DEFAULT_TOKENS, resolved.max_positions or _DEFAULT_TOKENS)
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch("attention") as room:
         same = {"kv": dtype}  # of both arms: nothing is rounded
         settings = {"reference": same, "candidates": [same], "text": text, "dtype": _COMPUTE[dtype], "device": device}
         kld = {"windows": 1, "n_ctx": tokens, "protocol": "full"}
-        experiment = study_experiment("attention", model, kld, settings, {"output_dir": scratch})
+        experiment = study_experiment("attention", model, kld, settings, {"output_dir": str(room)})
         digits = len(str(max(layers)))  # pads numbers, so that names sort in their order
         tensors = {}
         for name, array in capture_qkv(experiment, layers, listener=watcher()).items():

@@ -7,18 +7,21 @@ this process and in engine processes of other environments.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import inspect
 import json
 import math
 import os
 import re
+import secrets
 import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fidelab.core.errors import NotSupportedError, OutputError, UsageError
 from fidelab.core.serial import OMIT, AsText
@@ -123,26 +126,85 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def write_atomically(path: str | Path, text: str) -> Path:
-    """Write a text file under a temporary name in the same folder, then rename it.
+    """Write a text file that appears, or replaces another, when it is complete.
+
+    A process that is killed leaves nothing where the system has files without a name (Linux, most file systems) and
+    the file is new; else at worst a hidden file, which the next write of the same file removes.
 
     Raises:
         OutputError: If the folder or the file cannot be written.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(path)
         try:
-            with temporary.open("w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
+            if not _write_unnamed(path, temporary, text):
+                with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                    _write_locked(file, text)
+                    temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{path}: cannot write: {error.strerror}") from error
     return path
+
+
+_WITHOUT_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+
+
+def _write_unnamed(path: Path, temporary: Path, text: str) -> bool:
+    """Write to a file that gets its name at the end; whether the system can do that."""
+    if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
+        return False
+    try:
+        unnamed = os.open(path.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in _WITHOUT_UNNAMED:
+            return False
+        raise
+    with os.fdopen(unnamed, "w", encoding="utf-8", newline="\n") as file:
+        _write_locked(file, text)
+        try:
+            try:
+                _name(unnamed, path)
+            except FileExistsError:  # only a rename replaces a file
+                _name(unnamed, temporary)
+                temporary.replace(path)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                raise
+            return False  # no links here
+    return True
+
+
+def _name(descriptor: int, path: Path) -> None:
+    """Give an open file without a name its name."""
+    # Python follows the link in /proc only if a folder is named, which an absolute path makes unused
+    os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor)
+
+
+def _write_locked(file: IO[str], text: str) -> None:
+    """Write a file that :func:`_remove_unfinished` leaves alone until it is closed."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of the same file."""
+    form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
+    with os.scandir(path.parent) as entries:
+        left = [path.with_name(entry.name) for entry in entries if form.fullmatch(entry.name)]
+    for unfinished in left:
+        if unfinished.is_symlink() or not unfinished.is_file():
+            continue
+        with suppress(OSError), unfinished.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            unfinished.unlink()
 
 
 def sha256_of(path: Path) -> str:

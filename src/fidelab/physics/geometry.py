@@ -8,7 +8,6 @@ states.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fidelab.core import cache_parameter
 from fidelab.core.errors import FidelabError, InputError
 from fidelab.core.registry import require
+from fidelab.core.scratch import scratch
 from fidelab.models import embedded, hub
 from fidelab.models.decoder import check_decoder, check_decoder_gguf
 from fidelab.models.gguf import hf_config, read_header
@@ -76,9 +76,9 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
             raise InputError(f"no file {name}")
         check_decoder_gguf(read_header(file).architecture, name)
         require("transformers", f"{name}: the shape of a GGUF file")
-        with tempfile.TemporaryDirectory() as scratch:
-            hf_config(file.resolve(), Path(scratch)).save_pretrained(scratch)
-            return replace(model_geometry(Path(scratch)), name=name), "bf16"
+        with scratch("geometry") as room:
+            hf_config(file.resolve(), room).save_pretrained(room)
+            return replace(model_geometry(room), name=name), "bf16"
     if not here.exists():
         match = HUB_ID.fullmatch(name)
         if match is None:

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ import numpy as np
 from fidelab.core import digest, read_file, slug, strict_json, write_atomically
 from fidelab.core.errors import InputError, MissingPackageError, OutputError
 from fidelab.core.registry import require
+from fidelab.core.scratch import scratch
 from fidelab.results.record import Report
 
 RUNS = Path("runs")  # where runs are written unless specified otherwise
@@ -49,18 +49,17 @@ class RunFolder:
             OutputError: If it cannot be made.
         """
         stem = f"{time.strftime(_STAMP)}-{label}"
-        temporary = output_dir / f".partial-{stem}-{os.getpid()}"
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            temporary.mkdir()
-            (temporary / CONFIG).write_text(config, "utf-8")
-            return cls(_rename_unused(temporary, output_dir / stem))
+            with scratch("run", beside=output_dir / stem) as room:
+                temporary = room / "run"
+                temporary.mkdir()
+                (temporary / CONFIG).write_text(config, "utf-8")
+                return cls(_rename_unused(temporary, output_dir / stem))
         except OSError as error:
             raise OutputError(
                 f"cannot make a run folder in {output_dir}: {error.strerror or error}; name another --output-dir"
             ) from None
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

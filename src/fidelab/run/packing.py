@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import fidelab
@@ -14,6 +11,7 @@ from fidelab.captures.reader import Capture
 from fidelab.config.experiment import load
 from fidelab.config.load import expand
 from fidelab.core.errors import InputError, OutputError, UsageError
+from fidelab.core.scratch import scratch
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.ledger.reference import FOLDERS, sample_digest, write_pack
 from fidelab.models import Model, hub, quantized_as, resolve
@@ -52,10 +50,8 @@ def share_reference(run: RunFolder, to: str, other: RunFolder | None = None) -> 
         raise UsageError(f"--to {to} exists already: name a new folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in folder.parent.glob(f".partial-{folder.name}-*"):
-            shutil.rmtree(left)
-        with tempfile.TemporaryDirectory(prefix=f".partial-{folder.name}-", dir=folder.parent) as scratch:
-            made = Path(scratch) / "pack"
+        with scratch("reference", beside=folder) as room:
+            made = room / "pack"
             made.mkdir()
             pack = write_pack(made, captures, facts, tokenizer)
             if repo is None:

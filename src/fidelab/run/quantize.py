@@ -36,7 +36,7 @@ from fidelab.results.recommend import recommended
 from fidelab.results.record import Report
 from fidelab.run.pipeline import execute
 from fidelab.run.runner import Listener
-from fidelab.run.signals import terminate_as_interrupt
+from fidelab.run.signals import end_with_parent, terminate_as_interrupt
 
 SCHEMA, RECORD = "fidelab.quantize/1", "fidelab-quantize.json"
 _TOOL = "llm-compressor"
@@ -196,7 +196,7 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
     with log.open("ab") as errors, terminate_as_interrupt():
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, env=variables, cwd=work,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=end_with_parent(),
         )  # fmt: skip
         try:
             for line in process.stdout or ():

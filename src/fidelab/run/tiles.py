@@ -11,7 +11,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from fidelab.axes.rows import NumpyScorer, compare_many, figures_of, item_rows
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Estimator
+from fidelab.core.scratch import scratch
 from fidelab.run.resolve import load_axis
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
 
     ``threads``: of the CPU.
     """
-    with tempfile.TemporaryDirectory(prefix="fidelab-") as room:
-        ticket, found = Path(room) / "ticket.json", Path(room) / "figures.npz"
+    with scratch("scoring") as room:
+        ticket, found = room / "ticket.json", room / "figures.npz"
         groups = [{**vars(one), "ref": str(one.ref), "tests": [[str(t), p] for t, p in one.tests]} for one in asked]
         ticket.write_text(json.dumps({"threads": threads, "groups": groups}), "utf-8")
         words = [sys.executable, "-m", "fidelab.run.tiles", str(ticket), str(found)]

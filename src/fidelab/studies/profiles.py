@@ -17,7 +17,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata, util
@@ -31,13 +30,14 @@ from fidelab.config.profiles import Figure, Resolved, Stage, fill
 from fidelab.config.trust import check_trusted, trust_content
 from fidelab.core import Status, read_file, slug, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
+from fidelab.core.scratch import scratch
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.results.values import Record
 from fidelab.run.pipeline import Interrupted
-from fidelab.run.signals import terminate_as_interrupt
+from fidelab.run.signals import end_with_parent, terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
 
 SKIPS = "skips.json"
@@ -262,8 +262,8 @@ def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = 
 
 def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
     """Return the seconds and the bytes that an experiment's dry run gives; ``None`` where it gives none."""
-    with tempfile.TemporaryDirectory() as scratch:
-        words = [sys.executable, "-m", *stage_command(stage, Path(scratch)), "--dry-run"]
+    with scratch("dry-run") as room:
+        words = [sys.executable, "-m", *stage_command(stage, room), "--dry-run"]
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         plan = strict_json(done.stdout)
@@ -343,7 +343,12 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
     began = time.monotonic()
     with (own / "out.json").open("wb") as out, (own / "log.txt").open("ab") as log, terminate_as_interrupt():
         process = subprocess.Popen(  # a separate session: Ctrl-C reaches it once, from here
-            [sys.executable, "-m", *words], stdin=subprocess.DEVNULL, stdout=out, stderr=log, start_new_session=True
+            [sys.executable, "-m", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),
         )
         try:
             code = process.wait()

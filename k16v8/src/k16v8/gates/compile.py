@@ -8,13 +8,12 @@ many tiles are loaded ahead. They are evidence, not measurements.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -308,11 +307,12 @@ def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:
     """Registers and spills as the assembler has them; instructions as they stand in PTX."""
     from triton import knobs
 
-    with tempfile.TemporaryDirectory() as folder:
-        binary = Path(folder) / "kernel.cubin"
-        binary.write_bytes(asm["cubin"])
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    binary = os.memfd_create("kernel.cubin")  # leaves nothing behind if this process is killed
+    with os.fdopen(binary, "wb") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", f"/proc/self/fd/{binary}"]
+        usage = subprocess.run(command, pass_fds=(binary,), capture_output=True, text=True, check=True).stdout
     return _read_nvidia(asm["ptx"], usage)
 
 

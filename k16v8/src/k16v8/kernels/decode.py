@@ -151,7 +151,9 @@ def decode_kernel(
         source = query0 + r // RATIO
         positions = length - count + r // RATIO
         wanted = real[:, None] & (d[None, :] < D)
-        queries = tl.load(q + (source * q_row + heads * q_head)[:, None] + d[None, :], mask=wanted, other=0.0)
+        queries = tl.load(
+            q + (source * q_row + heads.to(tl.int64) * q_head)[:, None] + d[None, :], mask=wanted, other=0.0
+        )
         factor = scale * 1.4426950408889634
         if K_SCALE == 1:
             factor = factor * tl.load(k_scale)

@@ -118,7 +118,9 @@ def extend_kernel(
 
         d = tl.arange(0, BLOCK_D)[None, :]
         source = (query0 + query).to(tl.int64)
-        x = tl.load(q + (source * q_row + heads * q_head)[:, None] + d, mask=real[:, None] & (d < D), other=0.0)
+        x = tl.load(
+            q + (source * q_row + heads.to(tl.int64) * q_head)[:, None] + d, mask=real[:, None] & (d < D), other=0.0
+        )
         factor = scale * 1.4426950408889634
         if K_SCALE == 1:
             factor = factor * tl.load(k_scale)

@@ -57,10 +57,10 @@ def gather_kernel(
     K_FORMAT: tl.constexpr, V_FORMAT: tl.constexpr, K_PAIRS: tl.constexpr, V_PAIRS: tl.constexpr,
     K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, K_NATIVE: tl.constexpr, V_NATIVE: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     inside = rows < tokens
-    slot = tl.load(slots + rows, mask=inside, other=0)
+    slot = tl.load(slots + rows, mask=inside, other=0).to(tl.int64)
     block = slot // PAGE
     place = slot % PAGE
     copied(
@@ -77,7 +77,7 @@ def gather(cache: PagedCache, slots: Tensor, keys: Tensor, values: Tensor) -> No
     """Gather as :func:`k16v8.kernels.prefill.gather` does, without host sync or allocation.
 
     Raises:
-        UsageError: If 8-bit codes are not at even addresses.
+        UsageError: If 8-bit codes are not at even addresses, or the tokens of a page lie too far apart.
     """
     if not slots.numel():
         return

@@ -172,7 +172,8 @@ def cache_arguments(cache: PagedCache) -> tuple[object, ...]:
     """The arguments of a kernel that reads a cache, in their order.  An absent scale is any pointer, never read.
 
     Raises:
-        UsageError: If 8-bit codes, which are read in pairs, are not at even addresses.
+        UsageError: If 8-bit codes, which are read in pairs, are not at even addresses, or if the tokens of a page lie
+            2^31 numbers apart or more.
     """
     for side, codes, name in (("k", cache.k_cache, cache.k_format), ("v", cache.v_cache, cache.v_format)):
         pairs = storage(name).quantized and storage(name).per_byte == 1
@@ -180,6 +181,18 @@ def cache_arguments(cache: PagedCache) -> tuple[object, ...]:
             raise UsageError(
                 f"{side}_cache has strides {list(codes.stride())}; the Triton kernels read {name} in pairs, which must "
                 "begin at even addresses"
+            )
+    sides = (
+        ("k_cache", cache.k_cache),
+        ("v_cache", cache.v_cache),
+        ("k_scale", cache.k_scale),
+        ("v_scale", cache.v_scale),
+    )
+    for what, tensor in sides:
+        if tensor is not None and tensor.dim() > 1 and (cache.page - 1) * tensor.stride(1) >= 1 << 31:
+            raise UsageError(
+                f"{what} has strides {list(tensor.stride())}; the Triton kernels read pages whose tokens lie within "
+                "2^31 numbers: put the tokens of a page closer together"
             )
     return (
         cache.k_cache,

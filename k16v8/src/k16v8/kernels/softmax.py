@@ -116,6 +116,14 @@ def attend_tokens(
         v_block = v_block.to(tl.uint32).to(tl.int64)
     k_block, k_place, k_head = k_block // K_STEP, k_place // K_STEP, k_head // K_STEP
     v_block, v_place, v_head = v_block // V_STEP, v_place // V_STEP, v_head // V_STEP
+    # a head's offset may exceed 32 bits; it is the same for all tokens, so the loop does not compute it
+    head = head.to(tl.int64)
+    k_cache += head * k_head
+    v_cache += head * v_head
+    if K_SCALE == 2:
+        k_scale += head * ks_head
+    if V_SCALE == 2:
+        v_scale += head * vs_head
     i = tl.arange(0, TOKENS)
     for at in range(begin, end, TOKENS):
         n = at + i
@@ -136,7 +144,7 @@ def attend_tokens(
             block = tl.load(table + page)
         block = block.to(tl.uint32).to(tl.int64)  # never negative: a product of 32 by 32 bits is one instruction
 
-        source = k_cache + (block * k_block + (place * k_place + head * k_head))[:, None] + d
+        source = k_cache + (block * k_block + place * k_place)[:, None] + d
         if MASKED:
             raw = tl.load(source, mask=inside[:, None] & (d < K_COLUMNS), other=0)
         elif K_WHOLE:
@@ -148,7 +156,7 @@ def attend_tokens(
             logits = tl.dot(odd_q, tl.trans(widen(raw, 1, K_FORMAT, QK, K_NATIVE)), logits, input_precision="ieee")
         logits = logits * factor[:, None]
         if K_SCALE == 2:
-            spot = k_scale + block * ks_block + place * ks_place + head * ks_head
+            spot = k_scale + block * ks_block + place * ks_place
             if MASKED:
                 by = tl.load(spot, mask=inside, other=0.0)
             else:
@@ -167,7 +175,7 @@ def attend_tokens(
             logits = tl.where(seen, logits, float("-inf"))
 
         # What is not inside may hold NaN, which a probability of 0 would not silence: it is not loaded.
-        source = v_cache + (block * v_block + (place * v_place + head * v_head))[:, None] + dv
+        source = v_cache + (block * v_block + place * v_place)[:, None] + dv
         if MASKED:
             raw = tl.load(source, mask=inside[:, None] & (dv < V_COLUMNS), other=0)
         elif V_WHOLE:
@@ -186,7 +194,7 @@ def attend_tokens(
         odd_acc = odd_acc * fade[:, None]
         if V_SCALE == 2:
             # A token's scale becomes part of its probability, relative to the tile's largest scale.
-            spot = v_scale + block * vs_block + place * vs_place + head * vs_head
+            spot = v_scale + block * vs_block + place * vs_place
             if MASKED:
                 by = tl.load(spot, mask=inside, other=0.0).to(tl.float32)
             else:
@@ -252,6 +260,6 @@ def store_rows(
         joined = top + tl.log2(tl.exp2(log - top) + tl.exp2(sink - top))
         acc = acc * tl.exp2(log - joined)[:, None]
         log = joined
-    rows = out + (target * out_row + heads * out_head)[:, None] + dv[None, :]
+    rows = out + (target * out_row + heads.to(tl.int64) * out_head)[:, None] + dv[None, :]
     tl.store(rows, narrow(acc, out.dtype.element_ty, INTERPRETED), mask=real[:, None] & (dv[None, :] < DV))
     tl.store(lse + target * lse_row + heads, log * 0.6931471805599453, mask=real)

@@ -41,7 +41,7 @@ def put(
     COUNT: tl.constexpr,
 ):
     """All heads of K or of V of one token; ``x``: where it begins."""
-    head = tl.arange(0, BLOCK_H)
+    head = tl.arange(0, BLOCK_H).to(tl.int64)  # offsets of heads may exceed 32 bits
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = (head[:, None] < HEADS) & (column < DIM)
     source = x + head[:, None] * x_head

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +22,7 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, NotSupportedError
+from fidelab.core.scratch import scratch
 from fidelab.engines.base import one_line
 from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_states, typed
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
@@ -88,7 +88,8 @@ class SGLangSession:
         self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool, serving: bool = False
     ) -> None:
         self._mark = mark
-        self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
+        self._scratch = ExitStack()
+        self._folder = self._scratch.enter_context(scratch("sglang"))
         self._logprobs = logprobs
         self._serving = serving
         self._sent = self._salts = 0
@@ -187,9 +188,9 @@ class SGLangSession:
 
     def close(self) -> None:
         """End the processes and remove the folder."""
-        if self._engine is not None:
-            self._engine.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with self._scratch:
+            if self._engine is not None:
+                self._engine.shutdown()
 
     def _stopping(self, base: type) -> type:
         """SGLang's signal handler for the time after the start, which stops waiting instead of ending this process."""

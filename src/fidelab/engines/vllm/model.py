@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
@@ -18,6 +16,7 @@ from fidelab.captures.container import Array
 from fidelab.captures.requests import Sampling
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, NotSupportedError
+from fidelab.core.scratch import scratch
 from fidelab.engines.base import one_line
 from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_states, typed
 from fidelab.engines.k16v8 import is_pair, missing, translated_errors
@@ -106,9 +105,9 @@ class VLLMModel:
         self._options = dict(arm.options)
         self._hidden = self._options.get("estimator") != "logprobs"
         self._count = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
-        self._path = Path(self._folder.name)
-        os.environ[FOLDER] = self._folder.name
+        self._scratch = ExitStack()
+        self._path = self._scratch.enter_context(scratch("vllm"))
+        os.environ[FOLDER] = str(self._path)
         register()
         if is_pair(arm.kv):
             with translated_errors():
@@ -433,10 +432,8 @@ class VLLMModel:
 
     def close(self) -> None:
         """End the workers."""
-        try:
+        with self._scratch:
             self._engine.engine_core.shutdown()
-        finally:
-            self._folder.cleanup()
 
 
 def is_refusal(error: Exception) -> bool:
