@@ -146,7 +146,7 @@ def main() -> None:
 def _run() -> int:
     """Run the command line; turn every error that a user can fix into one line and exit code 2."""
     from fidelab.cli.output import flush_output, guard_streams
-    from fidelab.core import interrupted, waiting_variables
+    from fidelab.core import interrupted, resume_line, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
 
@@ -162,7 +162,7 @@ def _run() -> int:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished parts are kept."
+        hint = f"Resume with: {resume_line(stop.folder, stop.command)}" if stop.folder else "Finished parts are kept."
         print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
         code = interrupted()
     except ImportError as error:
@@ -192,7 +192,7 @@ def _show_fetches() -> None:
 
 
 def _fault(text: str) -> int:
-    print(f"fidelab: {' '.join(text.split())}", file=sys.stderr)
+    print(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}", file=sys.stderr)
     return 2
 
 

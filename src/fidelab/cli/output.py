@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -116,7 +115,9 @@ def duration(seconds: float) -> str:
 
 def command_line() -> str:
     """Return the command line that the user typed, for the record."""
-    return shlex.join(["fidelab", *sys.argv[1:]])
+    from fidelab.core import shell_line
+
+    return shell_line("fidelab", *sys.argv[1:])
 
 
 @contextmanager
