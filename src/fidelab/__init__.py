@@ -7,9 +7,10 @@ returns a :class:`~fidelab.results.record.Report`.  Everything heavy is imported
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # as type checkers know it; the module typing takes as long to import as Python to start
 if TYPE_CHECKING:
+    from typing import Any
+
     from fidelab.results.record import Report
     from fidelab.run.api import compare
 

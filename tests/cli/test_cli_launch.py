@@ -127,6 +127,17 @@ def test_a_server_that_dies_while_it_starts_or_never_answers_is_ended_with_its_c
     assert gone(int((tmp_path / "child").read_text()))
 
 
+def test_a_server_that_answers_as_another_model_is_ended_and_its_name_said(
+    tmp_path: Path, own: Callable[..., Path]
+) -> None:
+    own(env={"SMALL_ANSWERS_AS": "other", "SMALL_CHILD": str(tmp_path / "child")})
+    done = launched(tmp_path)
+    assert done.code == 2
+    assert "the server answered as model other, not as " in done.err
+    assert records() == []
+    assert gone(int((tmp_path / "child").read_text()))
+
+
 @contextmanager
 def in_foreground(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """``fidelab serve start mine``, whose server answers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -292,6 +293,42 @@ def test_some_broken_streams_are_counted_and_make_the_cell_invalid(
     assert cell["facts"]["measured"]["completed"] + cell["errors"] == 40
     assert not cell["valid"]
     assert f"{cell['facts']['errors'][kind]} {kind}" in done.err
+
+
+def test_a_server_that_answers_as_another_model_is_refused_before_any_load(tmp_path: Path) -> None:
+    with MockServer(MockSettings(answers_as=("other",))) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    assert "the server answered as model other, not as mock" in refused(done)
+
+
+def test_one_answer_of_another_model_within_a_load_makes_the_cell_invalid(tmp_path: Path) -> None:
+    with MockServer(MockSettings(answers_as=(*["mock"] * 20, *["other"] * 40))) as mock:
+        done = serve(mock.url, "--num-prompts", 20, cwd=tmp_path)
+    [cell] = loads(done)
+    assert not cell["valid"]
+    assert cell["facts"]["errors"].keys() == {"other-model"}
+    assert "the server answered as model other, not as mock" in [flag["text"] for flag in cell["flags"]]
+    assert "the server answered as model other, not as mock" in done.err
+    assert done.code == 1
+
+
+def test_a_load_that_another_model_answers_alone_failed_by_its_name(tmp_path: Path) -> None:
+    with MockServer(MockSettings(answers_as=("mock", *["one", "two", "three"] * 9))) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    assert done.code == 1
+    assert re.search(r"other-model \(the server answered as model (one|two|three), not as mock\)", done.err)
+
+
+@pytest.mark.parametrize("names", [("",), ("mock", ""), ("mock",), ("first",), ("", "first", "mock")])
+def test_answers_without_a_name_or_by_another_name_of_the_model_are_its_own(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
+    with MockServer(MockSettings(answers_as=names, aliases=("first",), itl=0.005)) as mock:
+        done = serve(mock.url, "--model", "mock", "--max-concurrency", 1, cwd=tmp_path)
+    assert done.code == 0, done
+    [cell] = loads(done)
+    assert cell["valid"]
+    assert cell["facts"]["errors"] == {}
 
 
 def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Served:
     owner: str = "vllm"
     models: Sequence[str] = ("tiny",)
     answers_as: str | None = None
+    root: str | None = None
     takes_ids: bool = True
     returns_ids: bool = True
     strict: bool = False
@@ -189,7 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
         served = self.served
         match self.path:
             case "/v1/models" if self._let_in():
-                self._json({"data": [{"id": name, "owned_by": served.owner} for name in served.models]})
+                self._json(
+                    {"data": [{"id": name, "owned_by": served.owner, "root": served.root} for name in served.models]}
+                )
             case "/version" if served.owner == "vllm":
                 self._json({"version": "9.9"})
             case "/metrics" if served.cache_dtype and served.owner == "vllm":

@@ -118,6 +118,16 @@ def test_answers_of_another_model_are_remarked(folder: Path) -> None:
         assert engine.runtime_info().record()["remarks"] == remarks
 
 
+@pytest.mark.parametrize(("root", "n_remarks"), [("/models/tiny", 0), (None, 1)])
+def test_an_answer_by_another_name_of_the_same_model_is_not_remarked(
+    root: str | None, n_remarks: int, folder: Path
+) -> None:
+    with serving(Served(models=("first", "tiny"), answers_as="first", root=root)) as server:
+        engine = opened(folder, server, model="tiny")
+        generate(engine)
+    assert len(engine.runtime_info().record()["remarks"]) == n_remarks
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [(None, "open: a server shows nothing of its cache"), ("other-8b", "open: answered by other-8b")],

@@ -1,7 +1,7 @@
 """A small real server with the flags, the addresses and the log of llama.cpp's own.
 
 Variables: SMALL_KV, the type that its cache really has; SMALL_DIES, a line to print before it ends; SMALL_DEAF, to
-listen nowhere; SMALL_CHILD, a file for the pid of a child that it starts.
+listen nowhere; SMALL_ANSWERS_AS, the model in its answers; SMALL_CHILD, a file for the pid of a child that it starts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self.answer({"choices": [{"text": " Paris.", "index": 0, "finish_reason": "length"}]})
+        named = {"model": name} if (name := os.environ.get("SMALL_ANSWERS_AS")) else {}
+        self.answer({**named, "choices": [{"text": " Paris.", "index": 0, "finish_reason": "length"}]})
 
     def answer(self, found: object) -> None:
         body = json.dumps(found or {"error": "File Not Found"}).encode()

@@ -240,7 +240,7 @@ def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading |
 # ----------------------------------------------------------------------------------------------------------- cells
 
 _READINGS = 5  # readings within the measured part that a rate needs
-_ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # these flags make a cell invalid
+_ALWAYS = frozenset({"depth", "model", "underfilled", "overlong", "rate"})  # these flags make a cell invalid
 
 
 def count_by_finish(drive: Drive) -> Drive:
@@ -324,7 +324,7 @@ _LAG = 0.1  # of the median gap between events
 _RATE = 0.95  # of the requested requests per second
 _MISMATCH = (0.9, 1.1)  # client's over server's output rate
 
-SPOILS = frozenset({"depth", "underfilled", "overlong", "errors", "no-usage", "rate"})
+SPOILS = frozenset({"depth", "model", "underfilled", "overlong", "errors", "no-usage", "rate"})
 """Kinds for which a cell may be invalid; the others make it doubtful."""
 
 
@@ -335,6 +335,7 @@ def find_flags(pool: Pool) -> tuple[Flag, ...]:
         ("underfilled", _underfilled),
         ("output", _output),
         ("overlong", _overlong),
+        ("model", _model),
         ("errors", _errors),
         ("no-usage", _no_usage),
         ("lag", _lag),
@@ -389,6 +390,11 @@ def _overlong(pool: Pool) -> str | None:
         return None
     over = f"{len(surplus)} of {len(pool.done)} answers, up to {max(surplus):,} more"
     return f"the server counted more tokens than were asked for {over}"
+
+
+def _model(pool: Pool) -> str | None:
+    """Flag answers of other models, however few: nothing shows which model wrote the others."""
+    return next((exchange.detail for exchange in pool.sent if exchange.error == "other-model"), None)
 
 
 def _errors(pool: Pool) -> str | None:

@@ -30,6 +30,7 @@ from fidelab.cli import (
     share,
 )
 from fidelab.cli.commands import Commands, Group
+from fidelab.run.signals import interrupts_raise
 
 # ClickException, whose place depends on the version of typer
 _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -61,12 +62,17 @@ class _Root(Group):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with interrupts_raise():
+                return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise _Stopped(getattr(stop, "folder", None), getattr(stop, "command", "")) from None
         except BrokenPipeError:  # "| head" closed our output
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
+        except Exception as error:
+            if "KeyboardInterrupt" in str(error):  # native code, such as pydantic's, reports it so
+                raise _Stopped(None, "") from None
+            raise
 
 
 app = Commands(
@@ -126,9 +132,21 @@ def _root(
 
 
 def main() -> None:
+    """Run the command line and exit; output that cannot be written is an error of its own."""
+    from fidelab.cli.output import flush_output
+
+    code = _run()
+    try:
+        flush_output()
+    except OSError as error:
+        code = code if code == 2 else _fault(f"standard output: {error.strerror or error}")
+    sys.exit(code)
+
+
+def _run() -> int:
     """Run the command line; turn every error that a user can fix into one line and exit code 2."""
-    from fidelab.cli.output import guard_streams
-    from fidelab.core import interrupted, waiting_variables
+    from fidelab.cli.output import flush_output, guard_streams
+    from fidelab.core import interrupted, resume_line, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
     from fidelab.core.scratch import sweep
@@ -139,7 +157,6 @@ def main() -> None:
     _show_fetches()
     try:
         code = app(prog_name="fidelab", standalone_mode=False)
-        sys.stdout.flush()
     except FidelabError as error:
         code = _fault(str(error))
     except _FlagError as error:
@@ -147,7 +164,7 @@ def main() -> None:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Resume with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished parts are kept."
+        hint = f"Resume with: {resume_line(stop.folder, stop.command)}" if stop.folder else "Finished parts are kept."
         print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
         code = interrupted()
     except ImportError as error:
@@ -155,8 +172,13 @@ def main() -> None:
         name = error.name or "a package"
         code = _fault(str(missing or f"{name} cannot be imported ({error}); see: python -m fidelab.doctor"))
     except OSError as error:
-        code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
-    sys.exit(code if isinstance(code, int) else 0)
+        place = error.filename or "input/output"
+        try:
+            flush_output()
+        except OSError:
+            place = error.filename or "standard output"
+        code = _fault(f"{place}: {error.strerror or error}")
+    return code if isinstance(code, int) else 0
 
 
 def _show_fetches() -> None:
@@ -172,7 +194,7 @@ def _show_fetches() -> None:
 
 
 def _fault(text: str) -> int:
-    print(f"fidelab: {' '.join(text.split())}", file=sys.stderr)
+    print(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}", file=sys.stderr)
     return 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -271,7 +270,9 @@ def _gate(serving: Measurement) -> None:
 def _command(key: str | None) -> str:
     """Return the command that repeats the run, without the API key."""
     words = [word.replace(key, "KEY") if key else word for word in sys.argv[1:]]
-    return shlex.join(["fidelab", *words])
+    from fidelab.core import shell_line
+
+    return shell_line("fidelab", *words)
 
 
 def _in_flags(text: str) -> str:

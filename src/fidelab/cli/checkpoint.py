@@ -14,6 +14,7 @@ from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
 from fidelab.cli.output import exit_on, note, open_console, show_report, waiting
+from fidelab.core import shell_line
 
 if TYPE_CHECKING:
     from fidelab.checkpoints.audit import Audit
@@ -189,7 +190,7 @@ def quantize(
     if outcome.report is not None:
         show_report(outcome.report, as_json=as_json)
     if outcome.verdict == "broken":
-        exit_on([f"{outcome.output} is broken: fidelab checkpoint audit {outcome.output}"])
+        exit_on([f"{outcome.output} is broken: {shell_line('fidelab', 'checkpoint', 'audit', outcome.output)}"])
 
 
 @app.command()

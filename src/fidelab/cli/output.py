@@ -7,8 +7,8 @@ of them reaches the terminal, neither by ``print`` nor by a console of :func:`op
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,8 +36,10 @@ class _Guarded:
     between them; typer's show only fidelab's texts.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, dispensable: bool = False) -> None:
+        """``dispensable``: a command goes on if the stream cannot be written, as on a full disk."""
         self.rich_proxied_file = stream
+        self._dispensable = dispensable
 
     def write(self, text: str) -> int:
         from fidelab.results.numbers import printable
@@ -48,7 +50,13 @@ class _Guarded:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("tqdm."):  # it moves the cursor back
             match = _TQDM_PREFIX.match(text)
             begin = match[0] if match else ""
-        self.rich_proxied_file.write(begin + printable(text[len(begin) :], escaped=True))
+        try:
+            self.rich_proxied_file.write(begin + printable(text[len(begin) :], escaped=True))
+        except OSError as error:
+            if not self._dispensable:
+                error.filename = error.filename or "standard output"
+                raise
+            _discard(self.rich_proxied_file)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -62,9 +70,35 @@ class _Guarded:
 def guard_streams() -> None:
     """Prevent printed text from controlling the terminal from now on."""
     if not isinstance(sys.stdout, _Guarded):
-        sys.stdout = cast(TextIO, _Guarded(sys.stdout))
+        sys.stdout = cast(TextIO, _Guarded(sys.stdout or _null()))
     if not isinstance(sys.stderr, _Guarded):
-        sys.stderr = cast(TextIO, _Guarded(sys.stderr))
+        sys.stderr = cast(TextIO, _Guarded(sys.stderr or _null(), dispensable=True))
+
+
+def _null() -> TextIO:
+    """In place of a stream that the caller closed, if nothing opened it before."""
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a stream still holds, and all that follows, to the null device: Python flushes it when it ends."""
+    with Path(os.devnull).open("wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
+    stream.flush()
+
+
+def flush_output() -> None:
+    """Write what standard output still holds; a reader that has gone, such as ``head``, wants none of it.
+
+    Raises:
+        OSError: If it cannot be written, as on a full disk.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def note(text: str) -> None:
@@ -81,7 +115,9 @@ def duration(seconds: float) -> str:
 
 def command_line() -> str:
     """Return the command line that the user typed, for the record."""
-    return shlex.join(["fidelab", *sys.argv[1:]])
+    from fidelab.core import shell_line
+
+    return shell_line("fidelab", *sys.argv[1:])
 
 
 @contextmanager

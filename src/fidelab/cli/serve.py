@@ -14,7 +14,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import exit_on, note, open_console
-from fidelab.core import engine_name
+from fidelab.core import engine_name, shell_line
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
@@ -286,7 +286,7 @@ def check_preset(
     server = next((one for one in records() if _is_of(one, chosen)), None) if base_url is None else None
     if base_url is None and server is None:
         check(chosen, arm)
-        told = f"{arm.name} can run here; it has no running server: fidelab serve start {name}"
+        told = f"{arm.name} can run here; it has no running server: {shell_line('fidelab', 'serve', 'start', name)}"
         print(json.dumps({"preset": arm.name, "findings": []}) if as_json else told)
         return
     url = base_url or (server.url if server else "")
@@ -340,7 +340,8 @@ def _show(launched: Launched, detached: bool) -> None:
         flush=True,
     )
     if detached:
-        print(f"it still runs as process {server.pid}; end it with: fidelab serve stop {server.name}", flush=True)
+        stop = shell_line("fidelab", "serve", "stop", server.name)
+        print(f"it still runs as process {server.pid}; end it with: {stop}", flush=True)
 
 
 def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 from fidelab.cli import formats, options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import note, open_console, waiting
+from fidelab.core import shell_line
 from fidelab.core.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def install_engine(
     with watch_installation() as shown:
         installed = install(chosen, folder, shown.say, python=maker, again=reinstall, watch=shown.begin)
     if path is not None:
-        note(f"runs use it with --python {installed.python}")
+        note(f"runs use it with {shell_line('--python', installed.python)}")
     print(installed.python)
 
 

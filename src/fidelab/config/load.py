@@ -10,7 +10,7 @@ from typing import Any, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fidelab.core import read_file
+from fidelab.core import read_file, resume_line
 from fidelab.core.errors import ConfigError, InputError, nearest_first
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -44,7 +44,7 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} does not exist; name an experiment file") from None
     except IsADirectoryError:
         raise ConfigError(
-            f"{path} is a folder; name an experiment file (to resume a run: fidelab compare --resume {path})"
+            f"{path} is a folder; name an experiment file, or resume a run with: {resume_line(path)}"
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None

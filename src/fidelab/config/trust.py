@@ -9,7 +9,6 @@ current folder.  The content of programs and shims is not part of it.
 from __future__ import annotations
 
 import contextlib
-import shlex
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -24,7 +23,7 @@ from fidelab.config.cross import CrossEngine
 from fidelab.config.load import apply_overrides, expand, read_yaml
 from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
-from fidelab.core import digest, state_dir
+from fidelab.core import digest, shell_line, state_dir
 from fidelab.core.errors import ConfigError, InputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.harmless import Anything, Beside
@@ -127,8 +126,7 @@ def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, tru
 def _check_known(known: str, file: Path, files: Sequence[Path], fault: str, remedy: str = "") -> None:
     """Refuse a file unless its hash is remembered, or it or its folder is named in ``files``, which is remembered."""
     if known not in _trusted_digests() and not {_place(file), _place(file.parent)} & {*map(_place, files)}:
-        quoted = shlex.quote(str(file))
-        raise ConfigError(f"{file} {fault}; if you trust it, add --trust {quoted}{remedy}")
+        raise ConfigError(f"{file} {fault}; if you trust it, add {shell_line('--trust', file)}{remedy}")
     _note(known, file)
 
 
@@ -240,7 +238,7 @@ def demands(settings: Asking) -> list[Demand]:
         found.append(Demand("address", address, "is a cluster that would run configurations", address))
     serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
-        words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
+        words = shell_line(*serve.wrapper, *serve.program, *serve.words)
         found.append(Demand("serve", words, "would appear in the commands of the report"))
     return list(dict.fromkeys(found))
 

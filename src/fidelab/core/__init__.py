@@ -15,6 +15,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -73,6 +74,20 @@ def slug(text: str) -> str:
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
+
+
+def shell_line(*words: object) -> str:
+    """Return a command line to copy into a shell: words with spaces or other characters of the shell are quoted.
+
+    >>> shell_line("fidelab", "compare", "--resume", "my runs/1")
+    "fidelab compare --resume 'my runs/1'"
+    """
+    return shlex.join(map(str, words))
+
+
+def resume_line(folder: object, command: str = "fidelab compare") -> str:
+    """Return the command line that resumes what was stopped in a folder."""
+    return shell_line(*command.split(), "--resume", folder)
 
 
 def cache_dir() -> Path:

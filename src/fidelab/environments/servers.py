@@ -23,6 +23,7 @@ from fidelab.core import digest, read_file, slug, state_dir, strict_json, write_
 from fidelab.core.errors import EngineError, OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.openai.http import Client, Refused
+from fidelab.engines.openai.named import misnamed, model_named, names_of
 from fidelab.workers.failures import explain, explain_exit
 
 _GRACE_SECONDS = 15.0  # seconds between asking a server to end and killing its group
@@ -160,16 +161,19 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
     """Ask for one token, since some engines only then build their attention kernels and log their names.
 
     Raises:
-        EngineError: If the server returns no token.  ``say`` receives its last lines.
+        EngineError: If the server returns no token (``say`` receives its last lines), or answers as another model.
     """
     client = Client(f"{server.url}/v1", None, limit)
     try:
-        model = client.get("/models")["data"][0]["id"]
-        client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
+        listed = client.models()
+        model = listed[0]["id"]
+        answer = client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
     except (EngineError, LookupError, TypeError) as error:
         why = str(error) if isinstance(error, EngineError) else "it lists no model"
         _print_last_lines(server, say)
         raise EngineError(f"the server answers, and completes nothing ({why}); log: {server.log}") from None
+    if (name := model_named(answer)) is not None and name not in names_of(model, listed):
+        raise EngineError(f"{misnamed(client.clean(name), model)}; log: {server.log}")
 
 
 def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:

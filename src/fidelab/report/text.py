@@ -8,7 +8,6 @@ same names.
 from __future__ import annotations
 
 import re
-import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
@@ -20,13 +19,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from fidelab.core import Status
+from fidelab.core import Status, shell_line
 from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.view import FIGURES, Answer, ArmRow, Performance, View, build_view
-from fidelab.results.numbers import one_line, printable
+from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
@@ -82,9 +81,14 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Next", next_step, console)
     if folder is not None:
         page = folder / "report.html"
-        _print_labelled("Report", one_line(str(page if page.exists() else folder)), console)
+        _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
-            _print_labelled("More", f"fidelab report {shlex.quote(one_line(str(folder)))} --details", console)
+            _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
+
+
+def _shown_path(path: Path) -> str:
+    """A path on one line, with its spaces as they are, for it is copied."""
+    return printable(str(path)).replace("\n", "\ufffd")
 
 
 def _print_labelled(label: str, text: str, console: Console) -> None:
@@ -359,7 +363,7 @@ def print_line(console: Console, text: str, style: str = "") -> None:
 
 def print_path(console: Console, label: str, path: Path) -> None:
     """Print ``label: path``, not wrapped, so that the path can be copied."""
-    console.print(literal(f"{label}: {one_line(str(path))}", console), soft_wrap=True)
+    console.print(literal(f"{label}: {_shown_path(path)}", console), soft_wrap=True)
 
 
 def simple_table(padding: int = 1) -> Table:

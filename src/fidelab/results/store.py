@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.core import digest, read_file, slug, strict_json, write_atomically
+from fidelab.core import digest, read_file, resume_line, slug, strict_json, write_atomically
 from fidelab.core.errors import InputError, MissingPackageError, OutputError
 from fidelab.core.registry import require
 from fidelab.core.scratch import scratch
@@ -115,7 +115,7 @@ class RunFolder:
         """
         if not self.report.is_file():
             name = name or self.path
-            raise InputError(f"{name} has no report yet; finish the run with: fidelab compare --resume {name}")
+            raise InputError(f"{name} has no report yet; finish the run with: {resume_line(name)}")
         return Report.from_json(self.report)
 
     @contextmanager
@@ -164,12 +164,10 @@ class RunFolder:
             return dict(strict_json(read_file(path, _MAX_FILE_BYTES)))
         except FileNotFoundError:
             raise InputError(
-                f"{self.path} has no finished configuration yet; resume with: fidelab compare --resume {self.path}"
+                f"{self.path} has no finished configuration yet; resume with: {resume_line(self.path)}"
             ) from None
         except (OSError, ValueError, TypeError) as error:
-            raise InputError(
-                f"{path} is damaged ({error}); repair it with: fidelab compare --resume {self.path}"
-            ) from None
+            raise InputError(f"{path} is damaged ({error}); repair it with: {resume_line(self.path)}") from None
 
     def sweep(self) -> None:
         """Remove temporary files left by a killed process."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
-import shlex
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +25,7 @@ from fidelab.config.experiment import load, validate
 from fidelab.config.load import dump, read_text, read_yaml, validate_as
 from fidelab.config.schema import Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
-from fidelab.core import Status, slug, usable_cores
+from fidelab.core import Status, resume_line, shell_line, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.registry import require
 from fidelab.core.serial import from_json, to_json
@@ -136,7 +135,7 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
 def _recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
-    remedy = f"resume with: fidelab compare --resume {folder.path}"
+    remedy = f"resume with: {resume_line(folder.path)}"
     if left:
         raise InputError(f"{folder.path} was stopped before {min(left)} was run; {remedy}")
     experiment = load(folder.config)
@@ -160,10 +159,10 @@ def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
     store = capture.parents[1]
     made = Path(experiment.captures_dir or Path(experiment.output_dir) / "captures")
     moved = made.is_dir() and not store.exists()
-    remedy = f"ln -s {shlex.quote(str(made))} {shlex.quote(str(store))}" if moved else "move them there"
+    remedy = shell_line("ln", "-s", made, store) if moved else "move them there"
     return (
         f"capture {capture} does not exist: the saved outputs of {folder.path} are looked for in {store}; {remedy}, or "
-        f"capture again: fidelab compare --resume {folder.path}"
+        f"capture again: {resume_line(folder.path)}"
     )
 
 
@@ -182,8 +181,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
             raise ValueError("its arms are not those of a run")
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: "
-            f"fidelab compare --resume {folder.path}"
+            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: {resume_line(folder.path)}"
         ) from None
     return results, facts, planned
 

@@ -17,7 +17,7 @@ from fidelab.config.experiment import load
 from fidelab.config.load import dump, read_yaml
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
-from fidelab.core import Status, digest, slug
+from fidelab.core import Status, digest, resume_line, slug
 from fidelab.core.errors import InputError
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Flag, Measurement, Metric
@@ -112,7 +112,7 @@ def rescore_all(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple
         return rescore(run_dir, limits)
     runs = [_begun(folder.path, STRIDE * number) for number in range(1, experiment.runs + 1)]
     if None in runs:
-        raise InputError(f"{folder.path} is unfinished; resume with: fidelab compare --resume {folder.path}")
+        raise InputError(f"{folder.path} is unfinished; resume with: {resume_line(folder.path)}")
     return _write(folder, experiment, [rescore(run.path, limits)[0] for run in runs if run is not None]), folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,7 +16,7 @@ from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore, parts_of
 from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment, Limits
-from fidelab.core import Arm, Status
+from fidelab.core import Arm, Status, shell_line
 from fidelab.core.registry import require
 from fidelab.core.serial import OMIT
 from fidelab.engines import ENGINES, k16v8
@@ -387,7 +386,7 @@ def _other_engine_command(result: ArmResult) -> str | None:
         engine = "vllm"
     native16 = kv.k.name in ("bf16", "f16") and kv.v.name == "fp8_e4m3"
     name = "k16v8" if engine == "vllm" and native16 else kv.text
-    return f"fidelab compare {shlex.quote(public_name(arm.model))} --engine {engine} --kv {shlex.quote(name)}"
+    return shell_line("fidelab", "compare", public_name(arm.model), "--engine", engine, "--kv", name)
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:

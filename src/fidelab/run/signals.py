@@ -1,7 +1,8 @@
-"""Treat SIGTERM like Ctrl-C."""
+"""Ctrl-C and SIGTERM as ``KeyboardInterrupt``."""
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import os
@@ -10,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+
+_AGAIN_SECONDS = 0.02
 
 
 @contextlib.contextmanager
@@ -47,3 +50,31 @@ def end_with_parent() -> Callable[[], None] | None:
             os._exit(128 + signal.SIGTERM)
 
     return prepare
+
+
+@contextlib.contextmanager
+def interrupts_raise() -> Iterator[None]:
+    """Make Ctrl-C raise KeyboardInterrupt, unless the caller of the program had it ignored.
+
+    Native code and callbacks of the garbage collector lose exceptions: such an interrupt is raised once more.
+    """
+    before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+
+    def lost(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            timer = threading.Timer(_AGAIN_SECONDS, _thread.interrupt_main)  # raised here, it would be lost, too
+            timer.daemon = True
+            timer.start()
+        else:
+            hook(unraisable)
+
+    sys.unraisablehook = lost
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook

@@ -5,9 +5,9 @@ See docs/metrics.md#sensitivity-of-keys-and-values.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, RoundedCache, Tokens
 from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.schema import Experiment
-from fidelab.core import FormatSpec, KVSpec
+from fidelab.core import FormatSpec, KVSpec, shell_line
 from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE
 from fidelab.formats import create
@@ -436,7 +436,7 @@ def _proof(experiment: Experiment, engine: str, kv: str, uniform: str) -> dict[s
     kld = experiment.axes["kld"]
     words = ["fidelab", "compare", experiment.model, "--engine", engine, "--reference", "auto", "--control", "none"]
     words += ["--dtype", experiment.dtype, "--axes", "kld", "--windows", kld["windows"], "--n-ctx", kld["n_ctx"]]
-    return {} if kv == uniform else {"Prove": shlex.join(map(str, [*words, "--kv", uniform, "--kv", kv]))}
+    return {} if kv == uniform else {"Prove": shell_line(*words, "--kv", uniform, "--kv", kv)}
 
 
 def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
@@ -449,7 +449,9 @@ def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
     if engine not in ("hf", "vllm"):
         raise NotSupportedError(
             f"engine {engine} has one cache format for all layers. Nearest that works: compare single formats, "
-            f"fidelab compare MODEL --engine {engine}{''.join(f' --kv {name}' for name in formats)}"
+            + shell_line(
+                "fidelab", "compare", "MODEL", "--engine", engine, *chain(*(("--kv", name) for name in formats))
+            )
         )
     for name in formats:
         spec = KVSpec.parse(name)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -47,12 +48,19 @@ _METRICS = {
 _TOO_LONG = "This model's maximum context length is {} tokens, but the prompt has {} and {} more were asked for."
 
 
+_answers_as: ContextVar[str] = ContextVar("_answers_as")  # of the request that a task answers
+
+
 @dataclass(frozen=True)
 class MockSettings:
     """How the mock answers.  Times in seconds, rates as shares of requests."""
 
     model: str = "mock"
     """The only one it knows; another name is answered by 404."""
+    answers_as: tuple[str, ...] = ()
+    """Names in the answers, in turn; ``""``: none."""
+    aliases: tuple[str, ...] = ()
+    """Further names in the list of models, of the same root."""
     max_model_len: int = 1_000_000
     """Prompt and answer together; more is answered by 400."""
     style: Literal["vllm", "sglang", "llamacpp"] = "vllm"
@@ -104,8 +112,9 @@ class Mock:
         return app
 
     async def models(self, _request: web.Request) -> web.Response:
-        about = {"id": self.settings.model, "object": "model", "max_model_len": self.settings.max_model_len}
-        return web.json_response({"object": "list", "data": [about]})
+        about = {"object": "model", "root": "/model", "max_model_len": self.settings.max_model_len}
+        names = (self.settings.model, *self.settings.aliases)
+        return web.json_response({"object": "list", "data": [{"id": name, **about} for name in names]})
 
     async def emitted(self, _request: web.Request) -> web.Response:
         return web.json_response(self.log)
@@ -150,12 +159,14 @@ class Mock:
         settings, received, chat = self.settings, time.monotonic(), "chat" in request.path
         asked = await request.json()
         prompt, limit = _prompt_tokens(asked["messages" if chat else "prompt"], chat), int(asked["max_tokens"])
-        if (model := asked.get("model", settings.model)) != settings.model:
+        if (model := asked.get("model", settings.model)) not in (settings.model, *settings.aliases):
             return _fault(404, f"The model `{model}` does not exist.")
         if prompt + limit > settings.max_model_len:
             return _fault(400, _TOO_LONG.format(settings.max_model_len, prompt, limit))
         tokens = min(limit, settings.tokens or limit)
         finish = "length" if tokens == limit else "stop"
+        if settings.answers_as:
+            _answers_as.set(settings.answers_as[len(self.log) % len(settings.answers_as)])
         self.prompt_tokens += prompt
         entry = self.log.setdefault(str(asked.get("user", len(self.log))), {"received": received, "events": []})
         if asked.get("stream"):
@@ -219,7 +230,8 @@ class Mock:
         return self._chunk([{"index": 0, **content, "logprobs": None, "finish_reason": finish}])
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
-        chunk: dict[str, Any] = {"id": "cmpl-0", "model": self.settings.model, "choices": choices}
+        name = _answers_as.get(self.settings.model)
+        chunk: dict[str, Any] = {"id": "cmpl-0", **({"model": name} if name else {}), "choices": choices}
         if usage is not None or self.settings.style == "sglang":
             chunk["usage"] = usage
         return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

@@ -14,6 +14,7 @@ import numpy as np
 
 from fidelab.bench.load.exchange import Exchange
 from fidelab.engines.openai.http import message_of, parse_json
+from fidelab.engines.openai.named import misnamed, model_named
 
 _DONE = b"[DONE]"
 
@@ -41,12 +42,15 @@ def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int
     return data, ends
 
 
-def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[float], whole: bool) -> None:
+def read_stream(
+    exchange: Exchange, parts: Sequence[bytes], times: Sequence[float], whole: bool, models: Sequence[str] = ()
+) -> None:
     """Fill ``exchange`` from the body of a response with status 200.
 
     ``parts``: the body in the pieces that arrived, ``times``: the time of each piece.  An event arrived with the piece
     that completed it.  ``whole``: HTTP says that the body is complete.  An error that the exchange has already (a
-    time-out, a lost connection) is cleared if the stream had sent ``[DONE]`` before.
+    time-out, a lost connection) is cleared if the stream had sent ``[DONE]`` before.  ``models``: names that the answer
+    may have; none: any.
     """
     body = b"".join(parts)
     data, ends = split_events(body, whole)
@@ -63,13 +67,13 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
         if not data:
             exchange.error, exchange.detail = "no-stream", "the server says that the stream is done before any event"
             return
-    carries = _read_events(exchange, data)
+    carries = _read_events(exchange, data, models)
     exchange.events = arrived[: len(carries)][carries]
     if exchange.error is None and done is None and exchange.finish_reason is None:
         exchange.error, exchange.detail = "aborted", "the stream ended before its answer did"
 
 
-def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
+def _read_events(exchange: Exchange, data: list[bytes], models: Sequence[str]) -> list[bool]:
     """Return for each event whether it carries text or a token; note usage, reason and error on the way.
 
     Ends at the first event that is not a JSON object.
@@ -83,6 +87,8 @@ def _read_events(exchange: Exchange, data: list[bytes]) -> list[bool]:
             exchange.error = "invalid-json"
             exchange.detail = f"event {len(carries) + 1} is not a JSON object: {shown}"
             break
+        if models and (name := model_named(event)) is not None and name not in models:
+            exchange.error, exchange.detail = "other-model", misnamed(name, models[0])
         carried = False
         if choices := event.get("choices"):
             choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}

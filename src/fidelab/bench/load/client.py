@@ -400,7 +400,7 @@ class _Client:
             retried=flight.retried,
         )
         if flight.status == 200 and flight.error != "invalid-http":
-            read_stream(exchange, flight.parts, flight.times, flight.whole)
+            read_stream(exchange, flight.parts, flight.times, flight.whole, self._target.models)
         elif flight.status:
             exchange.error, exchange.detail = f"http-{flight.status}", error_message(b"".join(flight.parts))
         exchange.detail = self._clean(exchange.detail)

@@ -34,6 +34,8 @@ class Target:
     """Seconds for one request, from sending to the end of its answer."""
     connect_timeout: float = 10.0
     """Seconds for opening a connection."""
+    models: tuple[str, ...] = ()
+    """The requested model, and its other names: an answer that names another is an error; empty: any may answer."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Exchange:
     error: str | None = None
     """``None``: complete.  Else the kind: ``connect``, ``timeout``, ``aborted`` (ended by the drive, or left unfinished
     by the server), ``http-404`` and other statuses, ``invalid-json``, ``invalid-http``, ``no-stream``, ``server`` (an
-    error sent as an event), ``too-large`` (more bytes than an answer of this length can have)."""
+    error sent as an event), ``too-large`` (more bytes than an answer of this length can have), ``other-model`` (the
+    answer names a model that was not requested)."""
     detail: str = ""
     """One line on the error: the server's message, shortened, without the key."""
     warmup: bool = False

@@ -24,7 +24,8 @@ from fidelab.captures.requests import Tokens
 from fidelab.core.errors import EngineError, InputError
 from fidelab.engines.openai.dialects import first_choice, mapping, number
 from fidelab.engines.openai.http import Client, Refused, is_local, split_url
-from fidelab.engines.openai.server import Server, identify
+from fidelab.engines.openai.named import misnamed
+from fidelab.engines.openai.server import Server, identify, other_models
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts
 from fidelab.models import Model, listing, resolve
@@ -88,7 +89,9 @@ class Contact:
     @property
     def target(self) -> Target:
         """The target for a load."""
-        return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
+        names = (self.server.model, *self.server.names)
+        path = PATHS[self.settings.endpoint]
+        return Target(self.url, path, api_key=self.key, timeout=self.settings.timeout, models=names)
 
     def client(self) -> Client:
         """Return a client for single requests."""
@@ -204,7 +207,8 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
     """Identify the server and try it out.
 
     Raises:
-        EngineError: If the server cannot be reached, refuses the key, does not serve this model, or answers no trial.
+        EngineError: If the server cannot be reached, refuses the key, does not serve this model, answers no trial, or
+            answers as another model.
         InputError: If the named tokenizer cannot be loaded, or none is named and the model's is not on this machine.
     """
     client = Client(settings.base_url, key, settings.timeout)
@@ -213,7 +217,12 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
     additions = ("stream_options", *(("ignore_eos", "min_tokens") if settings.ignore_eos else ()))
     form: Form = "ids" if settings.endpoint == "completions" and settings.prompts != "text" else "text"
     contact = Contact(server, settings, key, tokenizer, form, additions, limit=_limit(client, server.model))
-    return _Trial(client, contact).settle()
+    contact = _Trial(client, contact).settle()
+    if others := other_models(client, server):
+        raise EngineError(
+            f"{client.api}: {misnamed(others[0], server.model)}: look what answers at this address, or correct --model"
+        )
+    return contact
 
 
 def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fidelab.config.load import apply_overrides, read_yaml, validate_as
+from fidelab.core import shell_line
 from fidelab.core.errors import ConfigError, UnknownNameError, nearest_first
 
 _PROFILE_DIR = Path(__file__).parent
@@ -168,7 +169,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     elif not {path.resolve(), path.resolve().parent} & {file.resolve() for file in trusted}:
         raise ConfigError(
             f"{name} may run any command of fidelab, which a file may not do unasked: if you trust it, add "
-            f"--trust {name}"
+            f"{shell_line('--trust', name)}"
         )
     data = read_yaml(path, keys="'kind: profile' and 'stages:'")
     if data.get("kind") != "profile":
@@ -287,5 +288,5 @@ def find_experiment(path: Path) -> Path:
     if path.parent in (Path(), Path("experiments")) and path.suffix in ("", ".yaml") and bundled.exists():
         return bundled
     known = ", ".join(nearest_first(path.stem, experiments()))
-    hint = f"; {path} is a profile: fidelab reproduce {path}" if str(path) in names() else ""
+    hint = f"; {path} is a profile: {shell_line('fidelab', 'reproduce', path)}" if str(path) in names() else ""
     raise ConfigError(f"{path} does not exist; name an experiment file or a bundled one: {known}{hint}")

@@ -55,7 +55,8 @@ from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.harmless import HARMLESS
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
-from fidelab.engines.openai.server import identify
+from fidelab.engines.openai.named import misnamed
+from fidelab.engines.openai.server import identify, other_models
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
@@ -199,7 +200,7 @@ class OpenAIEngine(Engine):
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
         k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted
-        others = sorted(self._client.named - {server.model, self._client.clean(server.model)})
+        others = other_models(self._client, server)
         return RuntimeInfo(
             versions={
                 **self.versions(),
@@ -218,7 +219,7 @@ class OpenAIEngine(Engine):
                 "ids": "returned" if dialect.returns == "ids" else "retokenized",
                 "top_logprobs": dialect.top,
                 "tokenizer": self._tokenizer,
-                "remarks": [f"the server answered as model {name}, not as {server.model}" for name in others],
+                "remarks": [misnamed(name, server.model) for name in others],
                 **({"echo_shifted": True} if shifted else {}),
                 **{key: value for key, value in server.facts.items() if key != "attention_backend"},
             },

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.engines.openai.named import model_named
 
 if TYPE_CHECKING:
     import httpx
@@ -423,7 +424,7 @@ class Client:
         if not isinstance(answer, dict):
             excerpt = self.clean(content.decode("utf-8", "replace")) or "nothing"
             raise Refused(f"{self.root}{path} answers {why} ({excerpt}): is base-url an OpenAI API?")
-        if isinstance(name := answer.get("model"), str) and len(self.named) < _NAMES:
+        if (name := model_named(answer)) is not None and len(self.named) < _NAMES:
             self.named.add(self.clean(name))
         return answer
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client, Refused
+from fidelab.engines.openai.named import names_of
 
 _KINDS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama-server", "me": "llama_cpp.server"}  # by owned_by
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
@@ -21,13 +22,17 @@ _LABELS = 1 << 14  # characters of them that are looked at
 
 @dataclass(frozen=True)
 class Server:
-    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: all else that it reports."""
+    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: all else that it reports.
+
+    ``names``: the served name and others under which the server lists the same model.
+    """
 
     model: str
     kind: str = "unknown"
     version: str | None = None
     kv: tuple[str, str] | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
 
 
 def identify(client: Client, asked: str | None) -> Server:
@@ -55,15 +60,26 @@ def identify(client: Client, asked: str | None) -> Server:
             f"{client.api} names its model by what is not a name ({shown or 'nothing'}): look what it is, "
             "or name one by --engine-arg model=NAME"
         )
-    match _KINDS.get(owner):
+    return replace(_reported(client, name, _KINDS.get(owner)), names=names_of(name, models))
+
+
+def _reported(client: Client, name: str, kind: str | None) -> Server:
+    """Read the reports of a server of this kind."""
+    match kind:
         case "vllm":
             return _vllm(client, name)
         case "sglang":
             return _sglang(client, name)
         case "llama-server":
             return _llama_server(client, name)
-        case kind:
+        case _:
             return Server(name, kind or "unknown")
+
+
+def other_models(client: Client, server: Server) -> list[str]:
+    """Return the names of other models under which the server answered this client."""
+    own = {spelled for name in (server.model, *server.names) for spelled in (name, client.clean(name))}
+    return sorted(client.named - own)
 
 
 def _is_name(text: str, client: Client) -> bool:

@@ -1,0 +1,207 @@
+"""Standard streams that are closed or full, and Ctrl-C outside of a command: exit codes, and what is still said."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.run.harness import SMALL, cli, write_inputs
+
+SIZES = ("--windows", "4", "--n-ctx", "16", "--n-predict", "4", "--limit", "2", "--no-floor")
+COMPARE = ("compare", "fake", *SMALL, "--kv", "tilt", *SIZES)
+SHELL = '"$0" -m fidelab "$@" '
+
+
+def redirected(folder: Path, redirection: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """``fidelab words…`` with standard streams as the shell sets them."""
+    command = ["bash", "-c", SHELL + redirection, sys.executable, *words]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment |= {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose standard streams were all closed."""
+    folder = tmp_path_factory.mktemp("closed")
+    write_inputs(folder)
+    done = redirected(folder, "<&- >&- 2>&-", *COMPARE, "--json")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return folder
+
+
+def test_a_run_with_all_streams_closed_writes_only_its_report_into_its_files(ran: Path) -> None:
+    [folder] = (ran / "runs").glob("2*")
+    report = json.loads((folder / "report.json").read_text())
+    assert [arm["status"] for arm in report["candidates"]] == ["ok"]
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    for line in (folder / "events.jsonl").read_text().splitlines():
+        assert isinstance(json.loads(line), dict)
+
+
+CODES = [
+    (("runs", "list", "--json"), 0),
+    (("check", "latest", "--max-kld", "0"), 1),
+    (("check", "latest", "--max-kld", "no"), 2),
+    (("nonesuch",), 2),
+    (("--version",), 0),
+]
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("words", "code"), CODES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_closed_streams_change_no_exit_code_and_no_other_stream(
+    words: tuple[str, ...], code: int, redirection: str, ran: Path
+) -> None:
+    whole, done = redirected(ran, "", *words), redirected(ran, redirection, *words)
+    assert (whole.returncode, done.returncode) == (code, code)
+    assert done.stdout == ("" if ">&-" in redirection.replace("2>&-", "") else whole.stdout)
+    assert done.stderr == ("" if "2>&-" in redirection else whole.stderr)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("words", [("runs", "list", "--json"), ("report", "latest"), ("--version",), ("--help",)])
+def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(words: tuple[str, ...], ran: Path) -> None:
+    done = redirected(ran, ">/dev/full", *words)
+    assert (done.returncode, done.stderr) == (2, "fidelab: standard output: No space left on device\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize(
+    ("words", "code"), CODES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_notes_that_cannot_be_written_change_no_exit_code(words: tuple[str, ...], code: int, ran: Path) -> None:
+    done = redirected(ran, "2>/dev/full", *words)
+    assert (done.returncode, done.stdout) == (code, redirected(ran, "", *words).stdout)
+
+
+def test_a_reader_that_leaves_early_is_no_error(ran: Path) -> None:
+    done = redirected(ran, "| true; echo ${PIPESTATUS[0]}", "runs", "list", "--json")
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+# Announces on descriptor 3 that a module is about to be imported.
+ANNOUNCE = """
+import os, sys
+def announce(event, args, told=[]):
+    if event == "import" and args[0] == {module!r} and not told:
+        told.append(1)
+        os.write({number}, b".")
+sys.addaudithook(announce)
+"""
+
+
+def started(folder: Path, module: str, *words: str) -> subprocess.Popen[str]:
+    """``fidelab words…``, once it is about to import a module."""
+    folder.mkdir(exist_ok=True)
+    read, write = os.pipe()
+    (folder / "sitecustomize.py").write_text(ANNOUNCE.format(module=module, number=write))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fidelab", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
+        pass_fds=[write],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    with os.fdopen(read, "rb") as announced:
+        announced.read(1)
+    return process
+
+
+def assert_stopped(process: subprocess.Popen[str]) -> None:
+    out, err = process.communicate(timeout=60)
+    [line] = [line for line in err.splitlines() if line.startswith("fidelab: ")]
+    assert line.startswith("fidelab: stopped")
+    assert (process.returncode, out) == (130, "")
+    assert "Traceback" not in err
+    assert "ignored" not in err
+
+
+@pytest.mark.parametrize("module", ["fidelab.cli", "inspect", "typer", "pydantic", "fidelab.run.pipeline", "numpy"])
+def test_ctrl_c_during_an_import_ends_with_one_line(module: str, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    process = started(tmp_path, module, *COMPARE)
+    process.send_signal(signal.SIGINT)
+    assert_stopped(process)
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.4, 0.8])
+def test_ctrl_c_soon_after_the_start_ends_with_one_line(delay: float, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    process = started(tmp_path, "fidelab.cli", *COMPARE, "--runs", "20")
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    assert_stopped(process)
+
+
+LOSE = """
+import os, signal, sys
+class Loser:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def lose(event, args, told=[]):
+    if event == "import" and args[0] == "fidelab.run.pipeline" and not told:
+        told.append(1)
+        Loser()
+sys.addaudithook(lose)
+"""
+
+
+def test_ctrl_c_that_a_callback_loses_still_stops_the_command(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(LOSE)
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "fidelab", *COMPARE, "--runs", "20"]
+    pipe = subprocess.PIPE
+    assert_stopped(subprocess.Popen(command, cwd=tmp_path, env=found, stdout=pipe, stderr=pipe, text=True))
+
+
+def test_ctrl_c_that_native_code_turns_into_an_error_of_its_own_stops_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise ValueError("Error building the schema:\n  KeyboardInterrupt: ")
+
+    monkeypatch.setattr("fidelab.ledger.index.list_runs", interrupted)
+    done = cli("runs", "list", cwd=tmp_path)
+    assert (done.code, done.err) == (130, "fidelab: stopped; no process is left. Finished parts are kept.\n")
+
+
+AT_EXIT = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--help",), ("nonesuch",)])
+def test_ctrl_c_at_the_end_ends_with_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "fidelab", *words]
+    done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, "fidelab: stopped")
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_that_the_caller_ignores_stays_ignored(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_EXIT)
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = ["bash", "-c", "trap '' INT; exec \"$0\" -m fidelab --version", sys.executable]
+    assert subprocess.run(command, env=found, capture_output=True, check=False).returncode == 0
+
+
+def test_the_installed_command_and_the_module_are_the_same_entry() -> None:
+    import tomllib
+
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"fidelab": "fidelab.__main__:main"}
