@@ -8,11 +8,12 @@ switch of computation. ``docs/security.md`` shows this table.
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
+
+from fidelab.core import plain_json
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?[KMGT]?")
 _WORD = re.compile(r"[\w.,:+\[\]=-]{1,200}")  # no path, no address, no code
@@ -50,7 +51,7 @@ def is_harmless(key: str, value: str) -> bool:
         return _is_here(value)
     if value[:1] in "{[":
         try:
-            return all(is_harmless(inner, leaf) for inner, leaf in _leaves(key, json.loads(value)))
+            return all(is_harmless(inner, leaf) for inner, leaf in _leaves(key, plain_json(value)))
         except (ValueError, RecursionError):
             return False
     return key in _KEYS and _WORD.fullmatch(value) is not None

@@ -255,8 +255,24 @@ def strict_json(
     if most_values is not None and text.count(",") > most_values:
         raise ValueError(f"more than {most_values:,} values")
     parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
+    value = _bounded_json(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+    if not half_pairs and _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def plain_json(raw: bytes | str) -> Any:
+    """Return the value of a JSON text of another program, with all numbers that Python reads, such as ``Infinity``.
+
+    Raises:
+        ValueError: If it is not JSON, or has more than 64 levels.
+    """
+    return _bounded_json(raw)
+
+
+def _bounded_json(raw: bytes | str, **options: Any) -> Any:
     try:
-        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+        value = json.loads(raw, **options)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
     level = [value]
@@ -265,9 +281,15 @@ def strict_json(
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
     if level:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
-    if not half_pairs and _SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
+
+
+def format_bytes(*sizes: float, digits: int = 2) -> list[str]:
+    """Return sizes in one unit, the largest in which each but 0 is at least 0.1: ``0.52 KiB``, ``1.20 GiB``."""
+    smallest = min((size for size in sizes if size > 0), default=0.0)
+    units = ("bytes", "KiB", "MiB", "GiB")
+    power = max((n for n in range(len(units)) if smallest >= 0.1 * 1024**n), default=0)
+    return [f"{size / 1024**power:,.{digits if power else 0}f} {units[power]}" for size in sizes]
 
 
 _SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
