@@ -128,8 +128,8 @@ def read_file(path: Path, most: int) -> bytes:
 def write_atomically(path: str | Path, text: str) -> Path:
     """Write a text file that appears, or replaces another, when it is complete.
 
-    A process that is killed leaves nothing where the system has files without a name (Linux, most file systems) and
-    the file is new; else at worst a hidden file, which the next write of the same file removes.
+    A process that is killed leaves nothing that lasts where the system has files without a name (Linux, most file
+    systems); elsewhere at worst a hidden file, which the next write of the same file removes.
 
     Raises:
         OutputError: If the folder or the file cannot be written.
@@ -140,7 +140,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(path)
         try:
-            if not _write_unnamed(path, temporary, text):
+            if not _write_unnamed(path, text):
                 with temporary.open("w", encoding="utf-8", newline="\n") as file:
                     _write_locked(file, text)
                     temporary.replace(path)
@@ -154,7 +154,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
 _WITHOUT_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
-def _write_unnamed(path: Path, temporary: Path, text: str) -> bool:
+def _write_unnamed(path: Path, text: str) -> bool:
     """Write to a file that gets its name at the end; whether the system can do that."""
     if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
         return False
@@ -169,11 +169,16 @@ def _write_unnamed(path: Path, temporary: Path, text: str) -> bool:
         try:
             try:
                 _name(unnamed, path)
-            except FileExistsError:  # only a rename replaces a file
-                _name(unnamed, temporary)
-                temporary.replace(path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            except (
+                FileExistsError
+            ):  # only a rename replaces a file; killed before it, this leaves a folder with an owner
+                from fidelab.core.scratch import scratch
+
+                with scratch("file", beside=path) as room:
+                    _name(unnamed, room / "file")
+                    (room / "file").replace(path)
+        except (OutputError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
             return False  # no links here
     return True
