@@ -195,3 +195,29 @@ def test_processes_that_make_and_sweep_at_once_keep_their_folders(root: Path) ->
 
 def test_descriptors_of_any_other_folder_are_none(tmp_path: Path) -> None:
     assert owner_descriptors(tmp_path) == ()
+
+
+REPLACED = """
+import sys, time
+from pathlib import Path
+from fidelab.core import write_atomically
+def stop(path, target):
+    print("named", flush=True)
+    time.sleep(600)
+Path.replace = stop
+write_atomically(sys.argv[1], "new")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has files without a name")
+def test_what_a_killed_rewrite_of_a_file_leaves_is_removed_by_any_command(root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("old")
+    with subprocess.Popen([sys.executable, "-c", REPLACED, str(file)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"named\n"
+        writer.kill()
+    assert len([*tmp_path.iterdir()]) == 3
+    subprocess.run([sys.executable, "-m", "fidelab", "--version"], check=True, stdout=subprocess.DEVNULL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "tmp"]
+    assert file.read_text() == "old"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fidelab.core.errors import InputError, UsageError
-from fidelab.physics.fits import compare_fits, read_points
+from fidelab.physics.fits import compare_fits, hill, read_points
 from tests.run.harness import cli
 
 BATCHES = [1.0, 2, 4, 8, 16, 32, 64]
@@ -104,3 +104,19 @@ def test_a_file_without_rows_is_refused_in_one_line(name: str, content: str, tmp
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=name):
         read_points(tmp_path / name)
+
+
+def test_odd_points_are_fitted_in_bounded_steps_and_resamples_that_do_not_converge_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps: list[int] = []
+
+    def counted(x: Any, *parameters: float) -> Any:
+        steps.append(len(x))
+        return hill(x, *parameters)
+
+    monkeypatch.setattr("fidelab.physics.fits.hill", counted)
+    odd = {"batch": BATCHES[:6], "y": [5.0, 1, 9, 0.1, 30, 2], "machine": [*"abcdef"]}
+    found = compare_fits(odd, y="y", cluster="machine")["fits"]["Hill"]["parameters"]
+    assert all(low <= high for _, low, high in found.values())
+    assert len(steps) < 30_000  # about 49,000 without a bound

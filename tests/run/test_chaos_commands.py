@@ -187,8 +187,7 @@ class Serve(Struck):
         newest = max(self.room.glob("runs/2*/report.json"), key=lambda path: path.stat().st_mtime_ns)
         arm = json.loads(newest.read_text())["reference"]
         benches = arm["benches"].items()
-        counted = {name: sorted({metric["name"] for metric in bench["metrics"]}) for name, bench in benches}
-        return counted
+        return {name: sorted({metric["name"] for metric in bench["metrics"]}) for name, bench in benches}
 
     def finished(self) -> dict[Path, str]:
         return contents(self.room.glob("runs/2*/report.*"))

@@ -38,6 +38,7 @@ from fidelab.checkpoints.layouts import (
     method_of,
     quantized_modules,
 )
+from fidelab.core import format_bytes
 from fidelab.core.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.core.scratch import scratch
 from fidelab.models.weights import INDEX
@@ -219,8 +220,9 @@ def check_room(target: Path, size: int) -> None:
     """Refuse to write ``size`` bytes if the disk has no room for them."""
     free = shutil.disk_usage(target.parent).free
     if size + _EXTRA_DISK_BYTES > free:
+        needed, left = format_bytes(size + _EXTRA_DISK_BYTES, free)
         raise OutputError(
-            f"{target} needs about {size / 2**30:.2f} GiB, {free / 2**30:.2f} GiB are free in {target.parent}: "
+            f"{target} needs about {needed}, {left} are free in {target.parent}: "
             "make room, or name a folder on another disk"
         )
 

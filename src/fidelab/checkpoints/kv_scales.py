@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from fidelab.checkpoints.convert import check_room, check_target, copy_files, whole_folder
 from fidelab.checkpoints.files import Checkpoint, open_checkpoint
+from fidelab.core import plain_json
 from fidelab.core.errors import InputError
 from fidelab.models.weights import INDEX
 
@@ -70,7 +71,7 @@ def write_kv_scales(
             places = {name: info.file.name for name, info in checkpoint.tensors.items()}
             index = {"metadata": {"total_size": total}, "weight_map": places | dict.fromkeys(tensors, SCALES_FILE)}
             (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True), "utf-8")
-            config = json.loads((folder / "config.json").read_text("utf-8"))
+            config = plain_json((folder / "config.json").read_text("utf-8"))
             config["quantization_config"] = {
                 "quant_method": "compressed-tensors",
                 "format": "dense",

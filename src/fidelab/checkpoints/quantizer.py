@@ -200,7 +200,7 @@ def _documents(file: Path, tokenizer: Any) -> Iterator[str]:
             record = json.loads(line)
             messages = record.get("messages")
             yield tokenizer.apply_chat_template(messages, tokenize=False) if messages else str(record["text"])
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, AttributeError, RecursionError):
             raise _Refused(f"{file}:{number}: expected a JSON object with 'text' or 'messages'") from None
 
 

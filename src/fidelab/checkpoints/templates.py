@@ -16,7 +16,7 @@ from typing import Any
 from fidelab.checkpoints.files import Checkpoint
 from fidelab.checkpoints.modules import generates, text_config
 from fidelab.checkpoints.rules import Finding, Subject, broken, information, suspicious
-from fidelab.core import read_file
+from fidelab.core import plain_json, read_file
 from fidelab.core.errors import InputError, MissingPackageError
 from fidelab.core.registry import require
 from fidelab.models.bounds import bounded
@@ -191,7 +191,7 @@ def _of_folder(checkpoint: Checkpoint) -> _Chat:
 def _read(path: Path) -> dict[str, Any]:
     """Read a JSON object; its integers may be of any size, as ``model_max_length`` often is."""
     try:
-        value = json.loads(read_file(path, _MOST_JSON))
+        value = plain_json(read_file(path, _MOST_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path.name} cannot be read ({' '.join(str(error).split())[:120]})") from None
     if not isinstance(value, dict):

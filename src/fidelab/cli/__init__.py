@@ -171,6 +171,8 @@ def _run() -> int:
         missing = missing_package(error)
         name = error.name or "a package"
         code = _fault(str(missing or f"{name} cannot be imported ({error}); see: python -m fidelab.doctor"))
+    except RecursionError:  # what no reader refused before
+        code = _fault("a file, an answer or an option is nested too deeply to be read")
     except OSError as error:
         place = error.filename or "input/output"
         try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.config.load import expand, read_text
+from fidelab.core import plain_json
 from fidelab.core.errors import UsageError
 
 Controlled = Callable[[str], Mapping[str, str]]
@@ -707,11 +708,11 @@ def _unimportant(name: str) -> str | None:
 def _with_leaf(text: str, place: str, value: str) -> str:
     """Add one value to JSON: ``--speculative-config.method ngram``."""
     try:
-        leaf: Any = json.loads(value)
+        leaf: Any = plain_json(value)
     except ValueError:
         leaf = value
     try:
-        data = json.loads(text) if text.startswith("{") else {}
+        data = plain_json(text) if text.startswith("{") else {}
         node = data
         *parents, last = place.replace("-", "_").split(".")
         for parent in parents:

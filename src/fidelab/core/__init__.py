@@ -143,8 +143,8 @@ def read_file(path: Path, most: int) -> bytes:
 def write_atomically(path: str | Path, text: str) -> Path:
     """Write a text file that appears, or replaces another, when it is complete.
 
-    A process that is killed leaves nothing where the system has files without a name (Linux, most file systems) and
-    the file is new; else at worst a hidden file, which the next write of the same file removes.
+    A process that is killed leaves nothing that lasts where the system has files without a name (Linux, most file
+    systems); elsewhere at worst a hidden file, which the next write of the same file removes.
 
     Raises:
         OutputError: If the folder or the file cannot be written.
@@ -155,7 +155,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(path)
         try:
-            if not _write_unnamed(path, temporary, text):
+            if not _write_unnamed(path, text):
                 with temporary.open("w", encoding="utf-8", newline="\n") as file:
                     _write_locked(file, text)
                     temporary.replace(path)
@@ -169,7 +169,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
 _WITHOUT_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
-def _write_unnamed(path: Path, temporary: Path, text: str) -> bool:
+def _write_unnamed(path: Path, text: str) -> bool:
     """Write to a file that gets its name at the end; whether the system can do that."""
     if not hasattr(os, "O_TMPFILE") or not Path("/proc/self/fd").is_dir():
         return False
@@ -184,11 +184,16 @@ def _write_unnamed(path: Path, temporary: Path, text: str) -> bool:
         try:
             try:
                 _name(unnamed, path)
-            except FileExistsError:  # only a rename replaces a file
-                _name(unnamed, temporary)
-                temporary.replace(path)
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            except (
+                FileExistsError
+            ):  # only a rename replaces a file; killed before it, this leaves a folder with an owner
+                from fidelab.core.scratch import scratch
+
+                with scratch("file", beside=path) as room:
+                    _name(unnamed, room / "file")
+                    (room / "file").replace(path)
+        except (OutputError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
             return False  # no links here
     return True
@@ -270,8 +275,24 @@ def strict_json(
     if most_values is not None and text.count(",") > most_values:
         raise ValueError(f"more than {most_values:,} values")
     parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
+    value = _bounded_json(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+    if not half_pairs and _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
+
+
+def plain_json(raw: bytes | str) -> Any:
+    """Return the value of a JSON text of another program, with all numbers that Python reads, such as ``Infinity``.
+
+    Raises:
+        ValueError: If it is not JSON, or has more than 64 levels.
+    """
+    return _bounded_json(raw)
+
+
+def _bounded_json(raw: bytes | str, **options: Any) -> Any:
     try:
-        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+        value = json.loads(raw, **options)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
     level = [value]
@@ -280,9 +301,15 @@ def strict_json(
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
     if level:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
-    if not half_pairs and _SURROGATE.search(text):
-        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
     return value
+
+
+def format_bytes(*sizes: float, digits: int = 2) -> list[str]:
+    """Return sizes in one unit, the largest in which each but 0 is at least 0.1: ``0.52 KiB``, ``1.20 GiB``."""
+    smallest = min((size for size in sizes if size > 0), default=0.0)
+    units = ("bytes", "KiB", "MiB", "GiB")
+    power = max((n for n in range(len(units)) if smallest >= 0.1 * 1024**n), default=0)
+    return [f"{size / 1024**power:,.{digits if power else 0}f} {units[power]}" for size in sizes]
 
 
 _SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm
+from fidelab.core import Arm, plain_json
 from fidelab.engines.installed import package_folder
 from fidelab.engines.options import trusts_code
 
@@ -19,7 +18,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 def read_config(path: str) -> dict[str, Any]:
     """Return the ``config.json`` of a model's folder; empty if there is none that can be read."""
     try:
-        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+        config = plain_json((Path(path) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return config if isinstance(config, dict) else {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import os
 import platform
 import re
@@ -19,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import fidelab
-from fidelab.core import canonical_json, digest
+from fidelab.core import canonical_json, digest, plain_json
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/nvmap"), "hip": ("/dev/kfd",)}
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after every start of the machine
@@ -163,7 +162,7 @@ def _recorded(distribution: metadata.Distribution) -> list[metadata.PackagePath]
 def _source(distribution: metadata.Distribution) -> str | None:
     """Return the source of a distribution that was not installed from a package index."""
     try:
-        direct = json.loads(distribution.read_text("direct_url.json") or "null")
+        direct = plain_json(distribution.read_text("direct_url.json") or "null")
     except ValueError:
         return None
     if not direct:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from fidelab.core import Arm
+from fidelab.core import Arm, plain_json
 from fidelab.core.errors import UsageError
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
@@ -51,7 +51,7 @@ def check_own_flags(options: Iterable[str], own: Mapping[str, str], where: str) 
 
 def _is_object(text: str) -> bool:
     try:
-        return isinstance(json.loads(text), dict)
+        return isinstance(plain_json(text), dict)
     except ValueError:
         return False
 
@@ -180,7 +180,7 @@ def parse_options(
 
 def _several(text: str) -> list[str]:
     with suppress(ValueError):
-        if isinstance(values := json.loads(text), list):
+        if isinstance(values := plain_json(text), list):
             return [value if isinstance(value, str) else json.dumps(value) for value in values]
     return text.split()
 

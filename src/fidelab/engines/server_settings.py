@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core import Arm, canonical_json
+from fidelab.core import Arm, canonical_json, plain_json
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client
@@ -165,7 +165,7 @@ def _normalize(text: str) -> Any:
     text = text.strip()
     if text[:1] in ("{", "["):
         try:
-            return canonical_json(json.loads(text))
+            return canonical_json(plain_json(text))
         except ValueError:
             return text
     if (on := {"enabled": True, "disabled": False}.get(text.lower(), switched(text))) is not None:
@@ -182,7 +182,7 @@ def _speculation(text: str | None) -> str | None:
     if text is None or text.lower() in ("none", "null"):
         return text and _NONE
     try:
-        config = json.loads(text)
+        config = plain_json(text)
     except ValueError:
         return text
     if not isinstance(config, dict):

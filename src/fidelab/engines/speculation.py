@@ -5,13 +5,12 @@ Drafted tokens are kept where the model itself prefers them, so greedy text does
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any
 
-from fidelab.core import Speculation
+from fidelab.core import Speculation, plain_json
 from fidelab.core.errors import UsageError, nearest_first
 
 _MAX_NAMED = 8  # words that an error names
@@ -50,7 +49,7 @@ def json_object(option: str, text: str) -> Mapping[str, Any]:
         UsageError: If it is not valid.
     """
     try:
-        value = json.loads(text)
+        value = plain_json(text)
     except ValueError as error:
         raise UsageError(f"{option}={text!r:.80} is not JSON ({error})") from None
     if not isinstance(value, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from fidelab.core import plain_json
 from fidelab.core.errors import EngineError, UsageError
 
 CHOICE = "FIDELAB_CONTAINER"
@@ -120,7 +120,7 @@ def find_image(name: str) -> Image:
     if done.returncode:
         raise EngineError(_why_not(name, program, done))
     try:
-        [record] = json.loads(done.stdout)
+        [record] = plain_json(done.stdout)
         identity, published = str(record["Id"]), [str(text) for text in record.get("RepoDigests") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(f"{program} image inspect {name}: its answer cannot be read") from None
@@ -160,7 +160,7 @@ def _texts(value: str) -> Iterator[str]:
         yield value
         return
     try:
-        waiting = [json.loads(value)]
+        waiting = [plain_json(value)]
     except ValueError:
         return
     while waiting:

@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.core import Arm, digest, write_atomically
+from fidelab.core import Arm, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
@@ -239,7 +239,7 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
     The file proves that fidelab made the environment, by which recipe, and whether it was completed.
     """
     try:
-        content = json.loads((folder / MARKER).read_text("utf-8"))
+        content = plain_json((folder / MARKER).read_text("utf-8"))
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) and content.get("versions") else None

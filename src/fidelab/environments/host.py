@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fidelab.core import plain_json
+
 
 def cpu_name() -> str:
     """Return the processor's model name as reported by the system."""
@@ -55,7 +57,6 @@ def source_commit() -> str | None:
 
     It comes from git for a checkout, and from the metadata for a package installed from a repository, else unknown.
     """
-    import json
     import subprocess
     from importlib.metadata import PackageNotFoundError, distribution
 
@@ -68,7 +69,7 @@ def source_commit() -> str | None:
             done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
             return " ".join(done.stdout.split()) or None
     with suppress(PackageNotFoundError, LookupError, TypeError, ValueError):
-        origin = json.loads(distribution("fidelab").read_text("direct_url.json") or "{}")
+        origin = plain_json(distribution("fidelab").read_text("direct_url.json") or "{}")
         return str(origin["vcs_info"]["commit_id"])
     return None
 

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import IO, Any
 
 import fidelab
-from fidelab.core import Arm, Estimator, KVSpec, errors
+from fidelab.core import Arm, Estimator, KVSpec, errors, plain_json
 from fidelab.core.errors import EngineError, FidelabError
 from fidelab.core.serial import fits, to_json
 from fidelab.engines import ENGINES
@@ -347,7 +347,7 @@ class _There(EngineAnswers):
                 )
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
-            message = json.loads(line)
+            message = plain_json(line)
             if isinstance(message, dict):
                 return message
         except (ValueError, RecursionError):

@@ -8,7 +8,6 @@ are 0 or 1 are read, others are listed and omitted.  See docs/metrics.md#importe
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.core import Status
+from fidelab.core import Status, plain_json
 from fidelab.core.errors import InputError, MismatchError
 from fidelab.imports.write_run import Imported, Source, labels_of, write_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
@@ -129,7 +128,7 @@ def _read(path: Path) -> _Samples:
 
 def _add(samples: _Samples, task: str, line: str, where: str) -> None:
     try:
-        item = json.loads(line)
+        item = plain_json(line)
         document = item["doc_id"]
         if not isinstance(document, int) or isinstance(document, bool):
             raise TypeError("doc_id is not a whole number")

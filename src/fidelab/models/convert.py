@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.core import format_bytes
 from fidelab.core.errors import InputError, OutputError
 from fidelab.models.cache import build_once
 from fidelab.models.gguf import Header, StoredTensor, cannot_convert, hf_config, read_header
@@ -72,9 +73,10 @@ def check_room(target: Path, size: int) -> None:
     """
     free = shutil.disk_usage(next(path for path in target.parents if path.exists())).free
     if size + _EXTRA_DISK_BYTES > free:
+        needed, left = format_bytes(size + _EXTRA_DISK_BYTES, free)
         raise OutputError(
-            f"the weights of a GGUF file need {size / 2**30:.2f} GiB as safetensors in {target.parent}, "
-            f"{free / 2**30:.2f} GiB are free: make room (fidelab setup clean models), set FIDELAB_CACHE to a folder "
+            f"the weights of a GGUF file need {needed} as safetensors in {target.parent}, "
+            f"{left} are free: make room (fidelab setup clean models), set FIDELAB_CACHE to a folder "
             "that has some, or use engine llamacpp, which needs no conversion"
         )
 
@@ -83,7 +85,7 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
     config = hf_config(file, scratch)
     model, wanted, loaders = _parameters(file, config)
     size = sum(value.nbytes for value in wanted.values())
-    _log.info("converting %s to %.2f GiB of safetensors (once)", file, size / 2**30)
+    _log.info("converting %s to %s of safetensors (once)", file, *format_bytes(size))
     out = scratch / "hf"
     with redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(out, state_dict={})  # config and generation config

@@ -24,6 +24,7 @@ Floats = NDArray[np.float64]
 HILL, AFFINE = ("smax", "b_half", "gamma"), ("a", "b", "c")
 _MAX_FILE_BYTES = 2**27
 _RESAMPLES = 400
+_MAX_STEPS = 30  # of a resample's fit; one that has not converged by then is left out, as others are
 _MIN_CLUSTERS = 3
 
 
@@ -136,11 +137,11 @@ def _fit(
         needed = len(names) + 2
         raise InputError(f"{len(y)} points are too few: this fit has {len(names)} parameters and needs {needed}")
 
-    def solve(rows: Any) -> tuple[Floats, Floats] | None:
+    def solve(rows: Any, **limits: Any) -> tuple[Floats, Floats] | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", OptimizeWarning)  # an unknown covariance is infinite
             try:
-                return curve_fit(model, x[rows], y[rows], start, **options)
+                return curve_fit(model, x[rows], y[rows], start, **options, **limits)
             except RuntimeError:
                 return None
 
@@ -152,9 +153,19 @@ def _fit(
     if groups is not None and len(labels) >= _MIN_CLUSTERS:
         rows = {label: np.flatnonzero(groups == label) for label in labels}
         random = np.random.default_rng(0)
-        draws = (random.choice(labels, len(labels)) for _ in range(_RESAMPLES))
-        drawn = [solve(np.concatenate([rows[label] for label in draw])) for draw in draws]
-        low, high = np.percentile([each[0] for each in drawn if each is not None], (2.5, 97.5), axis=0)
+        draws = [tuple(sorted(random.choice(labels, len(labels)))) for _ in range(_RESAMPLES)]
+        limits = {"max_nfev": _MAX_STEPS} if "bounds" in options else {}  # without bounds the problem is linear
+        # few clusters have few different draws: each is solved once
+        solutions = {
+            draw: solve(np.concatenate([rows[label] for label in draw]), **limits) for draw in dict.fromkeys(draws)
+        }
+        drawn = [found[0] for draw in draws if (found := solutions[draw]) is not None]
+        if len(drawn) < len(draws) / 2:
+            raise InputError(
+                f"the fit converges for {len(drawn)} of {len(draws)} resamples of the clusters: too few for intervals; "
+                "leave out --cluster, or add points"
+            )
+        low, high = np.percentile(drawn, (2.5, 97.5), axis=0)
     else:
         half = t.ppf(0.975, len(y) - len(names)) * np.sqrt(np.diag(covariance))
         low, high = estimates - half, estimates + half

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fidelab.captures.reader import is_complete
-from fidelab.core import Status, usable_cores
+from fidelab.core import Status, plain_json, usable_cores
 from fidelab.core.errors import EngineError, UsageError
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
@@ -280,7 +280,7 @@ def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> Jo
             env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
             timeout=_ANSWER_WAIT,
         )
-        reply = json.loads(done.stdout.splitlines()[1])
+        reply = plain_json(done.stdout.splitlines()[1])
         if "error" in reply:
             return JobOutcome(status=Status.FAILED, reason=str(reply["text"]))
         able, reason = reply["value"]

@@ -19,7 +19,7 @@ from typing import Any
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.captures.writer import PART_BYTES
-from fidelab.core import Arm, Estimator, strict_json, write_atomically
+from fidelab.core import Arm, Estimator, format_bytes, strict_json, write_atomically
 from fidelab.core.errors import OutputError
 from fidelab.core.serial import from_json, to_json
 from fidelab.environments.host import graphics
@@ -375,8 +375,8 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
     if runs > 1:
         what, remedy = f"saved outputs of {runs} runs", "fewer --runs, or another output_dir"
     if need > free:
-        sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
-        raise OutputError(f"{what} need {sizes}: use {remedy}")
+        needed, left = format_bytes(need, free)
+        raise OutputError(f"{what} need about {needed} in {folder}, {left} are free: use {remedy}")
 
 
 def conversion_bytes(plan: Plan) -> int:

@@ -26,7 +26,7 @@ from fidelab.checkpoints.modules import modules_of
 from fidelab.checkpoints.quantizer import tail
 from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.experiment import validate
-from fidelab.core import canonical_json, digest, write_atomically
+from fidelab.core import canonical_json, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants
@@ -146,7 +146,7 @@ def _prepare(work: Path, identity: str, resume: bool) -> None:
     if resume:
         if not state.is_file():
             raise UsageError(f"{work}: there is nothing to resume")
-        if json.loads(state.read_text("utf-8")).get("identity") != identity:
+        if plain_json(state.read_text("utf-8")).get("identity") != identity:
             raise UsageError(f"{work} was begun with another recipe, text or model: remove it to start again")
         return
     try:
@@ -163,7 +163,7 @@ def _quantized(
     answer = work / "tool.json"
     if answer.is_file() and (work / "model").is_dir():
         say("already quantized")
-        kept: dict[str, Any] = json.loads(answer.read_text("utf-8"))
+        kept: dict[str, Any] = plain_json(answer.read_text("utf-8"))
         return kept
     for name in ("model", "model.part"):
         shutil.rmtree(work / name, ignore_errors=True)
@@ -200,7 +200,7 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
         )  # fmt: skip
         try:
             for line in process.stdout or ():
-                last = json.loads(line)
+                last = plain_json(line)
                 if stage := last.get("stage"):
                     say(f"{stage} {last['done']}/{last['of']}" if "of" in last else str(stage))
             process.wait()

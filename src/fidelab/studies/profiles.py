@@ -198,7 +198,7 @@ def resume_profile(
         only, command = [str(name) for name in written["only"]], str(written["command"])
     except FileNotFoundError:
         raise InputError(f"{folder} is not a run of a profile: it has no {CONFIG}") from None
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, ValidationError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError, ValidationError) as error:
         raise InputError(f"{file} cannot be read: {one_line(str(error))[:200]}") from None
     return _run_stages(resolved, folder, only, command, watch)
 

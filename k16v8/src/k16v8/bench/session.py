@@ -96,7 +96,7 @@ def load(path: Path) -> dict[str, Any]:
         record = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: no JSON ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"{path}: no record of a kernel bench ({SCHEMA})")

@@ -13,7 +13,6 @@ attention may pass a latent as keys and the rotary part as values.
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,7 +28,7 @@ from fidelab.captures.requests import (
     Timed,
     Tokens,
 )
-from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec, plain_json
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import (
@@ -104,7 +103,7 @@ _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 def _loading(arm: Arm) -> dict[str, Any]:
     """The options of loading as arguments of ``from_pretrained``."""
     given = ((key, text) for key, text in arm.options if key in _LOADING and key != TRUST)
-    return {key.replace("-", "_"): json.loads(text) if text.startswith("{") else text for key, text in given}
+    return {key.replace("-", "_"): plain_json(text) if text.startswith("{") else text for key, text in given}
 
 
 def _unreadable_quantization(arm: Arm) -> str | None:
