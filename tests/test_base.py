@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from fidelab.core import registry
 from fidelab.core.errors import MissingPackageError
 from fidelab.core.registry import late, require
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.results.store import RunFolder
 from tests.imports.sample import refract_report, write
-from tests.run.harness import compare
+from tests.run.harness import SMALL, compare, write_inputs
 
 ROOT = Path(__file__).parents[1]
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
@@ -135,7 +138,15 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "gone", "needs"),
     [
-        (["compare", "model", "--kv", "int4"], EXTRAS, "scoring needs SciPy: pip install 'fidelab[stats]'"),
+        (
+            ["compare", "model", "--kv", "int4"],
+            EXTRAS,
+            "this run needs PyTorch, SciPy and Transformers: pip install 'fidelab[hf]'",
+        ),
+        (["compare", "model", "--kv", "int4"], ("scipy",), "this run needs SciPy: pip install 'fidelab[stats]'"),
+        (["bench", "model", "--kv", "int4"], EXTRAS, "needs PyTorch, SciPy and Transformers: pip install"),
+        (["diagnose", "layers", "model", "--kv", "int4"], EXTRAS, "needs PyTorch, SciPy and Transformers: pip install"),
+        (["compare", "model", "--kv", "q8_0", "--engine", "llamacpp"], EXTRAS, "PyTorch, SciPy and Transformers: pip"),
         (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
         (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
         (
@@ -152,9 +163,31 @@ def test_a_missing_or_half_installed_extra_is_one_line(
     (made / "other").mkdir(exist_ok=True)
     config = {"model_type": "granite", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     (made / "other/config.json").write_text(json.dumps(config))
+    before = [*(made / "runs").iterdir()]
     done = fidelab(made, *words, gone=gone)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert needs in done.stderr
+    assert [*(made / "runs").iterdir()] == before
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_an_installation_with_only_what_a_run_asks_for_runs_it(runs: int, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    sizes = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2, "--no-floor", "--runs", runs)
+    words = ("compare", "fake", *SMALL, "--kv", "tilt", *sizes)
+    refused = fidelab(tmp_path, *words)
+    assert refused.stderr == "fidelab: this run needs PyTorch and SciPy: pip install 'fidelab[hf]'\n"
+    assert not (tmp_path / "runs").exists()
+    done = fidelab(tmp_path, *words, gone=tuple({*EXTRAS} - {"torch", "scipy"}))
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_extra_that_another_one_installs_is_not_asked_for_as_well() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = {extra: {re.split(r"[\[<>=;]", package)[0] for package in packages} for extra, packages in extras.items()}
+    for extra, inner in registry._CONTAINS.items():
+        for name in inner:
+            assert names[name] <= names[extra] or f"fidelab[{name}]" in extras[extra] or "fidelab[hf]" in extras[extra]
 
 
 def test_a_report_is_written_without_positions_where_pyarrow_is_missing(made: Path, tmp_path: Path) -> None:

@@ -7,9 +7,10 @@ adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,10 @@ _EXTRAS = {
     "torch": ("PyTorch", "hf"),
     "transformers": ("Transformers", "hf"),
 }
+
+
+# extra → the extras that it installs as well
+_CONTAINS = {"hf": ("stats", "parquet"), "llamacpp": ("hf", "stats", "parquet")}
 
 
 class Registry:
@@ -84,6 +89,30 @@ def require(module: str, user: str = "this command") -> Any:
         if (found := missing_package(error, user)) is None:
             raise
         raise found from None
+
+
+def require_all(modules: Collection[str], user: str) -> None:
+    """Check that optional packages are installed, without importing them; all that are missing are named at once.
+
+    ``user``: the feature that needs them, the subject of the message.
+
+    Raises:
+        MissingPackageError: If one is not installed.
+    """
+    missing = [_EXTRAS[module] for module in sorted(modules, key=str.lower) if not _is_installed(module)]
+    if missing:
+        titles = sorted((title for title, _ in missing), key=str.lower)
+        named = " and ".join([*filter(None, [", ".join(titles[:-1])]), titles[-1]])
+        extras = {extra for _, extra in missing}
+        extras -= {inner for extra in extras for inner in _CONTAINS.get(extra, ())}
+        raise MissingPackageError(f"{user} needs {named}: pip install 'fidelab[{','.join(sorted(extras))}]'")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def missing_package(error: ImportError, user: str = "this command") -> MissingPackageError | None:

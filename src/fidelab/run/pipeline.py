@@ -27,7 +27,6 @@ from fidelab.config.schema import Experiment, Limits
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, resume_line, shell_line, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
-from fidelab.core.registry import require
 from fidelab.core.serial import from_json, to_json
 from fidelab.ledger.reference import Pack
 from fidelab.results.record import Report
@@ -38,7 +37,7 @@ from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.estimate import Timings
 from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undecided
 from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_on_cluster
-from fidelab.run.prepare import Prepared, now, prepare
+from fidelab.run.prepare import Prepared, now, prepare, require_packages
 from fidelab.run.resolve import Settings
 from fidelab.run.runner import Listener, Silent, needs_of
 from fidelab.run.scoring import RunFacts, Scored, score_run
@@ -68,7 +67,7 @@ def execute(
         FidelabError: If the run cannot start. Later failures are in the report.
         Interrupted: If the run is stopped. The child processes are ended, and the folder can be resumed.
     """
-    require("scipy", "scoring")  # before hours of captures, not after them
+    require_packages(experiment)  # before hours of captures, not after them
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)

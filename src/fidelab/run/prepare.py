@@ -11,9 +11,10 @@ from typing import Any
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.store import Readers
 from fidelab.config.load import expand, expand_existing
-from fidelab.config.schema import Experiment
+from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
+from fidelab.core.registry import require_all
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
@@ -88,6 +89,7 @@ def prepare(
     Raises:
         FidelabError: For anything that the user can fix. The message is one line.
     """
+    require_packages(experiment)
     experiment, pack = borrow(_absolute(experiment))
     if pack is not None and replicate:
         raise UsageError("a borrowed reference cannot be repeated: leave out runs")
@@ -109,6 +111,24 @@ def prepare(
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
     return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
+
+
+def require_packages(experiment: Experiment) -> None:
+    """Check that all optional packages that a run needs in this process are installed.
+
+    Raises:
+        MissingPackageError: If one is not. The message names all of them.
+    """
+    control = [experiment.control] if isinstance(experiment.control, ArmConfig) else []
+    arms = [experiment.reference, *control, *experiment.candidates]
+    engines = [experiment.engine, *(arm.engine for arm in arms if arm.engine is not None)]
+    here = any(engine.name == "hf" and engine.python is None and engine.image is None for engine in engines)
+    needed = {"scipy"}  # intervals
+    if experiment.axes or here:
+        needed |= {"torch"} if experiment.model == "fake" else {"torch", "transformers"}
+    if experiment.executor.name == "ray":
+        needed |= {"ray"}
+    require_all(needed, "this run")
 
 
 def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
