@@ -50,6 +50,7 @@ from k16v8.kernels.schedule import ROUNDS, round_tokens, schedule
 from k16v8.kernels.softmax import attend_tokens, finished, split_queries, store_rows
 
 _PARTIALS = 64 << 20  # bytes of a plan's buffers beyond which there are fewer splits; static, unmeasured
+_MERGE_STAGES = 4  # of the loop that merges splits: three steps' loads are under way; static, unmeasured
 _COUNTERS = 1 << 14  # of sequences and KV heads, at the front of a buffer that several plans share
 BUFFER = _COUNTERS + _PARTIALS // 4 + _PARTIALS // 64
 """Numbers that a plan within these bounds takes at most, for values of 16 columns and more."""
@@ -122,6 +123,7 @@ def decode_kernel(
     Q_FORMAT: tl.constexpr,
     SINKS: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    MERGE_STAGES: tl.constexpr,
 ):
     # heads first: programs that run together read neighbouring heads of the same tokens
     head = tl.program_id(0) % KV_HEADS
@@ -209,7 +211,8 @@ def decode_kernel(
                 safe = tl.where(best == float("-inf"), 0.0, best)
                 masses = tl.full((AT_ONCE, MERGED), 0.0, tl.float32)
                 sums = tl.full((AT_ONCE, MERGED, BLOCK_DV), 0.0, tl.float32)
-                for at in range(0, splits, AT_ONCE):
+                # Loads of later splits are under way while earlier ones are added: each step is a trip to the L2 cache.
+                for at in tl.range(0, splits, AT_ONCE, num_stages=MERGE_STAGES):
                     s = at + tl.arange(0, AT_ONCE)
                     spots = ((start + s) * KV_HEADS + head)[:, None] * (RATIO * QUERIES) + m[None, :]
                     inside = (s < splits)[:, None] & mine[None, :]
@@ -284,9 +287,9 @@ def decode_programs(
     constants = decode_constants(q_dtype, heads, cache, attention, target, queries)
     arguments = cache_arguments(cache)
     strides = tuple(x for x in arguments[:-1] if isinstance(x, int))
-    key = (device, strides, *constants.values())
+    tile = tiles("decode", target, cache)
+    key = (device, strides, tile, *constants.values())
     if key not in _PROGRAMS:
-        tile = tiles("decode", target, cache)
         with current(device):
             compiled = decode_kernel.warmup(
                 q_dtype, *_types(q_dtype), *arguments, heads * cache.head_dim, cache.head_dim, heads * cache.v_dim,
@@ -443,4 +446,5 @@ def decode_constants(
         "TOKENS": tile.tokens,
         "SINKS": attention.sinks is not None,
         "INTERPRETED": target.backend == "interpreter",
+        "MERGE_STAGES": _MERGE_STAGES,
     }

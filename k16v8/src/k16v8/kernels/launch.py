@@ -50,12 +50,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes: ``rows`` of queries, ``tokens`` of the cache; warps; stages of the software pipeline."""
+    """Tile sizes: ``rows`` of queries, ``tokens`` of the cache; warps; stages of the software pipeline.
+
+    ``registers``: of a thread at most; 0 leaves it to the compiler.
+    """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
@@ -99,7 +103,8 @@ def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
 
 def compile_options(tile: Tiles) -> dict[str, object]:
     """Return the options of Triton's compiler.  Fused multiply-add is set explicitly, since its default changes."""
-    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
+    limit = {"maxnreg": tile.registers} if tile.registers else {}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True, **limit}
 
 
 def launch(
