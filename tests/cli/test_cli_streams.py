@@ -169,6 +169,35 @@ def test_ctrl_c_that_a_callback_loses_still_stops_the_command(tmp_path: Path) ->
     assert_stopped(subprocess.Popen(command, cwd=tmp_path, env=found, stdout=pipe, stderr=pipe, text=True))
 
 
+LOST = """
+import os, signal, subprocess, sys, weakref
+from fidelab.run.signals import interrupts_raise
+
+def stop(number, frame):
+    raise SystemExit(128 + number)
+
+class Lost:
+    pass
+
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+try:
+    with interrupts_raise():
+        signal.signal(signal.SIGTERM, stop)
+        lost = Lost()
+        watched = weakref.ref(lost, lambda _: os.kill(os.getpid(), signal.{name}))
+        del lost  # the callback's exception goes nowhere
+        child.wait()
+finally:
+    child.kill()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 128 + signal.SIGTERM), ("SIGINT", -signal.SIGINT)])
+def test_a_signal_that_a_callback_loses_also_ends_a_wait_for_a_process(name: str, code: int) -> None:
+    done = subprocess.run([sys.executable, "-c", LOST.replace("{name}", name)], timeout=120, check=False)
+    assert done.returncode == code
+
+
 def test_ctrl_c_that_native_code_turns_into_an_error_of_its_own_stops_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

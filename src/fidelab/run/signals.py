@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import ctypes
 import os
@@ -56,7 +55,8 @@ def end_with_parent() -> Callable[[], None] | None:
 def interrupts_raise() -> Iterator[None]:
     """Make Ctrl-C raise KeyboardInterrupt, unless the caller of the program had it ignored.
 
-    Native code and callbacks of the garbage collector lose exceptions: such an interrupt is raised once more.
+    Native code and callbacks of the garbage collector lose exceptions.  Such a signal is sent once more: to this
+    thread, which it also wakes where it waits for a process.  So is one whose handler raises ``SystemExit(128 + n)``.
     """
     before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
     if threading.current_thread() is not threading.main_thread() or not callable(before):
@@ -64,12 +64,13 @@ def interrupts_raise() -> Iterator[None]:
         return
 
     def lost(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            timer = threading.Timer(_AGAIN_SECONDS, _thread.interrupt_main)  # raised here, it would be lost, too
+        number = _signal_of(unraisable)
+        if number is None:
+            hook(unraisable)
+        else:  # later: raised here, it would be lost, too
+            timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (threading.main_thread().ident, number))
             timer.daemon = True
             timer.start()
-        else:
-            hook(unraisable)
 
     sys.unraisablehook = lost
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -78,3 +79,11 @@ def interrupts_raise() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
+
+
+def _signal_of(unraisable: Any) -> int | None:
+    """The signal whose handler raised an exception that was lost; ``None`` for other exceptions."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        return signal.SIGINT
+    code = unraisable.exc_value.code if isinstance(unraisable.exc_value, SystemExit) else None
+    return code - 128 if isinstance(code, int) and 128 < code < 128 + signal.NSIG else None
