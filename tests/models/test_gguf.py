@@ -171,7 +171,7 @@ def test_conversion_that_does_not_fit_the_disk_says_what_it_needs_and_leaves_not
     assert check_conversion(model) == model.converted_bytes > 0
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     for attempt in (check_conversion, with_weights):
-        with pytest.raises(OutputError, match=r"need 0\.00 GiB.*are free.*FIDELAB_CACHE"):
+        with pytest.raises(OutputError, match=r"need 64\.\d\d MiB.*1\.00 MiB are free.*FIDELAB_CACHE"):
             attempt(model)
     assert not _weights(cache)
 

@@ -273,7 +273,9 @@ def test_a_folder_that_exists_is_not_written_to_and_what_an_interrupted_packing_
     assert cli("share", "reference", local.folder, "--to", pack, cwd=local.cwd).code == 2
     assert manifest_of(pack) == before
     room = pack.parent / "room"
-    (room / ".partial-pack-abc" / "pack" / "captures").mkdir(parents=True)
+    left = room / ".pack.part-0123456789abcdef"  # as core.scratch names it; nobody holds the lock
+    (left / "files" / "captures").mkdir(parents=True)
+    (left / "lock").touch()
     assert cli("share", "reference", local.folder, "--to", room / "pack", cwd=local.cwd).code == 0
     assert [path.name for path in room.iterdir()] == ["pack"]
 
