@@ -247,7 +247,10 @@ def _option(engine: str, key: str, value: str) -> Iterator[Demand]:
     if key == _KEY:  # reported with the host that would get it
         return
     owner = ENGINES.load(engine)
-    harmless = owner.harmless.get(owner.aliases.get(key, key))
+    try:
+        harmless = owner.harmless[owner.aliases.get(key, key)]
+    except KeyError:
+        harmless = None
     if key in _HUB_CODE and ("/" in value or ":" in value):
         yield Demand(key, value, "is code of a hub that would be run")
     elif harmless is None:

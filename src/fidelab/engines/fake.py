@@ -54,7 +54,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence
-from fidelab.engines.harmless import Anything, Harmless, group
+from fidelab.engines.harmless import Everything, Harmless
 from fidelab.engines.timing import groups
 
 Floats = NDArray[np.float64]
@@ -118,7 +118,9 @@ class FakeEngine(Engine):
     """See the module's docstring."""
 
     name: ClassVar[str] = "fake"
-    harmless: ClassVar[Mapping[str, Harmless]] = group("the stand-in for tests loads no code", Anything(), *_OPTIONS)
+    harmless: ClassVar[Mapping[str, Harmless]] = Everything(
+        "the stand-in for tests loads no code, and refuses options that it does not know"
+    )
     native_kv: ClassVar[str] = "exact"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.fake",)
     start_seconds: ClassVar[float] = 0.5

@@ -221,6 +221,17 @@ class Harmless:
     why: str = field(compare=False)
 
 
+class Everything(dict[str, Harmless]):
+    """A table in which every option is harmless, for one reason: of an engine that loads no code and opens nothing."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__()
+        self._every = Harmless(Anything(), why)
+
+    def __missing__(self, name: str) -> Harmless:
+        return self._every
+
+
 def group(why: str, values: Values, *names: str) -> dict[str, Harmless]:
     """Return rows of options that are harmless for one reason, with the same values."""
     return dict.fromkeys(names, Harmless(values, why))
