@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[default: the first two; cpu: none]",
     )
     add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
+    turn = parser.add_argument_group("knobs of our decode, for experiments", "Left out: what k16v8 chooses.")
+    turn.add_argument("--tile-tokens", type=number_type(1, int), default=0, help="Tokens of a tile, a power of two.")
+    turn.add_argument("--warps", type=number_type(1, int), default=0, help="Warps of a program, a power of two.")
+    turn.add_argument("--stages", type=number_type(1, int), default=0, help="Stages of the software pipeline.")
+    turn.add_argument("--registers", type=number_type(1, int), default=0, help="Registers of a thread, at most.")
+    turn.add_argument("--split-tokens", type=number_type(1, int), default=0, help="Tokens of a split.")
     add("--seconds", type=number_type(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=number_type(0.0, float), help="After which nothing more is begun.")
     add("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
@@ -85,6 +91,7 @@ def run(options: argparse.Namespace) -> int:
     from k16v8.bench.session import bench_kernels
     from k16v8.bench.shapes import cells, expert_geometry, geometry, weight_cells
     from k16v8.bench.weights import WEIGHT_CONTENDERS
+    from k16v8.kernels.knobs import turned
 
     began = time.monotonic()
     device = options.device
@@ -118,7 +125,9 @@ def run(options: argparse.Namespace) -> int:
         own,
         (*(asked if "attention" in measured else ()), *(weighed if "weights" in measured else ())),
         tuple(
-            one for one in (*CONTENDERS, *WEIGHT_CONTENDERS) if one.role != "ours" or one.formats in (*pairs, *layouts)
+            one
+            for one in (*CONTENDERS, *WEIGHT_CONTENDERS)
+            if one.role not in ("ours", "variant") or one.formats in (*pairs, *layouts)
         ),
         options.seconds,
         options.seed,
@@ -127,12 +136,22 @@ def run(options: argparse.Namespace) -> int:
     path = options.resume or options.output
     if path is None:
         path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    record = bench_kernels(
-        settings,
-        chosen if "attention" in measured else [],
-        path,
-        resume=options.resume is not None,
-    )
+    knobs = {
+        "tokens": options.tile_tokens,
+        "warps": options.warps,
+        "stages": options.stages,
+        "registers": options.registers,
+        "split_tokens": options.split_tokens,
+    }
+    if any(knobs.values()) and (own == "torch" or "attention" not in measured):
+        raise UsageError("knobs are of decode in Triton: add --device cuda, or leave them out")
+    with turned(**knobs):
+        record = bench_kernels(
+            settings,
+            chosen if "attention" in measured else [],
+            path,
+            resume=options.resume is not None,
+        )
     if options.as_json:
         show_json(record, indent=1)
     else:

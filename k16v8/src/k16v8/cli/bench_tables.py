@@ -53,6 +53,9 @@ def render(record: dict[str, Any]) -> Iterator[str]:
     if record["cells"]:
         measured = [one for cell in record["cells"] for one in cell["results"] if one["status"] == "measured"]
         if measured:
+            launched = [one["launch"] for one in measured if one["role"] == "ours" and one.get("launch")]
+            if launched:
+                yield f"our decode: {_launches(launched)}"
             caches, worst = [one["caches"] for one in measured], max(one["error"] for one in measured)
             yield (
                 f"inputs lie in {min(caches)} to {max(caches)} places in turn, twice the last cache and more; "
@@ -135,3 +138,16 @@ def _missing(record: dict[str, Any]) -> Iterator[str]:
     for (who, status, reason), keys in where.items():
         place = "" if not keys or len(keys) == every.get(who) else f" at {', '.join(keys)}"
         yield f"{who} {status.replace('_', ' ')}{place}: {reason}"
+
+
+def _launches(launched: list[dict[str, int]]) -> str:
+    """How decode was launched, over all its cells."""
+
+    def of(name: str) -> str:
+        found = sorted({one[name] for one in launched})
+        return f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
+
+    return (
+        f"tiles of {of('tokens')} tokens, {of('warps')} warps, {of('stages')} stages; splits of {of('split')} tokens, "
+        f"{of('programs')} programs on {of('slots')} slots in {of('rounds')} rounds"
+    )
