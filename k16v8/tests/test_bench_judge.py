@@ -115,6 +115,7 @@ def test_goals_without_a_figure_are_unmeasured_and_say_where() -> None:
 
 
 FLASH_3, XQA = ("flash-attn-3", "16/16", "rival"), ("xqa", "16/16", "rival")
+CUDNN = ("sdpa-cudnn", "16/16", "rival")
 
 
 def _with_rivals(microseconds: dict[tuple[str, str, str], float | None]) -> dict[str, Any]:
@@ -126,14 +127,39 @@ def _with_rivals(microseconds: dict[tuple[str, str, str], float | None]) -> dict
 
 @pytest.mark.parametrize(
     ("rivals", "lacking"),
-    [({}, "flash-attn-3"), ({XQA: 100}, "flash-attn-3"), ({FLASH_3: None, XQA: 9}, "flash-attn-3")],
+    [
+        ({}, "sdpa-cudnn, flash-attn-3, flash-attn-3 paged"),
+        ({XQA: 100}, "sdpa-cudnn, flash-attn-3, flash-attn-3 paged"),
+        ({FLASH_3: None, XQA: 9}, "flash-attn-3 (wrong: )"),
+    ],
 )
 def test_beating_slow_rivals_alone_meets_no_goal_on_hopper(
     rivals: dict[tuple[str, str, str], float | None], lacking: str
 ) -> None:
     for goal in _record(_with_rivals(rivals), copy=_MOVED / 0.86, capability="9.0")["goals"][:5]:
         assert goal["verdict"] == "unmeasured"
-        assert f"its rival {lacking}" in goal["reason"]
+        assert f"none of its rivals was measured: {lacking}" in goal["reason"]
+
+
+def test_cudnn_which_torch_brings_is_rival_enough_in_decode_on_hopper() -> None:
+    goals = _record(_with_rivals({CUDNN: 101}), copy=_MOVED / 0.86, capability="9.0")["goals"]
+    assert [goal["verdict"] for goal in goals] == ["met"] * 5 + ["unmeasured"]
+
+
+def test_the_layout_that_no_engine_serves_decides_no_goal() -> None:
+    times = _with_rivals({CUDNN: 101})
+    faster = {("k16v8, tokens first", pair, "variant"): 50.0 for pair in ("16/16", "16/8", "8/8")}
+    for key in [key for key in times if key.startswith("decode")]:
+        times[key] |= faster
+    goals = _record(_with_rivals({CUDNN: 101}), copy=_MOVED / 0.86)["goals"]
+    assert _record(times, copy=_MOVED / 0.86)["goals"] == goals
+
+
+def test_a_result_is_compared_with_the_rate_at_which_the_best_rival_reads() -> None:
+    record = _record({AT: {OURS_16: 100, OURS_168: 80, SDPA: 125}})
+    ours, narrow, rival = record["cells"][0]["results"]
+    assert (ours["of_best_rival"], rival["of_best_rival"]) == (1.25, 1)
+    assert narrow["of_best_rival"] == pytest.approx(125 / 80 * narrow["moved_bytes"] / rival["moved_bytes"])
 
 
 def test_on_hopper_goals_are_judged_without_xqa_which_pip_does_not_bring() -> None:

@@ -283,8 +283,11 @@ uneven = listed([32768] + [17] * 31, 264, 500)
 assert 264 * 0.9 <= KV_HEADS * len(long) <= 264, len(long)
 assert len([entry for entry in uneven if entry[0]]) == 31
 assert len([entry for entry in uneven if not entry[0]]) >= 0.7 * len(long), len(uneven)
-# what fills the device by itself is not split
+# what fills the device by itself is not split while it is short; long splits give way to several rounds of shorter ones
 assert len(listed([1000] * 132, 264, 500)) == 132
+assert len(listed([32768] * 132, 264, 900)) > 2 * 132
+each = covered(rounds := listed([32768] * 32, 396 // 4, 200), [32768] * 32)
+assert KV_HEADS * len(rounds) > 2 * (396 // 4) and each >= 2048, (len(rounds), each)
 """
 
 

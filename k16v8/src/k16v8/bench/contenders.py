@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, Protocol
@@ -24,16 +24,21 @@ from k16v8.bench.shapes import Cell, Kind, WeightCell, formats
 from k16v8.errors import NotSupportedError, one_line
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.knobs import KNOBS
 from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import attend_prompts, prompt_route
 
-Role = Literal["ours", "rival", "naive"]
+Role = Literal["ours", "variant", "rival", "naive"]  # of ours, only what is served decides goals
 _ATTENTION: tuple[Kind, ...] = ("decode", "extend")
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-3 paged", "sdpa-flash")  # implementations of FlashAttention
-# Compute capability → kind of cell → rivals without which no goal is judged there: what engines run on it.
+# Compute capability → kind of cell → rivals of which one must be measured, or no goal is judged there: what engines run
+# on it, and what torch brings along, which is the faster one in decode.
 REQUIRED: dict[str, dict[Kind, tuple[str, ...]]] = {
-    "9.0": {"decode": ("flash-attn-3",), "extend": ("flash-attn-3",)},  # XQA is compiled by nvcc, which pip has not
+    "9.0": {  # XQA is compiled by nvcc, which pip has not
+        "decode": ("sdpa-cudnn", "flash-attn-3", "flash-attn-3 paged"),
+        "extend": ("flash-attn-3", "flash-attn-3 paged"),
+    },
 }
 
 _DTYPE = torch.bfloat16
@@ -83,7 +88,8 @@ class Work:
     """Set of inputs for attention.
 
     ``call`` attends; ``tokens`` makes ``[B * Q, heads, D]`` of what it returned; ``q`` has that shape.  ``head``: keys
-    and values, float64 ``[T, D]``, of a sequence and KV head.  ``kernel``: what ran, for the record.
+    and values, float64 ``[T, D]``, of a sequence and KV head.  ``kernel``: what ran, for the record; ``launch``: how
+    our decode ran (:func:`_launch_record`).
     """
 
     call: Callable[[], Tensor]
@@ -91,6 +97,7 @@ class Work:
     head: Callable[[int, int], tuple[Tensor, Tensor]]
     tokens: Callable[[Tensor], Tensor]
     kernel: str
+    launch: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,10 +169,11 @@ class Contender:
         return cell.held_bytes(self.formats) + self.scratch * values + 64 * cell.batch * cell.queries * heads * dim
 
 
-def _k16v8_work(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
-    held = _paged(cell, pair, draw)
-    q, call, name = _attending(cell, held, draw, kernels)
-    return Work(call, q, partial(_paged_head, held), _identity, name)
+def _k16v8_work(cell: Cell, pair: str, draw: Draw, *, kernels: str, served: bool = True) -> Work:
+    """``served``: pages as the plug-ins for engines have them, heads first; else tokens first."""
+    held = _paged(cell, pair, draw, heads_first=served)
+    attending = _attending(cell, held, draw, kernels)
+    return Work(attending.call, attending.q, partial(_paged_head, held), _identity, attending.name, attending.launch)
 
 
 def _unpack(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
@@ -173,16 +181,27 @@ def _unpack(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
     held = _paged(cell, pair, draw)
     wide = replace(held, v_cache=torch.empty_like(held.v_cache, dtype=_DTYPE), v_format="bf16")
     codes = held.v_cache.view(FLOAT8[held.v_format])
-    q, attend, name = _attending(cell, wide, draw, kernels)
+    attending = _attending(cell, wide, draw, kernels)
 
     def call() -> Tensor:
         wide.v_cache.copy_(codes)
-        return attend()
+        return attending.call()
 
-    return Work(call, q, partial(_paged_head, held), _identity, f"copy to bfloat16, {name}")
+    name = f"copy to bfloat16, {attending.name}"
+    return Work(call, attending.q, partial(_paged_head, held), _identity, name, attending.launch)
 
 
-def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[Tensor, Callable[[], Tensor], str]:
+@dataclass(frozen=True)
+class _Attending:
+    """Queries, the call that attends, the kernel's name, and how it is launched."""
+
+    q: Tensor
+    call: Callable[[], Tensor]
+    name: str
+    launch: dict[str, int] = field(default_factory=dict)
+
+
+def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> _Attending:
     heads, kv_heads, dim = cell.shape
     chosen: Kernels = choose(
         kernels,
@@ -199,10 +218,15 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
     out = torch.full_like(q, math.nan)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=draw.device)
     if cell.kind == "decode":
-        plan = chosen.plan(cell.batch, heads, held)
+        plan = chosen.plan(cell.batch, heads, held, split_tokens=KNOBS.split_tokens)
         # one list serves all layers of a step: engines write it once
         work = plan.schedule(held) if hasattr(plan, "schedule") else None
-        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan, work=work)[0], chosen.name
+        return _Attending(
+            q,
+            lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan, work=work)[0],
+            chosen.name,
+            {} if work is None else _launch_record(held, plan, work),
+        )
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
     prompts = PrefillBatch([cell.tokens] * cell.batch, [cell.queries] * cell.batch, held.block_table)
 
@@ -210,15 +234,60 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[
         attend_prompts(chosen, q, starts, held, Attention(), out, prompts)
         return out
 
-    return q, extend, f"{chosen.name}, {prompt_route(chosen, q, held, Attention(), prompts)}"
+    return _Attending(q, extend, f"{chosen.name}, {prompt_route(chosen, q, held, Attention(), prompts)}")
 
 
-def _paged(cell: Cell, pair: str, draw: Draw) -> PagedCache:
+def _launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
+    """How decode is launched: two settings with equal records are one setting, and vary nothing.
+
+    ``tokens``, ``warps``, ``stages``, ``registers`` (0: as the compiler likes) of a program; ``split``: tokens of a
+    split; ``programs`` that have work, and ``slots`` of the device for them; ``rounds``: of programs on the slots.
+    """
+    from k16v8.kernels.launch import target_of, tiles
+
+    tile = tiles("decode", target_of(held.k_cache.device), held)
+    items, split = int(work[0, 0]), int(work[1, 3]) * tile.tokens
+    programs = items * held.kv_heads
+    return {
+        "tokens": tile.tokens,
+        "warps": tile.warps,
+        "stages": tile.stages,
+        "registers": tile.registers,
+        "split": split,
+        "programs": programs,
+        "slots": int(plan.slots),
+        "rounds": -(-programs // int(plan.slots)),
+    }
+
+
+def _paged(cell: Cell, pair: str, draw: Draw, *, heads_first: bool = False) -> PagedCache:
+    """A cache of random numbers.  ``heads_first``: in each page, a head's keys and then its values in one run."""
     names = formats(pair)
     pages = cell.batch * cell.tokens // cell.page
-    k_cache, v_cache = (draw.stored(name, pages, cell.page, cell.shape[1], cell.shape[2]) for name in names)
+    shape = pages, cell.page, cell.shape[1], cell.shape[2]
+    if heads_first:
+        k_cache, v_cache = _heads_first(shape, names, draw)
+    else:
+        k_cache, v_cache = (draw.stored(name, *shape) for name in names)
     lengths = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device=draw.device)
     return PagedCache(k_cache, v_cache, draw.permutation(pages).view(cell.batch, -1), lengths, *names)
+
+
+def _heads_first(shape: tuple[int, int, int, int], names: Sequence[str], draw: Draw) -> list[Tensor]:
+    """Views ``[pages, page, heads, D]`` of pages as the plug-in for vLLM has them."""
+    pages, page, heads, dim = shape
+    sizes = [page * dim * storage(name).dtype.itemsize for name in names]
+    run = torch.empty(pages, heads, sum(sizes), dtype=torch.uint8, device=draw.device)
+    sides = []
+    for name, first, size in zip(names, (0, sizes[0]), sizes, strict=True):
+        part = run[..., first : first + size]
+        side = part.view(storage(name).dtype).view(pages, heads, page, dim).transpose(1, 2)
+        step = max(1, _CHUNK // (page * heads * dim))
+        for at in range(0, pages, step):
+            some = side[at : at + step]
+            some.copy_(draw.stored(name, *some.shape))
+        sides.append(side)
+    return sides
 
 
 def _paged_head(held: PagedCache, sequence: int, head: int) -> tuple[Tensor, Tensor]:
@@ -475,6 +544,9 @@ CONTENDERS = (
     Contender("k16v8", "16/16", "ours", _k16v8_work),
     Contender("k16v8", "16/8", "ours", _k16v8_work),
     Contender("k16v8", "8/8", "ours", _k16v8_work),
+    Contender("k16v8, tokens first", "16/16", "variant", partial(_k16v8_work, served=False), ("decode",)),
+    Contender("k16v8, tokens first", "16/8", "variant", partial(_k16v8_work, served=False), ("decode",)),
+    Contender("k16v8, tokens first", "8/8", "variant", partial(_k16v8_work, served=False), ("decode",)),
     Contender("sdpa-flash", "16/16", "rival", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),
     Contender("sdpa-efficient", "16/16", "rival", partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)),
     Contender("sdpa-cudnn", "16/16", "rival", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),

@@ -1,8 +1,8 @@
 """Judgement of measured seconds: ratios to the best 16-bit kernel, rooflines, and whether goals are met.
 
 The best 16-bit kernel is the fastest one whose output passed, ours among them: against a slow rival alone, a format
-would be credited with what is the kernel's.  A cell does not decide a goal if a rival that engines run on the device
-(:data:`~k16v8.bench.contenders.REQUIRED`) was not measured, or if a kernel was not replayed from a graph, since
+would be credited with what is the kernel's.  A cell does not decide a goal if none of the rivals of the device
+(:data:`~k16v8.bench.contenders.REQUIRED`) was measured, or if a kernel was not replayed from a graph, since
 Python's time would count as the kernel's.
 """
 
@@ -51,9 +51,13 @@ def judge(record: dict[str, Any]) -> None:
         narrow = best(entry["results"], "8/8", "rival")
         entry["best_16"] = wide and wide["name"]
         entry["best_fp8"] = narrow and narrow["name"]
+        rival = best(entry["results"], "bf16" if products else "16/16", "rival")
         for one in entry["results"]:
             if one["status"] == "measured":
                 _rate(one, cell, wide, record["runs"][one["run"]])
+                # What the device is seen to read, by whichever kernel: a copy, which also writes, is no ceiling.
+                rate = rival and rival["moved_bytes"] / rival["seconds"]
+                one["of_best_rival"] = rate and one["bytes_per_second"] / rate
     record["goals"] = [vars(goal) for goal in judge_goals(record)]
 
 
@@ -142,11 +146,9 @@ def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys
 def _unfair(entry: Entry, required: tuple[str, ...]) -> str:
     """Reason why figures of this cell decide nothing; empty if they decide."""
     results = {one["name"]: one for one in entry["results"] if one["formats"] == "16/16"}
-    for name in required:
-        one = results.get(name)
-        if one is None or one["status"] != "measured":
-            why = f" ({one['status']}: {one['reason']})" if one else ""
-            return f"its rival {name} was not measured{why}"
+    if required and not any(results.get(name, {}).get("status") == "measured" for name in required):
+        reasons = [f"{name} ({one['status']}: {one['reason']})" for name in required if (one := results.get(name))]
+        return f"none of its rivals was measured: {', '.join(reasons or required)}"
     loose = [
         f"{one['name']} {one['formats']}"
         for one in entry["results"]

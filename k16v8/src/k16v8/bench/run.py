@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -59,7 +59,7 @@ class Result:
     """Result of one contender at one cell; seconds are ``None`` unless its output passed.
 
     ``error``: relative L2 of the worst query that was checked, ``None`` where it is not finite; ``moved_bytes``: what
-    the call must move at least; ``caches``: sets of inputs in turn.
+    the call must move at least; ``caches``: sets of inputs in turn; ``launch``: how our decode was launched.
     """
 
     name: str
@@ -77,6 +77,7 @@ class Result:
     caches: int = 0
     moved_bytes: int = 0
     error: float | None = None
+    launch: dict[str, int] = field(default_factory=dict)
 
 
 def run(
@@ -194,6 +195,7 @@ def _measured(contender: Contender, cell: Cell | WeightCell, settings: Settings)
         caches=caches,
         moved_bytes=cell.moved_bytes(contender.formats),
         error=error,
+        launch=works[0].launch if isinstance(works[0], Work) else {},
     )
 
 

@@ -15,6 +15,7 @@ from k16v8.bench.run import Settings, check_memory, run
 from k16v8.bench.shapes import Geometry, has_goal
 from k16v8.bench.timing import bandwidth
 from k16v8.errors import InputError, OutputError
+from k16v8.kernels.knobs import KNOBS
 
 SCHEMA = "k16v8.bench/0"
 _FIXED_VERSIONS = ("k16v8", "torch", "triton", "cuda")  # versions that one record must have throughout
@@ -46,6 +47,7 @@ def bench_kernels(
     if resume:
         _check_same_setup(record, device, found, path)
         _check_pages(record, settings, path)
+        _check_knobs(record, path)
     record["geometries"] = list(dict.fromkeys([*record["geometries"], *(one.name for one in geometries)]))
     rates = bandwidth(settings.device, settings.seconds)
     record["runs"].append(
@@ -55,6 +57,7 @@ def bench_kernels(
             "seconds": settings.seconds,
             "seed": settings.seed,
             "last_cache": settings.last_cache,
+            "knobs": dict(vars(KNOBS)),
             "copy_bandwidth": rates.copy,
             "read_bandwidth": rates.read,
         }
@@ -125,6 +128,16 @@ def _check_pages(record: dict[str, Any], settings: Settings, path: Path) -> None
             raise InputError(
                 f"{path}: {entry['key']} was measured with pages of {was} tokens, not {now}; write to a new file"
             )
+
+
+def _check_knobs(record: dict[str, Any], path: Path) -> None:
+    """A result does not name the knobs that were turned for it."""
+    was, now = record["runs"][-1]["knobs"] if record["runs"] else dict(vars(KNOBS)), dict(vars(KNOBS))
+    if was != now:
+        shown = ", ".join(
+            f"{name} {was.get(name, 0)} instead of {now[name]}" for name in now if was.get(name) != now[name]
+        )
+        raise InputError(f"{path}: measured with {shown} (0: as chosen); write to a new file")
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

@@ -8,7 +8,10 @@ With --operations weights: products with 4-bit weights as AWQ and GPTQ store the
 all experts in one launch, against 16-bit weights, dequantizing first, torch's own 4-bit product and Marlin, and how
 long the device takes to read that many bytes.
 
+With --model-shape: the step of a whole model with random weights, all layers and the head in one graph.
+
 examples:
+  k16v8 bench --model-shape qwen2.5-7b --device cuda
   k16v8 bench --geometry qwen2.5-7b --lengths 2k --batch 1,4
   k16v8 bench --device cuda --minutes 9
   k16v8 bench --operations weights --geometry qwen2.5-7b --experts none --rows 1
@@ -21,7 +24,7 @@ import math
 import time
 from pathlib import Path
 
-from k16v8.cli.bench_tables import render
+from k16v8.cli.bench_tables import render, render_model
 from k16v8.cli.common import add_json, add_operations, check_device, counts, note, number_type, operations, show_json
 from k16v8.errors import UnknownNameError, UsageError
 
@@ -47,12 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Models whose attention or linear layers are measured: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. "
         "[default: the first three; weights on cpu: the first]",
     )
+    add(
+        "--model-shape",
+        help="Measure a whole model's step: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. Takes --formats, one --batch, "
+        "--lengths, --page and the knobs.",
+    )
     add("--formats", default="16/16,16/8,8/8", help="K/V bits of our kernels. [default: 16/16,16/8,8/8]")
     add("--batch", help="Sequences. [default: 1,4,8,16,32,64; cpu: 1,4]")
     add("--lengths", help="Tokens of each. [default: 2k,8k,32k,128k; cpu: 512,2k]")
     add("--prefixes", help="Tokens before a chunk of extend, or none. [default: 2k,8k,32k; cpu: 512]")
     add("--chunk", type=number_type(1, int), help="Tokens of a chunk. [default: 512; cpu: 64]")
-    add("--page", type=number_type(1, int), default=16, help="Tokens in a page. [default: 16]")
+    add("--page", type=number_type(1, int), help="Tokens in a page. [default: 16; of a whole model 64]")
     add("--rows", help="Of activations, or tokens. [default: 1,4,16,64,512,4096; cpu: 1]")
     add("--layouts", default="awq,gptq", help="Of our 4-bit weights. [default: awq,gptq]")
     add("--group", type=number_type(1, int), default=128, help="Inputs that share a scale. [default: 128]")
@@ -62,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "[default: the first two; cpu: none]",
     )
     add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
+    turn = parser.add_argument_group("knobs of our decode, for experiments", "Left out: what k16v8 chooses.")
+    turn.add_argument("--tile-tokens", type=number_type(1, int), default=0, help="Tokens of a tile, a power of two.")
+    turn.add_argument("--warps", type=number_type(1, int), default=0, help="Warps of a program, a power of two.")
+    turn.add_argument("--stages", type=number_type(1, int), default=0, help="Stages of the software pipeline.")
+    turn.add_argument("--registers", type=number_type(1, int), default=0, help="Registers of a thread, at most.")
+    turn.add_argument("--split-tokens", type=number_type(1, int), default=0, help="Tokens of a split.")
     add("--seconds", type=number_type(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=number_type(0.0, float), help="After which nothing more is begun.")
     add("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
@@ -85,8 +99,11 @@ def run(options: argparse.Namespace) -> int:
     from k16v8.bench.session import bench_kernels
     from k16v8.bench.shapes import cells, expert_geometry, geometry, weight_cells
     from k16v8.bench.weights import WEIGHT_CONTENDERS
+    from k16v8.kernels.knobs import turned
 
     began = time.monotonic()
+    if options.model_shape is not None:
+        return _run_model(options, began)
     device = options.device
     measured = operations(options.operations)
     own, pairs, layouts = _checked(device, options.kernels, options.formats, options.layouts)
@@ -111,14 +128,16 @@ def run(options: argparse.Namespace) -> int:
         prefixes=() if prefixes == "none" else counts("--prefixes", prefixes),
         chunk=options.chunk or _CHUNK[device],
         extend_batches=_EXTEND_BATCHES[device],
-        page=options.page,
+        page=options.page or 16,
     )
     settings = Settings(
         place,
         own,
         (*(asked if "attention" in measured else ()), *(weighed if "weights" in measured else ())),
         tuple(
-            one for one in (*CONTENDERS, *WEIGHT_CONTENDERS) if one.role != "ours" or one.formats in (*pairs, *layouts)
+            one
+            for one in (*CONTENDERS, *WEIGHT_CONTENDERS)
+            if one.role not in ("ours", "variant") or one.formats in (*pairs, *layouts)
         ),
         options.seconds,
         options.seed,
@@ -127,18 +146,80 @@ def run(options: argparse.Namespace) -> int:
     path = options.resume or options.output
     if path is None:
         path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    record = bench_kernels(
-        settings,
-        chosen if "attention" in measured else [],
-        path,
-        resume=options.resume is not None,
-    )
+    with turned(**_knobs(options, own, decodes="attention" in measured)):
+        record = bench_kernels(
+            settings,
+            chosen if "attention" in measured else [],
+            path,
+            resume=options.resume is not None,
+        )
     if options.as_json:
         show_json(record, indent=1)
     else:
         print(*render(record), sep="\n")
     note(f"the record is {path}")
     return 0
+
+
+def _knobs(options: argparse.Namespace, own: str, *, decodes: bool) -> dict[str, int]:
+    knobs = {
+        "tokens": options.tile_tokens,
+        "warps": options.warps,
+        "stages": options.stages,
+        "registers": options.registers,
+        "split_tokens": options.split_tokens,
+    }
+    if any(knobs.values()) and (own == "torch" or not decodes):
+        raise UsageError("knobs are of decode in Triton: add --device cuda, or leave them out")
+    return knobs
+
+
+_NOT_OF_MODELS = ("geometry", "prefixes", "chunk", "rows", "experts", "resume")
+
+
+def _run_model(options: argparse.Namespace, began: float) -> int:
+    """Measure a whole model; the exit code is 1 where a contender's logits are wrong."""
+    import torch
+
+    from k16v8.bench.machine import describe, slug
+    from k16v8.bench.model import BATCH, LENGTHS, ModelSettings, bench_model, model_shape
+    from k16v8.kernels.knobs import turned
+
+    for name in _NOT_OF_MODELS:
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name}: a whole model has none; leave it out, or leave out --model-shape")
+    if "weights" in operations(options.operations):
+        raise UsageError("--operations weights: the weights of a whole model are of 16 bits; leave it out")
+    shape = model_shape(options.model_shape)
+    own, pairs, _ = _checked(options.device, options.kernels, options.formats, options.layouts)
+    batch = (BATCH[options.device],) if options.batch is None else counts("--batch", options.batch)
+    if len(batch) != 1:
+        raise UsageError(f"--batch {options.batch}: a whole model has one batch")
+    place = torch.device(options.device)
+    settings = ModelSettings(
+        shape,
+        place,
+        own,
+        pairs,
+        batch[0],
+        LENGTHS[options.device] if options.lengths is None else counts("--lengths", options.lengths),
+        options.page or 64,
+        options.seconds,
+        options.seed,
+        math.inf if options.minutes is None else began + 60 * options.minutes,
+    )
+    path = options.output
+    if path is None:
+        name = f"model-{options.model_shape}-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}"
+        path = Path("runs") / f"{name}.json"
+    with turned(**_knobs(options, own, decodes=True)):
+        record = bench_model(settings, path)
+    if options.as_json:
+        show_json(record, indent=1)
+    else:
+        print(*render_model(record), sep="\n")
+    note(f"the record is {path}")
+    return 1 if any(one["status"] == "wrong" for cell in record["cells"] for one in cell["results"]) else 0
 
 
 def _checked(

@@ -53,6 +53,9 @@ def render(record: dict[str, Any]) -> Iterator[str]:
     if record["cells"]:
         measured = [one for cell in record["cells"] for one in cell["results"] if one["status"] == "measured"]
         if measured:
+            launched = [one["launch"] for one in measured if one["role"] == "ours" and one.get("launch")]
+            if launched:
+                yield f"our decode: {_launches(launched)}"
             caches, worst = [one["caches"] for one in measured], max(one["error"] for one in measured)
             yield (
                 f"inputs lie in {min(caches)} to {max(caches)} places in turn, twice the last cache and more; "
@@ -135,3 +138,50 @@ def _missing(record: dict[str, Any]) -> Iterator[str]:
     for (who, status, reason), keys in where.items():
         place = "" if not keys or len(keys) == every.get(who) else f" at {', '.join(keys)}"
         yield f"{who} {status.replace('_', ' ')}{place}: {reason}"
+
+
+def _launches(launched: list[dict[str, int]]) -> str:
+    """How decode was launched, over all its cells."""
+
+    def of(name: str) -> str:
+        found = sorted({one[name] for one in launched})
+        return f"{found[0]:,}" if len(found) == 1 else f"{found[0]:,} to {found[-1]:,}"
+
+    return (
+        f"tiles of {of('tokens')} tokens, {of('warps')} warps, {of('stages')} stages; splits of {of('split')} tokens, "
+        f"{of('programs')} programs on {of('slots')} slots in {of('rounds')} rounds"
+    )
+
+
+def render_model(record: dict[str, Any]) -> Iterator[str]:
+    """One table of a record of :func:`k16v8.bench.model.bench_model`, its ratios, and what was not measured and why."""
+    weights = record["weight_bytes"] / 1e9
+    device = record["device"]["name"]
+    yield f"{record['model']} with random weights, {record['layers']} layers, {weights:.3g} GB; {device}"
+    headings = ("tokens", "batch", "contender", "K/V", "ms", "tokens/s", "GB/s", "cache GB", "error")
+    rows = [_model_row(cell, one) for cell in record["cells"] for one in cell["results"]]
+    yield table(headings, rows)
+    for cell in record["cells"]:
+        if cell["batch"] < cell["asked_batch"]:
+            asked, batch = cell["asked_batch"], cell["batch"]
+            yield f"{cell['tokens']:,} tokens: a batch of {asked} does not fit; {batch} were measured"
+        for name, ratio in cell.get("ratios", {}).items():
+            yield f"{cell['tokens']:,} tokens, {name}: {ratio:.3f}×"
+        for one in cell["results"]:
+            if one["status"] != "measured":
+                yield f"{cell['tokens']:,} tokens, {one['name']} {one['formats']}: {one['status']} ({one['reason']})"
+    launched = [one["launch"] for cell in record["cells"] for one in cell["results"] if one["launch"]]
+    if launched:
+        yield f"our decode: {_launches(launched)}"
+    if record["left_out"]:
+        yield f"{record['left_out']} measurements were left out: time was over"
+
+
+def _model_row(cell: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
+    fixed = (f"{cell['tokens']:,}", str(cell["batch"]), one["name"], one["formats"])
+    if one["status"] != "measured":
+        return *fixed, one["status"], "", "", "", ""
+    spread = "~" if one["p90"] - one["p10"] > _SPREAD * one["seconds"] else ""
+    rates = (f"{one['tokens_per_second']:,.0f}", f"{one['bytes_per_second'] / 1e9:,.0f}")
+    error = "" if one["error"] is None else f"{one['error']:.2g}"
+    return *fixed, f"{1e3 * one['seconds']:.3f}{spread}", *rates, f"{one['cache_bytes'] / 1e9:.2f}", error

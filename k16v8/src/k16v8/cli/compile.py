@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _TARGETS = "sm_90,sm_120,gfx942,gfx1201,gfx1100"
 _CODE = ("options", "shared", "regs", "spill", "programs", "load", "status")
-_HEADINGS = ("target", "kernel", "K", "V", "dim", "page", *_CODE)
+_HEADINGS = ("target", "kernel", "K", "V", "heads", "dim", "page", *_CODE)
 _WEIGHT_HEADINGS = ("target", "kernel", "layout", "group", "x", *_CODE)
 
 
@@ -34,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="K and V formats, for example bf16/fp8_e4m3,int4/int4. [default: 16 bit and FP8, all four pairs]",
     )
     parser.add_argument("--head-dim", default="128", help="Head dimensions, separated by commas. [default: 128]")
-    parser.add_argument("--page", default="16", help="Page sizes, separated by commas. [default: 16]")
+    parser.add_argument("--page", default="64,16", help="Page sizes, separated by commas. [default: 64,16]")
+    parser.add_argument(
+        "--heads", default="32/8", help="Heads of queries / of keys and values, separated by commas. [default: 32/8]"
+    )
     parser.add_argument(
         "--groups",
         default="128",
@@ -63,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
             pairs=PAIRS if options.formats is None else tuple(map(_pair, options.formats.split(","))),
             head_dims=parse_numbers(options.head_dim, "--head-dim"),
             pages=parse_numbers(options.page, "--page"),
+            heads=tuple(map(_heads, options.heads.split(","))),
         )
     if "weights" in asked:
         results += compile_weight_kernels(targets, groups=groups)
@@ -90,8 +94,15 @@ def _row(done: Compiled) -> tuple[str, ...]:
     if done.layout:
         fixed = (done.target, done.kernel, done.layout, str(done.group), done.dtype, done.options)
         return *fixed, shared, *code, done.status
-    shape = (str(done.head_dim), str(done.page), done.options)
+    shape = (f"{done.heads}/{done.kv_heads}", str(done.head_dim), str(done.page), done.options)
     return done.target, done.kernel, done.k_format, done.v_format, *shape, shared, *code, done.status
+
+
+def _heads(text: str) -> tuple[int, int]:
+    heads, slash, kv_heads = text.partition("/")
+    if not (slash and heads.isdecimal() and kv_heads.isdecimal()) or not int(kv_heads) or int(heads) % int(kv_heads):
+        raise UsageError(f"--heads {text!r}: write QUERIES/KV with a whole number of queries for each, as in 28/4")
+    return int(heads), int(kv_heads)
 
 
 def _pair(text: str) -> tuple[str, str]:

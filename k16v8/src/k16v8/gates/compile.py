@@ -14,6 +14,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +36,9 @@ KERNELS = ("write", "schedule", "decode", "verify", "extend", "gather")
 WEIGHT_KERNELS = {"gemv": 16, "gemm-32": 32, "gemm-64": 64, "gemm": 512, "experts": 16, "sum": 16}
 PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
 
-_BATCH, _KV_HEADS = 16, 8
-_RATIO = 4  # query heads per KV head
+_BATCH = 16
+HEADS = (32, 8)  # of queries, and of keys and values
+PAGES = (64, 16)  # of tokens: as the plug-ins for engines ask for, and the smallest that they have
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Compiled:
     ``loads``: bytes that one thread's load from global memory takes → such instructions (the block table and scales
     are narrow); ``asynchronous``: how many of them go to shared memory by themselves; ``matrix``: the unit of the
     products (mma, wgmma, tcgen05, mfma, wmma).
+
+    ``heads``, ``kv_heads``: of attention.
 
     ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
     both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
@@ -83,6 +87,8 @@ class Compiled:
     buffers: int | None = None
     programs: int | None = None
     in_flight: int | None = None
+    heads: int = 0
+    kv_heads: int = 0
     error: str | None = None
     status: str = "compiled, never run"
 
@@ -97,12 +103,15 @@ def compile_kernels(
     *,
     pairs: tuple[tuple[str, str], ...] = PAIRS,
     head_dims: tuple[int, ...] = (128,),
-    pages: tuple[int, ...] = (16,),
+    pages: tuple[int, ...] = PAGES,
+    heads: tuple[tuple[int, int], ...] = (HEADS,),
     kernels: tuple[str, ...] = KERNELS,
 ) -> Iterator[Compiled]:
     """Compile every kernel for every target, one result after another.
 
     FP8 is the fnuz type on gfx942, the only one that it has.
+
+    ``heads``: of queries, and of keys and values.
 
     Raises:
         NotSupportedError: If Triton is missing, or this process runs its interpreter.
@@ -117,13 +126,10 @@ def compile_kernels(
     from k16v8.kernels.dispatch import load_triton
 
     load_triton(interpret=False)
-    for target in targets:
-        for head_dim in head_dims:
-            for page in pages:
-                for k_format, v_format in pairs:
-                    for kernel in kernels:
-                        for options in OPTIONS:
-                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+    for target, shape, head_dim, page, (k_format, v_format), kernel, options in product(
+        targets, heads, head_dims, pages, pairs, kernels, OPTIONS
+    ):
+        yield _compile(kernel, target, k_format, v_format, head_dim, page, options, shape)
 
 
 def compile_weight_kernels(
@@ -208,11 +214,11 @@ def _compile_weights(kernel: str, name: str, layout: Layout, group: int, dtype: 
     return _built(result, matmul.matmul_kernel, arguments, constants, tile, target)
 
 
-def _empty_cache(k_format: str, v_format: str, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
+def _empty_cache(k_format: str, v_format: str, kv_heads: int, head_dim: int, page: int, scaling: Scaling) -> PagedCache:
     return PagedCache.allocate(
         64,
         page,
-        _KV_HEADS,
+        kv_heads,
         head_dim,
         batch=_BATCH,
         max_blocks=64,
@@ -230,12 +236,24 @@ def _target(name: str) -> Target:
     return Target("cuda", int(name[3:]), 1) if name.startswith("sm_") else Target("hip", name, 1)
 
 
-def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int, page: int, options: str) -> Compiled:
+def _compile(
+    kernel: str,
+    name: str,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page: int,
+    options: str,
+    shape: tuple[int, int],
+) -> Compiled:
     target = _target(name)
     if name == "gfx942":
         k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
-    result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
-    found = _variant(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    result = Compiled(
+        kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory,
+        heads=shape[0], kv_heads=shape[1],
+    )  # fmt: skip
+    found = _variant(kernel, target, k_format, v_format, head_dim, page, options == "all", shape)
     return _built(result, found.function, found.arguments, found.constants, found.tile, target)
 
 
@@ -288,17 +306,24 @@ def _built(
 
 
 def _variant(
-    kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
+    kernel: str,
+    target: Target,
+    k_format: str,
+    v_format: str,
+    head_dim: int,
+    page: int,
+    full: bool,
+    shape: tuple[int, int],
 ) -> Variant:
-    """Arguments of a launch: 4 query heads per KV head.  ``verify``: decode of 4 queries."""
+    """Arguments of a launch.  ``verify``: decode of as many queries as fit a tile."""
     from k16v8.kernels.variants import variants
 
-    heads = _KV_HEADS * _RATIO
-    cache = _empty_cache(k_format, v_format, head_dim, page, "per-token-head" if full else "none")
+    heads, kv_heads = shape
+    cache = _empty_cache(k_format, v_format, kv_heads, head_dim, page, "per-token-head" if full else "none")
     attention = Attention()
     if full:
         attention = Attention(window=4096, softcap=50.0, sinks=torch.empty(heads, device="meta"))
-    queries = MAX_ROWS // _RATIO if kernel == "verify" else 1
+    queries = MAX_ROWS // (heads // kv_heads) if kernel == "verify" else 1
     found = variants(cache, heads, torch.bfloat16, attention, target, count=full, queries=queries)
     return next(variant for variant in found if variant.name == ("decode" if kernel == "verify" else kernel))
 

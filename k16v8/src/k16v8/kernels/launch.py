@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache, Scaling, scaling_of, storage
+from k16v8.kernels.knobs import KNOBS
 from k16v8.kernels.reference import Attention
 
 _HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950", "gfx1200", "gfx1201"), "fp8_e4m3")
@@ -63,7 +64,15 @@ class Tiles:
 
 
 def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
-    """Return the tile sizes of ``decode``, ``extend`` or ``write`` for a target.
+    """Return the tile sizes of ``decode``, ``extend`` or ``write`` for a target; :mod:`k16v8.kernels.knobs` may turn
+    those of decode.
+    """
+    chosen = _tiles(kernel, target, cache)
+    return replace(chosen, **KNOBS.of_tiles) if kernel == "decode" else chosen
+
+
+def _tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
+    """The sizes for a target.
 
     Its numbers rest on what the compiler says (``k16v8 compile``: spills, shared memory, buffers) and on the
     length of the loop; only decode on sm_90 was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is

@@ -19,8 +19,8 @@ from torch import Tensor
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.launch import Target, Tiles, launch, target_of, tiles
 
-ROUNDS = 2  # of programs on the device that a list may have besides one item of each sequence; 1 and 4 are as fast
-_MIN_SPLIT_TOKENS = 256  # tokens of a split at least; at most 512, or lengths exceed 32 bits; 128 and 512 are as fast
+ROUNDS = 2  # of programs on the device that a list may have besides one item of each sequence; unmeasured
+_MIN_SPLIT_TOKENS = 256  # tokens of a split at least; at most 512, or lengths exceed 32 bits; unmeasured
 SCHEDULE_TILE = Tiles(1, 1, 4, 1)
 
 
@@ -61,8 +61,12 @@ def schedule_kernel(
         before += tl.sum(tl.where((at + b < row)[None, :], splits, 0), 1)
         longest = tl.maximum(longest, tl.max(span, 0))
     # A split costs, besides its tokens, a result that is written and read once more: as many bytes as 64 tokens have.
+    # Programs do not end together, for multiprocessors share the memory unevenly: the device waits for the last one for
+    # a part of a split, which is less where splits are shorter and rounds more.  With a sixteenth, unmeasured, a second
+    # round pays from splits of 2,048 tokens on, a third from 6,144 tokens of two.
     rounds = tl.cdiv(total * kv_heads, slots)
-    cost = rounds.to(tl.float32) * (tl.minimum(each, longest) + 64).to(tl.float32)
+    tokens = tl.minimum(each, longest).to(tl.float32)
+    cost = rounds.to(tl.float32) * (tokens + 64) + tokens / 16
     best = tl.argmin(tl.where(total <= items, cost, float("inf")), 0)
     each = tl.sum(tl.where(c == best, each, 0), 0)
     total = tl.sum(tl.where(c == best, total, 0), 0)
