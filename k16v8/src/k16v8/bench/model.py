@@ -287,7 +287,7 @@ def bench_model(settings: ModelSettings, path: Path) -> dict[str, Any]:
     """Measure a whole model's step at each length. The record is written to ``path`` after every result.
 
     Raises:
-        UsageError: If a length is no multiple of the page, or not even the weights fit into memory.
+        UsageError: If a length is not a multiple of the page, or not even the weights fit into memory.
         EngineError: If the device is unusable after a failure.
         OutputError: If the record cannot be written.
     """
