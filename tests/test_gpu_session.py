@@ -373,6 +373,19 @@ def test_a_step_whose_tool_is_missing_is_skipped_with_its_reason_and_the_rest_ru
     assert call("--steps", "vllm-stock,sglang", absent=("vllm", "sglang"))[0] == 2  # nothing can run
 
 
+def test_the_profiler_leaves_the_clocks_as_they_are(call: Call, world: World) -> None:
+    call("--minutes", "30")
+    words = world.commands["profile"]
+    assert words[words.index("--clock-control") + 1] == "none"
+
+
+def test_fidelab_comes_from_the_checkout_and_what_it_lacks_is_named(call: Call) -> None:
+    assert script.has_module(sys.executable, "fidelab.cli")
+    _, record = call("--minutes", "30", absent=("pydantic", "gguf", "flashinfer", "sgl_kernel"))
+    said = "fidelab needs gguf, pydantic, which this Python lacks: run scripts/setup, use .venv/bin/python"
+    assert step(record, "text")["reason"] == {"code": "not_installed", "text": said}
+
+
 def test_the_profilers_table_is_read_by_kernel() -> None:
     output = (
         "==PROF== Connected\n"
