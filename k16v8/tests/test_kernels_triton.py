@@ -122,7 +122,7 @@ def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
     }
     assert {result["status"] for result in results} == {"compiled, never run"}
     assert all(result["shared"] <= result["limit"] for result in results)
-    assert all(result["spilled"] <= 64 for result in results)
+    assert all(result["spilled"] <= 72 for result in results)
     assert {result["v_format"] for result in results if result["target"] == "gfx942"} == {"fp8_e4m3fnuz"}
 
 

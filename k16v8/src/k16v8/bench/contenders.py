@@ -246,7 +246,9 @@ def _launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
     from k16v8.kernels.launch import target_of, tiles
 
     tile = tiles("decode", target_of(held.k_cache.device), held)
-    items, split = int(work[0, 0]), int(work[1, 3]) * tile.tokens
+    items = int(work[0, 0])
+    longest = -(-int(held.lengths.max()) // tile.tokens)
+    split = min(int(work[1, 3]), longest) * tile.tokens  # one that is longer than a sequence is the whole sequence
     programs = items * held.kv_heads
     return {
         "tokens": tile.tokens,

@@ -75,8 +75,9 @@ def _tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
     """The sizes for a target.
 
     Its numbers rest on what the compiler says (``k16v8 compile``: spills, shared memory, buffers) and on the
-    length of the loop; only decode on sm_90 was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is
-    extend alone: FP8 keys with window, soft-cap, sinks and scales per token all at once on sm_90, the same with 16-bit
+    length of the loop; only decode on sm_90 was measured.  What still spills at D = 128 (up to 72 bytes of a thread) is
+    decode of drafts with FP8 values and all options at once (16 bytes, for three programs on a multiprocessor), and
+    extend: FP8 keys with window, soft-cap, sinks and scales per token all at once on sm_90, the same with 16-bit
     keys there and on sm_120, FP8 keys and values on gfx1100.  Smaller tiles cost all other calls more.
     """
     widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_dim)]
