@@ -16,7 +16,7 @@ from fidelab.models import Model
 from fidelab.studies.recipes import Recipe
 from tests.real import faults, harness
 from tests.real.contract import Contract
-from tests.real.harness import NEEDS_FP8, PREFILL, ROOT, SERVED, Run, Said, arm, installed, tokens
+from tests.real.harness import NEEDS_FP8, PREFILL, ROOT, SERVED, STORES_FP8, Run, Said, arm, installed, tokens
 
 PROBES = {**harness.PROBES, "crowd": Timed("timing", (tokens(9, 30),) * 17, n=6, batch=17)}
 MISREAD = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "nvfp4", "float16"]
@@ -139,8 +139,11 @@ def test_formats_that_the_kernel_misreads_are_refused_before_anything_runs(
             verdict = engine.supports(arm("vllm", checkpoint, kv, "bfloat16"))
             assert not verdict.ok
             assert f"CPU_ATTN reads auto, fp8, fp8_e4m3, fp8_e5m2, not {kv}" in verdict.reason
-        for kv in ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"):
+        for kv in ("auto", "bfloat16"):
             assert engine.supports(arm("vllm", checkpoint, kv, "bfloat16")).ok
+        for kv in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+            verdict = engine.supports(arm("vllm", checkpoint, kv, "bfloat16"))
+            assert (verdict.ok, "AVX-512 or AMX" in verdict.reason) == (STORES_FP8, not STORES_FP8)
 
 
 @pytest.mark.long

@@ -223,8 +223,6 @@ def backend_for(arm: Arm) -> Backend:
         backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(requested, config))
         label, formats = str(backend.get_name()), tuple(map(str, backend.supported_kv_cache_dtypes))
         ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
-        if ok and platform == "cpu" and name not in ("auto", arm.dtype):
-            _check_cpu_kernels(config)
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", " ".join(str(error).split())[:300])
     if paired:
@@ -234,22 +232,26 @@ def backend_for(arm: Arm) -> Backend:
         reason = f"attention backend {label} reads {', '.join(formats)}, not {name}"
         if (dtype := NATIVE.get(name)) is not None:
             reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
+    if not reason and platform == "cpu" and name not in ("auto", arm.dtype):
+        reason = _cpu_refusal(config)
     return Backend(platform, label, reason)
 
 
-def _check_cpu_kernels(config: Any) -> None:
-    """Ask vLLM's CPU kernels whether this processor has the instructions that they need for a format.
+def _cpu_refusal(config: Any) -> str:
+    """Reason why vLLM's CPU kernels cannot store a format on this processor, in vLLM's words; empty if they can.
 
     The backend lists its formats for all processors; without this question a run fails after the reference was done.
-
-    Raises:
-        NotImplementedError: If it lacks them; vLLM's own words.
     """
     from vllm.v1.attention.backends import cpu_attn
 
     kernels = getattr(cpu_attn, "_get_attn_isa", None)
-    if kernels is not None and "kv_cache_dtype" in signature(kernels).parameters:
+    if kernels is None or "kv_cache_dtype" not in signature(kernels).parameters:
+        return ""
+    try:
         kernels(config.dtype, config.block_size or _CPU_BLOCK, config.head_size, kv_cache_dtype=config.kv_cache_dtype)
+    except NotImplementedError as error:
+        return " ".join(str(error).split())[:300]
+    return ""
 
 
 def _k16v8_refusal(arm: Arm, shape: Shape) -> str:
