@@ -21,6 +21,7 @@ from k16v8.bench.run import Settings, run_one
 from k16v8.bench.session import bench_kernels
 from k16v8.bench.shapes import Cell
 from k16v8.errors import EngineError, InputError, OutputError, UsageError
+from k16v8.kernels.knobs import turned
 from small_bench import DECODE, EXTEND, OURS, SETTINGS, TINY
 
 pytestmark = pytest.mark.usefixtures("small_device")
@@ -99,6 +100,27 @@ def test_the_record_of_a_bench_that_was_ended_names_what_ran_then_and_resuming_m
         ("16/8", "measured"),
         ("8/8", "measured"),
     ]
+
+
+def test_a_record_is_continued_with_the_knobs_that_it_was_measured_with(record_path: Path) -> None:
+    settings = replace(SETTINGS, contenders=CONTENDERS[:1])
+    with turned(stages=7):
+        bench_kernels(settings, [TINY], record_path)
+        assert len(bench_kernels(settings, [TINY], record_path, resume=True)["runs"]) == 2
+    before = record_path.read_bytes()
+    with pytest.raises(InputError, match=r"measured with stages 7, not 0 \(0: as chosen\); write to a new file"):
+        bench_kernels(settings, [TINY], record_path, resume=True)
+    assert record_path.read_bytes() == before
+
+
+def test_a_record_without_knobs_was_measured_with_none_turned(record_path: Path) -> None:
+    settings = replace(SETTINGS, contenders=CONTENDERS[:1])
+    record = bench_kernels(settings, [TINY], record_path)
+    del record["runs"][0]["knobs"]
+    record_path.write_text(json.dumps(record))
+    with turned(stages=7), pytest.raises(InputError, match="measured with stages 0, not 7"):
+        bench_kernels(settings, [TINY], record_path, resume=True)
+    assert len(bench_kernels(settings, [TINY], record_path, resume=True)["runs"]) == 2
 
 
 def test_resuming_measures_only_what_is_missing(record_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,6 @@ REACHES = re.compile(
 EXCEPT = {
     "speculative-config": "its fields are listed one by one",
     "speculative-draft-model-path": "the name of a model, as the experiment's own",
-    "tool-call-parser": "a name of the engine's own list",
 }
 HOSTILE = ("/etc/passwd", "../x", "a.b", "evil.module:Class", "http://10.0.0.1", "10.0.0.1", "::", "0.0.0.0:1", "x\ny")
 
@@ -52,7 +52,7 @@ HOSTILE = ("/etc/passwd", "../x", "a.b", "evil.module:Class", "http://10.0.0.1",
 @pytest.mark.parametrize("engine", ["hf", "llamacpp", "sglang", "vllm"])
 def test_no_option_that_reaches_out_or_loads_code_is_harmless(engine: str) -> None:
     table = ENGINES.load(engine).harmless
-    assert {name for name in table if REACHES.search(name)} <= EXCEPT.keys()
+    assert {name for name in table if REACHES.search(name)} == EXCEPT.keys() & table.keys()
     assert all(one.why and one.values.said for one in table.values())
 
 
@@ -146,6 +146,38 @@ def test_a_preset_cannot_set_what_fidelab_itself_writes(engine: str, key: str, p
         assert (done.code, done.out) == (2, "")
         (line,) = done.err.splitlines()
         assert f"{file}: a preset cannot set {key.replace('_', '-')}: " in line
+
+
+def test_what_fidelab_always_writes_into_a_servers_command_is_what_presets_cannot_set() -> None:
+    for engine, kv in (("vllm", "fp8_e4m3"), ("sglang", "fp8_e5m2"), ("llamacpp", "q8_0")):
+        cls, one = ENGINES.load(engine), replace(arm(engine), path="/models/m", kv=KVSpec.parse(kv), device="cuda")
+        written = {word[2:] for word in cls.serve_command(one, "127.0.0.1", 8000) if word.startswith("--")}
+        optional = {"n-gpu-layers", "flash-attn"}  # written where a preset leaves them out
+        assert written - optional <= cls.own_flags.keys()
+        assert not optional & cls.own_flags.keys()
+
+
+def test_llama_servers_parser_shortens_nothing_and_its_other_flags_stay_a_presets(tmp_path: Path) -> None:
+    file = tmp_path / "preset.yaml"
+    options = {"cache-type": "ram", "device": "CUDA0"}
+    file.write_text(json.dumps({"engine": "llamacpp", "model": "m.gguf", "serve": options}))
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    done = cli("serve", "show", file, "--trust", file, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "--cache-type ram --device CUDA0" in done.out
+
+
+def test_a_preset_of_ones_own_that_sets_an_address_is_named_and_the_others_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    folder = tmp_path / "fidelab" / "presets"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text(json.dumps({"engine": "vllm", "model": "m", "serve": {"port": 1}}))
+    done = cli("serve", "presets", cwd=tmp_path)
+    assert done.code == 1
+    assert "smollm2-cpu-vllm" in done.out
+    assert "mine.yaml: a preset cannot set port: pass --port" in done.err
 
 
 @pytest.mark.parametrize("key", ["hos", "po", "model-p", "served-model"])

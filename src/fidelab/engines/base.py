@@ -187,6 +187,7 @@ class Engine(ABC):
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     harmless: ClassVar[Mapping[str, Harmless]] = MappingProxyType({})  # options that foreign files may set, and values
     own_flags: ClassVar[Mapping[str, str]] = OWN_FLAGS  # of its server that fidelab writes; what presets say instead
+    shortened_flags: ClassVar[bool] = True  # its server takes the beginning of a flag for the whole, as argparse does
     native_kv: ClassVar[str] = "bf16"  # default KV format
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files

@@ -26,27 +26,17 @@ OWN_FLAGS: Mapping[str, str] = {
     **dict.fromkeys(("model", "model-path", "model-tag"), "write model: NAME"),
     **dict.fromkeys(("served-model-name", "alias"), "a server is named after its model"),
     "dtype": "write dtype: TYPE",
-    **dict.fromkeys(("kv-cache-dtype", "cache-type-k", "cache-type-v"), "write kv: FORMAT"),
-    "device": "pass --device",
-    "threads": "pass --threads",
+    "kv-cache-dtype": "write kv: FORMAT",
 }
-"""Flag of a server's command that fidelab itself writes → what to write in a preset instead."""
+"""Flag of a server's command that fidelab itself writes → what to write in a preset instead; engines add theirs."""
 
 
-def check_own_flags(options: Iterable[str], own: Mapping[str, str], where: str) -> None:
-    """Refuse options of a preset that are flags which fidelab itself writes, in full or as parsers read them in short.
+def own_flag(name: str, own: Iterable[str], *, shortened: bool) -> str | None:
+    """Return the flag of ``own`` that a server takes an option's name for; ``None`` if it is another option.
 
-    Args:
-        options: names of options.
-        own: flag → what to write instead.
-        where: the preset, for the message.
-
-    Raises:
-        UsageError: If one of them is such a flag, or the beginning of one, which argparse takes for the whole.
+    ``shortened``: its parser, as argparse does, takes the beginning of a flag for the whole.
     """
-    for name in options:
-        if (flag := next((flag for flag in own if flag.startswith(name.lstrip("-"))), None)) is not None:
-            raise UsageError(f"{where}: a preset cannot set {name}: {own[flag]}")
+    return next((flag for flag in own if flag == name or (shortened and flag.startswith(name))), None)
 
 
 def _is_object(text: str) -> bool:

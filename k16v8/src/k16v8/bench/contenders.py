@@ -89,7 +89,7 @@ class Work:
 
     ``call`` attends; ``tokens`` makes ``[B * Q, heads, D]`` of what it returned; ``q`` has that shape.  ``head``: keys
     and values, float64 ``[T, D]``, of a sequence and KV head.  ``kernel``: what ran, for the record; ``launch``: how
-    our decode ran (:func:`_launch_record`).
+    our decode ran (:func:`launch_record`).
     """
 
     call: Callable[[], Tensor]
@@ -225,7 +225,7 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> _Atten
             q,
             lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan, work=work)[0],
             chosen.name,
-            {} if work is None else _launch_record(held, plan, work),
+            {} if work is None else launch_record(held, plan, work),
         )
     starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
     prompts = PrefillBatch([cell.tokens] * cell.batch, [cell.queries] * cell.batch, held.block_table)
@@ -237,7 +237,7 @@ def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> _Atten
     return _Attending(q, extend, f"{chosen.name}, {prompt_route(chosen, q, held, Attention(), prompts)}")
 
 
-def _launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
+def launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
     """How decode is launched: two settings with equal records are one setting, and vary nothing.
 
     ``tokens``, ``warps``, ``stages``, ``registers`` (0: as the compiler likes) of a program; ``split``: tokens of a
@@ -276,20 +276,35 @@ def _paged(cell: Cell, pair: str, draw: Draw, *, heads_first: bool = False) -> P
 
 
 def _heads_first(shape: tuple[int, int, int, int], names: Sequence[str], draw: Draw) -> list[Tensor]:
-    """Views ``[pages, page, heads, D]`` of pages as the plug-in for vLLM has them."""
+    """Pages of random numbers as the plug-in for vLLM has them."""
     pages, page, heads, dim = shape
-    sizes = [page * dim * storage(name).dtype.itemsize for name in names]
-    run = torch.empty(pages, heads, sum(sizes), dtype=torch.uint8, device=draw.device)
-    sides = []
-    for name, first, size in zip(names, (0, sizes[0]), sizes, strict=True):
-        part = run[..., first : first + size]
-        side = part.view(storage(name).dtype).view(pages, heads, page, dim).transpose(1, 2)
-        step = max(1, _CHUNK // (page * heads * dim))
+    sides = served_pages(shape, names, draw.device)
+    step = max(1, _CHUNK // (page * heads * dim))
+    for side, name in zip(sides, names, strict=True):
         for at in range(0, pages, step):
             some = side[at : at + step]
             some.copy_(draw.stored(name, *some.shape))
-        sides.append(side)
     return sides
+
+
+def served_pages(shape: tuple[int, int, int, int], names: Sequence[str], device: torch.device) -> list[Tensor]:
+    """Return zeros for keys and values as the plug-in for vLLM has them: in a page, a head's keys, then its values.
+
+    Args:
+        shape: Pages, tokens of a page, heads, head dimension.
+        names: The formats of keys and of values.
+        device: Where they lie.
+
+    Returns:
+        Two views ``[pages, tokens, heads, D]`` of one tensor.
+    """
+    pages, page, heads, dim = shape
+    sizes = [page * dim * storage(name).dtype.itemsize for name in names]
+    run = torch.zeros(pages, heads, sum(sizes), dtype=torch.uint8, device=device)
+    return [
+        part.view(storage(name).dtype).view(pages, heads, page, dim).transpose(1, 2)
+        for name, part in zip(names, (run[..., : sizes[0]], run[..., sizes[0] :]), strict=True)
+    ]
 
 
 def _paged_head(held: PagedCache, sequence: int, head: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from k16v8.bench.contenders import launch_record, served_pages
 from k16v8.bench.machine import describe, versions
 from k16v8.bench.run import RESERVE, Status, check_device
 from k16v8.bench.session import save
@@ -209,21 +210,14 @@ def _contiguous(model: Model, batch: int, tokens: int, seed: int) -> _Contender:
 
 def _paged(pair: str, kernels: str, page: int, model: Model, batch: int, tokens: int, seed: int) -> _Contender:
     """k16v8's kernels over pages in random order, each with a head's keys and then its values in one run."""
-    from k16v8.bench.contenders import _launch_record
-
     one, device, names = model.shape.geometry, model.device, formats(pair)
     pages = tokens // page + 1
     noise = torch.Generator(device).manual_seed(seed)
     table = torch.randperm(batch * pages, generator=noise, device=device).int().view(batch, pages)
     lengths = torch.full((batch,), tokens + 1, dtype=torch.int32, device=device)
-    sizes = [page * one.head_dim * storage(name).dtype.itemsize for name in names]
     caches = []
     for layer in range(model.shape.layers):
-        run = torch.zeros(batch * pages, one.kv_heads, sum(sizes), dtype=torch.uint8, device=device)
-        sides = [
-            part.view(storage(name).dtype).view(len(run), one.kv_heads, page, one.head_dim).transpose(1, 2)
-            for name, part in zip(names, (run[..., : sizes[0]], run[..., sizes[0] :]), strict=True)
-        ]
+        sides = served_pages((batch * pages, page, one.kv_heads, one.head_dim), names, device)
         for row in range(batch):
             where = table[row, : pages - 1].long()
             for side, name, drawn in zip(sides, names, _held(model, layer, row, tokens, seed), strict=True):
@@ -254,7 +248,7 @@ def _paged(pair: str, kernels: str, page: int, model: Model, batch: int, tokens:
         work = {} if plan is None else {"work": plan.work}
         return chosen.decode(q, cache, out=out, lse=lse, plan=plan, **work)[0]
 
-    launch = {} if plan is None else _launch_record(caches[0], plan, plan.schedule(caches[0]))
+    launch = {} if plan is None else launch_record(caches[0], plan, plan.schedule(caches[0]))
     return _Contender(attend, chosen.name, launch)
 
 

@@ -132,12 +132,11 @@ def _check_pages(record: dict[str, Any], settings: Settings, path: Path) -> None
 
 def _check_knobs(record: dict[str, Any], path: Path) -> None:
     """A result does not name the knobs that were turned for it."""
-    was, now = record["runs"][-1]["knobs"] if record["runs"] else dict(vars(KNOBS)), dict(vars(KNOBS))
-    if was != now:
-        shown = ", ".join(
-            f"{name} {was.get(name, 0)} instead of {now[name]}" for name in now if was.get(name) != now[name]
-        )
-        raise InputError(f"{path}: measured with {shown} (0: as chosen); write to a new file")
+    now = dict(vars(KNOBS))
+    was = record["runs"][-1].get("knobs", {}) if record["runs"] else now
+    other = [f"{name} {was.get(name, 0)}, not {value}" for name, value in now.items() if was.get(name, 0) != value]
+    if other:
+        raise InputError(f"{path}: measured with {', '.join(other)} (0: as chosen); write to a new file")
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

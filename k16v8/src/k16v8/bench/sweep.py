@@ -1,7 +1,7 @@
 """Turn the knobs of decode in the goal cells: which setting of which is fastest, and which change nothing.
 
 One process measures all settings, each in all cells, on pages as engines serve them.  A setting that is launched as
-an earlier one was (:data:`Result.launch`) is named after it and not measured: it varies nothing.
+an earlier one was (``launch`` of its result) varies nothing: it is named after that one, and its own time is not used.
 
 ::
 

@@ -63,7 +63,7 @@ def schedule_kernel(
     # A split costs, besides its tokens, a result that is written and read once more: as many bytes as 64 tokens have.
     # Programs do not end together, for multiprocessors share the memory unevenly: the device waits for the last one for
     # a part of a split, which is less where splits are shorter and rounds more.  With a sixteenth, unmeasured, a second
-    # round pays from splits of 2,048 tokens on, a third from 6,144 tokens of two.
+    # round pays where one would have splits of more than 2,048 tokens, and a third where it would have more than 6,144.
     rounds = tl.cdiv(total * kv_heads, slots)
     tokens = tl.minimum(each, longest).to(tl.float32)
     cost = rounds.to(tl.float32) * (tokens + 64) + tokens / 16

@@ -18,7 +18,7 @@ from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
 from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
 from fidelab.engines import ENGINES
-from fidelab.engines.options import check_own_flags
+from fidelab.engines.options import own_flag
 
 Check = Callable[[Preset, Mapping[str, Any], Path], None]
 """Refuses a preset, its file's content and the file; :func:`fidelab.config.trust.check_trust` is one."""
@@ -83,7 +83,8 @@ def load_preset(found: Found, changes: Mapping[str, Any] | None = None) -> Prese
     """Return the preset in a file, with other values for some of an arm's fields.
 
     Raises:
-        ConfigError: If the file is not YAML, or has an unknown key or a wrong type.  The message names the place.
+        ConfigError: If the file is not YAML, or has an unknown key or a wrong type, or sets what fidelab itself
+            writes into a server's command.  The message names the place.
     """
     return validate(found, merged_fields(read_yaml(found.path), changes or {}))
 
@@ -95,8 +96,10 @@ def validate(found: Found, data: Mapping[str, Any]) -> Preset:
     """
     preset = validate_as(Preset, {"name": found.name, **data}, str(found.path))
     if preset.engine_name in ENGINES.names():
-        own = ENGINES.load(preset.engine_name).own_flags
-        check_own_flags((*preset.engine_args, *preset.serve), own, str(found.path))
+        engine = ENGINES.load(preset.engine_name)
+        for name in (*preset.engine_args, *preset.serve):
+            if flag := own_flag(name, engine.own_flags, shortened=engine.shortened_flags):
+                raise ConfigError(f"{found.path}: a preset cannot set {name}: {engine.own_flags[flag]}")
     return preset
 
 

@@ -56,7 +56,7 @@ from fidelab.engines.llamacpp.library import (
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
-from fidelab.engines.options import SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.options import OWN_FLAGS, SWITCH, TOKENS, Value, is_count, one_of, switched
 from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
@@ -100,6 +100,12 @@ class LlamaCppEngine(Engine):
 
     name: ClassVar[str] = "llamacpp"
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
+    own_flags: ClassVar[Mapping[str, str]] = {
+        **OWN_FLAGS,
+        **dict.fromkeys(("cache-type-k", "cache-type-v"), "write kv: K/V"),
+        "threads": "pass --threads",
+    }
+    shortened_flags: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     checkpoint_format: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")

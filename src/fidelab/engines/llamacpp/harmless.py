@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fidelab.engines.harmless import COUNT, NAME, SHARE, SWITCH, Amount, Beside, Count, Either, Harmless, Words, group
-
-_SPLITS = ("none", "layer", "row", "tensor")
-_SCALINGS = ("none", "linear", "yarn", "longrope")
+from fidelab.engines.llamacpp.library import ENUMERATIONS
 
 HARMLESS: Mapping[str, Harmless] = {
     **group(
@@ -32,12 +30,10 @@ HARMLESS: Mapping[str, Harmless] = {
         *("cont-batching", "kv-unified", "no-perf", "offload-kqv", "op-offload", "swa-full", "use-extra-bufts"),
     ),
     **group("how weights get into memory", SWITCH, "use-mlock", "use-mmap"),
-    **group("llama.cpp's own words", Either((Words(("none", "layer", "row", "tensor")), Count(0, 3))), "split-mode"),
-    **group(
-        "llama.cpp's own words",
-        Either((Words(("none", "linear", "yarn", "longrope")), Count(-1, 3))),
-        "rope-scaling-type",
-    ),
+    **{
+        name: Harmless(Either((Words(words), Count(-1, len(words) - 1))), "llama.cpp's own words and their numbers")
+        for name, words in ENUMERATIONS.items()
+    },
     **group("how drafts are made, by llama.cpp's own names", NAME, "spec-type"),
     **group("what is saved", Words(("hidden", "logprobs")), "estimator"),
     **group("weights that are only read", Beside(), "mmproj", "model-draft"),

@@ -35,7 +35,7 @@ from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
-from fidelab.engines.options import Value, switched, trusts_code, with_default
+from fidelab.engines.options import OWN_FLAGS, Value, switched, trusts_code, with_default
 from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.harmless import HARMLESS
 from fidelab.engines.sglang.read_back import runtime_info
@@ -58,6 +58,7 @@ class SGLangEngine(Engine):
 
     name: ClassVar[str] = "sglang"
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
+    own_flags: ClassVar[Mapping[str, str]] = {**OWN_FLAGS, "device": "pass --device"}
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False

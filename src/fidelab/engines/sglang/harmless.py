@@ -20,7 +20,7 @@ from fidelab.engines.harmless import (
     group,
 )
 
-_ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")  # of drafts
 
 HARMLESS: Mapping[str, Harmless] = {
     **group("sizes of the cache and of steps", TOKENS, "context-length", "max-prefill-tokens", "max-total-tokens"),
@@ -51,7 +51,7 @@ HARMLESS: Mapping[str, Harmless] = {
     ),
     **group(
         "the drafts' methods that import no class",
-        Words((*_ALGORITHMS, *map(str.lower, _ALGORITHMS))),
+        Words((*ALGORITHMS, *map(str.lower, ALGORITHMS))),
         "speculative-algorithm",
     ),
     **group("weights of a model that drafts, which are read as the model's own", MODEL, "speculative-draft-model-path"),

@@ -34,7 +34,7 @@ from fidelab.engines.options import (
     switched,
     trusts_code,
 )
-from fidelab.engines.sglang.harmless import LOADS_CODE
+from fidelab.engines.sglang.harmless import ALGORITHMS, LOADS_CODE
 from fidelab.engines.speculation import check_choice
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
@@ -100,7 +100,6 @@ _PASSED: Arguments = {  # of ``sglang.Engine``
     "speculative-num-draft-tokens": ("speculative_num_draft_tokens", int),
 }
 _ALGORITHM, _DRAFT, _TOKENS = "speculative-algorithm", "speculative-draft-model-path", "speculative-num-draft-tokens"
-_ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
 _WITH_MODEL = ("DFLASH", "EAGLE3", "STANDALONE")  # the others find heads in the model, or need none
 
 
@@ -161,7 +160,7 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
             raise UsageError(f"{names[0]}: nothing drafts here; give {_ALGORITHM}, too")
         return None
     method, draft, tokens = options[_ALGORITHM].upper(), options.get(_DRAFT, ""), options.get(_TOKENS, "")
-    check_choice(_ALGORITHM, method, _ALGORITHMS)
+    check_choice(_ALGORITHM, method, ALGORITHMS)
     if method in _WITH_MODEL and not draft:
         raise UsageError(f"{_ALGORITHM}={method} needs {_DRAFT}=MODEL")
     word = "draft_model" if method == "STANDALONE" else method

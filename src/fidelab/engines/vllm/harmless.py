@@ -26,7 +26,8 @@ from fidelab.engines.vllm.options import MODEL_RUNNER, SPECULATIVE
 CUSTOM = "custom_class"  # method of drafts that imports the class which "model" names
 # Methods that load the weights of the model that drafts, or find them in the model itself.
 _WEIGHTS = Words(("draft_model", "dflash", "dspark", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp"))
-_LOOKUP = Words(("ngram", "[ngram]", "ngram_gpu"))
+NGRAM = ("ngram", "ngram_gpu", "[ngram]")  # methods, and names of models, that look drafts up in the text
+_LOOKUP = Words(NGRAM)
 _DRAFTED: Mapping[str, Count] = dict.fromkeys(
     ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", "max_model_len"), Count(1)
 ) | {"draft_tensor_parallel_size": Count(1)}

