@@ -28,7 +28,7 @@ test: .venv/.ready
 	$(RUN) pytest -m "not engines and not browser and not long and not full" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/.ready
-	$(RUN) pytest -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest k16v8/tests tests -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: .venv/.ready
 	.venv/bin/fidelab setup fetch smollm2-135m

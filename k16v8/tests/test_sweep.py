@@ -67,6 +67,7 @@ def test_a_sweep_under_the_interpreter_measures_each_launch_once_and_keeps_its_r
     record = json.loads(path.read_text())
     results = record["results"]
     assert len(results) == 8
+    assert {one["caches"] for one in results if one["status"] == "measured"} == {1}  # of the interpreter: no rotation
     measured = [one for one in results if one["status"] == "measured"]
     launches = [tuple(sorted(one["launch"].items())) for one in measured]
     assert len(launches) == len(set(launches))
