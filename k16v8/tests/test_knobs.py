@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from k16v8.errors import UsageError
-from k16v8.kernels.knobs import KNOBS, Knobs, turned
+from k16v8.kernels.knobs import KNOBS, Knobs, knobs_of, turned
 
 SCRIPT = """
 import json, torch
@@ -23,7 +23,8 @@ from k16v8.bench.shapes import Cell
 from k16v8.kernels.knobs import turned
 
 found = []
-for knobs in ({}, {"tokens": 64}, {"tokens": 16, "stages": 3, "warps": 2, "registers": 168}, {"split_tokens": 64}):
+many = {"tokens": 16, "stages": 3, "warps": 2, "registers": 168}
+for knobs in ({}, {"tokens": 64}, many, {"split_tokens": 64, "merge_stages": 2}):
     with turned(**knobs):
         for one in [one for one in CONTENDERS if one.name.startswith("k16v8") and one.formats == "16/8"]:
             cell = Cell("decode", (4, 2, 64), 2, 128, page=64)
@@ -52,6 +53,7 @@ def test_what_is_turned_is_launched_and_recorded_in_both_layouts_and_the_result_
         assert split in (None, launch["split"])
         assert launch["programs"] == 2 * 2 * -(-128 // launch["split"])
         assert launch["rounds"] == -(-launch["programs"] // launch["slots"])
+        assert launch["merge_stages"] == (knobs.get("merge_stages", 4) if launch["split"] < 128 else 0)
     assert {name for _, name, _, _ in found} == {"k16v8", "k16v8, tokens first"}
 
 
@@ -69,7 +71,7 @@ def test_knobs_are_as_before_afterwards_also_after_an_error() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"stage": 3}, "no knob stage: it has tokens, warps, stages, registers, split_tokens"),
+        ({"stage": 3}, "no knob stage: it has tokens, warps, stages, registers, split_tokens, merge_stages"),
         ({"tokens": 48}, "tokens 48: a power of two is wanted"),
         ({"tokens": 8}, "a tile has 16 tokens at least"),
         ({"warps": 3}, "warps 3: a power of two is wanted"),
@@ -79,3 +81,11 @@ def test_knobs_are_as_before_afterwards_also_after_an_error() -> None:
 def test_a_knob_that_cannot_be_is_refused(settings: dict[str, int], said: str) -> None:
     with pytest.raises(UsageError, match=said), turned(**settings):
         raise AssertionError
+
+
+def test_settings_are_read_from_one_word() -> None:
+    assert knobs_of("") == {}
+    assert knobs_of("stages=7,registers=168") == {"stages": 7, "registers": 168}
+    for wrong in ("stages", "stages=", "stages=-1", "7"):
+        with pytest.raises(UsageError, match="write NAME=NUMBER"):
+            knobs_of(wrong)

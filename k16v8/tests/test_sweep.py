@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from k16v8.bench.sweep import KNOBS_TRIED, best, main, settings_tried
+from k16v8.bench.sweep import KNOBS_TRIED, best, main, settings_tried, tried_of
+from k16v8.errors import UsageError
 
 CELLS = ("decode 4/2/64 B2 T128", "decode 4/2/64 B1 T128")
 
@@ -47,12 +48,28 @@ def test_a_setting_that_is_wrong_or_missing_in_a_cell_is_not_the_best_and_a_twin
     assert best([*results, twin])["cells"] == {CELLS[0]: 10, CELLS[1]: 1}
 
 
-SCRIPT = """
-import sys
-from k16v8.bench import sweep
-sweep.KNOBS_TRIED = {"stages": (0, 7), "split_tokens": (0, 64, 256, 512)}  # of 128 tokens the last two make one split
-sys.exit(sweep.main(sys.argv[1:]))
-"""
+def test_what_is_tried_can_be_named() -> None:
+    assert tried_of([]) == KNOBS_TRIED
+    assert tried_of(["merge_stages=0,1", "stages=0,7,7"]) == {"merge_stages": (0, 1), "stages": (0, 7)}
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("stages", "write NAME=NUMBER"),
+        ("stages=0,x", "write NAME=NUMBER"),
+        ("stages=5,7", "add it"),
+        ("depth=0,7", "no knob depth"),
+        ("tokens=0,48", "a power of two"),
+    ],
+)
+def test_what_cannot_be_tried_is_named(word: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        tried_of([word])
+
+
+# of 128 tokens splits of 256 and 512 are one
+TRIED = ["--try", "stages=0,7", "--try", "split_tokens=0,64,256,512"]
 
 
 @pytest.mark.full
@@ -61,7 +78,7 @@ def test_a_sweep_under_the_interpreter_measures_each_launch_once_and_keeps_its_r
     path = tmp_path / "sweep.json"
     words = ["--device", "cpu", "--geometry", "tiny", "--lengths", "128", "--batch", "1", "--seconds", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", SCRIPT, *words, "--output", str(path)]
+    command = [sys.executable, "-m", "k16v8.bench.sweep", *words, *TRIED, "--output", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())

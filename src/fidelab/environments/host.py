@@ -64,10 +64,14 @@ def source_commit() -> str | None:
 
     root = Path(fidelab.__file__).resolve().parents[2]
     if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        # Without optional locks: a run writes nothing into the checkout, and one that is killed leaves no index.lock.
+        git = ["git", "--no-optional-locks", "-C", str(root)]
         with suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            return " ".join(done.stdout.split()) or None
+            commit, changes = (
+                subprocess.run([*git, *words], capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+                for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+            )
+            return commit + ("-dirty" if changes else "")
     with suppress(PackageNotFoundError, LookupError, TypeError, ValueError):
         origin = plain_json(distribution("fidelab").read_text("direct_url.json") or "{}")
         return str(origin["vcs_info"]["commit_id"])

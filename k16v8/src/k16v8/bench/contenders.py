@@ -241,8 +241,10 @@ def launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
     """How decode is launched: two settings with equal records are one setting, and vary nothing.
 
     ``tokens``, ``warps``, ``stages``, ``registers`` (0: as the compiler likes) of a program; ``split``: tokens of a
-    split; ``programs`` that have work, and ``slots`` of the device for them; ``rounds``: of programs on the slots.
+    split; ``programs`` that have work, and ``slots`` of the device for them; ``rounds``: of programs on the slots;
+    ``merge_stages``: 0 where no sequence is split.
     """
+    from k16v8.kernels.decode import merge_stages
     from k16v8.kernels.launch import target_of, tiles
 
     tile = tiles("decode", target_of(held.k_cache.device), held)
@@ -259,6 +261,8 @@ def launch_record(held: PagedCache, plan: Any, work: Tensor) -> dict[str, int]:
         "programs": programs,
         "slots": int(plan.slots),
         "rounds": -(-programs // int(plan.slots)),
+        # of the loop that merges splits, which runs where a sequence has several
+        "merge_stages": merge_stages() if items > held.lengths.numel() else 0,
     }
 
 

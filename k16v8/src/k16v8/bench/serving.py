@@ -36,6 +36,7 @@ from k16v8.gates.run import RELATIVE_L2
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose, load_triton
+from k16v8.kernels.knobs import KNOBS, knobs_of, turned
 from k16v8.kernels.prefill import Attend, PrefillBatch, installed, library_attention, prefill, torch_attention
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import Formats, prompt_route
@@ -100,7 +101,7 @@ class Serving:
         self.q = draw.normal(len(lengths), heads, dim)
         self.out = torch.full_like(self.q, torch.nan)
         self.lse = torch.empty(self.q.shape[:2], dtype=torch.float32, device=device)
-        self.plan = self.kernels.plan(len(lengths), heads, self.cache)
+        self.plan = self.kernels.plan(len(lengths), heads, self.cache, split_tokens=KNOBS.split_tokens)
 
     def call(self, work: Tensor | None = None) -> Tensor:
         """One decode step into buffers that stay; ``work``: its list, where that is written already."""
@@ -183,7 +184,7 @@ def _drafts(step: Serving) -> dict[str, Any]:
     counts = [min(1 + row % 2, length) for row, length in enumerate(cache.lengths.tolist())]
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=step.q.device)
     q = Draw(step.q.device, 2).normal(sum(counts), heads, dim)
-    plan = step.kernels.plan(batch, heads, cache, queries=2)
+    plan = step.kernels.plan(batch, heads, cache, queries=2, split_tokens=KNOBS.split_tokens)
     out = step.kernels.decode(q, cache, query_starts=starts, plan=plan)[0].float()
     exact = reference.extend(q, starts, cache)[0]
     errors = ((out - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).tolist()
@@ -280,7 +281,7 @@ def _compare_kernels(model: Geometry, device: torch.device, kernels: str, page: 
         device=device,
     )
     other.out, other.lse = torch.full_like(other.q, torch.nan), torch.empty_like(other.lse)
-    other.plan = other.kernels.plan(len(other.q), heads, held)
+    other.plan = other.kernels.plan(len(other.q), heads, held, split_tokens=KNOBS.split_tokens)
     steps["triton"] = other
     mid = _replay_times(steps)
     size = held.k_cache.nbytes + held.v_cache.nbytes
@@ -344,7 +345,9 @@ def _variants(model: Geometry, device: torch.device, kernels: str, page: int) ->
             lengths = torch.full_like(whole.lengths, width * page)
             table = whole.block_table[:, :width].contiguous()
             grown = PagedCache(whole.k_cache, whole.v_cache, table, lengths, whole.k_format, whole.v_format)
-            step.kernels.decode(step.q, grown, plan=step.kernels.plan(1, model.heads, grown))
+            step.kernels.decode(
+                step.q, grown, plan=step.kernels.plan(1, model.heads, grown, split_tokens=KNOBS.split_tokens)
+            )
         torch.cuda.synchronize()
     finally:
         knobs.runtime.jit_post_compile_hook = before
@@ -372,6 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--kernels", default="triton", help="triton, or flashinfer compared with triton. [default: triton]"
     )
     parser.add_argument("--page", type=int, default=PAGE, help=f"Tokens of a page. [default: {PAGE}]")
+    parser.add_argument("--knobs", default="", help="Of decode, for example stages=7,registers=168.")
     parser.add_argument("--profile", action="store_true", help="One decode step for a profiler, and nothing else.")
     options = parser.parse_args(argv)
     try:
@@ -383,10 +387,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(f"--kernels {options.kernels!r}: there are {', '.join(_INTERPRETED)}")
         load_triton(interpret=options.device == "cpu")
         device, model = torch.device(options.device), geometry(options.geometry)
-        if options.profile:
-            _profile(model, device, options.page)
-            return 0
-        found = measure(model, LENGTHS[device.type], device, options.kernels, page=options.page, keep=_print)
+        with turned(**knobs_of(options.knobs)):
+            if options.profile:
+                _profile(model, device, options.page)
+                return 0
+            found = measure(model, LENGTHS[device.type], device, options.kernels, page=options.page, keep=_print)
     except K16V8Error as error:
         print(f"k16v8: {error}", file=sys.stderr)
         return 2

@@ -51,17 +51,44 @@ def settings_tried(tried: dict[str, tuple[int, ...]] | None = None) -> Iterator[
         yield dict(zip(tried, values, strict=True))
 
 
+def tried_of(words: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Read what is tried from words such as ``stages=0,7``; :data:`KNOBS_TRIED` of no words.
+
+    Raises:
+        UsageError: If a knob does not exist, a value is none of it, or 0, which turns nothing, is not among them.
+    """
+    tried: dict[str, tuple[int, ...]] = {}
+    for word in words:
+        name, _, values = word.partition("=")
+        if not all(value.isdecimal() for value in values.split(",")):
+            raise UsageError(f"--try {word}: write NAME=NUMBER,NUMBER")
+        tried[name] = tuple(dict.fromkeys(map(int, values.split(","))))
+        if 0 not in tried[name]:
+            raise UsageError(f"--try {word}: 0, which turns nothing, is what the others are compared with; add it")
+        for value in tried[name]:
+            with turned(**{name: value}):
+                pass
+    return tried or KNOBS_TRIED
+
+
 def sweep(
-    settings: Settings, cells: Sequence[Cell], pair: str, record: dict[str, Any], keep: Callable[[], None]
+    settings: Settings,
+    cells: Sequence[Cell],
+    pair: str,
+    record: dict[str, Any],
+    keep: Callable[[], None],
+    tried: dict[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Measure every setting in every cell; ``keep`` is called after each.  Results go to ``record["results"]``.
+
+    ``tried``: knob → values, by default :data:`KNOBS_TRIED`.
 
     Raises:
         EngineError: If a failure left the device unusable.
     """
     contender = next(one for one in CONTENDERS if (one.name, one.formats) == ("k16v8", pair))
     launched: dict[tuple[str, tuple[tuple[str, int], ...]], int] = {}
-    for knobs in settings_tried():
+    for knobs in settings_tried(tried):
         for cell in cells:
             if time.monotonic() > settings.until:
                 record["left_out"] += 1
@@ -126,6 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", default=",".join(map(str, _BATCHES)), help="Sequences. [default: 32,1]")
     parser.add_argument("--lengths", default=str(GOAL_TOKENS), help=f"Tokens of each. [default: {GOAL_TOKENS}]")
     parser.add_argument("--page", type=int, default=_PAGE, help=f"Tokens of a page. [default: {_PAGE}]")
+    parser.add_argument(
+        "--try",
+        action="append",
+        default=[],
+        dest="tried",
+        metavar="NAME=VALUES",
+        help=f"A knob and its values, for example merge_stages=0,1. Repeat it. [default: {_shown_knobs()}]",
+    )
     parser.add_argument("--seconds", type=float, default=0.02, help="Of each timing. [default: 0.02]")
     parser.add_argument("--minutes", type=float, help="After which nothing more is begun.")
     parser.add_argument("--output", type=Path, required=True, help="The record.")
@@ -134,6 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.device not in ("cuda", "cpu"):
             raise UsageError(f"--device {options.device!r}: there are cpu and cuda")
+        tried = tried_of(options.tried)
         if options.device == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch sees no GPU here")
         load_triton(interpret=options.device == "cpu")
@@ -159,16 +195,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             "versions": versions(),
             "formats": options.formats,
             "page": options.page,
+            "tried": tried,
             "left_out": 0,
             "best": {},
             "results": [],
         }
-        sweep(settings, cells, options.formats, record, lambda: save(options.output, record))
+        sweep(settings, cells, options.formats, record, lambda: save(options.output, record), tried)
     except K16V8Error as error:
         print(f"k16v8: {error}", file=sys.stderr)
         return 2
     print(_shown(record))
     return 1 if any(one["status"] == "wrong" for one in record["results"]) else 0
+
+
+def _shown_knobs() -> str:
+    return " ".join(f"{name}={','.join(map(str, values))}" for name, values in KNOBS_TRIED.items())
 
 
 def _shown(record: dict[str, Any]) -> str:

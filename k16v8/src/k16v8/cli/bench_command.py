@@ -76,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     turn.add_argument("--stages", type=number_type(1, int), default=0, help="Stages of the software pipeline.")
     turn.add_argument("--registers", type=number_type(1, int), default=0, help="Registers of a thread, at most.")
     turn.add_argument("--split-tokens", type=number_type(1, int), default=0, help="Tokens of a split.")
+    turn.add_argument("--merge-stages", type=number_type(1, int), default=0, help="Of the loop that merges splits.")
     add("--seconds", type=number_type(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
     add("--minutes", type=number_type(0.0, float), help="After which nothing more is begun.")
     add("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
@@ -168,6 +169,7 @@ def _knobs(options: argparse.Namespace, own: str, *, decodes: bool) -> dict[str,
         "stages": options.stages,
         "registers": options.registers,
         "split_tokens": options.split_tokens,
+        "merge_stages": options.merge_stages,
     }
     if any(knobs.values()) and (own == "torch" or not decodes):
         raise UsageError("knobs are of decode in Triton: add --device cuda, or leave them out")

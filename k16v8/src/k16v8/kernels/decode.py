@@ -37,6 +37,7 @@ from torch import Tensor
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.checks import MAX_ROWS
+from k16v8.kernels.knobs import KNOBS
 from k16v8.kernels.launch import (
     Target,
     attention_constants,
@@ -439,6 +440,11 @@ def decode(
     return out, lse
 
 
+def merge_stages() -> int:
+    """Stages of the loop that merges splits."""
+    return KNOBS.merge_stages or _MERGE_STAGES
+
+
 def decode_constants(
     q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target, queries: int = 1
 ) -> dict[str, object]:
@@ -456,6 +462,6 @@ def decode_constants(
         "TOKENS": tile.tokens,
         "SINKS": attention.sinks is not None,
         "INTERPRETED": target.backend == "interpreter",
-        "MERGE_STAGES": _MERGE_STAGES,
+        "MERGE_STAGES": merge_stages(),
         "WAITS": target.backend == "hip" and target.warp == 64,
     }

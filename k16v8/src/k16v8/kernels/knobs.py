@@ -15,26 +15,43 @@ from dataclasses import dataclass, fields
 from k16v8.errors import UsageError
 
 _POWERS = ("tokens", "warps")
+_NOT_OF_TILES = ("split_tokens", "merge_stages")
 
 
 @dataclass
 class Knobs:
-    """``tokens`` of the cache in a tile, ``warps``, pipeline ``stages``, ``registers`` of a thread at most, and tokens
-    of a split (``split_tokens``)."""
+    """``tokens`` of the cache in a tile, ``warps``, pipeline ``stages``, ``registers`` of a thread at most, tokens of a
+    split (``split_tokens``), and stages of the loop that merges splits (``merge_stages``; 1: no load is early)."""
 
     tokens: int = 0
     warps: int = 0
     stages: int = 0
     registers: int = 0
     split_tokens: int = 0
+    merge_stages: int = 0
 
     @property
     def of_tiles(self) -> dict[str, int]:
-        """Those that are turned, but for the length of a split."""
-        return {name: value for name, value in vars(self).items() if value and name != "split_tokens"}
+        """Those of tiles that are turned."""
+        return {name: value for name, value in vars(self).items() if value and name not in _NOT_OF_TILES}
 
 
 KNOBS = Knobs()
+
+
+def knobs_of(text: str) -> dict[str, int]:
+    """Read settings such as ``stages=7,registers=168``; none of an empty text.
+
+    Raises:
+        UsageError: If it is written in another way.
+    """
+    found = {}
+    for word in filter(None, text.split(",")):
+        name, _, value = word.partition("=")
+        if not value.isdecimal():
+            raise UsageError(f"knobs {word!r}: write NAME=NUMBER, separated by commas")
+        found[name] = int(value)
+    return found
 
 
 @contextmanager
