@@ -1,7 +1,7 @@
 """Scoring of hidden states by torch against numpy, on the same states, in turn: seconds, ratio, memory, error.
 
 python benchmarks/scoring.py [--run FOLDER] [--vocabulary 151936] [--width 896] [--windows 8] [--candidates 1,4]
-    [--torch]
+    [--torch [--json]]
 
 Without ``--run`` states and head are random bfloat16 numbers, and candidates are the reference with noise.  With it,
 they are those of a run's KLD captures.  At the end come seconds on an H100, projected from operation counts alone.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from fidelab.axes.rows import CHUNK
@@ -26,7 +27,6 @@ from fidelab.captures.reader import Capture
 from fidelab.core import usable_cores
 from fidelab.metrics.divergence import Head, RowComparison, compare_rows, head_logits
 from fidelab.metrics.scorer import States, TileScorer
-from fidelab.physics.devices import find_device
 
 EXACT_ROWS = 64  # of a window, whose logits are computed in float64
 PROJECTED_ROWS = 204_800  # 100 windows of 2,048
@@ -49,10 +49,14 @@ def main() -> None:
     parser.add_argument("--candidates", default="1,4")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--torch", action="store_true", help="torch alone, whose device may be a GPU")
+    parser.add_argument("--json", action="store_true", help="with --torch: the figures alone, as one line of JSON")
     given = parser.parse_args()
     counts = [int(count) for count in given.candidates.split(",")]
     windows = _captured(given.run, max(counts), given.windows) if given.run else _random(given, max(counts))
     scorer = TileScorer(usable_cores())
+    if given.json:
+        print(json.dumps(_figures(scorer, windows, counts, given.repeats)))
+        return
     held = _peak()
     scorer.compare(windows[0][0], windows[0][1:], _targets(windows[0][0]))
     print(f"device {scorer.device}, {usable_cores()} threads; {held:.2f} GiB with head and states before torch")
@@ -82,8 +86,65 @@ def main() -> None:
     _print_projected()
 
 
+def _figures(scorer: TileScorer, windows: list[list[States]], counts: Sequence[int], repeats: int) -> dict[str, object]:
+    """Seconds of the scorer and of the matrix products alone, and how far a mean KL is from that of float64."""
+    rows, shape = sum(len(window[0][0]) for window in windows), windows[0][0][1].weight.shape
+    found = []
+    for count in counts:
+        some = [window[: count + 1] for window in windows]
+        _by_torch(scorer, some[:1])  # loads the head, compiles
+        took = statistics.median(_timed(lambda w: _by_torch(scorer, w), some)[0] for _ in range(repeats))
+        product = _product_seconds(scorer.device, some, repeats)
+        found.append(
+            {
+                "candidates": count,
+                "seconds": took,
+                "product_seconds": product,
+                "share": product / took,
+                "flops": 2 * rows * (count + 1) * shape[0] * shape[1] / took,
+            }
+        )
+    (ref, *tests), exact_rows = windows[0], slice(0, EXACT_ROWS)
+    few = (ref[0][exact_rows], ref[1]), (tests[0][0][exact_rows], tests[0][1])
+    targets, weights = _targets(few[0]), ref[1].weight.astype(np.float64)
+    exact = compare_rows(*(states.astype(np.float64) @ weights.T for states, _ in few), targets).kl.mean()
+    by_torch = scorer.compare(few[0], [few[1]], targets)[0].kl.mean()
+    return {
+        "device": str(scorer.device),
+        "rows": rows,
+        "vocabulary": shape[0],
+        "width": shape[1],
+        "scorer": found,
+        "mean_kl": float(exact),
+        "error": float(abs(by_torch - exact)),
+        "allowed": float(1e-8 + 1e-5 * exact),
+    }
+
+
+def _product_seconds(device: torch.device, windows: Sequence[Sequence[States]], repeats: int) -> float:
+    """Seconds of the bfloat16 products of all sides of all windows, whose logits are thrown away."""
+    head = torch.from_numpy(windows[0][0][1].weight).to(device, torch.bfloat16)
+    sides = [
+        torch.cat([torch.from_numpy(states) for states, _ in window]).to(device, torch.bfloat16) for window in windows
+    ]
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def products() -> float:
+        wait()
+        began = time.perf_counter()
+        for side in sides:
+            torch.matmul(side, head.T)
+        wait()
+        return time.perf_counter() - began
+
+    products()
+    return statistics.median(products() for _ in range(repeats))
+
+
 def _print_projected() -> None:
     """Seconds of two arms and their comparison on H100s, by the device table; nothing of it was measured."""
+    from fidelab.physics.devices import find_device  # whose table needs a package that a bare machine may lack
+
     gpu = find_device("H100")
     compute, memory = COMPUTE * gpu.flops("bf16"), BANDWIDTH * gpu.bandwidth
     print("| projected for H100, not measured | GPUs | prefill of two arms, s | head, s | comparison, s |")

@@ -55,7 +55,7 @@ def judge(record: dict[str, Any]) -> None:
         for one in entry["results"]:
             if one["status"] == "measured":
                 _rate(one, cell, wide, record["runs"][one["run"]])
-                # What the device is seen to read, by whichever kernel: a copy, which also writes, is no ceiling.
+                # What the device is seen to read: a copy also writes, and kernels have read faster than it.
                 rate = rival and rival["moved_bytes"] / rival["seconds"]
                 one["of_best_rival"] = rate and one["bytes_per_second"] / rate
     record["goals"] = [vars(goal) for goal in judge_goals(record)]
@@ -70,7 +70,6 @@ def _cell(entry: Entry) -> Cell | WeightCell:
 
 def _rate(one: dict[str, Any], cell: Cell | WeightCell, wide: dict[str, Any] | None, run: dict[str, Any]) -> None:
     one["bytes_per_second"] = one["moved_bytes"] / one["seconds"]
-    one["of_copy_bandwidth"] = one["bytes_per_second"] / run["copy_bandwidth"]
     one["operations_per_second"] = cell.operations / one["seconds"]
     one["speedup"] = wide and wide["seconds"] / one["seconds"]
     if isinstance(cell, WeightCell):  # the seconds in which the device reads that many bytes
@@ -95,9 +94,9 @@ def _speedup(formats: str) -> Figure:
     return of
 
 
-def _of_copy(entry: Entry) -> float | None:
+def _of_rival(entry: Entry) -> float | None:
     mine = best(entry["results"], "16/8", "ours")
-    return mine["of_copy_bandwidth"] if mine else None
+    return mine["of_best_rival"] if mine else None
 
 
 def _of_flash(entry: Entry) -> float | None:
@@ -112,7 +111,8 @@ _AT_32, _AT_1 = (
 )
 GOALS: tuple[tuple[str, float, Figure, list[str] | None], ...] = (
     ("K16/V8 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 1.28, _speedup("16/8"), _AT_32),
-    ("K16/V8 decode, B = 32, T = 32K: share of the copy bandwidth", 0.85, _of_copy, _AT_32),
+    # 1.28 of the 1.333 that bytes allow
+    ("K16/V8 decode, B = 32, T = 32K: bytes per second over the best rival's", 0.96, _of_rival, _AT_32),
     ("16/16 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 0.95, _speedup("16/16"), _AT_32),
     ("K16/V8 decode, B = 1, T = 32K: speed-up over the best 16-bit kernel", 1.0, _speedup("16/8"), _AT_1),
     ("K8/V8 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 1.45, _speedup("8/8"), _AT_32),

@@ -47,7 +47,7 @@ def render(record: dict[str, Any]) -> Iterator[str]:
         )
     if len(weighed) < len(record["cells"]):
         yield (
-            "µs, speed-up over the best 16-bit kernel, share of the copy bandwidth (extend: TFLOP/s); "
+            "µs, speed-up over the best 16-bit kernel, bytes per second over the best 16-bit rival's (extend: TFLOP/s); "
             "^: more than 2% above what bytes allow (16/8: 1.333, 8/8: 2); ~: repeats spread over more than 10%"
         )
     if record["cells"]:
@@ -120,9 +120,10 @@ def _figures(one: dict[str, Any] | None, extend: bool) -> str:
         return "–"
     if one["status"] != "measured":
         return f"{one['status']}".replace("_", " ")
-    rate = f"{one['operations_per_second'] / 1e12:.3g}" if extend else f"{100 * one['of_copy_bandwidth']:.0f}%"
+    of_rival = "" if one["of_best_rival"] is None else f"{100 * one['of_best_rival']:.0f}%"
+    rate = f"{one['operations_per_second'] / 1e12:.3g}" if extend else of_rival
     speedup = "" if one["speedup"] is None else f" {one['speedup']:.2f}×{'^' if one.get('above_ceiling') else ''}"
-    return f"{_micro(one)}{speedup} {rate}"
+    return f"{_micro(one)}{speedup} {rate}".rstrip()
 
 
 def _missing(record: dict[str, Any]) -> Iterator[str]:
