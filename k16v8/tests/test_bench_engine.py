@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
@@ -316,3 +317,16 @@ def test_an_arms_process_says_why_it_ends_on_its_own_line_only(tmp_path: Path, m
     (arm,) = record["arms"]
     assert (arm["status"], arm["reason"]) == ("not_supported", "ImportError: no vLLM here")
     assert "noise of a library" in (tmp_path / "engine-16-16.log").read_text()
+
+
+def test_an_arms_process_ends_when_its_parent_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would keep the GPU."""
+    (tmp_path / "vllm.py").write_text(f"open({str(tmp_path / 'begun')!r}, 'w').close()\nimport time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    arm = bench.arm_command(replace(JOB, pair="16/16"))
+    with subprocess.Popen(arm, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        while not (tmp_path / "begun").exists() and process.poll() is None:
+            time.sleep(0.05)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 1

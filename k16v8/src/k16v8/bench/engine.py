@@ -105,7 +105,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What ``bench_engine`` measures.
+    """Settings of :func:`bench_engine`.
 
     Args:
         model: Name of a model's shape.
@@ -134,7 +134,7 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class Job:
-    """What an arm's process is told, as one JSON object."""
+    """Task of an arm's process, which it gets as one JSON object."""
 
     model: str
     device: str
@@ -541,7 +541,7 @@ def _engine(job: Job, folder: str, longest: int) -> Any:
 
 
 def _backend(layers: Sequence[Any], pair: str) -> str:
-    """Name of the backend that vLLM took; of ours with its kernels, once they ran."""
+    """Name of the backend that vLLM took; the plug-in's with its kernels, once they ran."""
     names = {layer.impl.label if hasattr(layer.impl, "label") else layer.attn_backend.get_name() for layer in layers}
     ours = [type(layer.impl).__module__.startswith("k16v8.") for layer in layers]
     if not ours or (pair == PAIR) is not all(ours) or (pair != PAIR and any(ours)):
