@@ -61,7 +61,14 @@ SWEEP = {"results": [RESULT], "tried": {"stages": [0, 7]}, "best": BEST_KNOBS, "
 MERGE = {"results": [RESULT], "tried": {"merge_stages": [0, 1]}, "best": {"knobs": {}, "speedup": 1.0}, "left_out": 0}
 STEP = {"name": "k16v8", "formats": "16/8", "status": "measured", "reason": ""}
 MODEL = {"cells": [{"tokens": 2048, "results": [STEP], "ratios": {"16/8 over 8/8": 0.9}}], "left_out": 0}
-ARM_OF_VLLM = {"formats": "16/8", "status": "measured", "reason": "", "cache_tokens": 4461056}
+
+
+def arm_of_vllm(pair: str, seconds: float, tokens: int) -> dict[str, Any]:
+    contexts = [{"tokens": 2048, "batch": 32, "seconds": seconds}, {"tokens": 30720, "batch": 16, "seconds": None}]
+    arm = {"formats": pair, "status": "measured", "reason": "", "cache_tokens": tokens, "contexts": contexts}
+    return {"arms": [arm]}
+
+
 CELLS = {"cells": [{"key": "decode B32", "results": [OURS]}], "goals": [{"verdict": "missed"}], "left_out": 0}
 METRIC = {"key": "mean", "name": "mean", "value": 0.0004, "ci": [0.0002, 0.0006], "unit": "nats", "about": "…"}
 ARM = {
@@ -98,8 +105,8 @@ def _outputs() -> dict[str, str]:
 class World:
     """A clock, and processes that take the estimated time and print what they should.
 
-    ``seconds``, ``codes`` and ``outputs`` of a step that differs, ``files``: what a step writes; ``started``: names in order; ``commands``,
-    ``environments``: of each.
+    ``seconds``, ``codes`` and ``outputs`` of a step that differs, ``files``: what a step writes; ``started``: names in
+    order; ``commands``, ``environments``: of each.
     """
 
     now: float = 0.0
@@ -110,7 +117,9 @@ class World:
         default_factory=lambda: {
             **dict.fromkeys(("goals", "goals-best"), CELLS),
             **dict.fromkeys(("model", "model-best"), MODEL),
-            **{key: {"arms": [ARM_OF_VLLM]} for key in ("vllm-16/16", "vllm-8/8", "vllm-16/8")},
+            "vllm-16/16": arm_of_vllm("16/16", 0.010, 3_000_000),
+            "vllm-16/8": arm_of_vllm("16/8", 0.008, 4_000_000),
+            "vllm-8/8": arm_of_vllm("8/8", 0.006, 6_000_000),
             "sweep": SWEEP,
             "merge": MERGE,
         }
@@ -194,7 +203,10 @@ def test_steps_run_in_their_order_on_one_device_and_every_figure_is_in_the_recor
     assert step(record, "decode")["figures"]["figures"]["host"] == {"microseconds": 340, "met": False}  # above its goal
     assert step(record, "goals")["figures"]["goals"] == [{"verdict": "missed"}]
     assert step(record, "text")["figures"]["axes"]["kld"]["mean"]["value"] == 0.0004
-    assert step(record, "vllm-16/8")["figures"]["arms"][0]["cache_tokens"] == 4461056
+    assert step(record, "vllm-16/8")["figures"]["ratios"] == {
+        "16/8 over 16/16": {"speed": {"2048": pytest.approx(1.25)}, "capacity": pytest.approx(4 / 3)}
+    }
+    assert set(step(record, "vllm-8/8")["figures"]["ratios"]) == {"8/8 over 16/16", "8/8 over 16/8"}
     assert step(record, "sweep")["figures"]["best"] == BEST_KNOBS
     assert step(record, "model")["figures"]["cells"][0]["ratios"] == {"16/8 over 8/8": 0.9}
     assert step(record, "scorer")["figures"]["scorer"] == [{"candidates": 1, "share": 0.1}]

@@ -22,7 +22,7 @@ BESIDES = {
     "plugins/vllm": {"vllm"},
     "plugins/sglang": {"sglang"},
     "plugins/lmcache": {"lmcache", "numpy"},
-    "bench": {"transformers"},
+    "bench": {"transformers", "vllm"},
 }
 # Folder → folders that it may import.
 ARROWS = {

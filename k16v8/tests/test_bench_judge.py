@@ -91,7 +91,8 @@ def test_goals_are_met_by_their_worst_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "missed"), [({"k16v8": 1.27}, [0, 1]), ({"native": 0.94}, [2]), ({"one": 0.99}, [3]), ({"k8v8": 1.44}, [4])]
+    ("changed", "missed"),
+    [({"k16v8": 1.27}, [0, 1]), ({"native": 0.94}, [2]), ({"one": 0.99}, [3]), ({"k8v8": 1.44}, [4])],
 )
 def test_a_goal_that_one_figure_falls_short_of_is_missed(changed: dict[str, float], missed: list[int]) -> None:
     goals = _record(_at_goals(**changed))["goals"]

@@ -47,7 +47,7 @@ def render(record: dict[str, Any]) -> Iterator[str]:
         )
     if len(weighed) < len(record["cells"]):
         yield (
-            "µs, speed-up over the best 16-bit kernel, bytes per second over the best 16-bit rival's (extend: TFLOP/s); "
+            "µs, speed-up over the best 16-bit kernel, bytes per second over the best rival's (extend: TFLOP/s); "
             "^: more than 2% above what bytes allow (16/8: 1.333, 8/8: 2); ~: repeats spread over more than 10%"
         )
     if record["cells"]:
@@ -186,3 +186,53 @@ def _model_row(cell: dict[str, Any], one: dict[str, Any]) -> tuple[str, ...]:
     rates = (f"{one['tokens_per_second']:,.0f}", f"{one['bytes_per_second'] / 1e9:,.0f}")
     error = "" if one["error"] is None else f"{one['error']:.2g}"
     return *fixed, f"{1e3 * one['seconds']:.3f}{spread}", *rates, f"{one['cache_bytes'] / 1e9:.2f}", error
+
+
+def render_engine(record: dict[str, Any]) -> Iterator[str]:
+    """Two tables of a record of :func:`k16v8.bench.engine.bench_engine`: arms, steps; ratios, and why some lack."""
+    weights = record["weight_bytes"] / 1e9
+    yield (
+        f"{record['model']} with random weights, {record['layers']} layers, {weights:.3g} GB, in vLLM "
+        f"{record['versions']['vllm']}; {record['device']['name']}"
+    )
+    arms = record["arms"]
+    started = [one for one in arms if one["cache_tokens"] is not None]
+    rows = [
+        (one["formats"], one["backend"], f"{one['start_seconds']:.1f}", f"{one['cache_tokens']:,}", str(one["block"]))
+        for one in started
+    ]
+    if rows:
+        yield table(("K/V", "backend", "start s", "cache tokens", "block"), rows)
+    timed = [(arm, one) for arm in arms for one in arm["contexts"] if one["seconds"] is not None]
+    rows_of_steps = [
+        (
+            f"{one['tokens']:,}",
+            str(one["batch"]),
+            arm["formats"],
+            f"{1e3 * one['seconds']:.3f}",
+            f"{1e3 * min(one['step_seconds']):.3f} to {1e3 * max(one['step_seconds']):.3f}",
+            f"{one['tokens_per_second']:,.0f}",
+            f"{one['fill_seconds']:.1f}",
+            f"{100 * one['cached']:.0f}%",
+        )
+        for arm, one in sorted(timed, key=lambda pair: pair[1]["tokens"])
+    ]
+    if rows_of_steps:
+        headings = ("tokens", "batch", "K/V", "ms", "of repeats", "tokens/s", "fill s", "cached")
+        yield table(headings, rows_of_steps)
+    for arm in arms:
+        if arm["status"] != "measured":
+            yield f"{arm['formats']}: {arm['status'].replace('_', ' ')} ({arm['reason']})"
+        for one in arm["contexts"]:
+            where = f"{one['tokens']:,} tokens, {arm['formats']}"
+            if one["status"] != "measured":
+                yield f"{where}: {one['status'].replace('_', ' ')} ({one['reason']})"
+            elif one["batch"] < one["asked_batch"]:
+                yield f"{where}: a batch of {one['asked_batch']} does not fit; {one['batch']} were measured"
+    for tokens, found in record["ratios"].get("speed", {}).items():
+        for name, ratio in found.items():
+            yield f"{int(tokens):,} tokens, {name}: {ratio:.3f}×"
+    for name, ratio in record["ratios"].get("capacity", {}).items():
+        yield f"tokens in the cache, {name}: {ratio:.3f}×"
+    if record["left_out"]:
+        yield f"{record['left_out']} measurements were left out: time was over"
