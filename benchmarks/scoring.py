@@ -107,7 +107,8 @@ def _figures(scorer: TileScorer, windows: list[list[States]], counts: Sequence[i
     (ref, *tests), exact_rows = windows[0], slice(0, EXACT_ROWS)
     few = (ref[0][exact_rows], ref[1]), (tests[0][0][exact_rows], tests[0][1])
     targets, weights = _targets(few[0]), ref[1].weight.astype(np.float64)
-    exact = compare_rows(*(states.astype(np.float64) @ weights.T for states, _ in few), targets).kl.mean()
+    p, q = (states.astype(np.float64) @ weights.T for states, _ in few)
+    exact = compare_rows(p, q, targets).kl.mean()
     by_torch = scorer.compare(few[0], [few[1]], targets)[0].kl.mean()
     return {
         "device": str(scorer.device),
@@ -127,7 +128,10 @@ def _product_seconds(device: torch.device, windows: Sequence[Sequence[States]], 
     sides = [
         torch.cat([torch.from_numpy(states) for states, _ in window]).to(device, torch.bfloat16) for window in windows
     ]
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
     def products() -> float:
         wait()
