@@ -50,11 +50,13 @@ def test_a_thread_of_decode_loads_16_bytes_of_keys_or_values_at_once(compiled: d
             assert one["asynchronous"] >= one["loads"]["16"] - 2, key  # but for the queries
 
 
+@pytest.mark.full
 def test_products_are_on_the_matrix_units(compiled: dict[Any, Any]) -> None:
     for kernel, unit in (("decode", "mma"), ("verify", "mma"), ("extend", "wgmma")):
         assert {one["matrix"] for key, one in compiled.items() if key[0] == kernel} == {unit}
 
 
+@pytest.mark.full
 def test_while_a_tile_is_computed_enough_of_the_next_is_under_way(compiled: dict[Any, Any]) -> None:
     """4.8 TB/s at 700 ns on 132 multiprocessors: 25 KB for each."""
     for key, one in compiled.items():
@@ -62,6 +64,7 @@ def test_while_a_tile_is_computed_enough_of_the_next_is_under_way(compiled: dict
             assert one["in_flight"] >= 48 * 1024, key
 
 
+@pytest.mark.full
 def test_occupancy_is_known_of_every_kernel(compiled: dict[Any, Any]) -> None:
     assert all(one["programs"] >= 1 for one in compiled.values())
     for key, one in compiled.items():  # registers alone, by hand: four warps of one program in four partitions
