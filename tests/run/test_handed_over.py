@@ -22,8 +22,8 @@ from fidelab.config.schema import Limits
 from fidelab.core import Status
 from fidelab.core.errors import MismatchError
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN
-from fidelab.results.measurement import DECIDING, Measurement
-from fidelab.run import looks
+from fidelab.results.measurement import DECIDING, Measurement, Metric
+from fidelab.run import looks, scoring
 from fidelab.run.pairing import ArmResult
 from fidelab.run.scoring import losses_of
 from tests.run.harness import compare
@@ -107,6 +107,35 @@ def test_that_the_output_is_the_references_is_handed_on_to_every_claim() -> None
     assert len(found) == 3
     assert all(loss.identical for loss in found)
     assert not any(loss.identical for loss in losses_of(DECIDING, score(), Limits(max_flips=0.1)))
+
+
+# ------------------------------------------------------------------------------------------------- the composite
+
+
+def composed(*failed: str, kind: Status = Status.FAILED, **more: Any) -> Any:
+    """The composite of an arm with scores on all axes of the composite but those that failed."""
+    names = ("kld", "trajectory", "rniah")
+    found = Measurement(
+        status=Status.OK, metrics=(Metric(key="score", name="score", unit="points", about="", value=90),)
+    )
+    scores = {name: score(found=found, **more) for name in names if name not in failed}
+    arm = mock.Mock(scores=scores, failures=dict.fromkeys(failed, (kind, "the engine crashed")))
+    summary = mock.Mock(experiment=mock.Mock(bands="fidelab"))
+    with mock.patch.object(scoring, "_composed", return_value=list(names)):
+        return scoring._Summary._composite(summary, arm)
+
+
+def test_the_composite_is_of_all_axes_and_an_axis_that_failed_leaves_none() -> None:
+    whole = composed()
+    assert (whole.value, whole.axes) == (pytest.approx(90), ("kld", "trajectory", "rniah"))
+    assert composed("rniah") is None  # the mean of the others would overstate it
+    left = composed("rniah", kind=Status.NOT_MEASURABLE)  # of every arm of this model
+    assert left.axes == ("kld", "trajectory")
+    assert composed("kld", "trajectory", "rniah") is None
+
+
+def test_lower_bounds_are_no_part_of_the_composite() -> None:
+    assert composed(bound=True) is None
 
 
 # ------------------------------------------------------------------------------------------------- captures
