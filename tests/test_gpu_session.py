@@ -64,7 +64,10 @@ MODEL = {"cells": [{"tokens": 2048, "results": [STEP], "ratios": {"16/8 over 8/8
 
 
 def arm_of_vllm(pair: str, seconds: float, tokens: int) -> dict[str, Any]:
-    contexts = [{"tokens": 2048, "batch": 32, "seconds": seconds}, {"tokens": 30720, "batch": 16, "seconds": None}]
+    contexts = [
+        {"tokens": 2048, "batch": 32, "status": "measured", "reason": "", "seconds": seconds},
+        {"tokens": 30720, "batch": 0, "status": "no_memory", "reason": "the cache is full", "seconds": None},
+    ]
     arm = {"formats": pair, "status": "measured", "reason": "", "cache_tokens": tokens, "contexts": contexts}
     return {"arms": [arm]}
 
@@ -93,7 +96,7 @@ def _outputs() -> dict[str, str]:
         "decode": json.dumps(RIGHT),
         "gate": json.dumps({"gates": [{"group": "attention", "name": "mha", "passed": True}]}, indent=1),
         "text": json.dumps({"run_id": "1", "candidates": [ARM]}),
-        "scorer": '{"device": "cuda", "scorer": [{"candidates": 1, "share": 0.1}]}',
+        "scorer": '{"device": "cuda", "scorer": [{"candidates": 1, "share": 0.1}], "error": 1e-9, "allowed": 1e-8}',
         "profile": f'{_HEADINGS}\n"0","k","dram__bytes.sum","byte","7"\n',
         "flashinfer": json.dumps(RIGHT),
         "decode-best": json.dumps(RIGHT),
@@ -425,6 +428,24 @@ def test_an_arm_that_vllm_cannot_run_leaves_the_others(call: Call, world: World)
     assert step(record, "vllm-8/8")["status"] == "skipped"
     assert "libcudart.so.13" in step(record, "vllm-16/8")["reason"]["text"]
     assert step(record, "vllm-16/16")["status"] == "passed"
+
+
+def test_an_arm_of_vllm_that_read_prompts_again_or_measured_nothing_does_not_pass(call: Call, world: World) -> None:
+    again, nothing = arm_of_vllm("16/16", 0.01, 3_000_000), arm_of_vllm("8/8", 0.01, 3_000_000)
+    again["arms"][0]["contexts"][0] |= {"status": "wrong", "reason": "only 50% of the prompts", "seconds": None}
+    nothing["arms"][0]["contexts"] = nothing["arms"][0]["contexts"][1:]
+    world.files["vllm-16/16"], world.files["vllm-8/8"] = again, nothing
+    code, record = call("--minutes", "30")
+    assert code == 1
+    assert step(record, "vllm-16/16")["reason"]["text"] == "16/16 at 2048 tokens: only 50% of the prompts"
+    assert step(record, "vllm-8/8")["reason"]["text"] == "8/8: no context was measured"
+    assert set(step(record, "vllm-16/8")["figures"]["ratios"]["16/8 over 16/16"]["speed"]) == set()
+
+
+@pytest.mark.parametrize("error", [1e-7, float("nan")])
+def test_a_scorer_beyond_its_bound_does_not_pass(error: float) -> None:
+    with pytest.raises(script.Fault, match="the mean KL is off by"):
+        script.read_scorer(json.dumps({"error": error, "allowed": 1e-8}))
 
 
 def test_the_index_is_asked_once_by_a_connection_and_a_closed_port_is_no_network(
