@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
-    from fidelab.run.pairing import ArmResult
+    from fidelab.results.outcomes import ArmResult
 
 LIMIT = 0.006  # nats
 LINES: dict[str, dict[str, Any]] = {
@@ -45,7 +45,8 @@ def main() -> None:
 def _measure(options: argparse.Namespace, folder: Path) -> None:
     from fidelab.core import Status
     from fidelab.core.errors import FidelabError
-    from fidelab.run.pairing import Scorer, engaged
+    from fidelab.results.engagement import engaged
+    from fidelab.scoring.pairing import Scorer
     from fidelab.studies.cross_engine import agreement
 
     arms: dict[str, ArmResult] = {}
@@ -112,11 +113,12 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
-    from fidelab.run.prepare import prepare
-    from fidelab.run.runner import Silent
+    from fidelab.plan.prepare import prepare
+    from fidelab.run.runner import Asking, Silent
+    from fidelab.workers.fork_server import ForkServers
 
     prepared = prepare(experiment)
-    asking = prepared.asking(Silent(), lambda *_a, **_k: None)
+    asking = Asking(prepared, Silent(), lambda *_a, **_k: None, servers=ForkServers())
     jobs = [job for job in prepared.plan.jobs if job.role in ("reference", "floor")]
     return {job.role: asking.run(job, logs / f"{job.role}.log") for job in jobs}
 

@@ -57,7 +57,7 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
 
     from fidelab.config.experiment import validate
     from fidelab.engines.hf.adapter import HFEngine
-    from fidelab.run.prepare import prepare
+    from fidelab.plan.prepare import prepare
 
     engines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -185,8 +185,8 @@ def _score(arms: Sequence[Any], folders: Sequence[Path], ran: Any) -> None:
     """Score the captures of a candidate against those of the reference."""
     from fidelab.config.experiment import validate
     from fidelab.core import Status
-    from fidelab.run.pairing import ArmResult
-    from fidelab.run.scoring import RunFacts, score_run
+    from fidelab.results.outcomes import ArmResult, RunFacts
+    from fidelab.scoring.score import score_run
 
     settings = {
         **{"model": arms[0].model, "reference": {"kv": arms[0].kv}, "control": "none", "floor": 0.0, "twins": 0.0},

@@ -24,7 +24,7 @@ from fidelab.core import KVSpec
 from fidelab.formats import create
 from fidelab.metrics.intervals import paired_difference
 from fidelab.models import path as locate
-from fidelab.run.prepare import prepare
+from fidelab.plan.prepare import prepare
 from fidelab.studies.roundings import Rows, ask
 from fidelab.studies.study import OpenStudy
 

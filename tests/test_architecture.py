@@ -16,7 +16,9 @@ import fidelab
 
 SOURCE = Path(fidelab.__file__).parent
 ROOT = Path(__file__).parents[1]
-MOST_ROOMS, MOST_FLOORS, MOST_UNBOUND = 24, 8, 2
+MOST_ROOMS, MOST_FLOORS, MOST_UNBOUND, MOST_IMPORTED = 26, 9, 2, 12
+HUBS = {"cli", "run", "studies"}  # they conduct others
+MOST_FILES_OF_RUN = 10
 
 
 def _table() -> dict[str, set[str] | None]:
@@ -64,11 +66,12 @@ EXTRAS: dict[str, set[str]] = {
             "cli",
             "doctor",
             "engines",
+            "environments",
             "formats",
             "metrics",
             "models",
             "physics",
-            "run",
+            "plan",
             "studies",
         )
     },
@@ -146,6 +149,12 @@ def test_a_room_imports_what_its_row_lists_and_lists_what_it_imports() -> None:
 def test_few_rooms_may_import_anything() -> None:
     assert sum(rooms is None for rooms in ARROWS.values()) <= MOST_UNBOUND
     assert len(ARROWS) <= MOST_ROOMS
+
+
+def test_no_room_imports_many_others_except_those_that_conduct() -> None:
+    many = {room for room, rooms in _used().items() if len(rooms) > MOST_IMPORTED}
+    assert many <= HUBS
+    assert len([path for path in _files() if _room(path) == "run"]) <= MOST_FILES_OF_RUN
 
 
 def test_every_arrow_points_down_and_the_house_is_low() -> None:

@@ -35,9 +35,9 @@ from fidelab.core.errors import FidelabError
 from fidelab.core.serial import from_json
 from fidelab.models.gguf import read_header
 from fidelab.report.html import write_html
+from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.record import Report
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import RunFacts, score_run
+from fidelab.scoring.score import score_run
 from tests.captures import sample
 from tests.conftest import MakeFolder
 from tests.models.tiny_gguf import write_gguf

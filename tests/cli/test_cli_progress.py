@@ -17,8 +17,8 @@ from fidelab.engines.fake import FakeEngine
 from fidelab.environments.environment import locate
 from fidelab.environments.install import Stage
 from fidelab.models import resolve
-from fidelab.run.build import PlannedJob
-from fidelab.run.deploy import ResolvedArm
+from fidelab.plan.build import PlannedJob
+from fidelab.plan.deploy import ResolvedArm
 from fidelab.run.pipeline import execute
 from tests.run.harness import write_inputs
 

@@ -20,7 +20,8 @@ from fidelab.core import Status
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.hf import proof
 from fidelab.engines.hf.cache import EncodedCache
-from fidelab.run.pairing import ArmResult, engaged
+from fidelab.results.engagement import engaged
+from fidelab.results.outcomes import ArmResult
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers

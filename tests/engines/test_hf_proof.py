@@ -20,7 +20,8 @@ from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
-from fidelab.run.pairing import ArmResult, engaged
+from fidelab.results.engagement import engaged
+from fidelab.results.outcomes import ArmResult
 from k16v8.kernels import reference
 from k16v8.kernels.cache import dequantize
 from k16v8.plugins.transformers import cache as paged_cache

@@ -22,7 +22,8 @@ from fidelab.formats import create, fp8, intn
 from fidelab.formats.base import Parts
 from fidelab.formats.intn import GroupedInt
 from fidelab.formats.scale import half_scale
-from fidelab.run.pairing import ArmResult, engaged
+from fidelab.results.engagement import engaged
+from fidelab.results.outcomes import ArmResult
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers

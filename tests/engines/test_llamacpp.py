@@ -30,7 +30,7 @@ from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
-from fidelab.run.arms import resolve_arm
+from fidelab.plan.arms import resolve_arm
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf

@@ -13,7 +13,7 @@ from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import ConfigError, UsageError
-from fidelab.engines.base import Engine
+from fidelab.engines.base import Engine, engine_class
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.library import _field
@@ -22,8 +22,7 @@ from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.variables import NODE_PROCESS, check_env, variables_of
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.models import resolve
-from fidelab.run.arms import resolve_arm
-from fidelab.run.deploy import engine_class
+from fidelab.plan.arms import resolve_arm
 
 
 def parser() -> argparse.ArgumentParser:

@@ -10,9 +10,9 @@ from unittest import mock
 
 from fidelab.config.experiment import validate
 from fidelab.core.errors import UnknownNameError, UsageError
+from fidelab.environments.asked import Engines
+from fidelab.plan.resolve import resolve_experiment
 from fidelab.results.numbers import one_line
-from fidelab.run.deploy import Engines
-from fidelab.run.resolve import resolve_experiment
 from tests.run.harness import cli
 
 RUNS = "runs"
@@ -47,7 +47,7 @@ def check_agreement(engines: Sequence[str], model: str, cwd: Path) -> dict[tuple
 def _compare(engines: Sequence[str], names: Sequence[str], model: str, cwd: Path) -> dict[tuple[str, str], str]:
     verdicts = {}
     shared = _Shared()
-    with shared._stack, mock.patch("fidelab.run.resolve.Engines", return_value=shared):
+    with shared._stack, mock.patch("fidelab.plan.resolve.Engines", return_value=shared):
         for engine in engines:
             for name in names:
                 written: dict[str, Any] = {"model": model, "engine": engine, "control": "none", "device": "cpu"}

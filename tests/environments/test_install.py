@@ -33,7 +33,7 @@ from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.environments.trial import try_out
 from fidelab.models.cache import cache_dir
 from fidelab.models.tiny import make_tiny
-from fidelab.run.resolve import resolve_experiment
+from fidelab.plan.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
 from tests.processes import alive, until

@@ -31,11 +31,11 @@ from fidelab.core import Arm, Status, Vocabulary, digest, slug
 from fidelab.core.serial import from_json, to_json
 from fidelab.inputs.traffic import random_prompts
 from fidelab.results.measurement import Measurement, label
+from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, Report
-from fidelab.run.pairing import ArmResult
-from fidelab.run.pipeline import execute, read_outcomes
-from fidelab.run.scoring import RunFacts, score_run
+from fidelab.run.pipeline import execute
+from fidelab.scoring.score import score_run
 from tests.golden.bundle import Bundle
 from tests.golden.rows import Kind, Row, number
 from tests.golden.runs import BY_ORDER, UNTIED, GoldenRun
@@ -566,7 +566,8 @@ def plants() -> Mapping[str, tuple[str, Any, str, Any]]:
     from fidelab.axes import rows as axis_rows
     from fidelab.metrics import agreement, composite, divergence, equivalence, intervals, retrieval
     from fidelab.metrics.perplexity import row_nll
-    from fidelab.run import pairing, scoring
+    from fidelab.scoring import pairing
+    from fidelab.scoring import score as scoring
 
     compare, logits, of = divergence.compare_rows, axis_rows.logits, intervals.RatioItems.of
     targets, certify, first = kld._targets, equivalence.certify, agreement.first_divergence

@@ -14,7 +14,7 @@ from fidelab.config.schema import Experiment
 from fidelab.config.serve import read_served
 from fidelab.engines.llamacpp.serve import python_server
 from fidelab.models import Model, resolve
-from fidelab.run.arms import resolve_arm
+from fidelab.plan.arms import resolve_arm
 from tests.real.harness import NEEDS_FP8, installed
 from tests.real.servers import HERE, serving
 from tests.run.harness import Done, cli

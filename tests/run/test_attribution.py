@@ -14,9 +14,9 @@ from fidelab.config.schema import Experiment
 from fidelab.report.html import render_html
 from fidelab.report.text import render_text
 from fidelab.results.compare import compare
+from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.record import Report
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import RunFacts, score_run
+from fidelab.scoring.score import score_run
 from tests.present import present
 from tests.run.harness import Done, run_fake
 

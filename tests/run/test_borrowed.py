@@ -15,7 +15,7 @@ import pytest
 
 from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import dump_manifest
-from fidelab.ledger.reference import json_schema
+from fidelab.references.pack import json_schema
 from fidelab.results.record import MachineDifference, Report
 from fidelab.results.store import RunFolder
 from fidelab.results.verdict import judged, widened

@@ -20,10 +20,10 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.store import drop_part_rows, drop_rows
 from fidelab.config.experiment import validate
 from fidelab.core.errors import CaptureError
-from fidelab.run.build import PlannedJob
-from fidelab.run.estimate import needed_bytes
-from fidelab.run.pairing import ArmResult
-from fidelab.run.prepare import prepare
+from fidelab.plan.build import PlannedJob
+from fidelab.plan.estimate import needed_bytes
+from fidelab.plan.prepare import prepare
+from fidelab.results.outcomes import ArmResult
 from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, Done, cli, compare, same_report, write_inputs
 
@@ -93,7 +93,7 @@ def test_a_part_that_cannot_be_compared_at_once_is_compared_later(
         return drop_part_rows(*args)
 
     monkeypatch.setattr("fidelab.captures.writer.PART_BYTES", 1)
-    monkeypatch.setattr("fidelab.run.comparing.drop_part_rows", full)
+    monkeypatch.setattr("fidelab.scoring.comparing.drop_part_rows", full)
     done = _run(tmp_path)
     assert next(calls) > 100
     assert _scored(done) == _scored(kept)
@@ -216,7 +216,7 @@ def test_disk_is_planned_for_the_reference_and_for_a_part_of_the_candidate_that_
 ) -> None:
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("fidelab.run.estimate.PART_BYTES", 0)
+    monkeypatch.setattr("fidelab.plan.estimate.PART_BYTES", 0)
     settings = {
         **{"model": "fake", "engine": "fake", "reference": {"kv": "exact"}, "control": "none", "floor": 0},
         **{"text": "text.txt", "axes": {"kld": {"n_ctx": 16, "windows": 8}}},

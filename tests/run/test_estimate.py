@@ -17,9 +17,9 @@ from fidelab.cli.progress import _remaining_seconds
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Estimator, canonical_json
-from fidelab.run import estimate
+from fidelab.plan import estimate
+from fidelab.plan.prepare import prepare
 from fidelab.run.pipeline import execute
-from fidelab.run.prepare import prepare
 from fidelab.run.runner import Silent
 from tests.run.harness import SMALL, cli, write_inputs
 
@@ -33,7 +33,7 @@ AXES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def own_timings(tmp_path: Path) -> Iterator[None]:
     """A machine on which nothing has run."""
-    with mock.patch("fidelab.run.estimate.cache_dir", return_value=tmp_path / "cache"):
+    with mock.patch("fidelab.plan.estimate.cache_dir", return_value=tmp_path / "cache"):
         yield
 
 

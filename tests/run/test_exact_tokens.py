@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from fidelab.axes.base import AxisScore
+from fidelab.axes.encoded import encoded_facts
 from fidelab.core import KVSpec
 from fidelab.metrics.encoded import encoded_share
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import Report
 from fidelab.results.sizes import Sizes
-from fidelab.run.encoded import encoded_facts
 from tests.run.harness import Done, cli
 
 TAIL = "int4[tail=96]"

@@ -10,9 +10,9 @@ import pytest
 
 from fidelab.config.experiment import validate
 from fidelab.core.errors import ConfigError, UnknownNameError, UsageError
-from fidelab.run.build import Plan
-from fidelab.run.prepare import prepare
-from fidelab.run.resolve import Settings, resolve_experiment
+from fidelab.plan.build import Plan
+from fidelab.plan.prepare import prepare
+from fidelab.plan.resolve import Settings, resolve_experiment
 
 KLD = {"kld": {"windows": 8, "n_ctx": 32}}
 FAKE: dict[str, Any] = {"model": "fake", "engine": "fake", "reference": "exact", "control": "none", "axes": KLD}

@@ -22,10 +22,11 @@ from fidelab.config.schema import Limits
 from fidelab.core import Status
 from fidelab.core.errors import MismatchError
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN
+from fidelab.plan import looks
 from fidelab.results.measurement import DECIDING, Measurement, Metric
-from fidelab.run import looks, scoring
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import losses_of
+from fidelab.results.outcomes import ArmResult
+from fidelab.scoring import score as scoring
+from fidelab.scoring.score import losses_of
 from tests.run.harness import compare
 
 ROWS = 12
@@ -246,7 +247,7 @@ def test_rows_that_another_process_reads_are_not_dropped_and_others_are(tmp_path
 
 
 class Plan:
-    """What :func:`fidelab.run.looks.planned` asks of a prepared run."""
+    """What :func:`fidelab.plan.looks.planned` asks of a prepared run."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name, self.plan, self.settings = name, name, mock.Mock(axes={})

@@ -36,7 +36,7 @@ READ = {FAILS: 8, HOLDS: 16, VARIES: 32}
 @pytest.fixture(autouse=True)
 def unknown_speed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Estimates are the defaults', by which later looks take longer than a start."""
-    with mock.patch("fidelab.run.estimate.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
+    with mock.patch("fidelab.plan.estimate.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
         yield
 
 
@@ -56,7 +56,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def looked(room: Path) -> Done:
-    with mock.patch("fidelab.run.estimate.cache_dir", return_value=room / "timings"):
+    with mock.patch("fidelab.plan.estimate.cache_dir", return_value=room / "timings"):
         done = _compare(room)
     assert done.code == 0, done.err
     return done

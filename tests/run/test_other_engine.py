@@ -10,9 +10,9 @@ from fidelab.config.experiment import validate
 from fidelab.config.schema import ArmConfig
 from fidelab.core import KVSpec, Status
 from fidelab.models import resolve
-from fidelab.run.arms import resolve_arm
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import _other_engine_command
+from fidelab.plan.arms import resolve_arm
+from fidelab.results.outcomes import ArmResult
+from fidelab.scoring.score import _other_engine_command
 
 
 def command(kv: str, **options: str) -> str | None:

@@ -17,11 +17,12 @@ from fidelab.config.serve import read_change, read_served
 from fidelab.core import Arm, KVSpec, Speculation, waiting_variables
 from fidelab.core.errors import ConfigError, EngineError, InputError, UnknownNameError, UsageError
 from fidelab.engines.fake import FakeEngine
+from fidelab.environments.asked import native_kv
 from fidelab.models import pull, resolve
-from fidelab.run.arms import native_kv, same_attention
-from fidelab.run.build import Plan
-from fidelab.run.prepare import prepare
-from fidelab.run.resolve import Settings, convert_weights, resolve_experiment
+from fidelab.plan.arms import same_attention
+from fidelab.plan.build import Plan
+from fidelab.plan.prepare import prepare
+from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
 from tests.models.tiny_gguf import write_gguf
 from tests.present import present
 
@@ -159,7 +160,7 @@ def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, 
 def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_decided(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fidelab.run.resolve._device", lambda _asked, _model: "cuda")
+    monkeypatch.setattr("fidelab.plan.resolve._device", lambda _asked, _model: "cuda")
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
     assert _attention(list(settings.roles.values())) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
     said = settings.resolved["bf16"].about["kernels_refused"]
@@ -354,7 +355,7 @@ def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: 
 @pytest.fixture
 def login(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has no GPU."""
-    monkeypatch.setattr("fidelab.run.resolve.gpu_files", list)
+    monkeypatch.setattr("fidelab.plan.resolve.gpu_files", list)
 
 
 @pytest.mark.usefixtures("login")

@@ -11,12 +11,13 @@ import pytest
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, KVSpec
+from fidelab.engines.base import engine_class
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from fidelab.physics.devices import find_device
-from fidelab.run import estimate
-from fidelab.run.deploy import ResolvedArm, engine_class
-from fidelab.run.estimate import DEFAULT, Timings, Work, work_of
+from fidelab.plan import estimate
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.estimate import DEFAULT, Timings, Work, work_of
 
 MODEL = Model(
     name="m",

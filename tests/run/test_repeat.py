@@ -24,11 +24,11 @@ from fidelab.captures.reader import Capture
 from fidelab.config.experiment import load
 from fidelab.config.schema import Experiment
 from fidelab.core.errors import InputError
+from fidelab.plan.estimate import needed_bytes
+from fidelab.plan.prepare import prepare
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.run.estimate import needed_bytes
-from fidelab.run.prepare import prepare
 from fidelab.run.repeat import merge
 from tests.cli.test_cli_bad_input import refused
 from tests.present import present

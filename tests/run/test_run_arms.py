@@ -15,7 +15,7 @@ from fidelab.core import KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
 from fidelab.engines.fake import FakeEngine
-from fidelab.run.arms import served_name, with_kv
+from fidelab.plan.arms import served_name, with_kv
 from tests.environments.conftest import Second, second
 from tests.run.harness import Done, axis_of, cli, compare, fake_file, refused
 

@@ -165,7 +165,7 @@ def test_repeats_are_spread_over_several_loads_where_asked_or_where_arms_do_not_
 ) -> None:
     if full:
         memory = mock.Mock(available=0, total=1)
-        with mock.patch("fidelab.run.benches.psutil.virtual_memory", return_value=memory):
+        with mock.patch("fidelab.plan.benches.psutil.virtual_memory", return_value=memory):
             done = bench(tmp_path, *PREFILL)
     else:
         done = bench(tmp_path, *PREFILL, "--interleave", "loads")

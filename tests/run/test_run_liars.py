@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.run.build import PlannedJob
+from fidelab.plan.build import PlannedJob
 from fidelab.run.runner import Asking
 from fidelab.workers.messages import PROTOCOL
 from tests.run.harness import Done, axis_of, cli, compare

@@ -12,8 +12,10 @@ from fidelab.config.experiment import validate
 from fidelab.core import Arm, FormatSpec, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
+from fidelab.results.engagement import select_runtime_info
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.store import RunFolder
-from fidelab.run.pairing import ArmResult, Scorer, _exact_tokens, _is_lossy, select_runtime_info
+from fidelab.scoring.pairing import Scorer, _exact_tokens, _is_lossy
 from tests.run.harness import Done, axis_of, compare, run_fake
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from fidelab.config.command import serve_command
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.config.serve import read_change, read_served
 from fidelab.core import Arm
+from fidelab.environments.asked import native_kv
 from fidelab.models import resolve
-from fidelab.run.arms import inherited_kv, native_kv, resolve_arm, serve_command, with_kv
+from fidelab.plan.arms import inherited_kv, resolve_arm, with_kv
 
 VLLM = (
     "VLLM_A=1 vllm serve /models/m --host 0.0.0.0 --port 8001 --max-model-len 4096 --enable-auto-tool-choice "

@@ -18,10 +18,10 @@ from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
 from fidelab.metrics.divergence import RowComparison, compare_rows
 from fidelab.models.tiny import make_tiny
+from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.record import Report
-from fidelab.run import tiles
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import RunFacts, score_run
+from fidelab.scoring import tiles
+from fidelab.scoring.score import score_run
 from tests.run.harness import Done, cli, write_inputs
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})
@@ -74,7 +74,7 @@ def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monke
         return asked[-1]
 
     monkeypatch.setattr(tiles, "MIN_OPERATIONS", 0.0)
-    monkeypatch.setattr("fidelab.run.pairing.compare_in_process", apart)
+    monkeypatch.setattr("fidelab.scoring.pairing.compare_in_process", apart)
     after = mean_kl(scored(done))
     assert len(asked) == 1
     assert len(asked[0]) == 3  # of both candidates and the floor
@@ -85,7 +85,7 @@ def test_what_an_earlier_look_compared_is_not_compared_again(done: Done, monkeyp
     figures: tiles.Figures = {}
     before = mean_kl(scored(done, figures))
     assert len(figures) == 3  # of both candidates and the floor
-    monkeypatch.setattr("fidelab.run.pairing.compare_here", None)  # an error, if it were called
+    monkeypatch.setattr("fidelab.scoring.pairing.compare_here", None)  # an error, if it were called
     assert mean_kl(scored(done, figures)) == before
 
 

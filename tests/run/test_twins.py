@@ -17,11 +17,11 @@ from fidelab.captures.reader import Capture
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
 from fidelab.models.tiny import make_tiny
+from fidelab.plan.build import PlannedJob
+from fidelab.plan.prepare import prepare
+from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.record import Report
-from fidelab.run.build import PlannedJob
-from fidelab.run.pairing import ArmResult
-from fidelab.run.prepare import prepare
-from fidelab.run.scoring import RunFacts, score_run
+from fidelab.scoring.score import score_run
 from tests.present import present
 from tests.run.harness import Done, cli, compare, write_inputs
 

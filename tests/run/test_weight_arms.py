@@ -13,8 +13,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from fidelab.core import Arm, KVSpec
+from fidelab.engines.twins import family, twins_of
 from fidelab.models.tiny import make_tiny
-from fidelab.run.arms import family, twins_of
 from tests.run.harness import Done, cli
 
 ROWS = 16  # that a vocabulary is padded by

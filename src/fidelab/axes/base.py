@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
+from fidelab.axes import AXES
 from fidelab.axes.answers import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens
+from fidelab.config.load import validate_as
 from fidelab.core import Status
 from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
@@ -480,3 +482,14 @@ def spread(n: int, share: float) -> list[int]:
     """Return ``ceil(share · n)`` indices, evenly spread over 0 … n-1."""
     count = max(1, math.ceil(share * n))
     return sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)}) if count > 1 else [0]
+
+
+def load_axis(name: str, values: Mapping[str, object]) -> Axis:
+    """Load an axis with its settings.
+
+    Raises:
+        UnknownNameError: If there is no such axis.
+        ConfigError: If it has no such setting, or the value is invalid.
+    """
+    cls: type[Axis] = AXES.load(name)
+    return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))

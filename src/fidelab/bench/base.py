@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from fidelab.bench import BENCHES
 from fidelab.captures.requests import Request, Timed, Tokens
+from fidelab.config.load import validate_as
 from fidelab.core import Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.plots import Curve, Plot
@@ -307,3 +309,14 @@ def against(
             )
             series.setdefault(batch, []).append(point)
     return curves(series, **shape)
+
+
+def load_bench(name: str, values: Mapping[str, object]) -> Bench:
+    """Load a bench with its settings.
+
+    Raises:
+        UnknownNameError: If there is no such bench.
+        ConfigError: If it has no such setting, or the value is invalid.
+    """
+    cls: type[Bench] = BENCHES.load(name)
+    return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))

@@ -237,7 +237,7 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
     """
     from fidelab.core.errors import UsageError
     from fidelab.models import resolve
-    from fidelab.run.borrow import HUB, find_for
+    from fidelab.references.borrow import HUB, find_for
 
     place: str | None = reference
     if reference == _AUTO:

@@ -13,8 +13,8 @@ from fidelab.results.numbers import counted
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
-    from fidelab.run.estimate import Estimate
-    from fidelab.run.prepare import Prepared
+    from fidelab.plan.estimate import Estimate
+    from fidelab.plan.prepare import Prepared
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
@@ -55,7 +55,7 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 
 
 def _planned(experiment: Experiment) -> dict[str, Any]:
-    from fidelab.run.looks import n_looks, planned, windows_of
+    from fidelab.plan.looks import n_looks, planned, windows_of
 
     began = time.monotonic()
     prepared = planned(experiment, convert=False)
@@ -71,7 +71,7 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
 def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
     """Return the rows of the planned work."""
     from fidelab.axes.base import Axis
-    from fidelab.run.estimate import conversion_bytes, needed_bytes
+    from fidelab.plan.estimate import conversion_bytes, needed_bytes
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]

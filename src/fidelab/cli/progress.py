@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fidelab.environments.install import Stage
+    from fidelab.plan.build import Plan, PlannedJob
+    from fidelab.results.outcomes import ArmResult
     from fidelab.results.store import RunFolder
-    from fidelab.run.build import Plan, PlannedJob
-    from fidelab.run.pairing import ArmResult
     from fidelab.run.runner import Listener
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job

@@ -19,8 +19,8 @@ from fidelab.core import engine_name, shell_line
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.engines.server_settings import Finding
+    from fidelab.environments.launch import Launched
     from fidelab.environments.servers import Served
-    from fidelab.run.launch import Launched
 
 _LOG = "; --log names its output"
 _SERVE = "serve."  # prefix of an option that only the server has
@@ -133,7 +133,7 @@ def start(
 
       fidelab serve start ./preset.yaml --port 8000 --dry-run
     """
-    from fidelab.run.launch import arm_of, check, check_servable, launch, plan
+    from fidelab.environments.launch import arm_of, check, check_servable, launch, plan
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
@@ -236,7 +236,7 @@ def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) 
     import yaml
 
     from fidelab.core.errors import FidelabError
-    from fidelab.run.launch import arm_of, server_command
+    from fidelab.environments.launch import arm_of, server_command
 
     chosen = preset.preset(name, trusted or [])
     written = chosen.model_dump(mode="json", exclude_defaults=True)
@@ -276,8 +276,8 @@ def check_preset(
     """
     from fidelab.core.errors import InputError
     from fidelab.engines.server_settings import KV
+    from fidelab.environments.launch import arm_of, check, check_server
     from fidelab.environments.servers import records, written_log
-    from fidelab.run.launch import arm_of, check, check_server
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)

@@ -37,8 +37,12 @@ def reference(
 
       fidelab share reference latest --to hf://owner/smollm2-reference
     """
+    from fidelab.axes import AXES
+    from fidelab.references.packing import share_reference
     from fidelab.results.store import RunFolder
-    from fidelab.run.packing import share_reference
+    from fidelab.scoring.machines import machine_difference
 
-    beside = None if other is None else RunFolder.open(other.absolute())
-    print(share_reference(RunFolder.open(run_dir.absolute()), to, beside))
+    run = RunFolder.open(run_dir.absolute())
+    difference = None if other is None else machine_difference(run, RunFolder.open(other.absolute()))
+    alone = [name for name in AXES.names() if not AXES.load(name).follows]  # the others ask what an arm answered
+    print(share_reference(run, to, alone, difference))

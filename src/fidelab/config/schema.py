@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -160,6 +161,28 @@ class ArmConfig(BaseModel):
     without: tuple[str, ...] = Field(
         default=(), description="options of the experiment's engine_args that this configuration omits"
     )
+
+    @property
+    def label(self) -> str:
+        """The name, by default what the arm differs in."""
+        if self.name:
+            return self.name
+        differences = [
+            Path(self.model).name if self.model else None,
+            self.engine.name if self.engine else None,
+            self.engine.image if self.engine else None,
+            self.kv.label if self.kv else None,
+            self.dtype,
+            *(_host(value) if key == "base-url" else f"{key}={value}" for key, value in self.engine_args.items()),
+            *(f"{key}={value}" for key, value in self.env.items()),
+            *(f"without {key}" for key in self.without),
+        ]
+        return " ".join(filter(None, differences))
+
+
+def _host(address: str) -> str:
+    """A server's address, short: ``http://127.0.0.1:8000/v1`` → ``127.0.0.1:8000``; without a user and a password."""
+    return re.sub(r"^\w+://([^/@]*@)?", "", address).rstrip("/").removesuffix("/v1") or address
 
 
 class ServeConfig(BaseModel):

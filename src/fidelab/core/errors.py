@@ -102,3 +102,7 @@ class OutputError(FidelabError):
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """Return all known names, the most similar to ``name`` first, ties in alphabetical order."""
     return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))
+
+
+UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""Errors of reading an invalid answer: another process wrote it, perhaps from a server."""

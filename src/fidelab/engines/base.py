@@ -22,6 +22,7 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Rounde
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines import ENGINES
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.options import OWN_FLAGS
 from fidelab.engines.speculation import Drafts, speculation_record
@@ -366,3 +367,9 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release resources. The process exits right after."""
+
+
+def engine_class(name: str) -> type[Engine]:
+    """Return the adapter. Its class variables hold in every environment."""
+    cls: type[Engine] = ENGINES.load(name)
+    return cls

@@ -1,1 +1,1 @@
-"""Runs: execute a plan, pair its captures with the reference's, score them, and report."""
+"""Runs: start the processes of a plan, keep their outcomes, and conduct a run from settings to report."""

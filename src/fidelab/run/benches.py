@@ -12,113 +12,40 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from fidelab.bench.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question
+from fidelab.bench.base import Answers, Bench, Facts, Question
 from fidelab.bench.startup import COLD, WARM
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.core import Arm, Status, digest, slug
-from fidelab.core.errors import CaptureError, FidelabError
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, CaptureError, FidelabError
 from fidelab.engines.base import one_line
 from fidelab.engines.openai.http import read_key
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.inputs.traffic import random_prompts
 from fidelab.metrics.latency import is_steady
 from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
+from fidelab.plan.benches import BenchPlan, benched_roles
+from fidelab.plan.build import PlannedCapture, PlannedJob
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.estimate import Timings, Work, work_of
+from fidelab.plan.resolve import Settings
 from fidelab.results.measurement import Measurement
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.request_log import REQUESTS
-from fidelab.run.build import FLOOR, TWIN, PlannedCapture, PlannedJob
-from fidelab.run.deploy import ResolvedArm
-from fidelab.run.estimate import Benched, Timings, Work, work_of
-from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, engaged
-from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH, Settings
-from fidelab.run.runner import Asking, Listener, absent, unreadable
+from fidelab.run.runner import Asking, Listener, absent, task_of, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
 BENCHES = "benches"  # what the pace of a run calls them
-_WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
 
-_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT, QUERIES)  # diagnostic arms and run-to-run noise
-_LOADS = 3  # over which repeats are spread where arms cannot be alive together
-_SHARE = 0.6  # of the available memory that live arms may take together
-_BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache
-_FLOAT32_FACTOR = 2  # a 16-bit checkpoint computed in 32 bits
 _WARM = "warm-up"  # the folder of answers that are thrown away
 
 Floats = NDArray[np.float64]
-
-
-def benched_roles(results: Sequence[ArmResult]) -> list[ArmResult]:
-    """Return the arms that benches measure: reference, control and candidates, as far as they ran."""
-    arms = [result for result in results if result.role.partition(":")[0] not in _UNBENCHED]
-    arms = [result for result in arms if not result.role.startswith(f"{CONTROL}:")]
-    return [result for result in arms if engaged(result)[0] in (Status.OK, Status.IDENTICAL)]
-
-
-class BenchPlan:
-    """Questions that the benches of a run ask its arms."""
-
-    def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
-        self._settings = settings
-        make = partial(random_prompts, len(tokenizer.pieces()), tokenizer.special_ids())
-        self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
-
-    def expected(self, results: Sequence[ArmResult]) -> Iterator[Benched]:
-        """Return the planned work, for an estimate."""
-        arms = benched_roles(results)
-        benches = self._settings.benches
-        questions = [question for bench in benches.values() for question in bench.questions(self._inputs)]
-        live = [question for question in questions if not benches[question.bench].fresh]
-        loads = self._loads(arms, live)
-        for resolved in (self._settings.resolved[result.arm.name] for result in arms):
-            arm = resolved.arm
-            asked = [q for q in questions if not (q.impossible or self._served(arm, q.bench))]
-            if any(question in live for question in asked):
-                yield "", resolved, loads, None, 0
-            for question in asked:
-                if benches[question.bench].fresh:
-                    yield question.bench, resolved, question.repeats, question.request(0), question.repeats
-                else:
-                    warmups = loads * min(question.max_warmup, _WARMUPS)
-                    yield question.bench, resolved, 0, question.request(0), question.repeats + warmups
-            for bench in benches.values():
-                if bench.loads and resolved.engine_class.is_server:
-                    for request in bench.traffic():
-                        yield bench.name, resolved, 0, request, 1
-
-    def _loads(self, arms: Sequence[ArmResult], live: Sequence[Question]) -> int:
-        """1: all arms stay loaded and are asked in turn; else over how many loads the repeats are spread."""
-        settings = [bench.settings for bench in self._settings.benches.values()]
-        wishes = {one.interleave for one in settings if isinstance(one, LiveSettings)}
-        spread = min(_LOADS, max((question.repeats for question in live), default=1))
-        if len(arms) < 2 or "live" in wishes:
-            return 1
-        return 1 if "loads" not in wishes and self._can_coexist(arms) else spread
-
-    def _can_coexist(self, arms: Sequence[ArmResult]) -> bool:
-        """Whether the arms can be alive together without disturbing one another."""
-        resolved = [self._settings.resolved[arm.arm.name] for arm in arms]
-        own = [arm for arm in resolved if not arm.engine_class.is_server]
-        if any(one.arm.device.startswith("cuda") for one in own):
-            return False  # engines set a pool aside there that takes most of the device
-        sizes = (one.model.weight_bytes * (_FLOAT32_FACTOR if one.arm.dtype == "float32" else 1) for one in own)
-        need = sum(_BESIDE_WEIGHTS + size for size in sizes)
-        return need <= _SHARE * psutil.virtual_memory().available
-
-    def _is_server(self, arm: Arm) -> bool:
-        return self._settings.resolved[arm.name].engine_class.is_server
-
-    def _served(self, arm: Arm, bench: str) -> str:
-        """Reason why this bench cannot measure an engine that somebody else started; empty if it can."""
-        return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
 
 
 class Benching(BenchPlan):
@@ -220,7 +147,7 @@ class Benching(BenchPlan):
             return True
         worker = workers[arm.role]
         began = time.monotonic()
-        alive = worker.ask([planned.task()])
+        alive = worker.ask([task_of(planned)])
         work = work_of(planned.request, self._settings.resolved[arm.arm.name].model)
         self._took.setdefault(arm.role, {})[question.name] = work, time.monotonic() - began
         if not alive:
@@ -262,7 +189,7 @@ class Benching(BenchPlan):
         planned = self._planned(arm, question, number)
         shutil.rmtree(planned.folder, ignore_errors=True)  # seconds of a process that is gone say nothing of this one
         with self._worker(arm.arm, arm.role) as worker:
-            worker.ask([planned.task()])
+            worker.ask([task_of(planned)])
             outcome = worker.finish()
         self._hear(arm, outcome)
         if not is_complete(planned.folder, planned.key):

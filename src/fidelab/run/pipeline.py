@@ -28,21 +28,24 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, resume_line, shell_line, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.serial import from_json, to_json
-from fidelab.ledger.reference import Pack
+from fidelab.plan.build import Plan
+from fidelab.plan.estimate import Timings
+from fidelab.plan.looks import check_budget, n_looks, planned, seconds_of
+from fidelab.plan.prepare import Prepared, now, prepare, require_packages
+from fidelab.plan.resolve import Settings
+from fidelab.references.pack import Pack
+from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, Benching
-from fidelab.run.build import Plan
 from fidelab.run.cluster import Cluster, RayCluster
-from fidelab.run.estimate import Timings
-from fidelab.run.looks import check_budget, n_looks, planned, seconds_of, undecided
-from fidelab.run.pairing import ArmResult, drop_compared_rows, drop_reference_rows, drop_rows_on_cluster
-from fidelab.run.prepare import Prepared, now, prepare, require_packages
-from fidelab.run.resolve import Settings
-from fidelab.run.runner import Listener, Silent, needs_of
-from fidelab.run.scoring import RunFacts, Scored, score_run
+from fidelab.run.rows import drop_rows_on_cluster
+from fidelab.run.runner import Asking, Listener, Silent, needs_of, starting
 from fidelab.run.signals import terminate_as_interrupt
-from fidelab.run.tiles import Figures
+from fidelab.scoring.dropping import drop_compared_rows, drop_reference_rows
+from fidelab.scoring.looks import undecided
+from fidelab.scoring.score import Scored, score_run
+from fidelab.scoring.tiles import Figures
 from fidelab.workers.fork_server import ForkServers
 
 
@@ -71,7 +74,8 @@ def execute(
     created = now()
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
-        prepared = planned(experiment, replicate=replicate, created=created, servers=ForkServers())
+        servers = ForkServers()
+        prepared = planned(experiment, replicate=replicate, created=created, meanwhile=starting(servers))
         check_budget(prepared)
         _check_placed(prepared.settings)
         head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
@@ -79,7 +83,7 @@ def execute(
         folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
         remember(prepared.settings.experiment, config, folder.config)
         facts = RunFacts(folder.run_id, created, command, _environment())
-        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -99,10 +103,11 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     folder.sweep()
     facts = _stored_facts(folder)
     with _cluster(experiment) as cluster:
+        servers = ForkServers()
         prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
         _check_placed(prepared.settings)
         folder.event("resumed")
-        return _run_jobs(prepared, folder, facts, listener or Silent(), cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -165,31 +170,16 @@ def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
     )
 
 
-def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str]]:
-    """The results that a run folder holds, the facts about the run, and the planned roles.
-
-    Raises:
-        InputError: If the folder has no outcomes yet, or the file is damaged.
-    """
-    record = folder.read_outcomes()
-    try:
-        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
-        facts, planned = from_json(RunFacts, record["facts"]), set(record["planned"])
-        roles = [result.role for result in results]
-        if len({*roles}) < len(roles) or "reference" not in (roles or planned) or {*map(type, planned)} - {str}:
-            raise ValueError("its arms are not those of a run")
-    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
-        raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: {resume_line(folder.path)}"
-        ) from None
-    return results, facts, planned
-
-
 # ----------------------------------------------------------------------------------------------- inside
 
 
 def _run_jobs(
-    prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener, cluster: Cluster | None
+    prepared: Prepared,
+    folder: RunFolder,
+    facts: RunFacts,
+    listener: Listener,
+    servers: ForkServers,
+    cluster: Cluster | None,
 ) -> Report:
     plan = prepared.plan
     expected, started = prepared.estimate(), time.monotonic()
@@ -206,7 +196,7 @@ def _run_jobs(
         with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
                 ahead.start()
-            asking = prepared.asking(listener, folder.event, cluster=cluster, readers=readers)
+            asking = Asking(prepared, listener, folder.event, servers=servers, cluster=cluster, readers=readers)
             asking.pace.expect({job.role: job.seconds for job in expected.jobs})
             asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
             asking.pace.expect({"scoring": expected.scoring})
@@ -217,7 +207,7 @@ def _run_jobs(
             _keep(answered, results, plan, folder, facts)
             for look in range(1, n_looks(plan.settings)):
                 began = time.monotonic()
-                more = undecided(plan, facts, _every(plan, results), figures)
+                more = undecided(plan.settings.experiment, facts, _every(plan, results), figures)
                 looked += time.monotonic() - began
                 if not more:
                     break
@@ -256,7 +246,7 @@ def _run_jobs(
         folder.event("interrupted")
         raise Interrupted(folder.path) from None
     finally:
-        prepared.servers.close()
+        servers.close()
         listener.close()
 
 

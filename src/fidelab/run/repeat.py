@@ -19,15 +19,15 @@ from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, digest, resume_line, slug
 from fidelab.core.errors import InputError
+from fidelab.plan.estimate import check_disk
+from fidelab.plan.prepare import prepare
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.run.estimate import check_disk
 from fidelab.run.pipeline import Interrupted, execute, first_replicate, rescore, resume
-from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
 
 STRIDE = 100  # between the replicate numbers of two runs; a run itself uses a handful

@@ -9,28 +9,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from fidelab.axes.base import AxisInputs
+from fidelab.captures.manifest import seed_of
 from fidelab.captures.reader import Capture, check_answers
-from fidelab.captures.requests import Request
+from fidelab.captures.requests import Request, request_record
 from fidelab.captures.store import Readers
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Arm, Status
 from fidelab.core.errors import CaptureError, UsageError
+from fidelab.core.roles import FLOOR, TWIN
 from fidelab.core.serial import to_json
-from fidelab.engines.base import one_line
+from fidelab.engines.base import engine_class, one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
+from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
+from fidelab.plan.prepare import Prepared
+from fidelab.results.engagement import select_runtime_info
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.run.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.run.cluster import Cluster, Needs, run_job
-from fidelab.run.comparing import RowComparer
-from fidelab.run.deploy import ResolvedArm, engine_class
-from fidelab.run.estimate import Rates, Timings, Work, estimate_job, work_of
-from fidelab.run.pairing import ArmResult, select_runtime_info
-from fidelab.run.resolve import Settings
+from fidelab.scoring.comparing import RowComparer
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import (
     Captured,
@@ -219,28 +221,27 @@ class _Clocked:
 class Asking:
     """Run jobs one after another. The reference comes first, because its answers lead to requests for all arms.
 
-    ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
-    starts afresh.  ``event``: called with the name and the fields of each event.  ``cluster``: cluster that runs the
-    jobs, if any.  ``readers``: of the run's captures; with them, rows that no other run reads go as they are compared.
+    ``servers``: fork the workers; ``None``: each starts afresh.  ``event``: called with the name and the fields of each
+    event.  ``cluster``: cluster that runs the jobs, if any.  ``readers``: of the run's captures; with them, rows that
+    no other run reads go as they are compared.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        inputs: AxisInputs,
-        sample: str,
-        servers: ForkServers | None,
+        prepared: Prepared,
         listener: Listener,
         event: Callable[..., None],
+        *,
+        servers: ForkServers | None = None,
         cluster: Cluster | None = None,
         readers: Readers | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings = settings = prepared.settings
         self._readers = readers if cluster is None else None
         self._cluster = cluster
         self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
-        self._inputs = inputs
-        self._sample = sample
+        self._inputs = inputs = prepared.inputs
+        self._sample = prepared.sample
         self._servers = servers
         self._listener = listener
         self._event = event
@@ -303,13 +304,14 @@ class Asking:
                 missing.extend(added)
                 self._listener.extended(job, sum(capture.tokens for capture in added))
                 self.pace.capture(clocked.begin(first))
-                return [capture.task() for capture in added]
+                return [task_of(capture) for capture in added]
 
             comparer = RowComparer(self._settings.axes)
 
             def hear(received: Message) -> Message | None:
                 if isinstance(received, Written):
-                    return comparer.compare(missing[received.index], received)
+                    asked = missing[received.index]
+                    return comparer.compare(asked.axis, asked.folder, asked.base, received)
                 with self._lock:
                     self._hear(job, missing, clocked, received)
                 return None
@@ -393,7 +395,7 @@ class Asking:
         return Job(
             arm=to_json(job.arm),
             store=str(store),
-            tasks=[capture.task(compared=compared) for capture in missing],
+            tasks=[task_of(capture, compared=compared) for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
             sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with
@@ -425,6 +427,13 @@ class Asking:
                 self.pace.capture(clocked.begin(index + 1))
 
 
+def task_of(planned: PlannedCapture, *, compared: bool = False) -> ProbeTask:
+    """Return the task for a worker; ``compared``: rows that no other arm waits for are compared as they come."""
+    against = "" if planned.readers else planned.against
+    record, seed = request_record(planned.request), seed_of(planned.key)
+    return ProbeTask(record, str(planned.folder), planned.key, seed, against, compared and against != "")
+
+
 def needs_of(arm: Arm, gpus: float | None) -> Needs:
     """Return the resources of an arm on a cluster's node. ``gpus``: per arm; ``None``: its tensor parallel size.
 
@@ -450,6 +459,15 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
     command = environment.command("fidelab.workers.fork_server")
     server = servers.get(command, resolved.arm.engine, _variables(resolved))
     return None if server is None else server.start
+
+
+def starting(servers: ForkServers) -> Callable[[ResolvedArm], None]:
+    """Return a function that lets a fork server import an arm's engine, while the parent goes on."""
+
+    def start(resolved: ResolvedArm) -> None:
+        spawner(resolved, servers)
+
+    return start
 
 
 def _variables(resolved: ResolvedArm) -> dict[str, str]:

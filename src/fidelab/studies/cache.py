@@ -24,12 +24,12 @@ from fidelab.engines.hf.weights import NATIVE
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.metrics.cliff import asymmetry, cliff
+from fidelab.plan.prepare import prepare
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import counted
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
-from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
 from fidelab.studies.recipes import VLLM, WIDE, Recipe, pair_name
 from fidelab.studies.roundings import (

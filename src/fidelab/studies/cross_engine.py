@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes import AXES
-from fidelab.axes.base import parts_of
+from fidelab.axes.base import load_axis, parts_of
 from fidelab.axes.perplexity import Perplexity
+from fidelab.bench.base import load_bench
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.cross import KIND, CrossEngine, EngineLine
@@ -24,20 +25,20 @@ from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, usable_cores
 from fidelab.core.errors import FidelabError
+from fidelab.engines.base import engine_class
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.models import resolve
 from fidelab.models.embedded import NAMES
 from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.numbers import counted
+from fidelab.results.outcomes import ArmResult, read_outcomes
 from fidelab.results.record import Report, Verdict
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
-from fidelab.run.deploy import engine_class
-from fidelab.run.pairing import ArmResult, Scorer
-from fidelab.run.pipeline import execute, read_outcomes
-from fidelab.run.resolve import load_axis, load_bench
+from fidelab.run.pipeline import execute
 from fidelab.run.runner import Listener
+from fidelab.scoring.pairing import Scorer
 from fidelab.studies.study import arm_of, new_study, write_study
 
 CrossWatch = Callable[[str], Listener | None]

@@ -19,17 +19,18 @@ from fidelab.captures.requests import Layerwise, Prefill
 from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.core.errors import EngineError, InputError, MismatchError, NotSupportedError, UsageError
+from fidelab.core.roles import FLOOR, TWIN
+from fidelab.engines.base import engine_class
 from fidelab.metrics.layers import TIMES, LayerCurve, added_errors, part, relative_errors
+from fidelab.plan.build import PlannedJob
+from fidelab.plan.prepare import prepare
 from fidelab.report.cells import status_line
 from fidelab.results.measurement import Definition, Flag, Metric
 from fidelab.results.numbers import counted, format_amount, format_kld, one_line
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.plots import Curve
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyArm, StudyRow
-from fidelab.run.build import FLOOR, TWIN, PlannedJob
-from fidelab.run.deploy import engine_class
-from fidelab.run.pairing import ArmResult
-from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener, Silent
 from fidelab.studies.study import OpenStudy, arm_of, run_jobs, why_none, with_requests
 

@@ -23,12 +23,12 @@ from fidelab.engines.hf.weights import NATIVE
 from fidelab.metrics.allocation import Floats, allocate, exchanges
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
+from fidelab.plan.prepare import Prepared
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
 from fidelab.results.numbers import counted, format_figure, format_kld, format_layers, format_span, one_line
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.plots import Grid, Heatmap
 from fidelab.results.study import Study, StudyKind, StudyPlan, StudyRow
-from fidelab.run.pairing import ArmResult
-from fidelab.run.prepare import Prepared
 from fidelab.studies.study import OpenStudy, why_none, with_requests
 
 KLD = Definition("kld", "nats", "lower", "mean KL(native‖rounded)")

@@ -17,14 +17,17 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.requests import Request
 from fidelab.config.load import dump
 from fidelab.core import Status, slug
+from fidelab.core.roles import TWIN
+from fidelab.plan.build import PlannedCapture, PlannedJob
+from fidelab.plan.prepare import Prepared
 from fidelab.report.study import write_study_html
+from fidelab.results.engagement import engaged
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import SCHEMA, Study, StudyArm
-from fidelab.run.build import TWIN, PlannedCapture, PlannedJob
-from fidelab.run.pairing import ArmResult, engaged
-from fidelab.run.prepare import Prepared
-from fidelab.run.runner import Listener, Silent
+from fidelab.run.runner import Asking, Listener, Silent
+from fidelab.workers.fork_server import ForkServers
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def run_jobs(
     results: list[ArmResult] = []
     listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
     try:
-        asking = prepared.asking(listener, folder.event if folder else lambda *_a, **_k: None)
+        asking = Asking(prepared, listener, folder.event if folder else lambda *_a, **_k: None, servers=ForkServers())
         for job in jobs:
             results.append(asking.run(job, log(job.role)))
             if results[-1].status is not Status.OK and not job.role.startswith(f"{TWIN}:"):

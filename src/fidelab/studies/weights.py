@@ -19,12 +19,12 @@ from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
 from fidelab.formats import K_QUANTS
 from fidelab.formats.weights import WeightFormat, weight_format
+from fidelab.plan.prepare import prepare
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
-from fidelab.run.prepare import prepare
 from fidelab.run.runner import Listener
 from fidelab.studies.roundings import KLD, Cell, Choices, Found, Question, Say, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy

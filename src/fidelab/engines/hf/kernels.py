@@ -9,7 +9,8 @@ from fidelab.core.errors import NotSupportedError
 from fidelab.engines import k16v8
 from fidelab.engines.checkpoint import shape_of
 
-NAME = k16v8.K16V8  # engine option attention=k16v8
+ATTENTION, AUTO = "attention", "auto"  # the engine option, and what leaving it away is called
+NAME = k16v8.K16V8  # attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, also on a GPU
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
 _NATIVES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}

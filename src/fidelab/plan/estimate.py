@@ -21,13 +21,14 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served
 from fidelab.captures.writer import PART_BYTES
 from fidelab.core import Arm, Estimator, format_bytes, strict_json, write_atomically
 from fidelab.core.errors import OutputError
+from fidelab.core.roles import base_of
 from fidelab.core.serial import from_json, to_json
 from fidelab.environments.host import graphics
 from fidelab.models import Model, check_conversion
 from fidelab.models.cache import cache_dir
 from fidelab.physics.devices import Device, device_of, find_device
-from fidelab.run.build import Plan, PlannedJob, base_of, follow_ups, foreseen, linked, with_probes
-from fidelab.run.deploy import ResolvedArm
+from fidelab.plan.build import Plan, PlannedJob, follow_ups, foreseen, linked, with_probes
+from fidelab.plan.deploy import ResolvedArm
 
 DEFAULT = "defaults: nothing like it has run on this machine"
 

@@ -9,22 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
-from fidelab.captures.manifest import capture_folder, capture_key, key_digest, load_manifest, seed_of
+from fidelab.axes.encoded import encoding_remarks
+from fidelab.captures.manifest import capture_folder, capture_key, key_digest, load_manifest
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Generate, Request, Served, request_record
+from fidelab.captures.requests import Generate, Request, Served
 from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
+from fidelab.core.roles import EXACT, FLOOR, QUERIES, TRUTH, TWIN, base_of
 from fidelab.engines.base import no_ways, one_line
+from fidelab.engines.twins import twins_of
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.resolve import Settings
 from fidelab.results.measurement import DECIDING
-from fidelab.run.arms import twins_of
-from fidelab.run.deploy import ResolvedArm
-from fidelab.run.encoded import encoding_remarks
-from fidelab.run.resolve import EXACT, QUERIES, TRUTH, Settings
-from fidelab.workers.messages import ProbeTask
 
-FLOOR = "floor"
-TWIN = "twin"  # "twin:NAME": that candidate with other last bits
 _DIAGNOSED = ("kld",)  # the axes of diagnostic arms and twins
 _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
@@ -65,12 +63,6 @@ class PlannedCapture:
     def _compared_with(self) -> str:
         """Digest of the key of the capture whose figures replace rows; empty: rows are there."""
         return str(load_manifest(self.folder).get("against", ""))
-
-    def task(self, *, compared: bool = False) -> ProbeTask:
-        """Return the task for a worker; ``compared``: rows that no other arm waits for are compared as they come."""
-        against = "" if self.readers else self.against
-        record, seed = request_record(self.request), seed_of(self.key)
-        return ProbeTask(record, str(self.folder), self.key, seed, against, compared and against != "")
 
     @property
     def tokens(self) -> int:
@@ -224,12 +216,6 @@ def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, R
         with suppress(FidelabError):
             requests[name] = axis.foreseen(inputs)
     return {name: parts for name, parts in requests.items() if parts}
-
-
-def base_of(role: str) -> str:
-    """Return the role of the arm that this one is compared with; empty if there is none."""
-    kind, _, name = role.partition(":")
-    return {"reference": "", EXACT: EXACT if name else "", TWIN: f"candidate:{name}"}.get(kind, "reference")
 
 
 def _against(settings: Settings, job: PlannedJob, asked: Request) -> tuple[str, Path | None]:

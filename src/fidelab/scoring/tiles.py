@@ -1,7 +1,8 @@
 """Rows of hidden states of all arms compared at once: many in a process of their own with torch, few by numpy here.
 
 Of each item the reference's logits are computed once for all arms.  The process may use a device, which engines have
-left by then, and gives its memory back when it ends.  ``python -m fidelab.run.tiles TICKET FIGURES`` is that process.
+left by then, and gives its memory back when it ends.
+``python -m fidelab.scoring.tiles TICKET FIGURES`` is that process.
 """
 
 from __future__ import annotations
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.axes.base import Axis
+from fidelab.axes.base import Axis, load_axis
 from fidelab.axes.rows import NumpyScorer, compare_many, figures_of, item_rows
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Estimator
 from fidelab.core.scratch import scratch
-from fidelab.run.resolve import load_axis
 
 if TYPE_CHECKING:
     from fidelab.axes.rows import Scorer
@@ -72,7 +72,7 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
         ticket, found = room / "ticket.json", room / "figures.npz"
         groups = [{**vars(one), "ref": str(one.ref), "tests": [[str(t), p] for t, p in one.tests]} for one in asked]
         ticket.write_text(json.dumps({"threads": threads, "groups": groups}), "utf-8")
-        words = [sys.executable, "-m", "fidelab.run.tiles", str(ticket), str(found)]
+        words = [sys.executable, "-m", "fidelab.scoring.tiles", str(ticket), str(found)]
         variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(words, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         for line in done.stdout.splitlines():

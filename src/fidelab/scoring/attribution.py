@@ -16,14 +16,15 @@ from fidelab.axes.base import AxisScore
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError
+from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH, TWIN
 from fidelab.engines import ENGINES
+from fidelab.engines.base import engine_class
+from fidelab.engines.hf.kernels import ATTENTION
+from fidelab.engines.twins import family
 from fidelab.results.measurement import DECIDING
+from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
-from fidelab.run.arms import ATTENTION, family
-from fidelab.run.build import TWIN
-from fidelab.run.deploy import engine_class
-from fidelab.run.pairing import ArmResult, Measured, Scorer
-from fidelab.run.resolve import CONTROL, EXACT, QUERIES, TRUTH
+from fidelab.scoring.pairing import Measured, Scorer
 
 
 def is_diagnostic(role: str) -> bool:

@@ -9,50 +9,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fidelab.axes import AXES
-from fidelab.axes.base import Axis
-from fidelab.bench import BENCHES
-from fidelab.bench.base import Bench
+from fidelab.axes.base import Axis, load_axis
+from fidelab.bench.base import Bench, load_bench
 from fidelab.config.grid import levels_of
-from fidelab.config.load import expand, validate_as
+from fidelab.config.load import expand
 from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
-from fidelab.engines.base import Engine, Support
+from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH
+from fidelab.engines.base import Engine, Support, engine_class
+from fidelab.engines.hf.kernels import ATTENTION, AUTO
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
+from fidelab.environments.asked import Engines, check_kv_name, installation_record, native_kv, versions_there
 from fidelab.environments.container import existing_paths
 from fidelab.environments.queries import EngineAnswers
-from fidelab.ledger.reference import Pack
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.weights import content_sha256
-from fidelab.run.arms import (
-    ATTENTION,
-    AUTO,
-    DTYPES,
-    check_kv_name,
-    inherited_kv,
-    native_kv,
-    other_attention,
-    resolve_arm,
-    same_attention,
-    served_name,
-    with_kv,
-)
-from fidelab.run.deploy import (
-    Engines,
-    ResolvedArm,
-    engine_class,
-    installation_record,
-    loads_safetensors,
-    versions_there,
-)
-
-CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
-TRUTH = "truth"  # the role of the reference's 32-bit twin
-EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
-QUERIES = "queries"  # "queries:NAME": a candidate on a kernel that leaves queries in the model's type
+from fidelab.plan.arms import DTYPES, inherited_kv, other_attention, resolve_arm, same_attention, served_name, with_kv
+from fidelab.plan.deploy import ResolvedArm, loads_safetensors
+from fidelab.references.pack import Pack
 
 NODE_THREADS = 4  # of an arm on a cluster, unless specified: few enough that arms do not keep each other from GPUs
 
@@ -97,7 +74,7 @@ def resolve_experiment(
 ) -> Settings:
     """Resolve names, formats, models and environments. ``created`` marks captures that only this run may use.
 
-    ``pack``: pack that the reference is borrowed from.  ``assume``: see :class:`fidelab.run.deploy.Engines`.
+    ``pack``: pack that the reference is borrowed from.  ``assume``: see :class:`fidelab.environments.asked.Engines`.
 
     Raises:
         FidelabError: For anything that the user can fix. The message names the fault and the remedy.
@@ -563,28 +540,6 @@ def _refuse_namesakes(arms: Sequence[Arm]) -> None:
     for arm in arms:
         if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
             raise UsageError(f"two different configurations are named {arm.name!r}; give one of them another 'name'")
-
-
-def load_axis(name: str, values: Mapping[str, object]) -> Axis:
-    """Load an axis with its settings.
-
-    Raises:
-        UnknownNameError: If there is no such axis.
-        ConfigError: If it has no such setting, or the value is invalid.
-    """
-    cls: type[Axis] = AXES.load(name)
-    return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
-
-
-def load_bench(name: str, values: Mapping[str, object]) -> Bench:
-    """Load a bench with its settings.
-
-    Raises:
-        UnknownNameError: If there is no such bench.
-        ConfigError: If it has no such setting, or the value is invalid.
-    """
-    cls: type[Bench] = BENCHES.load(name)
-    return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.store import Readers
 from fidelab.config.load import expand, expand_existing
 from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.core import Status
@@ -20,15 +19,13 @@ from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import TEXTS, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
-from fidelab.run.benches import BenchPlan
-from fidelab.run.borrow import borrow, check_model
-from fidelab.run.build import Plan, build_plan
-from fidelab.run.cluster import Cluster
-from fidelab.run.estimate import Estimate, check_disk, estimate
-from fidelab.run.pairing import ArmResult
-from fidelab.run.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
-from fidelab.run.runner import Asking, Listener, spawner
-from fidelab.workers.fork_server import ForkServers
+from fidelab.plan.benches import BenchPlan
+from fidelab.plan.build import Plan, build_plan
+from fidelab.plan.deploy import ResolvedArm
+from fidelab.plan.estimate import Estimate, check_disk, estimate
+from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
+from fidelab.references.borrow import borrow, check_model
+from fidelab.results.outcomes import ArmResult
 
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
@@ -40,7 +37,6 @@ class Prepared:
     plan: Plan
     inputs: AxisInputs
     sample: str
-    servers: ForkServers = field(default_factory=ForkServers)
 
     @property
     def settings(self) -> Settings:
@@ -56,19 +52,6 @@ class Prepared:
         results = [ArmResult(job.role, job.arm, Status.OK) for job in self.plan.jobs]
         return estimate(self.plan, self.inputs, BenchPlan(self.settings, self.inputs.tokenizer).expected(results))
 
-    def asking(
-        self,
-        listener: Listener,
-        event: Callable[..., None],
-        *,
-        fresh: bool = False,
-        cluster: Cluster | None = None,
-        readers: Readers | None = None,
-    ) -> Asking:
-        """Return the runner of the plan's jobs; ``fresh``: each in a new interpreter, imports included."""
-        servers = None if fresh else self.servers
-        return Asking(self.settings, self.inputs, self.sample, servers, listener, event, cluster, readers)
-
 
 def prepare(
     experiment: Experiment,
@@ -77,14 +60,15 @@ def prepare(
     replicate: int = 0,
     created: str | None = None,
     convert: bool = True,
-    servers: ForkServers | None = None,
+    meanwhile: Callable[[ResolvedArm], None] | None = None,
 ) -> Prepared:
     """Resolve and plan. Nothing runs or is written, but models may be fetched and converted, and packs unpacked.
 
     ``only``: keep only the job of this role (the first of several candidates). ``replicate``: first number of this
     run's captures.  ``created``: when the run was first started, by default now.  ``convert``: convert the weights of
     GGUF files where an arm needs that; without it, captures of such an arm count as missing, and the engine of a pasted
-    command need not be installed.  ``servers``: fork servers, one of which imports the reference's engine meanwhile.
+    command need not be installed.  ``meanwhile``: called with the reference's arm as soon as it is
+    known, to start what takes time.
 
     Raises:
         FidelabError: For anything that the user can fix. The message is one line.
@@ -95,8 +79,8 @@ def prepare(
         raise UsageError("a borrowed reference cannot be repeated: leave out runs")
     assume = not convert and experiment.serve is not None
     settings = resolve_experiment(experiment, created or now(), pack, assume=assume)
-    if servers is not None and pack is None and settings.axes and experiment.executor.name == "local":
-        spawner(settings.resolved[settings.reference.name], servers)
+    if meanwhile is not None and pack is None and settings.axes and experiment.executor.name == "local":
+        meanwhile(settings.resolved[settings.reference.name])
     tokenizer = Tokenizer.load(settings.model)
     if pack is not None:
         check_model(pack, settings.model, tokenizer)
@@ -110,7 +94,7 @@ def prepare(
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
-    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
+    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
 
 
 def require_packages(experiment: Experiment) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -13,54 +13,36 @@ import numpy as np
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore, parts_of
+from fidelab.axes.base import Axis, AxisScore, load_axis, parts_of
+from fidelab.axes.encoded import encoded_facts
 from fidelab.bench import BENCHES
+from fidelab.config.command import serve_command
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Arm, Status, shell_line
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
 from fidelab.core.registry import require
-from fidelab.core.serial import OMIT
+from fidelab.core.roles import CONTROL, TRUTH
 from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import one_line
+from fidelab.engines.hf.kernels import ATTENTION
 from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
 from fidelab.results.coverage import coverage
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
+from fidelab.results.engagement import engaged
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import public_name
+from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.plots import Texts
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
 from fidelab.results.verdict import judged
-from fidelab.run.arms import ATTENTION, serve_command
-from fidelab.run.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
-from fidelab.run.encoded import encoded_facts
-from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS, ArmResult, Measured, Scorer, engaged
-from fidelab.run.resolve import CONTROL, TRUTH, load_axis
-from fidelab.run.tiles import Figures
+from fidelab.scoring.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
+from fidelab.scoring.pairing import Measured, Scorer
+from fidelab.scoring.tiles import Figures
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """Facts about the run itself.
-
-    ``unavailable``: axes that could not be measured, and why.  ``borrowed``: fields of
-    :class:`~fidelab.results.record.Borrowed`, and the ``noise`` of the pack; empty where the reference ran here.
-    """
-
-    run_id: str
-    created: str
-    command: str
-    environment: Mapping[str, Any]
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-    borrowed: Mapping[str, Any] = field(default_factory=dict, metadata=OMIT)
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if ``created`` is not a time with a zone."""
-        if datetime.fromisoformat(self.created).tzinfo is None:
-            raise ValueError(f"{self.created!r} has no time zone")
 
 
 @dataclass(frozen=True)
@@ -81,7 +63,7 @@ def score_run(
     """Score every arm against the reference, control and floor included.
 
     If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``figures``: as
-    of :class:`~fidelab.run.pairing.Scorer`.
+    of :class:`~fidelab.scoring.pairing.Scorer`.
 
     Raises:
         MissingPackageError: If SciPy is not installed.

@@ -1,72 +1,23 @@
-"""Environments of arms: each engine is queried in its environment before anything loads."""
+"""Engines asked in their environments before anything loads, and what is recorded of how they are installed."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fidelab.config.schema import EngineConfig
-from fidelab.core import Arm, Estimator
-from fidelab.core.errors import EngineError
-from fidelab.engines import ENGINES
-from fidelab.engines.base import Engine
+from fidelab.config.schema import ArmConfig, EngineConfig
+from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import EngineError, UnknownNameError
+from fidelab.engines.base import engine_class
 from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.environment import Environment, locate
 from fidelab.environments.queries import Assumed, EngineAnswers, ask
-from fidelab.models import Model
 
 _STOCK = "stock"
-
-
-def engine_class(name: str) -> type[Engine]:
-    """Return the adapter. Its class variables hold in every environment."""
-    cls: type[Engine] = ENGINES.load(name)
-    return cls
-
-
-def loads_safetensors(engine: type[Engine]) -> bool:
-    """Whether the engine loads a safetensors folder. For a server only the tokenizer is loaded here."""
-    return engine.checkpoint_format == "hf" and not engine.is_server
-
-
-@dataclass(frozen=True)
-class ResolvedArm:
-    """An arm with its engine's adapter, its model, the environment of its engine, and the versions installed there.
-
-    ``versions`` also records modified engines, folders that precede the packages, and variables of the worker's
-    environment that may change results. Captures of another build, or made under other variables, are therefore not
-    shared.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
-    ``unasked``: the engine still has to be asked, on the device where the arm runs, whether it can run the arm.
-    ``borrowed``: another user ran it; ``model`` is not its own, and nothing of it runs here.
-    """
-
-    arm: Arm
-    engine_class: type[Engine]
-    model: Model
-    environment: Environment
-    versions: Mapping[str, str]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    draft: Model | None = None
-    unasked: bool = False
-    borrowed: bool = False
-
-    @property
-    def estimator(self) -> Estimator:
-        """Estimator of this arm's distributions on its engine."""
-        return self.engine_class.estimator_for(self.arm)
-
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether the engine loads safetensors while the model, or its draft model, has its weights in a GGUF file."""
-        if self.borrowed:
-            return False
-        models = [model for model in (self.model, self.draft) if model is not None]
-        return any(model.text_only for model in models) and loads_safetensors(self.engine_class)
 
 
 class Engines:
@@ -109,6 +60,25 @@ class Engines:
             files = self._files() if environment.image else ()
             self._found[config] = self._stack.enter_context(ask(environment, files=files))
         return self._found[config]
+
+
+def native_kv(engine: EngineConfig) -> KVSpec:
+    """Return the format of an engine's cache if none is specified."""
+    return KVSpec.parse(engine_class(engine.name).native_kv)
+
+
+def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
+    """Refuse a format whose name the engine does not know. An engine without any format names is not installed.
+
+    Raises:
+        UnknownNameError: If the engine does not know the format. The message lists the formats that it knows.
+    """
+    if config.kv is None:
+        return
+    known = answers.kv_names()
+    for fmt in (config.kv.k, config.kv.v):
+        if known and fmt.name not in known:
+            raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 
 
 def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 from fidelab.config.schema import Experiment
-from fidelab.core import Status
 from fidelab.core.errors import UsageError
-from fidelab.results.choice import settled
-from fidelab.run.build import Plan, PlannedJob
-from fidelab.run.estimate import Timings, estimate_job, work_of
-from fidelab.run.pairing import ArmResult
-from fidelab.run.prepare import Prepared, prepare
-from fidelab.run.resolve import Settings
-from fidelab.run.scoring import RunFacts, score_run
-from fidelab.run.tiles import Figures
+from fidelab.plan.build import Plan, PlannedJob
+from fidelab.plan.estimate import Timings, estimate_job, work_of
+from fidelab.plan.prepare import Prepared, prepare
+from fidelab.plan.resolve import Settings
 
 
 def n_looks(settings: Settings) -> int:
@@ -96,28 +90,3 @@ def seconds_of(jobs: Sequence[PlannedJob]) -> dict[str, float]:
     """Return the expected seconds of jobs, by role."""
     timings = Timings()
     return {job.role: estimate_job(job, timings).seconds for job in jobs}
-
-
-def undecided(plan: Plan, facts: RunFacts, results: Sequence[ArmResult], figures: Figures) -> list[str]:
-    """Return the roles of the candidates that more of the text can decide, by the axes that look several times.
-
-    The result is empty if the reference failed, since there is nothing to compare with.  ``figures``: of pairs that
-    were compared; those of this look are added.
-    """
-    experiment = plan.settings.experiment
-    looking = {name: experiment.axes[name] for name, axis in plan.settings.axes.items() if axis.n_looks > 1}
-    experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
-    arms = [_of_axes(result, looking) for result in results if result.role.startswith(("reference", "candidate:"))]
-    report = score_run(experiment, facts, arms, figures=figures).report
-    done = settled(report, **experiment.limits.model_dump(exclude={"margin"}))
-    able = {result.role for result in arms if result.status is Status.OK}
-    if "reference" not in able:
-        return []
-    return [role for arm in report.candidates if (role := f"candidate:{arm.name}") in able and arm.name not in done]
-
-
-def _of_axes(result: ArmResult, axes: Collection[str]) -> ArmResult:
-    """The result as far as it is of some axes."""
-    captures = {name: folder for name, folder in result.captures.items() if name.split(".", 1)[0] in axes}
-    failures = {name: why for name, why in result.failures.items() if name.split(".", 1)[0] in axes}
-    return replace(result, captures=captures, failures=failures, benches={})

@@ -9,9 +9,9 @@ from fidelab.config.load import expand
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core.errors import CaptureError, FidelabError, InputError, UnavailableError, UsageError
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.ledger.reference import MANIFEST, Pack, check_listed, read_pack, sample_digest
 from fidelab.models import Model, hub
 from fidelab.models.resolve import HUB_ID
+from fidelab.references.pack import MANIFEST, Pack, check_listed, read_pack, sample_digest
 
 HUB = "hf://"
 

@@ -12,9 +12,7 @@ from fidelab.captures.manifest import PARTIAL
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.store import drop_part_rows
-from fidelab.core.errors import CaptureError, FidelabError
-from fidelab.run.build import PlannedCapture
-from fidelab.run.pairing import UNTRUSTED_DATA_ERRORS
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, CaptureError, FidelabError
 from fidelab.workers.messages import Compared, Written
 
 _LOGGER = logging.getLogger(__name__)
@@ -27,21 +25,25 @@ class RowComparer:
         self._axes = axes
         self._pair: Pair | None = None  # of the capture that is being written, as far as it is known
 
-    def compare(self, planned: PlannedCapture, written: Written) -> Compared:
-        """Replace a part's rows by figures; a part that cannot be compared keeps them, and scoring says why."""
+    def compare(self, part: str, target: Path, base: Path | None, written: Written) -> Compared:
+        """Replace the written rows by figures; rows that cannot be compared stay, and scoring says why.
+
+        ``part``: axis or part of it that is asked.  ``target``: folder that the capture will have.  ``base``: that of
+        the capture that it is compared with.
+        """
         try:
-            folder = planned.folder.with_name(Path(written.folder).name)
+            folder = target.with_name(Path(written.folder).name)
             if not folder.name.startswith(PARTIAL):  # a worker's word: no other folder is read or changed
                 raise CaptureError(f"{written.folder} is not the folder of an unfinished capture")
             if self._pair is None or self._pair.test.folder != folder:
-                ref, test = Capture(planned.base or planned.folder), Capture(folder, verify=False)
+                ref, test = Capture(base or target), Capture(folder, verify=False)
                 self._pair = Pair.match(ref, test, subset=True)
             pair = self._pair
             for item in written.items:
                 pair.test.items[item] |= {"failed": None, "parts": written.part + 1}
             here = replace(pair, items=tuple((r, t) for r, t in pair.items if t in written.items))
-            figures = self._axes[planned.axis.partition(".")[0]].figures(here)
+            figures = self._axes[part.partition(".")[0]].figures(here)
             return Compared() if figures is None else Compared(*drop_part_rows(pair.test, written.part, dict(figures)))
         except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:
-            _LOGGER.debug("%s keeps its rows: %s", planned.folder, error)
+            _LOGGER.debug("%s keeps its rows: %s", target, error)
             return Compared()

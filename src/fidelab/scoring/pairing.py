@@ -2,225 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import re
 import traceback
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
-from fidelab.captures.manifest import key_digest, load_manifest
+from fidelab.axes.base import Axis, AxisScore, load_axis, part_name, parts_of
 from fidelab.captures.pair import Pair, comparability_key
-from fidelab.captures.reader import Capture, key_name
-from fidelab.captures.store import Readers, drop_rows
+from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, Estimator, Status, usable_cores
-from fidelab.core.errors import CaptureError, FidelabError, MismatchError
-from fidelab.core.runtime import invalid_runtime_fields
-from fidelab.core.serial import from_json, to_json
+from fidelab.core import Status, usable_cores
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, CaptureError, FidelabError
+from fidelab.core.roles import is_partial
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.metrics.unmoved import Unmoved
-from fidelab.results.measurement import DECIDING, Measurement
-from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
-from fidelab.run import tiles
-from fidelab.run.build import FLOOR, TWIN, base_of
-from fidelab.run.cluster import Cluster, Lost, Needs
-from fidelab.run.resolve import load_axis
-from fidelab.run.tiles import Asked, Figures, compare_here, compare_in_process, is_comparable, operations
-
-UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""Errors of reading an invalid answer: another process wrote it, perhaps from a server."""
+from fidelab.results.engagement import engaged
+from fidelab.results.measurement import DECIDING
+from fidelab.results.outcomes import ArmResult
+from fidelab.results.record import NO_REFERENCE
+from fidelab.scoring import tiles
+from fidelab.scoring.tiles import Asked, Figures, compare_here, compare_in_process, is_comparable, operations
 
 _LOGGER = logging.getLogger(__name__)
-_BYTES_TOLERANCE = 1e-3
 _MAX_EQUAL_SHARE = 0.01  # share of changed numbers from which on equal rows are not an accident
 _FIRST_DECODED = 2  # the first token reads its own value alone, whatever its key
 _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= is given
-_REFUTED = "refuted: "
-_QUESTIONS = ("received", "stored", "named")  # of the proof of engagement, in the order of reasons
-_CAPTURE_SUFFIX = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
-
-
-@dataclass(frozen=True)
-class ArmResult:
-    """Result of one arm: its captures by axis, or the reason why there are none.
-
-    ``role``: as in :class:`~fidelab.run.build.Plan`.  ``benches``: the result of each bench, a
-    :class:`~fidelab.results.measurement.Measurement` as plain data.
-    """
-
-    role: str
-    arm: Arm
-    status: Status
-    reason: str | None = None
-    ran: Mapping[str, Any] | None = None
-    captures: Mapping[str, Path] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
-    timing: Mapping[str, float | None] = field(default_factory=dict)
-    benches: Mapping[str, Any] = field(default_factory=dict)
-
-    def record(self, base: Path) -> dict[str, Any]:
-        """Return plain data. Capture paths are relative to ``base``, so that runs and captures can move together."""
-        captures = {axis: Path(os.path.relpath(path, base)) for axis, path in self.captures.items()}
-        plain: dict[str, Any] = to_json(replace(self, captures=captures))
-        return plain
-
-    @classmethod
-    def from_record(cls, record: Any, base: Path) -> ArmResult:
-        """Build a result from the data of :meth:`record`.
-
-        Raises:
-            ValueError: If it is not such a record.
-        """
-        found = from_json(cls, record)
-        if found.ran is not None:
-            RuntimeRecord.model_validate(dict(found.ran))
-            if fault := next(invalid_runtime_fields(found.ran), None):
-                raise ValueError(f"{fault} of what ran is not what it should be")
-        Timing.model_validate(dict(found.timing))
-        for bench in found.benches.values():
-            Measurement.model_validate(bench)
-        return replace(found, captures={axis: (base / path).resolve() for axis, path in found.captures.items()})
-
-    def check_captures(self) -> None:
-        """Open every capture, and refuse those that are not this arm's.
-
-        Raises:
-            CaptureError: If a capture is missing or damaged.
-            MismatchError: If a capture belongs to another arm or axis, or was moved here. The message names it.
-        """
-        for axis, folder in self.captures.items():
-            capture = Capture(folder)
-            theirs = from_json(Arm, capture.manifest["asked"])
-            if capture.axis != axis or theirs.fingerprint() != self.arm.fingerprint():
-                raise MismatchError(
-                    f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "
-                    f"{theirs.engine}), not {axis} of {self.role}"
-                )
-            if _CAPTURE_SUFFIX.search(folder.name) and folder.name != key_name(capture):
-                raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
-
-
-def drop_compared_rows(axes: Mapping[str, Axis], results: Sequence[ArmResult], readers: Readers) -> None:
-    """Replace rows of log-probabilities by figures where an arm kept them while it answered.
-
-    It keeps them for a twin, where another run read them, and where a part could not be compared.  Axes that read more
-    of rows than figures keep them still, and so do rows that cannot be compared, and arms that another run reads.
-    """
-    for result, base in _compared(results):
-        with _exclusive(readers, result) as alone:
-            if alone:
-                _drop(axes, result, base, (Estimator.LOGPROBS,))
-
-
-def drop_reference_rows(
-    axes: Mapping[str, Axis], results: Sequence[ArmResult], roles: Sequence[str], readers: Readers
-) -> None:
-    """Drop the rows of arms that others are compared with, such as the reference, once all ``roles`` were compared.
-
-    Rows stay where an arm of them failed: it may be asked again.
-    """
-    by_role = {result.role: result for result in results}
-    for base in results:
-        others = [by_role.get(role) for role in roles if base_of(role) == base.role]
-        done = [other for other in others if other is not None and other.status is Status.OK]
-        if not base_of(base.role) and len(done) == len(others):
-            captures = {name: folder for name, folder in base.captures.items() if _were_compared(name, folder, done)}
-            itself = replace(base, captures=captures)
-            with _exclusive(readers, itself) as alone:
-                if alone:
-                    _drop(axes, itself, itself, (Estimator.LOGPROBS,))
-
-
-def _exclusive(readers: Readers, result: ArmResult) -> AbstractContextManager[bool]:
-    """Whether no other run reads this arm's captures."""
-    folder = next(iter(result.captures.values()), None)
-    return nullcontext(False) if folder is None else readers.alone(folder.parent)
-
-
-def _were_compared(name: str, base: Path, readers: Sequence[ArmResult]) -> bool:
-    """Whether all captures of this name hold what compares them with the base's."""
-    try:
-        own = key_digest(load_manifest(base)["key"])
-        theirs = [Capture(reader.captures[name], verify=False) for reader in readers if name in reader.captures]
-    except CaptureError:
-        return False
-    return {capture.against for capture in theirs} == {own} and not any(capture.has_rows() for capture in theirs)
-
-
-def drop_rows_on_cluster(
-    cluster: Cluster,
-    axes: Mapping[str, Mapping[str, Any]],
-    results: Sequence[ArmResult],
-    folder: Path,
-    readers: Readers,
-) -> None:
-    """Drop rows on a cluster where all arms have answered, hidden states included. Its nodes compare the rows.
-
-    ``axes``: their settings by name.  ``folder``: folder that all nodes see. Rows that a node did not compare are left
-    to scoring.
-    """
-    pairs = _compared(results)
-    for twins in (True, False):
-        running = []
-        with ExitStack() as held:
-            for result, base in pairs:
-                if _is_twin(result) == twins and held.enter_context(_exclusive(readers, result)):
-                    arms = {"result": result.record(folder), "base": base.record(folder)}
-                    ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
-                    running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
-            for handle in running:
-                try:
-                    handle.result()
-                except (Lost, *UNTRUSTED_DATA_ERRORS) as error:
-                    _LOGGER.debug("rows are compared here: %s", error)
-
-
-def _drop_here(ticket: str) -> str:
-    """Node's part of :func:`drop_rows_on_cluster`."""
-    asked = json.loads(ticket)
-    result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
-    axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
-    _drop(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN))
-    return ""
-
-
-def _compared(results: Sequence[ArmResult]) -> list[tuple[ArmResult, ArmResult]]:
-    """Arms with those that they are compared with; twins first, since they need the rows of other arms."""
-    by_role = {result.role: result for result in results}
-    pairs = [(result, by_role[base]) for result in results if (base := base_of(result.role)) in by_role]
-    return sorted(pairs, key=lambda pair: not _is_twin(pair[0]))
-
-
-def _is_twin(result: ArmResult) -> bool:
-    return result.role.partition(":")[0] == TWIN
-
-
-def _drop(axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimators: Collection[Estimator]) -> None:
-    for name, axis in axes.items():
-        theirs = parts_of(name, base.captures)
-        for part, folder in parts_of(name, result.captures).items():
-            if part not in theirs:
-                continue
-            try:
-                ref, test = Capture(theirs[part]), Capture(folder)
-                if not {ref.estimator, test.estimator} & {*estimators} or not ref.has_rows():
-                    continue
-                if test.against and not test.has_rows():
-                    continue
-                pair = Pair.match(ref, test, subset=_is_part(result))
-                if (figures := axis.figures(pair)) is not None:
-                    drop_rows(pair, figures)
-            except (FidelabError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring meets it again, and says it
-                _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)
 
 
 @dataclass(frozen=True)
@@ -290,9 +101,9 @@ class Scorer:
                         continue
                     try:
                         test = Capture(folder, verify=False)
-                        pair = Pair.match(ref, test, subset=_is_part(result))
+                        pair = Pair.match(ref, test, subset=is_partial(result.role))
                         if is_comparable(ref, test) and next(iter(self.axes[name].compared(pair)), None):
-                            tests.append((folder, _is_part(result)))
+                            tests.append((folder, is_partial(result.role)))
                     except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring says it
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
@@ -317,7 +128,7 @@ class Scorer:
             if name in self.unavailable:
                 failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
                 continue
-            if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+            if is_partial(result.role) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
                 scores[name] = self._score(axis, name, result)
@@ -373,7 +184,7 @@ class Scorer:
             first = self.by_role[self._role]
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
-        partial = _is_part(result)
+        partial = is_partial(result.role)
         parts = parts_of(name, result.captures)
         failed = parts_of(name, result.failures)
         theirs = parts_of(name, self.by_role[self._role].failures)
@@ -403,11 +214,6 @@ class Scorer:
                 f"the saved outputs do not hold what this test asks ({type(error).__name__}: {str(error)[:200]}; "
                 f"{Path(place.filename).name}, line {place.lineno})"
             ) from error
-
-
-def _is_part(result: ArmResult) -> bool:
-    """Whether the arm answers only some of the items, as a repeat or a twin does."""
-    return result.role.partition(":")[0] in (FLOOR, TWIN)
 
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
@@ -461,51 +267,3 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)
     return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
-
-
-def _question_rank(question: str) -> int:
-    """Rank of a question of the proof: what attention received says more than what was stored, and that than a name."""
-    return _QUESTIONS.index(question) if question in _QUESTIONS else len(_QUESTIONS)
-
-
-def engaged(result: ArmResult) -> tuple[Status, str | None]:
-    """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
-    if result.status is not Status.OK or result.ran is None:
-        return result.status, result.reason
-    ran, kv = result.ran, result.arm.kv
-    proof = ran.get("proof") or {}  # a manifest has its keys in another order
-    answers = [str(proof[question]) for question in sorted(proof, key=_question_rank)]
-    refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
-    for side, asked in (("k", kv.k), ("v", kv.v)):
-        stored = ran.get(f"{side}_format")
-        if stored is None:
-            unproven = f"the engine gave no evidence that {side.upper()} was stored as {asked}"
-            return Status.NOT_ENGAGED, refuted or unproven
-        if stored != str(asked):
-            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {stored}"
-    if refuted:
-        return Status.NOT_ENGAGED, refuted
-    held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
-    if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
-        return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
-    return result.status, result.reason
-
-
-def select_runtime_info(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Select the runtime info of the captures by which the arm is judged.
-
-    Captures of a run that was stopped and resumed are from several processes, each of which has its own evidence.  So a
-    record that contradicts the format takes precedence over the last one, and so does one that shows changed numbers in
-    attention (:meth:`Scorer._unmoved`).  A record without evidence contradicts nothing.
-    """
-    asked = {"k_format": str(arm.kv.k), "v_format": str(arm.kv.v)}
-
-    def refutes(ran: Mapping[str, Any]) -> bool:
-        record = {**ran, **{side: ran.get(side) or name for side, name in asked.items()}}
-        return engaged(ArmResult("", arm, Status.OK, ran=record))[0] is Status.NOT_ENGAGED
-
-    def changes(ran: Mapping[str, Any]) -> bool:
-        return bool(ran.get("k_changed") or ran.get("v_changed"))
-
-    latest = list(reversed(rans))
-    return next((ran for tells in (refutes, changes) for ran in latest if tells(ran)), latest[0] if latest else None)

@@ -2,7 +2,7 @@
 
 A pack is a folder: ``manifest.json``, a capture per axis in ``captures/``, and the output head and the vocabulary, each
 once.  See docs/sharing.md#references.  A pack may come from an untrusted source: sizes, names and hashes are checked
-before anything of it is used.  ``python -m fidelab.ledger.reference`` prints the manifest's JSON Schema.
+before anything of it is used.  ``python -m fidelab.references.pack`` prints the manifest's JSON Schema.
 """
 
 from __future__ import annotations

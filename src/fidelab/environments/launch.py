@@ -20,18 +20,17 @@ from fidelab.core import Arm, usable_cores
 from fidelab.core.errors import InputError, NotSupportedError, UsageError
 from fidelab.core.serial import to_json
 from fidelab.engines import k16v8
-from fidelab.engines.base import Engine
+from fidelab.engines.base import Engine, engine_class
 from fidelab.engines.installed import gpu_files
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings
 from fidelab.engines.variables import check_env
+from fidelab.environments.asked import Engines, check_kv_name, native_kv
 from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.models import embedded
 from fidelab.models import path as model_path
-from fidelab.run.arms import check_kv_name, native_kv
-from fidelab.run.deploy import Engines, engine_class
 
 _SETTINGS_TIMEOUT = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment

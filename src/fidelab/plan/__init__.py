@@ -1,0 +1,1 @@
+"""Plans: an experiment resolved into arms, jobs and an estimate.  Nothing runs."""
