@@ -17,8 +17,9 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from fidelab_checkpoints.fragile import make_fragile
+
 from fidelab.captures.requests import Prefill, RoundedCache
-from fidelab.checkpoints.fragile import make_fragile
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
 from fidelab.formats import create

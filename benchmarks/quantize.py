@@ -12,8 +12,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from fidelab_checkpoints.convert import convert
+
 from fidelab import compare
-from fidelab.checkpoints.convert import convert
 from fidelab.inputs.texts import load_text
 from fidelab.results.record import Comparison, Report
 from fidelab.run.quantize import quantize

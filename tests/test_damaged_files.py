@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from fidelab_checkpoints.recipe import read_recipe
 
 from fidelab.captures.container import TensorFile
 from fidelab.captures.manifest import MANIFEST, capture_key, load_manifest
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
-from fidelab.checkpoints.recipe import read_recipe
 from fidelab.config.cross import validate_cross
 from fidelab.config.experiment import load
 from fidelab.config.load import read_yaml

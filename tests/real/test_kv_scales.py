@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from fidelab_checkpoints.fragile import make_fragile
+from fidelab_checkpoints.kv_scales import NOTES
 
-from fidelab.checkpoints.fragile import make_fragile
-from fidelab.checkpoints.kv_scales import NOTES
 from fidelab.models import Model
 from tests.real.harness import NEEDS_FP8, installed
 from tests.run.harness import Done, cli

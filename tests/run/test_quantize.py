@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from checkpoints.tests.quantized import write_quantized
+from fidelab_checkpoints.files import open_checkpoint
 
-from fidelab.checkpoints.files import open_checkpoint
 from fidelab.core.errors import EngineError, InputError, UsageError
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import Report
 from fidelab.run.quantize import RECORD, quantize
-from tests.checkpoints.quantized import write_quantized
 
 WORKER = """
 import json, pathlib, shutil, sys, time

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from fidelab_checkpoints.fragile import make_fragile
 
-from fidelab.checkpoints.fragile import make_fragile
 from fidelab.models.tiny import make_tiny
 from fidelab.results.study import Study
 from tests.present import present

@@ -18,16 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fidelab.checkpoints.audit import audit
-from fidelab.checkpoints.convert import convert
-from fidelab.checkpoints.files import open_checkpoint
-from fidelab.checkpoints.layouts import quantized_modules
-from fidelab.checkpoints.modules import modules_of
-from fidelab.checkpoints.quantizer import tail
-from fidelab.checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
 from fidelab.config.experiment import validate
 from fidelab.core import canonical_json, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
+from fidelab.environments.checkpoints import checkpoints
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants
 from fidelab.models.resolve import path as model_path
@@ -48,7 +42,7 @@ class Quantized:
     """Outcome of a quantization: its place, what was quantized, the audit, and the comparison with the original."""
 
     output: Path
-    plan: Plan
+    plan: checkpoints.Plan
     verdict: str
     experts: Mapping[str, Any]
     report: Report | None
@@ -68,7 +62,7 @@ def quantize(
 
     Args:
         model: a folder, a hub id or an embedded model.
-        recipe_file: see :func:`fidelab.checkpoints.recipe.read_recipe`.
+        recipe_file: see :func:`fidelab_checkpoints.recipe.read_recipe`.
         output: folder to create.
         resume: continue an earlier call; its recipe and model must be the same.
         python: interpreter of an environment with llm-compressor; found automatically by default.
@@ -80,14 +74,14 @@ def quantize(
         UsageError: If the output exists, or there is nothing to resume, or only something else.
         EngineError: If the tool is not installed, or failed.
     """
-    recipe = read_recipe(recipe_file)
+    recipe = checkpoints.read_recipe(recipe_file)
     output = output.expanduser().absolute()
     work = output.with_name(f"{output.name}.work")
     if output.exists():
         raise UsageError(f"{output} exists; name another folder with --output")
     source = model_path(model)
-    with open_checkpoint(source) as checkpoint:
-        planned = plan(recipe, checkpoint)
+    with checkpoints.open_checkpoint(source) as checkpoint:
+        planned = checkpoints.plan(recipe, checkpoint)
         identity = _identity(recipe, [*checkpoint.files, checkpoint.folder / "config.json"])
     environment = _environment(python)
     _prepare(work, identity, resume)
@@ -95,7 +89,7 @@ def quantize(
     made = work / "model"
     _check_plan(planned, made)
     say("auditing")
-    audited = audit(made, tp=recipe.tp)
+    audited = checkpoints.audit(made, tp=recipe.tp)
     _write(made / "fidelab-audit.json", audited.as_json())
     bits = _bits(planned, made)
     report = _compared(model, recipe.fidelity, made, output, work, say, listener) if recipe.fidelity else None
@@ -131,7 +125,7 @@ def _environment(python: str | None) -> Environment:
     raise EngineError(f"{_TOOL} is not installed: {install_command(_TOOL)} (or name its Python with --python)")
 
 
-def _identity(recipe: Recipe, files: list[Path]) -> str:
+def _identity(recipe: checkpoints.Recipe, files: list[Path]) -> str:
     """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
     texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -157,7 +151,12 @@ def _prepare(work: Path, identity: str, resume: bool) -> None:
 
 
 def _quantized(
-    recipe: Recipe, planned: Plan, source: Path, work: Path, environment: Environment, say: Callable[[str], None]
+    recipe: checkpoints.Recipe,
+    planned: checkpoints.Plan,
+    source: Path,
+    work: Path,
+    environment: Environment,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Worker's report of its work; the checkpoint is ``work / "model"``."""
     answer = work / "tool.json"
@@ -186,12 +185,12 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
     log = work / "log.txt"
     variables = {
         **os.environ,
-        "PYTHONPATH": str(link_folder()),
+        "PYTHONPATH": str(link_folder(checkpoints.WORKER.partition(".")[0])),
         "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [*environment.command("fidelab.checkpoints.quantizer"), str(work / "job.json")]
+    command = [*environment.command(checkpoints.WORKER), str(work / "job.json")]
     last: dict[str, Any] = {}
     with log.open("ab") as errors, terminate_as_interrupt():
         process = subprocess.Popen(
@@ -229,15 +228,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _check_plan(planned: Plan, made: Path) -> None:
+def _check_plan(planned: checkpoints.Plan, made: Path) -> None:
     """Whether the tool quantized what the plan says.  It may call what wraps the language model otherwise.
 
     Raises:
         EngineError: If it did not. The message names the first module.
     """
-    with open_checkpoint(made) as checkpoint:
-        found = {tail(name) for name in quantized_modules(checkpoint.tensors, checkpoint.quantization)}
-    wanted = {tail(name) for name in planned.quantized}
+    with checkpoints.open_checkpoint(made) as checkpoint:
+        found = {
+            checkpoints.tail(name)
+            for name in checkpoints.quantized_modules(checkpoint.tensors, checkpoint.quantization)
+        }
+    wanted = {checkpoints.tail(name) for name in planned.quantized}
     if missing := sorted(wanted - found):
         raise EngineError(
             f"{_TOOL} left {missing[0]} in 16 bits, and {len(missing) - 1} more that the recipe quantizes"
@@ -246,16 +248,20 @@ def _check_plan(planned: Plan, made: Path) -> None:
         raise EngineError(f"{_TOOL} quantized {extra[0]}, and {len(extra) - 1} more that the recipe keeps")
 
 
-def _bits(planned: Plan, made: Path) -> float:
+def _bits(planned: checkpoints.Plan, made: Path) -> float:
     """Stored bits per quantized weight, scales and zero points included."""
-    wanted = {tail(name) for name in planned.quantized}
-    with open_checkpoint(made) as checkpoint:
-        modules = [module.parts for name, module in modules_of(checkpoint).items() if tail(name) in wanted]
+    wanted = {checkpoints.tail(name) for name in planned.quantized}
+    with checkpoints.open_checkpoint(made) as checkpoint:
+        modules = [
+            module.parts
+            for name, module in checkpoints.modules_of(checkpoint).items()
+            if checkpoints.tail(name) in wanted
+        ]
         sizes = (part.nbytes for parts in modules for name, part in parts.items() if name != "weight_shape")
         return 8 * sum(sizes) / planned.weights
 
 
-def describe_recipe(recipe: Recipe, planned: Plan, bits: float) -> str:
+def describe_recipe(recipe: checkpoints.Recipe, planned: checkpoints.Plan, bits: float) -> str:
     """Describe the recipe in a sentence: method, scheme, bits per quantized weight, and modules kept in 16 bits."""
     scheme, kept = recipe.scheme, Counter(planned.kept.values())
     groups = "" if scheme.group is None else f" in groups of {scheme.group}"
@@ -275,7 +281,7 @@ def _described(report: Report, remark: str) -> Report:
 
 def _compared(
     model: str,
-    fidelity: Fidelity,
+    fidelity: checkpoints.Fidelity,
     made: Path,
     output: Path,
     work: Path,
@@ -293,7 +299,7 @@ def _compared(
     dense = work / "dense"
     if not dense.is_dir():
         say("dequantizing for the comparison")
-        convert(made, dense, "safetensors", dtype="float32", lossy=True)
+        checkpoints.convert(made, dense, "safetensors", dtype="float32", lossy=True)
     say("comparing with the original")
     experiment = validate(
         {
@@ -310,7 +316,7 @@ def _compared(
         "the comparison of fidelab checkpoint quantize",
     )
     report = execute(experiment, command="fidelab checkpoint quantize", listener=listener)[0]
-    with open_checkpoint(made) as checkpoint:
+    with checkpoints.open_checkpoint(made) as checkpoint:
         size = checkpoint.nbytes
     # The dense copy is removed, so the record names the output.
     runs = [arm.ran and arm.ran.model_copy(update={"weight_bytes": size}) for arm in report.candidates]
