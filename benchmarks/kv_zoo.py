@@ -17,8 +17,6 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from fidelab_checkpoints.fragile import make_fragile
-
 from fidelab.captures.requests import Prefill, RoundedCache
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
@@ -28,6 +26,7 @@ from fidelab.models import path as locate
 from fidelab.run.prepare import prepare
 from fidelab.studies.roundings import Rows, ask
 from fidelab.studies.study import OpenStudy
+from fidelab_checkpoints.fragile import make_fragile
 
 K16V8 = "bf16/fp8_e4m3"
 ROTATED = "rotate=hadamard"

@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from fidelab_checkpoints.recipe import read_recipe
 
 from fidelab.captures.container import TensorFile
 from fidelab.captures.manifest import MANIFEST, capture_key, load_manifest
@@ -49,6 +48,7 @@ from fidelab.models import resolve as resolve_model
 from fidelab.models.gguf import read_header
 from fidelab.physics import devices
 from fidelab.results.record import Report
+from fidelab_checkpoints.recipe import read_recipe
 from tests.captures import sample
 from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples

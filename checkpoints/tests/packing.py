@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from fidelab_checkpoints.layouts import Awq, Gptq, Layout, PackQuantized, QuantizedLinear, StoredArray, pack_words
 
 

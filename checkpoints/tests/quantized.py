@@ -10,9 +10,8 @@ from typing import Any
 
 from checkpoints.tests.packing import packed
 from checkpoints.tests.synthetic import as_torch, rounded
-from fidelab_checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear
-
 from fidelab.models.tiny import make_tiny
+from fidelab_checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear
 
 CONFIGS: dict[str, tuple[Layout, dict[str, Any]]] = {
     "gptq": (Gptq(), {"quant_method": "gptq", "desc_act": False, "checkpoint_format": "gptq"}),

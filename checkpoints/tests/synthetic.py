@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
+
 from checkpoints.tests.packing import packed
 from fidelab_checkpoints.layouts import Awq, Gptq, GptqV2, Layout, PackQuantized, QuantizedLinear, StoredArray
-from safetensors.torch import save_file
 
 HIDDEN, FFN, VOCAB, LAYERS, HEADS, KV_HEADS, EXPERTS, GROUP = 128, 256, 64, 2, 4, 2, 4, 32
 HEAD_DIM = HIDDEN // HEADS

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints.tests.synthetic import Synthetic, plain, quantized
-from fidelab_checkpoints.audit import audit
 from tests import test_hostile_files as hostile
 from tests.models.tiny_gguf import write_gguf
 from tests.sizes import first
 from tests.test_hostile_files import MUTATIONS, attack, changed, scrambled
 
+from checkpoints.tests.synthetic import Synthetic, plain, quantized
 from fidelab.core.errors import FidelabError
+from fidelab_checkpoints.audit import audit
 
 EACH = -(-MUTATIONS // 4)
 

@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
 from checkpoints.tests.quantized import write_quantized
+from fidelab.core.errors import InputError, OutputError, UsageError
 from fidelab_checkpoints import convert as module
 from fidelab_checkpoints.convert import CERTIFICATE, convert
 from fidelab_checkpoints.files import open_checkpoint
 from fidelab_checkpoints.layouts import QuantizedLinear, StoredArray, quantized_modules
 from fidelab_checkpoints.modules import scheme_of
-from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import save_file
-from safetensors.torch import load_file
-from tests.run.harness import cli
-
-from fidelab.core.errors import InputError, OutputError, UsageError
 
 DOWN = "model.layers.1.mlp.down_proj"
 PAIRS = [
@@ -378,13 +377,6 @@ def test_a_disk_that_fills_up_half_way_is_one_line_and_leaves_nothing(tmp_path: 
     assert done.stderr.startswith(f"fidelab: cannot write {tmp_path / 'target'}")
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path) -> None:
-    write_quantized(tmp_path / "source", "gptq", symmetric=True)
-    done = cli("checkpoint", "convert", "source", "target", "--to", "awq", cwd=tmp_path)
-    expected = "gptq to awq: 14 quantized modules and 7 other tensors compared, all 164,160 values are equal\n"
-    assert (done.code, done.out) == (0, expected), done.err
 
 
 def test_modules_that_auto_round_kept_in_16_bits_are_ignored(tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fidelab_checkpoints.files import Checkpoint, open_checkpoint, to_floats
 from safetensors.torch import load_file, save_file
 from tests.models.test_hub import COMMITS, REPO, Hub, hub  # noqa: F401
 from tests.models.tiny_gguf import write_gguf
 
 from fidelab.core.errors import InputError
+from fidelab_checkpoints.files import Checkpoint, open_checkpoint, to_floats
 
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fidelab_checkpoints.fragile import make_fragile
 from tests.run.harness import cli
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from fidelab.core.errors import InputError, UsageError
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.formats import create
 from fidelab.models import Model, with_weights
+from fidelab_checkpoints.fragile import make_fragile
 
 SIZES = {
     **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+
 from checkpoints.tests.packing import packed
+from fidelab.core.errors import InputError
 from fidelab_checkpoints.layouts import (
     Awq,
     BlockFp8,
@@ -26,9 +29,6 @@ from fidelab_checkpoints.layouts import (
     quantized_modules,
     unpack_words,
 )
-from numpy.typing import NDArray
-
-from fidelab.core.errors import InputError
 
 N, K = 32, 128
 RNG = np.random.default_rng(18)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from fidelab.core.errors import ConfigError, InputError
 from fidelab_checkpoints.files import Checkpoint, TensorInfo
 from fidelab_checkpoints.quantizer import _documents, _Refused
 from fidelab_checkpoints.recipe import Layers, Recipe, balanced, edge_and_global, plan, read_recipe
-
-from fidelab.core.errors import ConfigError, InputError
 
 RTN = {"method": "rtn", "scheme": {"format": "W4A16", "group": 64}}
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.tiny_gguf import write_gguf
+
 from checkpoints.tests.conversations import AGENT, CHATML, TOKENS, Texts
 from checkpoints.tests.synthetic import EXPERTS, FFN, HIDDEN, LAYERS, VOCAB, Synthetic, plain, quantized
+from fidelab.models import bounds
 from fidelab_checkpoints.audit import audit
 from fidelab_checkpoints.catalogue import page
 from fidelab_checkpoints.rules import RULES, Finding
-from tests.models.tiny_gguf import write_gguf
-
-from fidelab.models import bounds
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from checkpoints.tests.packing import packed
 from fidelab_checkpoints.layouts import Awq, Gptq, GptqV2, Layout, QuantizedLinear
-
 from k16v8.kernels import torch_weights, weights
 
 

@@ -635,12 +635,11 @@ def plants() -> Mapping[str, tuple[str, Any, str, Any]]:
 
 def study_plants() -> Mapping[str, tuple[str, str, Any, str, Any]]:
     """Breaks of the other commands by name: which, the fixture that shows it, and whose attribute is replaced."""
-    from fidelab_checkpoints import audit
-    from fidelab_checkpoints.rules import RULES
-
     from fidelab.metrics.allocation import allocate
     from fidelab.physics import traffic
     from fidelab.studies import roundings
+    from fidelab_checkpoints import audit
+    from fidelab_checkpoints.rules import RULES
 
     token_bytes = traffic.Model.token_bytes
     first = audit_faults()[1]

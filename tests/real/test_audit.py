@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fidelab_checkpoints.audit import audit
 from safetensors.torch import load_file, save_file
 
+from fidelab_checkpoints.audit import audit
 from tests.real.harness import installed, ran_there
 
 pytestmark = pytest.mark.long

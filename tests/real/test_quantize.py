@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.quantize import measured
-from fidelab_checkpoints.audit import audit
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from fidelab.environments.environment import engines_dir, read_marker
 from fidelab.environments.recipes import variants
 from fidelab.models.tiny import make_tiny
 from fidelab.run.quantize import quantize
+from fidelab_checkpoints.audit import audit
 
 pytestmark = pytest.mark.long
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from checkpoints.tests.quantized import write_quantized
+from fidelab.environments.environment import Environment
 from fidelab_checkpoints.convert import convert
 from fidelab_checkpoints.layouts import Awq, QuantizedLinear, pack_words
-
-from fidelab.environments.environment import Environment
 from tests.real.harness import installed, ran_there, tokens
 
 pytestmark = pytest.mark.long

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints.tests.test_files import hub_environment
 
+from checkpoints.tests.test_files import hub_environment
 from tests.models.test_hub import Hub, _handler
 from tests.run.harness import Done, compare
 from tests.run.test_borrowed import HIDDEN, KV, figures

@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 import pytest
-from checkpoints.tests.quantized import write_quantized
 
+from checkpoints.tests.quantized import write_quantized
 from fidelab.captures.reader import find_captures, is_complete
 from fidelab.models import embedded
 from tests.bench.load.mock import MockServer, MockSettings

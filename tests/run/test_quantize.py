@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 
 import pytest
-from checkpoints.tests.quantized import write_quantized
-from fidelab_checkpoints.files import open_checkpoint
 
+from checkpoints.tests.quantized import write_quantized
 from fidelab.core.errors import EngineError, InputError, UsageError
+from fidelab.environments.checkpoints import checkpoints
 from fidelab.models.tiny import make_tiny
 from fidelab.results.record import Report
 from fidelab.run.quantize import RECORD, quantize
+from fidelab_checkpoints.files import open_checkpoint
 
 WORKER = """
 import json, pathlib, shutil, sys, time
@@ -113,7 +114,7 @@ def test_finished_weights_are_not_made_again_by_a_resumed_run(folder: Path, monk
         raise InputError("stopped here")
 
     with monkeypatch.context() as patched:
-        patched.setattr("fidelab.run.quantize.audit", stop)
+        patched.setattr(checkpoints, "audit", stop)
         with pytest.raises(InputError, match="stopped here"):
             run(folder)
     assert run(folder, resume=True).is_dir()

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fidelab_checkpoints.kv_scales import NOTES, SCALES_FILE, write_kv_scales
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from fidelab.core.errors import InputError, UsageError
 from fidelab.models.tiny import make_tiny
+from fidelab_checkpoints.kv_scales import NOTES, SCALES_FILE, write_kv_scales
 from tests.run.harness import Done, cli
 
 LAYERS = 2
