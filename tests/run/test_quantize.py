@@ -21,7 +21,9 @@ from fidelab.run.quantize import RECORD, quantize
 from fidelab_checkpoints.files import open_checkpoint
 
 WORKER = """
-import json, pathlib, shutil, sys, time
+import json, os, pathlib, shutil, sys, time
+# of "-m PACKAGE.MODULE JOB"
+assert (pathlib.Path(os.environ["PYTHONPATH"]) / sys.argv[2].partition(".")[0]).is_dir(), sys.argv
 job = json.loads(pathlib.Path(sys.argv[-1]).read_text())
 here = pathlib.Path(__file__).parent
 (here / "calls").open("a").write("x")
