@@ -1,7 +1,7 @@
 # make demo   the main job on a real model, from nothing
-# make test   the tests of every change: fidelab, a fast part of k16v8, neither other engines nor pages in a browser
+# make test   the tests of every change: fidelab, its checkpoints, a fast part of k16v8, neither other engines nor pages in a browser
 # make test-full   the tests that continuous integration runs as well
-# make test-long   all tests of fidelab and k16v8 at full size, with seeds of today
+# make test-long   all tests of fidelab, checkpoints and k16v8 at full size, with seeds of today
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make test-browser   install Chromium (Debian's) and playwright, and open the pages in it
 # make test-quantize   install llm-compressor, and quantize the embedded model with it; not part of continuous integration
@@ -28,7 +28,7 @@ test: .venv/.ready
 	$(RUN) pytest -m "not engines and not browser and not long and not full" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-full: .venv/.ready
-	$(RUN) pytest k16v8/tests tests -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(RUN) pytest k16v8/tests checkpoints/tests tests -m "full and not engines and not browser and not long" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-long: .venv/.ready
 	.venv/bin/fidelab setup fetch smollm2-135m
@@ -76,7 +76,7 @@ check: .venv/.ready
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml k16v8/pyproject.toml scripts/setup src/fidelab/doctor/constraints.txt
+.venv/.ready: pyproject.toml checkpoints/pyproject.toml k16v8/pyproject.toml scripts/setup src/fidelab/doctor/constraints.txt
 	scripts/setup
 
 clean:

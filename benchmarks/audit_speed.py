@@ -25,7 +25,7 @@ ROWS, COLUMNS, GROUP = 8192, 4096, 128
 SCRIPT = """
 import json, sys, time
 begin = time.perf_counter()
-from fidelab.checkpoints.audit import audit
+from fidelab_checkpoints.audit import audit
 loaded = time.perf_counter()
 outcome = audit(sys.argv[1])
 end = time.perf_counter()

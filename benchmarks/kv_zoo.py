@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from fidelab.captures.requests import Prefill, RoundedCache
-from fidelab.checkpoints.fragile import make_fragile
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec
 from fidelab.formats import create
@@ -27,6 +26,7 @@ from fidelab.models import path as locate
 from fidelab.plan.prepare import prepare
 from fidelab.studies.roundings import Rows, ask
 from fidelab.studies.study import OpenStudy
+from fidelab_checkpoints.fragile import make_fragile
 
 K16V8 = "bf16/fp8_e4m3"
 ROTATED = "rotate=hadamard"

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fidelab import compare
-from fidelab.checkpoints.convert import convert
 from fidelab.inputs.texts import load_text
 from fidelab.results.record import Comparison, Report
-from fidelab.run.quantize import quantize
+from fidelab.studies.quantize import quantize
+from fidelab_checkpoints.convert import convert
 
 
 def write_texts(folder: Path) -> None:

@@ -62,7 +62,6 @@ EXTRAS: dict[str, set[str]] = {
     "torch": {
         *(
             "axes",
-            "checkpoints",
             "cli",
             "doctor",
             "engines",
@@ -75,7 +74,7 @@ EXTRAS: dict[str, set[str]] = {
             "studies",
         )
     },
-    "transformers": {"checkpoints", "engines", "inputs", "models", "physics"},
+    "transformers": {"engines", "inputs", "models", "physics"},
     "tokenizers": {"models"},
     "scipy": {"metrics", "physics"},
 }
@@ -214,6 +213,18 @@ def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
     assert {_room(path) for path in _files() if among(_imports(path))} == {"engines"}
     # this one is imported itself where an arm asks for the package
     assert [path.stem for path in _files() if among(_imports(path, at_once=True))] == ["paged"]
+
+
+def test_the_distribution_of_checkpoints_is_named_by_one_file_and_for_types_alone() -> None:
+    """fidelab finds it by its entry point, and works without it (``test_without_checkpoints.py``)."""
+
+    def naming(*, at_once: bool) -> list[str]:
+        named = ((path, _imports(path, at_once=at_once)) for path in _files())
+        found = (path for path, names in named if any(name.startswith("fidelab_checkpoints") for name in names))
+        return [str(path.relative_to(SOURCE)) for path in found]
+
+    assert naming(at_once=False) == ["environments/checkpoints.py"]
+    assert naming(at_once=True) == []
 
 
 # Imports modules one by one, each without those of fidelab that the ones before it have loaded.

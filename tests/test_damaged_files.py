@@ -27,7 +27,6 @@ from fidelab.captures.manifest import MANIFEST, capture_key, load_manifest
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
-from fidelab.checkpoints.recipe import read_recipe
 from fidelab.config.cross import validate_cross
 from fidelab.config.experiment import load
 from fidelab.config.load import read_yaml
@@ -49,6 +48,7 @@ from fidelab.models import resolve as resolve_model
 from fidelab.models.gguf import read_header
 from fidelab.physics import devices
 from fidelab.results.record import Report
+from fidelab_checkpoints.recipe import read_recipe
 from tests.captures import sample
 from tests.imports.sample import refract_report
 from tests.imports.test_lm_eval import samples

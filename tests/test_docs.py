@@ -29,7 +29,8 @@ from tests.run.harness import cli
 ROOT = Path(__file__).parents[1]
 METRICS = ROOT / "docs" / "metrics.md"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")])
-SOURCES = [path for top in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
+TOPS = ("src", "tests", "checkpoints", "benchmarks", "examples")
+SOURCES = [path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))]
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)

@@ -39,7 +39,7 @@ def faults(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("source", ["src", "k16v8/src"])
+@pytest.mark.parametrize("source", ["src", "checkpoints/src", "k16v8/src"])
 def test_no_translated_pattern_is_in_docstrings_and_messages(source: str) -> None:
     files = sorted((ROOT / source).rglob("*.py"))
     assert files

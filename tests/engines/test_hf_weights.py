@@ -12,15 +12,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from checkpoints.tests.quantized import write_quantized
 from fidelab.captures.requests import Prefill
-from fidelab.checkpoints.files import open_checkpoint
-from fidelab.checkpoints.layouts import StoredArray, quantized_modules
 from fidelab.core import FormatSpec
 from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.weights import WEIGHTS, ModelWeight, assigned, parse_rules, weights_of
 from fidelab.formats.weights import weight_format
-from tests.checkpoints.quantized import write_quantized
+from fidelab_checkpoints.files import open_checkpoint
+from fidelab_checkpoints.layouts import StoredArray, quantized_modules
 from tests.engines import tiny
 from tests.engines.tiny import Answers
 

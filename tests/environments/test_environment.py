@@ -141,6 +141,12 @@ def test_an_environment_sees_k16v8_where_it_is_installed_beside_fidelab(
     assert second.run(script, PYTHONPATH=str(link_folder())) == "False"
 
 
+def test_an_environment_sees_a_further_package_only_where_it_is_asked_for(second: Second) -> None:
+    script = "from importlib.util import find_spec; print(find_spec('fidelab_checkpoints') is not None)"
+    assert second.run(script, PYTHONPATH=str(link_folder())) == "False"
+    assert second.run(script, PYTHONPATH=str(link_folder("fidelab_checkpoints"))) == "True"
+
+
 def test_the_link_folder_is_made_once_and_another_version_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
     first = link_folder()
     inode = first.stat().st_ino

@@ -478,7 +478,7 @@ def _float64(states: NDArray[Any], weight: NDArray[Any]) -> NDArray[Any]:
 
 def audit_faults() -> list[str]:
     """One planted fault for each rule, and a checkpoint without any."""
-    from tests.checkpoints.test_audit import FAULTS
+    from checkpoints.tests.test_audit import FAULTS
 
     first = {fault.rule: name for name, fault in reversed(FAULTS.items())}
     return ["nothing", *sorted(first.values())]
@@ -486,9 +486,9 @@ def audit_faults() -> list[str]:
 
 def audit_json(name: str, room: Path) -> dict[str, Any]:
     """What ``fidelab checkpoint audit --json`` prints of a checkpoint with a planted fault; the rules as a number."""
-    from fidelab.checkpoints.audit import audit
-    from tests.checkpoints.synthetic import quantized
-    from tests.checkpoints.test_audit import FAULTS
+    from checkpoints.tests.synthetic import quantized
+    from checkpoints.tests.test_audit import FAULTS
+    from fidelab_checkpoints.audit import audit
 
     base, tp = None, 1
     if name == "nothing":
@@ -636,11 +636,11 @@ def plants() -> Mapping[str, tuple[str, Any, str, Any]]:
 
 def study_plants() -> Mapping[str, tuple[str, str, Any, str, Any]]:
     """Breaks of the other commands by name: which, the fixture that shows it, and whose attribute is replaced."""
-    from fidelab.checkpoints import audit
-    from fidelab.checkpoints.rules import RULES
     from fidelab.metrics.allocation import allocate
     from fidelab.physics import traffic
     from fidelab.studies import roundings
+    from fidelab_checkpoints import audit
+    from fidelab_checkpoints.rules import RULES
 
     token_bytes = traffic.Model.token_bytes
     first = audit_faults()[1]
@@ -660,6 +660,6 @@ def study_plants() -> Mapping[str, tuple[str, str, Any, str, Any]]:
 
 
 def _rule_of(fault: str) -> str:
-    from tests.checkpoints.test_audit import FAULTS
+    from checkpoints.tests.test_audit import FAULTS
 
     return FAULTS[fault].rule

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from fidelab.checkpoints.audit import audit
+from fidelab_checkpoints.audit import audit
 from tests.real.harness import installed, ran_there
 
 pytestmark = pytest.mark.long

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.checkpoints.fragile import make_fragile
-from fidelab.checkpoints.kv_scales import NOTES
 from fidelab.models import Model
+from fidelab_checkpoints.fragile import make_fragile
+from fidelab_checkpoints.kv_scales import NOTES
 from tests.real.harness import NEEDS_FP8, installed
 from tests.run.harness import Done, cli
 

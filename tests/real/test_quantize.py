@@ -11,11 +11,11 @@ import torch
 from benchmarks.quantize import measured
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from fidelab.checkpoints.audit import audit
 from fidelab.environments.environment import engines_dir, read_marker
 from fidelab.environments.recipes import variants
 from fidelab.models.tiny import make_tiny
-from fidelab.run.quantize import quantize
+from fidelab.studies.quantize import quantize
+from fidelab_checkpoints.audit import audit
 
 pytestmark = pytest.mark.long
 

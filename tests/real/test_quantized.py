@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fidelab.checkpoints.convert import convert
-from fidelab.checkpoints.layouts import Awq, QuantizedLinear, pack_words
+from checkpoints.tests.quantized import write_quantized
 from fidelab.environments.environment import Environment
-from tests.checkpoints.quantized import write_quantized
+from fidelab_checkpoints.convert import convert
+from fidelab_checkpoints.layouts import Awq, QuantizedLinear, pack_words
 from tests.real.harness import installed, ran_there, tokens
 
 pytestmark = pytest.mark.long

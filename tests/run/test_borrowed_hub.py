@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints.test_files import hub_environment
+from checkpoints.tests.test_files import hub_environment
 from tests.models.test_hub import Hub, _handler
 from tests.run.harness import Done, compare
 from tests.run.test_borrowed import HIDDEN, KV, figures

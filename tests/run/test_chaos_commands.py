@@ -28,10 +28,10 @@ from typing import Any
 import psutil
 import pytest
 
+from checkpoints.tests.quantized import write_quantized
 from fidelab.captures.reader import find_captures, is_complete
 from fidelab.models import embedded
 from tests.bench.load.mock import MockServer, MockSettings
-from tests.checkpoints.quantized import write_quantized
 from tests.engines.openai_server import byte_model
 from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import same_report, write_inputs

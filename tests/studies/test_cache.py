@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.checkpoints.fragile import make_fragile
 from fidelab.models.tiny import make_tiny
 from fidelab.results.study import Study
+from fidelab_checkpoints.fragile import make_fragile
 from tests.present import present
 from tests.run.harness import Done, cli
 from tests.sizes import first

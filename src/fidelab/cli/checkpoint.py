@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,10 +15,7 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
 from fidelab.cli.output import exit_on, note, open_console, show_report, waiting
 from fidelab.core import shell_line
-
-if TYPE_CHECKING:
-    from fidelab.checkpoints.audit import Audit
-    from fidelab.checkpoints.rules import Finding
+from fidelab.environments.checkpoints import checkpoints
 
 _MARGIN = 13  # width of the margin before the text of a finding
 _MAX_NAMES = 8  # tensors listed for each finding
@@ -44,10 +41,12 @@ def audit(
 
       fidelab checkpoint audit smollm2-135m
     """
-    from fidelab.checkpoints.audit import audit as run
-
     with waiting(f"reading {checkpoint}") as say:
-        outcome = run(checkpoint, base, tp, lambda done, total: say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB"))
+
+        def tell(done: int, total: int) -> None:
+            say(f"read {done / 1e9:,.1f} of {total / 1e9:,.1f} GB")
+
+        outcome = checkpoints.audit(checkpoint, base, tp, tell)
     if as_json:
         sys.stdout.write(json.dumps(outcome.as_json(), indent=2, ensure_ascii=False) + "\n")
     else:
@@ -57,7 +56,7 @@ def audit(
         exit_on([f"{checkpoint} is broken: {count} finding{'s' if count > 1 else ''}"])
 
 
-def _show(outcome: Audit) -> None:
+def _show(outcome: checkpoints.Audit) -> None:
     width = open_console().width
     method = outcome.method or "not quantized"
     print(
@@ -79,10 +78,8 @@ def _show(outcome: Audit) -> None:
     print(f"verdict: {outcome.verdict}")
 
 
-def _show_finding(finding: Finding, width: int) -> None:
-    from fidelab.checkpoints.rules import RULES
-
-    known = RULES[finding.rule]
+def _show_finding(finding: checkpoints.Finding, width: int) -> None:
+    known = checkpoints.RULES[finding.rule]
     _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.", width)
     _paragraph("run time", f"{known.symptom}.", width)
     _paragraph("to do", f"{known.command}.", width)
@@ -132,18 +129,15 @@ def convert(
 
       fidelab checkpoint convert ./model-awq ./model-dense --to safetensors
     """
-    from fidelab.checkpoints.convert import CERTIFICATE
-    from fidelab.checkpoints.convert import convert as write
-
     with waiting(f"converting {source}"):
-        certificate = write(source, target, to, lossy=lossy, dtype=dtype)
+        certificate = checkpoints.convert(source, target, to, lossy=lossy, dtype=dtype)
     if as_json:
         print(json.dumps(certificate.record(), indent=1))
         return
     print(certificate.line())
     for text in certificate.notes:
         note(f"fidelab: {text}")
-    note(f"fidelab: {target} written; every tensor is in {target / CERTIFICATE}")
+    note(f"fidelab: {target} written; every tensor is in {target / checkpoints.CERTIFICATE}")
 
 
 @app.command()
@@ -167,7 +161,7 @@ def quantize(
 
       fidelab checkpoint quantize ./model --recipe w4a16.yaml -o ./model-w4a16
     """
-    from fidelab.run.quantize import quantize as run
+    from fidelab.studies.quantize import quantize as run
 
     target = output or Path(f"{Path(model).name}-{recipe.stem}")
     with waiting(f"quantizing {model}") as say:
@@ -251,9 +245,8 @@ def make_fragile(
     Rows of K are multiplied by a factor and rows of Q divided by it, so attention scores stay the same. The copy shows
     what a KV format does to a model with outliers in K.
     """
-    from fidelab.checkpoints.fragile import make_fragile as write
     from fidelab.models import path as locate
 
-    made = write(locate(model), out, pairs=pairs, factor=factor)
+    made = checkpoints.make_fragile(locate(model), out, pairs=pairs, factor=factor)
     channels = ", ".join(map(str, made.channels))
     print(f"{made.folder}: channels {channels} of every head of K times {factor} in {made.layers} layers, of Q divided")

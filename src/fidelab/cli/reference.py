@@ -138,10 +138,10 @@ def _settings_page() -> str:
 
 def _file_pages() -> dict[str, str]:
     """Return one page per kind of file that users write; ``schema/`` describes the files that fidelab writes."""
-    from fidelab.checkpoints.recipe import Recipe
     from fidelab.config.cross import CrossEngine
     from fidelab.config.profiles import Profile
     from fidelab.config.schema import Experiment, Preset
+    from fidelab.environments.checkpoints import checkpoints
 
     return {
         "experiment.md": _schema_page(
@@ -156,7 +156,7 @@ def _file_pages() -> dict[str, str]:
         "recipe.md": _schema_page(
             "Recipes",
             "Input of `fidelab checkpoint quantize --recipe FILE` ([quantize](../checkpoints.md#quantize)).",
-            {"Recipe": Recipe},
+            {"Recipe": checkpoints.Recipe},
         ),
     }
 

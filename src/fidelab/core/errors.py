@@ -11,7 +11,7 @@ FidelabError                  anything a user can fix; one line, exit code 2
 │   └── OtherSchemaError      a capture of another version of fidelab, which may be whole
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or request (status ``not_supported``)
-├── MissingPackageError       an optional package that is not installed; names its extra
+├── MissingPackageError       an optional package that is not installed or is broken; names the remedy
 └── OutputError               an output folder that cannot be written
 """
 
@@ -92,7 +92,7 @@ class NotSupportedError(EngineError):
 
 
 class MissingPackageError(FidelabError):
-    """An optional package that is not installed; the message names the command that installs it."""
+    """An optional package that is not installed or is broken; the message names the command that installs it."""
 
 
 class OutputError(FidelabError):

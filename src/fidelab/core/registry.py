@@ -2,7 +2,7 @@
 
 Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a third-party package
 adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``, ``fidelab.benches``,
-``fidelab.formats``).
+``fidelab.formats``).  The group ``fidelab.checkpoints`` has no table: the distribution fidelab-checkpoints fills it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Registry:
         return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]
 
     def load(self, name: str) -> Any:
-        """Return the object called ``name``, importing its module.
+        """Return the object called ``name``, importing its module; an entry point may name a whole module.
 
         Raises:
             UnknownNameError: If no table and no entry point has this name.
@@ -63,7 +63,8 @@ class Registry:
         if target is None:
             raise UnknownNameError(self.kind, name, self.names())
         module, _, attribute = target.partition(":")
-        return getattr(import_module(module), attribute)
+        found = import_module(module)
+        return getattr(found, attribute) if attribute else found
 
 
 @cache

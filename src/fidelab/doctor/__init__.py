@@ -74,6 +74,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
                 *packages,
                 *guarded_section("untested versions", software.untested),
                 software.contender(),
+                software.checkpoint_package(),
                 *machine.devices(unusable),
                 *machine.folders(),
                 *machine.models(),

@@ -33,6 +33,11 @@ def contender() -> DoctorCheck:
     return guarded("k16v8", "packages", _k16v8)
 
 
+def checkpoint_package() -> DoctorCheck:
+    """Check the package fidelab-checkpoints, which ``fidelab checkpoint`` needs but the main job does not."""
+    return guarded("fidelab-checkpoints", "packages", _checkpoints)
+
+
 def packages() -> list[DoctorCheck]:
     """Check for each required package that it is installed, new enough, and importable.
 
@@ -110,6 +115,15 @@ def _k16v8() -> DoctorCheck:
         return DoctorCheck("k16v8", "packages", "ok", version)
     needs = "attention=k16v8, pairs on vLLM and SGLang (--kv k16v8, bf16/int8), and k16v8 need it"
     return DoctorCheck("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
+
+
+def _checkpoints() -> DoctorCheck:
+    name = "fidelab-checkpoints"
+    try:
+        return DoctorCheck(name, "packages", "ok", metadata.version(name))
+    except metadata.PackageNotFoundError:
+        detail = "not installed; fidelab checkpoint needs it"
+        return DoctorCheck(name, "packages", "missing", detail, 'pip install "fidelab[checkpoints]"')
 
 
 def _requires(package: str) -> list[str]:

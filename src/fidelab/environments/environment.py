@@ -250,16 +250,19 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     write_atomically(folder / MARKER, json.dumps(content, indent=2) + "\n")
 
 
-def link_folder() -> Path:
+def link_folder(*more: str) -> Path:
     """Return the folder on PYTHONPATH through which an engine's environment sees only fidelab and k16v8.
 
     It holds a link to each package (to k16v8 if it is installed next to fidelab) and metadata with its entry points, by
     which vLLM and SGLang find plug-ins.  It is made at first use, one for each place and version of the packages.
 
+    Args:
+        more: further packages of this environment to link.
+
     Raises:
         OutputError: If the cache cannot be written.
     """
-    packages = [_about(name) for name in ("fidelab", *([] if missing() else [K16V8]))]
+    packages = [_about(name) for name in ("fidelab", *([] if missing() else [K16V8]), *more)]
 
     def build(scratch: Path) -> Path:
         folder = scratch / "link"

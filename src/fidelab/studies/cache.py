@@ -16,11 +16,11 @@ import numpy as np
 import fidelab
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, RoundedCache, Tokens
-from fidelab.checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, KVSpec, shell_line
 from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.engines.hf.weights import NATIVE
+from fidelab.environments.checkpoints import checkpoints
 from fidelab.formats import create
 from fidelab.formats.base import Format
 from fidelab.metrics.cliff import asymmetry, cliff
@@ -386,6 +386,7 @@ def calibrate(
         EngineError: If the model gave no answer.
         InputError: If the prompts are too short, a layer's keys or values are all 0 or not finite.
     """
+    refuse_unscalable = checkpoints.refuse_unscalable  # where the package is absent, before a model is fetched
     prepared = prepare(experiment, only="reference")
     path = str(prepared.settings.reference.path)
     refuse_unscalable(path)
@@ -413,7 +414,8 @@ def calibrate(
         "fidelab": fidelab.__version__,
         "layers": rows,
     }
-    write_kv_scales(path, target, {int(row["layer"]): (row["k_scale"], row["v_scale"]) for row in rows}, notes)
+    scales = {int(row["layer"]): (row["k_scale"], row["v_scale"]) for row in rows}
+    checkpoints.write_kv_scales(path, target, scales, notes)
     return rows
 
 

@@ -1,0 +1,465 @@
+"""Group tensors into modules by their names, with each module's configuration.  Neither is trusted.
+
+:mod:`fidelab_checkpoints.layouts` unpacks complete modules.  This module also recognizes modules with a missing or an
+extra part, for the audit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fidelab.core.errors import InputError
+from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab_checkpoints.layouts import method_of
+
+METHODS = {
+    "gptq": "gptq",
+    "gptq_marlin": "gptq",
+    "awq": "awq",
+    "awq_marlin": "awq",
+    "auto-round": "auto-round",
+    "intel/auto-round": "auto-round",
+    "auto_round": "auto-round",
+    "compressed-tensors": "compressed-tensors",
+    "compressed_tensors": "compressed-tensors",
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "modelopt": "modelopt",
+    "modelopt_fp4": "modelopt",
+    "mxfp4": "mxfp4",
+}
+"""Methods as configurations name them → the families that the audit knows."""
+
+IGNORING = {
+    "gptq": ("modules_to_not_convert",),
+    "awq": ("modules_to_not_convert",),
+    "auto-round": ("modules_to_not_convert",),
+    "compressed-tensors": ("ignore",),
+    "fp8": ("modules_to_not_convert", "ignored_layers"),
+    "modelopt": ("exclude_modules", "ignore"),
+    "mxfp4": ("modules_to_not_convert",),
+}
+"""The keys under which engines look for modules that are not quantized, by method."""
+
+PACKED = ("qweight", "weight_packed", "blocks")  # parts that hold codes by their name
+SCALES = (
+    *("scales", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
+    *("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale"),
+)
+"""Parts that hold scales."""
+_PARTS = (
+    *(*PACKED, *SCALES, "qzeros", "g_idx", "weight_g_idx", "weight_zero_point", "weight_shape", "input_zero_point"),
+    *("weight", "bias"),
+)
+_CODES = {"I8", "U8", "F8_E4M3", "F8_E5M2", "I32", "U32"}  # of a part "weight"
+
+_KINDS: tuple[tuple[str, str], ...] = (  # the first one found in a module's name counts
+    (
+        "vision",
+        r"(^|\.)(visual|vision\w*|image\w*|img\w*|vpm|vit|siglip\w*|mm_projector|multi_modal_projector|patch_embed\w*|"
+        r"v\.blk|mm)(\.|$)",
+    ),
+    ("audio", r"(^|\.)(audio\w*|speech\w*)(\.|$)"),
+    ("norm", r"(^|\.)(ln(_\w*)?|[^.]*norm[^.]*)$"),
+    ("head", r"(^|\.)(lm_head|head|embed_out|unembed|output|output_layer)$"),
+    ("embedding", r"(^|\.)(emb|embed(_\w+)?|[^.]*embeddings?|wte|wpe|token_embd|position_embd|tok_embeddings)$"),
+    ("shared gate", r"(^|\.)(shared_experts?_gate|ffn_gate_inp_shexp)$"),
+    ("router", r"(^|\.)(router(\.\w+)?|ffn_gate_inp|(mlp|moe|block_sparse_moe|feed_forward|ffn|mixer)\.gate(\.wg)?)$"),
+    ("recurrent", r"(^|\.)(linear_attn|mamba\w*|ssm\w*|short_conv|delta\w*|recurrent\w*|conv1d|time_mix\w*)(\.|$|_)"),
+    ("recurrent", r"(^|\.)(ssm_\w+|conv1d|(mixer|mamba)\.(in_proj|out_proj|x_proj|dt_proj))$"),
+)
+_KIND_PATTERNS = tuple((kind, re.compile(pattern)) for kind, pattern in _KINDS)
+_EXPERT = re.compile(r"(?P<layer>.*?)\.experts\.(?P<number>\d{1,6})(\.(?P<leaf>.+))?$")
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks|blk|block)\.\d+\.")
+
+# Linear layers whose inputs tensor parallelism splits; of all others it splits the outputs.
+_ROW_PARALLEL = re.compile(
+    r"(^|\.)(o_proj|out_proj|down_proj|wo|w2|fc2|c_proj|dense_4h_to_h|linear_2|attn_output|ffn_down\w*|proj_out)$"
+    r"|(attention|attn|self_attention)\.dense$"
+)
+_REPLICATED = re.compile(r"(^|\.)(\w*_a_proj(_with_mqa)?|q_a_proj|kv_a_proj\w*|wq_a|wkv_a)$")
+
+
+def kind_of(module: str) -> str:
+    """Return the kind of a module by its name: ``vision``, ``norm``, ``head``, ``router`` …, or ``linear``."""
+    for kind, pattern in _KIND_PATTERNS:
+        if pattern.search(module):
+            return kind
+    return "linear"
+
+
+def leaf_of(name: str) -> str:
+    """Return a name with a star in place of every number, which is the same for all layers."""
+    return re.sub(r"\d+", "*", name)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the text model, for a model that also has others."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def generates(config: Mapping[str, Any]) -> bool:
+    """Return whether an architecture of the configuration generates text; encoders do not."""
+    named = config.get("architectures")
+    return isinstance(named, list) and any(
+        str(name).endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")) for name in named
+    )
+
+
+@dataclass(frozen=True)
+class Module:
+    """The tensors of one layer with a weight.
+
+    Attributes:
+        name: ``model.layers.0.mlp.down_proj``.
+        parts: the tensors by the suffix after the name (``qweight``).
+        kind: see :func:`kind_of`.
+    """
+
+    name: str
+    parts: Mapping[str, TensorInfo]
+    kind: str
+
+    @property
+    def packed(self) -> TensorInfo | None:
+        """The tensor that holds quantized weights."""
+        for part in PACKED:
+            if part in self.parts:
+                return self.parts[part]
+        weight = self.parts.get("weight")
+        if weight is not None and (weight.dtype in _CODES or weight.dtype not in RAW):
+            return weight
+        return None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether a tensor of the module holds quantized weights."""
+        return self.packed is not None
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the module has a weight of two dimensions or more, quantized or not; norms have vectors."""
+        weight = self.parts.get("weight") or (self.parts.get("") if ".experts." in f"{self.name}." else None)
+        return self.quantized or (weight is not None and len(weight.shape) > 1)
+
+    @property
+    def scales(self) -> TensorInfo | None:
+        """The scales of the weights."""
+        for part in ("scales", "weight_scale", "weight_scale_inv"):
+            if part in self.parts:
+                return self.parts[part]
+        return None
+
+    @property
+    def expert(self) -> tuple[str, int] | None:
+        """Layer and role of a module that belongs to an expert, with the expert's number."""
+        match = _EXPERT.match(self.name)
+        return (f"{match['layer']}.experts.*.{match['leaf'] or ''}", int(match["number"])) if match else None
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether the module is in one of a stack of layers."""
+        return _LAYER.search(self.name) is not None
+
+    @property
+    def parallel(self) -> str | None:
+        """Dimension that tensor parallelism splits: ``inputs``, ``outputs`` or ``None``."""
+        if self.kind in ("router", "shared gate", "norm", "embedding") or _REPLICATED.search(self.name):
+            return None
+        return "inputs" if _ROW_PARALLEL.search(self.name) else "outputs"
+
+    def packing(self) -> Packing | None:
+        """Sizes of the quantized weight, from the shapes of its tensors; ``None`` if they do not determine them."""
+        packed, scales = self.packed, self.scales
+        if packed is None or scales is None or len(packed.shape) != 2:
+            return None
+        if "qweight" in self.parts:
+            return self._word_packing(packed, scales)
+        if len(scales.shape) != 2 or scales.shape[1] == 0:
+            return None
+        n, per_row = packed.shape
+        if "weight_packed" not in self.parts:
+            return Packing("plain", n, per_row, 8, scales.shape[1])
+        if packed.dtype == "U8":
+            return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
+        return Packing("words", n, None, None, scales.shape[1], per_row)
+
+    def _word_packing(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
+        """Return the sizes for GPTQ and AWQ: codes in 32-bit words along the inputs or along the outputs."""
+        if len(scales.shape) != 2 or 0 in scales.shape:
+            return None
+        groups, n = scales.shape
+        zeros, index = self.parts.get("qzeros"), self.parts.get("g_idx")
+        rows, columns = packed.shape
+        if columns == n:
+            k = index.shape[0] if index is not None and len(index.shape) == 1 else None
+            bits = None
+            if zeros is not None and len(zeros.shape) == 2 and zeros.shape[0] == groups:
+                bits = zeros.shape[1] * 32 // n
+            elif k:
+                bits = rows * 32 // k
+            return Packing("gptq", n, k or (rows * 32 // bits if bits else None), bits, groups, rows)
+        bits = columns * 32 // n
+        return Packing("awq", n, rows, bits, groups)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Sizes of a quantized weight: ``n`` outputs, ``k`` inputs, ``groups`` of scales per output.
+
+    ``words``: 32-bit words along the inputs.  Together with ``bits`` they give ``k`` if the shapes do not.
+    """
+
+    layout: str
+    n: int
+    k: int | None
+    bits: int | None
+    groups: int
+    words: int | None = None
+
+    def inputs(self, bits: int | None) -> int | None:
+        """Return ``k``, computed if necessary from the width of codes that the configuration gives."""
+        bits = self.bits or bits
+        return self.k if self.k is not None else self.words * 32 // bits if self.words and bits else None
+
+
+def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
+    """Return all modules by name, in the order of the checkpoint's tensors.
+
+    A tensor without a known ending is a separate module with the part ``""``.
+    """
+    grouped: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in checkpoint.tensors.items():
+        module, part = _split(name)
+        grouped.setdefault(module, {})[part] = info
+    return {name: Module(name, parts, kind_of(name)) for name, parts in grouped.items()}
+
+
+def tensor_in(base: Checkpoint, name: str) -> TensorInfo | None:
+    """Return the original's tensor with this name, under one of the prefixes that language models use there."""
+    bare = strip_prefixes(name)
+    names = (name, bare, *(f"{prefix}{bare}" for prefix in _PREFIXES))
+    return next((base.tensors[each] for each in names if each in base.tensors), None)
+
+
+def weight_in(base: Checkpoint, module: str) -> TensorInfo | None:
+    """Return the original's weight of a module, see :func:`tensor_in`."""
+    return tensor_in(base, f"{module}.weight") or tensor_in(base, module)
+
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "model.model.", "model.", "language_model.")
+
+
+def strip_prefixes(name: str) -> str:
+    """Return a name without the prefixes that writers add to and remove from text models."""
+    return next((name.removeprefix(prefix) for prefix in _PREFIXES if name.startswith(prefix)), name)
+
+
+_FUSED = re.compile(r"(?P<module>.*\.experts\.\w+)_(?P<part>blocks|scales|bias)$")  # GPT-OSS
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, part = name.rpartition(".")
+    if module and part in _PARTS:
+        return module, part
+    fused = _FUSED.match(name)
+    return (fused["module"], fused["part"]) if fused else (name, "")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Quantization according to a checkpoint's configuration.
+
+    Attributes:
+        method: a value of :data:`METHODS`; ``None``: nothing is quantized.
+        bits, group: set if one number holds for all modules; a group of ``None`` covers a whole row.
+        symmetric: whether there are no zero points.
+        ignored: patterns of modules that are not quantized, see :meth:`ignores`.
+        ignored_by: the key that lists them.
+        targets: patterns of quantized modules, if the configuration lists them; else all linear layers.
+        layout: a key of :data:`fidelab_checkpoints.layouts.LAYOUTS`, if modules are in one of them.
+        kv_cache: whether scales of the KV cache are announced.
+        strategy: of compressed-tensors' scales, if the same for all modules: ``tensor``, ``channel``, ``group`` …
+        block: outputs and inputs that share a scale of FP8, if the shape is the same for all modules.
+        reordered: whether a group index of the inputs is announced (``desc_act``, ``actorder: group``).
+    """
+
+    method: str | None = None
+    bits: int | None = None
+    group: int | None = None
+    symmetric: bool | None = None
+    ignored: tuple[str, ...] = ()
+    ignored_by: str = "ignore"
+    targets: tuple[str, ...] = ()
+    layout: str | None = None
+    kv_cache: bool = False
+    strategy: str | None = None
+    block: tuple[int, int] | None = None
+    reordered: bool = False
+    raw: Mapping[str, Any] = field(default_factory=dict)
+
+    def ignores(self, module: str) -> bool:
+        """Return whether the configuration keeps this module in 16 bits."""
+        return any(_matches(pattern, module, self.method) for pattern in self.ignored)
+
+    def targets_linear(self, module: str) -> bool:
+        """Return whether an engine would build this linear layer quantized."""
+        if self.ignores(module):
+            return False
+        return not self.targets or any(
+            target == "Linear" or _matches(target, module, self.method) for target in self.targets
+        )
+
+
+def _matches(pattern: str, module: str, method: str | None) -> bool:
+    """Return whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
+    if pattern.startswith("re:"):
+        return _search(pattern[3:], module, at_start=True)
+    if method == "gptq":  # GPTQModel's dynamic: regular expressions
+        return _search(pattern, module, at_start=True)
+    if method == "modelopt":
+        return fnmatch.fnmatchcase(module, pattern)
+    if method in ("awq", "fp8", "auto-round", "mxfp4"):  # a part of the name between its dots
+        return re.search(rf"(^|\.){re.escape(pattern.strip('.'))}(\.|$)", module) is not None or (
+            method == "awq" and pattern in module
+        )
+    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+
+
+def _search(pattern: str, text: str, *, at_start: bool) -> bool:
+    """Search with a regular expression from a file.
+
+    An expression that is broken, or so long or nested that it may not end, matches nothing.
+    """
+    if len(pattern) > 1000 or len(text) > 500 or re.search(r"\)[*+{]", pattern):
+        return False
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return (compiled.match(text) if at_start else compiled.search(text)) is not None
+
+
+def scheme_of(checkpoint: Checkpoint) -> Scheme:
+    """Return the quantization of the checkpoint's configuration, in one form for all methods.
+
+    Raises:
+        InputError: If the configuration names an unknown method, or an unknown variant of one.
+    """
+    raw = checkpoint.quantization
+    if raw is None:
+        return Scheme()
+    named = raw.get("quant_method")
+    method = METHODS.get(named) if isinstance(named, str) else None
+    if method is None:
+        raise InputError(
+            f"{checkpoint.name} says that it is quantized by the method {str(named)[:60]!r}, which is not known; "
+            f"known are {', '.join(dict.fromkeys(METHODS.values()))}, GGUF and unquantized weights"
+        )
+    if method == "compressed-tensors":
+        return _compressed(raw)
+    ignored_by, ignored = _listed(raw, *IGNORING[method])
+    dynamic = raw.get("dynamic")
+    if not ignored and method in ("gptq", "auto-round"):
+        ignored_by = "dynamic" if method == "gptq" else "extra_config"
+    if method == "gptq" and isinstance(dynamic, dict):
+        ignored_by, ignored = "dynamic", (*ignored, *(str(key)[2:] for key in dynamic if str(key).startswith("-:")))
+    extra = raw.get("extra_config")
+    if method == "auto-round" and isinstance(extra, dict):
+        kept = [str(name) for name, one in extra.items() if isinstance(one, dict) and one.get("bits") in (16, 32)]
+        ignored_by, ignored = "extra_config", (*ignored, *kept)
+    group = _number(raw, "group_size", "q_group_size")
+    block = raw.get("weight_block_size")
+    if method == "fp8" and isinstance(block, list) and len(block) == 2 and type(block[1]) is int:
+        group = block[1]
+    uniform = not isinstance(dynamic, dict) and not extra
+    if method == "awq":
+        zero_point = raw.get("zero_point")
+        symmetric = not zero_point if isinstance(zero_point, bool) else None
+    else:
+        said = {
+            settings["sym"]
+            for overrides in (dynamic, extra)
+            for settings in (raw, *(overrides.values() if isinstance(overrides, dict) else ()))
+            if isinstance(settings, dict) and isinstance(settings.get("sym"), bool)
+        }
+        symmetric = said.pop() if len(said) == 1 else None
+    return Scheme(
+        method=method,
+        bits=_number(raw, "bits", "w_bit") if uniform else None,
+        group=group if uniform and group is not None and group > 0 else None,
+        symmetric=symmetric,
+        ignored=ignored,
+        ignored_by=ignored_by,
+        targets=_strings(raw.get("modules_in_block_to_quantize")),
+        kv_cache=any(raw.get(key) for key in _ANNOUNCING) or (checkpoint.folder / "hf_quant_config.json").is_file(),
+        block=_block(block) if method == "fp8" else None,
+        reordered=method == "gptq" and raw.get("desc_act") is True,
+        layout=None if method in ("modelopt", "mxfp4") else method_of({**raw, "quant_method": method}),
+        raw=raw,
+    )
+
+
+_ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_cache_dtype", "kv_cache_config")
+"""Keys under which methods announce scales of the KV cache; ModelOpt also does so in a separate file."""
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    """Return the shape of blocks, ``(outputs, inputs)``."""
+    whole = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
+    return (value[0], value[1]) if whole else None
+
+
+def _compressed(raw: Mapping[str, Any]) -> Scheme:
+    groups = raw.get("config_groups")
+    weights = [
+        (group.get("targets"), group["weights"])
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+    ]
+    one = weights[0][1] if len(weights) == 1 else {}
+    size = _number(one, "group_size")
+    symmetric = {settings.get("symmetric") for _, settings in weights if isinstance(settings.get("symmetric"), bool)}
+    strategy = one.get("strategy")
+    return Scheme(
+        method="compressed-tensors",
+        bits=_number(one, "num_bits"),
+        group=size if size is not None and size > 0 else None,
+        symmetric=symmetric.pop() if len(symmetric) == 1 else None,
+        ignored=_strings(raw.get("ignore")),
+        targets=tuple(target for targets, _ in weights for target in _strings(targets)),
+        layout="compressed-tensors",
+        kv_cache=isinstance(raw.get("kv_cache_scheme"), dict),
+        strategy=strategy if isinstance(strategy, str) else None,
+        block=_block(one.get("block_structure")) if strategy == "block" else None,
+        reordered=one.get("actorder") in ("group", True),
+        raw=raw,
+    )
+
+
+def _listed(raw: Mapping[str, Any], *keys: str) -> tuple[str, tuple[str, ...]]:
+    """Return the first of these keys that lists something, and its list."""
+    found = ((key, _strings(raw.get(key))) for key in keys)
+    return next(((key, names) for key, names in found if names), (keys[0], ()))
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    """Return all texts of a list, or of a list of lists."""
+    if isinstance(value, str):
+        return (value,)
+    items: Iterable[Any] = value if isinstance(value, list) else ()
+    return tuple(
+        text
+        for item in items
+        for text in (_strings(item) if isinstance(item, list) else (item,))
+        if isinstance(text, str)
+    )
+
+
+def _number(raw: Mapping[str, Any], *keys: str) -> int | None:
+    return next((raw[key] for key in keys if type(raw.get(key)) is int), None)

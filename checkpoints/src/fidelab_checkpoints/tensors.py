@@ -1,0 +1,1218 @@
+"""Rules about tensors: values and scales, experts, files and index, what is quantized, packing, missing layers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+
+import numpy as np
+
+from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab_checkpoints.layouts import unpack_words
+from fidelab_checkpoints.modules import (
+    IGNORING,
+    SCALES,
+    Module,
+    Packing,
+    generates,
+    leaf_of,
+    strip_prefixes,
+    text_config,
+    weight_in,
+)
+from fidelab_checkpoints.rules import (
+    Finding,
+    Severity,
+    Subject,
+    and_more,
+    are,
+    broken,
+    counted,
+    counted_findings,
+    information,
+    listed,
+    suspicious,
+    verb,
+)
+from fidelab_checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
+
+_FLOAT16_MAX = 65504.0
+_LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
+_SMALLEST_WEIGHT = 1e-8
+_OUTLIERS = 1000.0  # times the median of the same layer kind
+_MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
+_MAX_LISTED_MISSING = 100_000  # missing experts after which the search stops
+_FLOATS = ("BF16", "F16", "F32", "F64")
+
+
+# ---------------------------------------------------------------------------------------------------------- helpers
+
+
+def _quantized(subject: Subject) -> list[Module]:
+    return [module for module in subject.modules.values() if module.quantized]
+
+
+def _tensor_statistics(subject: Subject, info: TensorInfo) -> list[tuple[str, Statistics]]:
+    """Return a tensor's statistics: its own, or those of every expert in it."""
+    if not fused(info):
+        return [(info.name, subject.statistics[info.name])] if info.name in subject.statistics else []
+    return [(part.name, subject.statistics[part.name]) for part in slices(info) if part.name in subject.statistics]
+
+
+def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[Module, str, str, Statistics]]:
+    """Yield every tensor of scales: module, part, name (also of an expert in a fused tensor), statistics.
+
+    A GGUF tensor in blocks counts by its scales.  ``experts``: only numbered or fused experts, or only all others.
+    """
+    for module in subject.modules.values():
+        for part, info in module.parts.items():
+            blocks = info.dtype not in RAW and subject.checkpoint.format == "gguf"
+            if part not in SCALES and not blocks:
+                continue
+            if experts is None or experts == (module.expert is not None or fused(info)):
+                for name, statistics in _tensor_statistics(subject, info):
+                    if statistics.size:
+                        yield module, part, name, statistics
+
+
+def _layer_of(name: str) -> str | None:
+    """Return the layer that a module is in, such as ``model.layers.3.``."""
+    match = re.match(r"(.*?(?:^|\.)(?:layers|h|blocks|blk|block)\.\d+\.)", name)
+    return match[1] if match else None
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges, such as ``1–3, 7``."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    texts = [f"{first}–{last}" if last > first else str(first) for first, last in parts]
+    return ", ".join(texts) if len(texts) <= 6 else f"{', '.join(texts[:6])} …"
+
+
+# -------------------------------------------------------------------------------------------------- values and scales
+
+
+@broken(
+    title="NaN or infinite weights",
+    symptom="empty answers, a repeated first token or NaN log-probabilities from the first layer that has them on",
+    cause="an overflow while calibrating or converting, such as bfloat16 norms written as float16; or a damaged file",
+    check="every value of every tensor in floating point, and of GGUF the scales of every block",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL, then convert or quantize those layers again",
+)
+def _nonfinite(subject: Subject) -> Iterator[Finding]:
+    scales = {name for _, _, name, _ in _scales(subject)}
+    found = [
+        (name, statistics)
+        for info in subject.checkpoint.tensors.values()
+        for name, statistics in _tensor_statistics(subject, info)
+        if not statistics.finite and name not in scales and not name.endswith(_MASKS)
+    ]
+    names = [name for name, _ in found]
+    nan, inf = (sum(getattr(statistics, what) for _, statistics in found) for what in ("nan", "inf"))
+    yield from listed(f"{nan:,} NaN and {inf:,} infinite values in {counted(names, 'tensor')}:", names)
+
+
+@broken(
+    title="NaN or infinite scales",
+    symptom="NaN logits and empty answers; some kernels skip the layer instead, and text turns to noise",
+    cause="a layer that calibration never reached, or a division by a zero range",
+    check="every scale is a finite number",
+    command="quantize those layers again with calibration data that reaches them, or round them to nearest",
+)
+def _scale_nonfinite(subject: Subject) -> Iterator[Finding]:
+    found = [(name, s) for _, _, name, s in _scales(subject, experts=False) if not s.finite]
+    count = sum(s.nan + s.inf for _, s in found)
+    yield from listed(f"{count:,} scales {are(range(count))} NaN or infinite, in", [name for name, _ in found])
+
+
+@broken(
+    title="Zero scales",
+    symptom="the layer gives zeros or NaN: empty answers, or text that repeats",
+    cause="scales that were never written, were clamped at zero, or vanished in float16",
+    check="no tensor of scales is all zero; of the others, how many zeros it has",
+    command="quantize those layers again; fidelab checkpoint audit CHECKPOINT --base ORIGINAL tells whether they lived",
+)
+def _scale_zero(subject: Subject) -> Iterator[Finding]:
+    packed = [item for item in _scales(subject, experts=False) if item[0].quantized]
+    dead = [name for module, part, name, s in packed if s.dead and not _zero_in_base(subject, module)]
+    yield from listed(f"all scales of {counted(dead, 'tensor')} are zero:", dead)
+    # of NVFP4, whose scales are 8-bit floats, those of small groups vanish
+    some = [
+        (name, s)
+        for module, part, name, s in packed
+        if (s.size // 10 if module.parts[part].dtype.startswith("F8") else 0) < s.zeros < s.size
+    ]
+    zeros, size = (sum(getattr(s, what) for _, s in some) for what in ("zeros", "size"))
+    yield from listed(f"{zeros:,} of {size:,} scales are zero in", [name for name, _ in some], "suspicious")
+
+
+@suspicious(
+    title="Absurd scales",
+    symptom="activations overflow or vanish after the layer: noise, or answers as if the layer were missing",
+    cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
+    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIERS:g} "
+    "times the median of the same kind of layer, none left at exactly 1",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
+)
+def _scale_absurd(subject: Subject) -> Iterator[Finding]:
+    alike: dict[str, list[tuple[str, Statistics, float]]] = defaultdict(list)
+    ones: list[str] = []
+    for module, part, name, s in _scales(subject):
+        if part not in ("scales", "weight_scale", "weight_scale_inv", "weight") or not module.quantized:
+            continue
+        if "weight_global_scale" in module.parts or "weight_scale_2" in module.parts or part == "blocks":
+            continue
+        info = module.parts[part]
+        if info.dtype in RAW and s.same and s.first == 1 and s.size > 4 and module.expert is None and not fused(info):
+            ones.append(name)
+        if s.finite and s.largest:
+            alike[f"{leaf_of(module.name)}.{part}"].append((name, s, s.largest * _code_range(module)))
+    extreme = [
+        name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
+    ]
+    beyond = set(extreme)
+    largest = max((s.largest for items in alike.values() for name, s, _ in items if name in beyond), default=0.0)
+    yield from listed(f"scales up to {largest:.3g} give weights of an absurd size in", extreme)
+    odd: list[str] = []
+    for items in alike.values():
+        middle = median(s.largest for _, s, _ in items)
+        if len(items) >= 4:
+            odd += [name for name, s, _ in items if s.largest > _OUTLIERS * middle and name not in beyond]
+    yield from listed(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in", odd)
+    yield from listed("all scales are 1, as before any calibration, in", ones)
+
+
+def _code_range(module: Module) -> float:
+    """Return the approximate largest magnitude of a code."""
+    packed = module.packed
+    if packed is not None and packed.dtype.startswith("F8"):
+        return 448.0
+    packing = module.packing()
+    return float(1 << ((packing.bits if packing and packing.bits else 4) - 1))
+
+
+@information(
+    title="Negative scales",
+    symptom="none where the engine multiplies as it is; NaN or wrong weights where a tool takes logarithms of scales "
+    "or clamps them at zero",
+    cause="symmetric AutoRound keeps the sign of the value with the largest magnitude in its scale",
+    check="the share of scales below zero",
+    command="fidelab checkpoint convert CHECKPOINT DST --to awq flips code, zero point and scale together, bit-exact",
+)
+def _scale_negative(subject: Subject) -> Iterator[Finding]:
+    found = [(name, s) for _, _, name, s in _scales(subject) if s.negative]
+    if found:
+        names = [name for name, _ in found]
+        negative, size = (sum(getattr(s, what) for _, s in found) for what in ("negative", "size"))
+        share = 100 * negative / size
+        yield Finding(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in {and_more(names)}", names)
+
+
+@suspicious(
+    title="Scales too small for float16",
+    symptom="weights of small groups become zero or coarse in float16 kernels: a slow loss of quality, seldom noise",
+    cause="bfloat16 or float32 scales that an engine casts to float16, or scales of nearly dead groups",
+    check="scales of integers that float16 rounds to zero, and float16 scales below 2^-14, which have fewer bits",
+    command="serve with --dtype bfloat16 where the kernel can, or quantize with smaller groups",
+)
+def _scale_underflow(subject: Subject) -> Iterator[Finding]:
+    vanishing, coarse = [], []
+    for module, part, name, s in _scales(subject):
+        info = module.parts[part]
+        if part not in ("scales", "weight_scale") or info.dtype not in _FLOATS or module.packed is None:
+            continue
+        if module.packed.dtype.startswith("F8") or "weight_global_scale" in module.parts:
+            continue
+        if s.vanishing:
+            vanishing.append((name, s.vanishing))
+        elif info.dtype == "F16" and s.subnormal > s.size // 100:
+            coarse.append((name, s.subnormal))
+    for found, says in ((vanishing, "become zero in float16"), (coarse, "are subnormal numbers of float16")):
+        yield from listed(f"{sum(n for _, n in found):,} scales {says}, in", [name for name, _ in found])
+
+
+@suspicious(
+    title="Values beyond float16",
+    symptom="infinite activations and NaN logits as soon as the model runs in float16",
+    cause="a bfloat16 model, whose range is larger, served or converted in float16",
+    check="no bfloat16 or float32 value beyond 65504; broken where the configuration says float16",
+    command="serve with --dtype bfloat16",
+)
+def _overflow_float16(subject: Subject) -> Iterator[Finding]:
+    scales = {name for _, _, name, _ in _scales(subject)}
+    found = [
+        (name, statistics.largest)
+        for info in subject.checkpoint.tensors.values()
+        if info.dtype in ("BF16", "F32", "F64") and subject.checkpoint.format != "gguf"  # llama.cpp keeps these types
+        for name, statistics in _tensor_statistics(subject, info)
+        if statistics.largest > _FLOAT16_MAX and name not in scales
+    ]
+    severity: Severity = "broken" if _dtype(subject.checkpoint) == "float16" else "suspicious"
+    largest = max((value for _, value in found), default=0.0)
+    yield from listed(f"values up to {largest:.4g} do not fit float16, in", [name for name, _ in found], severity)
+
+
+def _dtype(checkpoint: Checkpoint) -> str:
+    places = (checkpoint.config, text_config(checkpoint.config))
+    values = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, values), "")).removeprefix("torch.")
+
+
+@suspicious(
+    title="Zero weights",
+    symptom="the layer adds nothing: empty or fluent but empty-headed answers, or noise if it is an early layer",
+    cause="tensors that were allocated and never written, or codes clamped away by negative scales",
+    check="no matrix is all zero, no norm where other norms are not, no packed matrix holds one code everywhere, or "
+    "blank words for a tenth of it; with --base, broken where the original is not zero",
+    command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL",
+)
+def _zero_weights(subject: Subject) -> Iterator[Finding]:
+    dead: list[str] = []
+    lived: list[str] = []
+    partly: list[str] = []
+    norms = _zero_norms(subject)
+    for module in subject.modules.values():
+        info = module.packed or module.parts.get("weight") or module.parts.get("")
+        if module.name in norms:
+            live = subject.base is not None and not _zero_in_base(subject, module)
+            (lived if live else dead if subject.base is None else []).append(f"{module.name}.weight")
+        if info is None or len(info.shape) < 2 or not (module.in_layer or module.quantized or module.kind == "head"):
+            continue
+        if "" in module.parts and not fused(info):  # a parameter of a kind that may well begin, and stay, at zero
+            continue
+        blocks = info.dtype not in RAW
+        for name, s in _tensor_statistics(subject, info):
+            if s.size and s.finite and (s.dead if not module.quantized or blocks else s.same and s.size > 1):
+                live = subject.base is not None and not _zero_in_base(subject, module)
+                (lived if live else dead if subject.base is None else []).append(name)
+            elif module.quantized and not blocks and s.blank > s.size // 10 and info.dtype in ("I32", "U32"):
+                partly.append(name)
+    yield from counted_findings(lived, "tensor", "zero where the original has weights", "broken")
+    yield from counted_findings(dead, "tensor", "zero, or one code everywhere")
+    yield from listed("over a tenth of the packed words are blank in", partly)
+
+
+def _zero_norms(subject: Subject) -> set[str]:
+    """Return the norms whose weights are all zero.
+
+    Some architectures multiply by one plus the weight and begin at zero.  If all norms of a kind, or most norms of the
+    checkpoint, are zero, none of them is a fault.
+    """
+    kinds: dict[str, dict[str, bool]] = defaultdict(dict)
+    for module in subject.modules.values():
+        weight = module.parts.get("weight")
+        if module.kind == "norm" and weight is not None and weight.name in subject.statistics:
+            kinds[leaf_of(module.name)][module.name] = subject.statistics[weight.name].dead
+    every = [zero for norms in kinds.values() for zero in norms.values()]
+    if sum(every) * 2 > len(every):
+        return set()
+    return {
+        name
+        for norms in kinds.values()
+        for name, zero in norms.items()
+        if zero and (len(norms) == 1 or not all(norms.values()))
+    }
+
+
+def _zero_in_base(subject: Subject, module: Module) -> bool:
+    """Return whether the original's weight is all zero; false without an original or under other names."""
+    if subject.base is None:
+        return False
+    info = weight_in(subject.base, module.name)
+    return info is not None and scan(subject.base, info).dead
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+
+@broken(
+    title="Uncalibrated experts",
+    symptom="noise or NaN as soon as a token is routed to such an expert: short tests pass, long or foreign texts fail",
+    cause="no calibration token reached these experts, so that their scales stayed infinite, zero or at their default",
+    check="scales of every expert: finite, not zero, not one default value; the same parts in all experts of a layer",
+    command="fidelab checkpoint quantize MODEL --recipe RECIPE with more data, or every token routed to every expert",
+)
+def _experts_uncalibrated(subject: Subject) -> Iterator[Finding]:
+    groups: dict[tuple[str, str], dict[int, tuple[str, Statistics]]] = defaultdict(dict)
+    for module, part, name, s in _scales(subject, experts=True):
+        expert = module.expert or (f"{module.name}.*", int(name.rpartition("[")[2].rstrip("]")))
+        groups[expert[0], part][expert[1]] = name, s
+    members: dict[str, set[int]] = defaultdict(set)
+    for module in subject.modules.values():
+        if module.expert is not None and module.quantized:
+            members[module.expert[0]].add(module.expert[1])
+    found: dict[str, set[int]] = defaultdict(set)
+    why: Counter[str] = Counter()
+    names: list[str] = []
+    for (layer, part), experts in groups.items():
+        default = [n for n, (_, s) in experts.items() if _default(s, part)]
+        normal = len(experts) - len(default)
+        for n, (name, s) in experts.items():
+            left = n in default and (normal or s.first == 1)
+            kinds = {"infinite or NaN": not s.finite, "zero": s.dead, "default": left}
+            if kind := next((kind for kind, found_so in kinds.items() if found_so), None):
+                reason = f"{kind} scales"
+                found[layer].add(n)
+                why[reason] += 1
+                names.append(name)
+        if lacking := members.get(layer, set()) - set(experts):
+            found[layer] |= lacking
+            why[f"no {part}"] += len(lacking)
+            names += [layer.replace("*", str(n)) for n in sorted(lacking)]
+    if found:
+        layer, numbers = next(iter(found.items()))
+        known = members.get(layer) or set(groups[next(key for key in groups if key[0] == layer)])
+        more = f", and some in {len(found) - 1} more places" if len(found) > 1 else ""
+        reasons = ", ".join(f"{reason} ({n:,} tensors)" for reason, n in why.most_common())
+        yield Finding(
+            f"experts {_ranges(numbers)} of {len(known)} in {layer}{more} were never calibrated: {reasons}", names
+        )
+
+
+def _default(s: Statistics, part: str) -> bool:
+    """Return whether scales look uncalibrated: one number for all groups, or exactly 1."""
+    return s.size > 0 and s.same and (s.first == 1 or (s.size > 4 and not part.startswith("input")))
+
+
+@broken(
+    title="Experts missing",
+    symptom="the loader leaves the experts as it initialized them: noise whenever a token is routed to them",
+    cause="names that were not remapped, or a filter that dropped a part of the experts",
+    check="the experts of every layer are numbered without gaps and as many as in the other layers",
+    command="compare with the original: fidelab checkpoint audit CHECKPOINT --base ORIGINAL; convert again",
+)
+def _experts_missing(subject: Subject) -> Iterator[Finding]:
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for module in subject.modules.values():
+        if module.expert is not None:
+            numbers[module.expert[0]].add(module.expert[1])
+    most: dict[str, int] = defaultdict(int)
+    for layer, present in numbers.items():
+        most[leaf_of(layer)] = max(most[leaf_of(layer)], *present)
+    gaps: list[str] = []
+    fewer: list[str] = []
+    for layer, present in numbers.items():
+        if len(gaps) + len(fewer) > _MAX_LISTED_MISSING:
+            break
+        last = max(present)
+        for n in range(min(most[leaf_of(layer)] + 1, MAX_EXPERTS)):
+            if n not in present:
+                (gaps if n < last else fewer).append(layer.replace("*", str(n), 1))
+    yield from counted_findings(gaps, "expert", "not there, and such with higher numbers are")
+    yield from counted_findings(
+        fewer, "expert", "not there, which other layers have", "broken" if gaps else "suspicious"
+    )
+
+
+@broken(
+    title="Experts without their router",
+    symptom="the loader leaves the router as it initialized it: tokens go to random experts, and text is noise",
+    cause="a filter for expert names that dropped the router of a layer, or a shard that was rewritten without it",
+    check="every layer with experts has a router, where another layer has one",
+    command="take the original's router: fidelab checkpoint audit CHECKPOINT --base ORIGINAL names it; convert again",
+)
+def _router_missing(subject: Subject) -> Iterator[Finding]:
+    experts: dict[str, None] = {}
+    routers: dict[str, str] = {}
+    for module in subject.modules.values():
+        layer = _layer_of(module.name)
+        if layer is None:
+            continue
+        if module.kind == "router":
+            routers.setdefault(layer, module.name[len(layer) :].removesuffix("."))
+        elif re.search(r"\.experts(\.|$)|_exps$", module.name):
+            experts[layer] = None
+    stacks: dict[str, str] = {leaf_of(layer): leaf for layer, leaf in routers.items()}
+    missing = [
+        f"{layer}{stacks[leaf_of(layer)]}" for layer in experts if leaf_of(layer) in stacks and layer not in routers
+    ]
+    yield from counted_findings(missing, "router", "not there, and other layers of experts have theirs")
+
+
+# --------------------------------------------------------------------------------------------------- files and index
+
+
+@broken(
+    title="Tensors that the index names and no file holds",
+    symptom="an error while loading, or weights left as they were initialized and noise from there on",
+    cause="a shard that was not downloaded, or an index that belongs to another version of the files",
+    check="every name of model.safetensors.index.json is in a file",
+    command="fetch the checkpoint again, or rewrite it with fidelab checkpoint convert",
+)
+def _index_missing(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    missing = [name for name in checkpoint.index or () if name not in checkpoint.tensors]
+    files = checkpoint.missing_files
+    where = f" (of {counted(files, 'file')} missing: {and_more(files)})" if files else ""
+    yield from listed(f"{counted(missing, 'tensor')} of the index {are(missing)} in no file{where}:", missing)
+
+
+@suspicious(
+    title="Tensors that the index does not name",
+    symptom="engines that go by the index do not load them: weights as initialized, or an older version of the layer",
+    cause="shards rewritten without their index",
+    check="every tensor of every shard is in model.safetensors.index.json",
+    command="rewrite the checkpoint: fidelab checkpoint convert",
+)
+def _index_unlisted(subject: Subject) -> Iterator[Finding]:
+    index = subject.checkpoint.index
+    if index is not None:
+        unlisted = [name for name in subject.checkpoint.tensors if name not in index]
+        yield from counted_findings(unlisted, "tensor", "not in the index")
+
+
+@suspicious(
+    title="Tensors in another file than the index says",
+    symptom="engines that fetch tensors by the index fail with a missing key; others load",
+    cause="shards rewritten without their index",
+    check="every tensor is in the file that the index names for it",
+    command="rewrite the checkpoint: fidelab checkpoint convert",
+)
+def _index_elsewhere(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    homes: dict[str, set[str]] = defaultdict(set)
+    for info in (*checkpoint.tensors.values(), *checkpoint.copies):
+        homes[info.name].add(info.file.name)
+    wrong = [name for name, file in (checkpoint.index or {}).items() if name in homes and file not in homes[name]]
+    yield from counted_findings(wrong, "tensor", "in another file than the index says")
+
+
+@information(
+    title="Scales in another file than their weights",
+    symptom="none in engines that load all files; tools that convert file by file skip the layer, and NaN follows",
+    cause="shards that were cut at a size, through the middle of a module",
+    check="the parts of every quantized module are in one file",
+    command="convert with a tool that looks for parts in all files, such as fidelab checkpoint convert",
+)
+def _scale_apart(subject: Subject) -> Iterator[Finding]:
+    apart = [
+        info.name
+        for module in _quantized(subject)
+        if module.packed is not None
+        for info in module.parts.values()
+        if info.file != module.packed.file
+    ]
+    yield from counted_findings(apart, "tensor", "apart from the weights")
+
+
+@suspicious(
+    title="A tensor twice",
+    symptom="which of the two is loaded depends on the engine and the order of files; other content, other answers",
+    cause="old shards next to new ones, or one layer saved under two prefixes",
+    check="no name is in two files, and no layer under two prefixes; broken where the contents differ",
+    command="remove the older files, and rewrite the checkpoint: fidelab checkpoint convert",
+)
+def _duplicate_tensor(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    differ: list[str] = []
+    same: list[str] = []
+    for copy in checkpoint.copies:
+        (same if checkpoint.equals(copy, checkpoint, checkpoint.tensors[copy.name]) else differ).append(copy.name)
+    yield from counted_findings(differ, "tensor", "in two files with other content", "broken")
+    yield from counted_findings(same, "tensor", "in two files")
+    bare: dict[str, list[str]] = defaultdict(list)
+    for name in checkpoint.tensors:
+        bare[strip_prefixes(name)].append(name)
+    twice = [name for names in bare.values() if len(names) > 1 for name in names]
+    yield from counted_findings(twice, "tensor", "the same layers under two prefixes")
+
+
+@suspicious(
+    title="A single file next to the shards",
+    symptom="Transformers loads model.safetensors and never looks at the shards, engines that go by the index load the "
+    "shards: other weights, other answers",
+    cause="an older version of the checkpoint that was left in the folder when shards were written into it",
+    check="where an index lists shards, there is no model.safetensors that it does not name; broken where its tensors "
+    "are other ones",
+    command="remove model.safetensors, or the shards with their index, whichever is the older",
+)
+def _stale_file(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    if not checkpoint.beside:
+        return
+    file = checkpoint.beside[0].file.name
+    names = {info.name for info in checkpoint.beside}
+    differ = [info.name for info in checkpoint.beside if info.name not in checkpoint.tensors]
+    differ += [name for name in checkpoint.tensors if name not in names]
+    differ = differ or [
+        info.name
+        for info in checkpoint.beside
+        if not checkpoint.equals(info, checkpoint, checkpoint.tensors[info.name])
+    ]
+    yield from listed(f"{file} is not in the index and has other content than the shards:", differ, "broken")
+    if not differ:
+        yield Finding(f"{file} is not in the index and has the content of the shards")
+
+
+# ------------------------------------------------------------------------------------- what is quantized, and what not
+
+
+_WITH_QZEROS = ("awq", "gptq", "gptq_v2")
+_NEEDED = {"qweight": "scales", "weight_packed": "weight_scale", "blocks": "scales"}
+
+
+@broken(
+    title="Quantized layers that lack a part",
+    symptom="a missing key while loading, or a layer that is skipped: NaN or noise",
+    cause="a converter that skipped what it did not find (a scale in another file), or names that were not remapped",
+    check="packed weights have scales, and zero points where AWQ, GPTQ or symmetric: false of compressed-tensors want "
+    "them, and scales have weights",
+    command="convert again with fidelab checkpoint convert, which refuses to write an incomplete module",
+)
+def _incomplete_module(subject: Subject) -> Iterator[Finding]:
+    lacking: dict[str, list[str]] = defaultdict(list)
+    for module in subject.modules.values():
+        parts = set(module.parts)
+        needed = [part for marker, part in _NEEDED.items() if marker in parts]
+        if "qweight" in parts and subject.scheme.layout in _WITH_QZEROS:
+            needed.append("qzeros")
+        for part in needed:
+            if part not in parts:
+                lacking[part].append(module.name)
+        weight = module.parts.get("weight")
+        if _asymmetric(subject, module) and "weight_zero_point" not in parts:
+            lacking["weight_zero_point"].append(module.name)
+        if weight is not None and weight.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2") and module.scales is None:
+            lacking["scales of its 8-bit weight"].append(module.name)
+        scaled = [part for part in parts if part in SCALES and part not in ("k_scale", "v_scale", "q_scale")]
+        if scaled and not module.quantized and not _cache_scales(module):
+            lacking["the weight that its scales belong to"].append(module.name)
+    for part, names in lacking.items():
+        yield from listed(f"{counted(names, 'module')} {verb(names, 'lack')} {part}:", names)
+
+
+def _asymmetric(subject: Subject, module: Module) -> bool:
+    """Return whether compressed-tensors stores zero points of these integers."""
+    scheme, packed = subject.scheme, module.packed
+    if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
+        return False
+    return packed.dtype in ("I32", "I8") and not scheme.ignores(module.name)
+
+
+def _cache_scales(module: Module) -> bool:
+    """Return whether scales next to a weight in 16 bits are those of activations."""
+    return "weight" in module.parts and all(part.startswith("input") for part in module.parts if part in SCALES)
+
+
+@broken(
+    title="Weights stored twice, or quantized twice",
+    symptom="either copy may be loaded: noise where the two differ, and twice the memory where both are",
+    cause="packed weights saved next to the original ones, or a quantized checkpoint quantized again",
+    check="a module has one form of its weight, and the configuration one method",
+    command="quantize the original again; fidelab checkpoint convert writes each module in one form",
+)
+def _doubly_quantized(subject: Subject) -> Iterator[Finding]:
+    forms = ("weight", "qweight", "weight_packed", "blocks")
+    twice = [module.name for module in subject.modules.values() if sum(form in module.parts for form in forms) > 1]
+    yield from listed(f"{counted(twice, 'module')} {verb(twice, 'hold')} two forms of the weight:", twice)
+    mixed = {
+        "qweight" if "qweight" in module.parts else "weight_packed"
+        for module in subject.modules.values()
+        if {"qweight", "weight_packed"} & set(module.parts)
+    }
+    if len(mixed) > 1:
+        names = [module.name for module in subject.modules.values() if "qweight" in module.parts]
+        yield Finding("some modules are packed as GPTQ or AWQ, others as compressed-tensors", names)
+    config = subject.checkpoint.config
+    both = [key for key in ("quantization_config", "compression_config") if isinstance(config.get(key), dict)]
+    if len(both) == 2 and config[both[0]].get("config_groups") != config[both[1]].get("config_groups"):
+        yield Finding("config.json has a quantization_config and another compression_config")
+
+
+@broken(
+    title="Configuration and tensors disagree whether anything is quantized",
+    symptom="a missing key while loading, or packed integers taken for weights: noise",
+    cause="a config.json that was copied from the original, or weights that were",
+    check="a quantization_config goes with quantized tensors, and quantized tensors with a quantization_config",
+    command="fetch config.json and weights of the same revision; or quantize again",
+)
+def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
+    if subject.checkpoint.format == "gguf":
+        return
+    quantized = [module.name for module in _quantized(subject)]
+    if quantized and subject.scheme.method is None:
+        yield from counted_findings(quantized, "module", "quantized and config.json says nothing of it")
+    scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
+    if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
+        yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
+
+
+@broken(
+    title="Layers that the configuration lists as kept, and are quantized",
+    symptom="the engine builds a 16-bit layer and finds packed weights: a missing key, or NaN in that layer",
+    cause="an ignore list that was edited, or belongs to another run",
+    check="no quantized module matches ignore, modules_to_not_convert or what else the method calls it",
+    command="fix the list in config.json, or quantize again",
+)
+def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
+    names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
+    yield from counted_findings(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
+
+
+_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
+
+
+@broken(
+    title="Layers kept in 16 bits that the configuration does not list",
+    symptom="the engine builds a quantized layer and finds no packed weights: a missing key, or a layer that stays as "
+    "initialized (NaN in a dense layer, text that is noise)",
+    cause="layers kept at quantization time and not written to the list",
+    check="every linear layer that the method would quantize and that is stored in 16 bits is on the list",
+    command="add the names to the list in config.json",
+)
+def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
+    scheme = subject.scheme
+    if scheme.method in (None, "mxfp4", "modelopt") or not _quantized(subject):
+        return
+    kinds = {leaf_of(module.name) for module in _quantized(subject)}
+    plain: list[str] = []
+    rest: list[str] = []
+    for module in subject.modules.values():
+        weight = module.parts.get("weight")
+        if weight is None or module.quantized or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
+            continue
+        exempt = module.kind in ("norm", "embedding") or _EXEMPT_MODULES.search(module.name)
+        if exempt or not scheme.targets_linear(module.name):
+            continue
+        elsewhere = leaf_of(module.name) in kinds
+        if scheme.method == "compressed-tensors":
+            special = module.kind in ("head", "router", "shared gate")
+            if special or module.in_layer:
+                (rest if special else plain).append(module.name)
+        elif elsewhere:
+            plain.append(module.name)
+        elif module.in_layer and module.kind in ("linear", "recurrent", "vision"):
+            rest.append(module.name)
+    yield from counted_findings(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
+    yield from counted_findings(
+        rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
+    )
+
+
+@broken(
+    title="A list of kept layers under a key that the method does not read",
+    symptom="the engine builds the listed layers quantized: a missing key, or NaN in a dense layer",
+    cause="a conversion between methods that left ignore where modules_to_not_convert is read, or the reverse",
+    check="the list is under the key of the configuration's method",
+    command="rename the key in config.json, or convert with fidelab checkpoint convert",
+)
+def _ignore_key(subject: Subject) -> Iterator[Finding]:
+    scheme = subject.scheme
+    if scheme.method is None or scheme.ignored:
+        return
+    every = {key for keys in IGNORING.values() for key in keys}
+    wrong = sorted(key for key in every - set(IGNORING[scheme.method]) if scheme.raw.get(key))
+    if wrong:
+        expected = " or ".join(IGNORING[scheme.method])
+        listed = [str(name) for name in scheme.raw[wrong[0]]] if isinstance(scheme.raw[wrong[0]], list) else []
+        yield Finding(f"{wrong[0]} is not read for {scheme.method}, {expected} is", listed)
+
+
+@broken(
+    title="A quantized router or shared-expert gate",
+    symptom="the loader builds it in 16 bits and cannot hold packed weights: a missing key, or random routing",
+    cause='a pattern such as "experts" that matches more, or less, than it was written for',
+    check="routers and shared-expert gates are stored in 16 or 32 bits",
+    command="keep them: a rule of the recipe for .*gate$ with its expected count (fidelab checkpoint quantize)",
+)
+def _router_quantized(subject: Subject) -> Iterator[Finding]:
+    names = [module.name for module in _quantized(subject) if module.kind in ("router", "shared gate")]
+    yield from counted_findings(names, "router or shared-expert gate", "quantized")
+
+
+@broken(
+    title="A quantized norm",
+    symptom="a missing key while loading, or activations of the wrong size in every layer after it",
+    cause="a pattern that matches more than linear layers",
+    check="norms are stored in 16 or 32 bits",
+    command="quantize again with linear layers as the only target",
+)
+def _norm_quantized(subject: Subject) -> Iterator[Finding]:
+    names = [module.name for module in _quantized(subject) if module.kind == "norm"]
+    yield from counted_findings(names, "norm", "quantized")
+
+
+@suspicious(
+    title="Recurrent layers in few bits",
+    symptom="errors add up in the state: good short answers, noise after some hundred tokens",
+    cause="DeltaNet, Mamba or convolution layers taken for ordinary linear layers",
+    check="projections of recurrent layers have at least 8 bits",
+    command="fidelab diagnose sensitivity ORIGINAL --weights int4 --by kind says what they cost; keep them in 16 bits",
+)
+def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
+    names = []
+    for module in _quantized(subject):
+        packing = module.packing()
+        bits = (packing.bits if packing else None) or subject.scheme.bits
+        if module.kind == "recurrent" and bits is not None and bits < 8:
+            names.append(module.name)
+    yield from counted_findings(names, "recurrent layer", "in fewer than 8 bits")
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+@broken(
+    title="Bits, groups or shapes other than the configuration says",
+    symptom="an error about shapes while loading, or codes unpacked at the wrong places: noise",
+    cause="a configuration that belongs to another run, or per-layer settings that it does not mention",
+    check="bits, number of groups, packing order, stored shape, and the shapes of zero points and scales follow from "
+    "the configuration",
+    command="fix bits and group_size in config.json, or quantize again",
+)
+def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
+    scheme = subject.scheme
+    wrong: dict[str, list[str]] = defaultdict(list)
+    for module in _quantized(subject):
+        if text := _strategy_shape(subject, module):
+            wrong[text].append(module.name)
+            continue
+        packing = module.packing()
+        if packing is None:
+            if "qweight" in module.parts and "scales" in module.parts:
+                wrong["shapes that do not belong together"].append(module.name)
+            continue
+        named = (scheme.layout or "").removesuffix("_v2")
+        if named in ("gptq", "awq") and packing.layout in ("gptq", "awq") and packing.layout != named:
+            wrong[f"codes packed as {packing.layout} where the configuration says {named}"].append(module.name)
+            continue
+        if scheme.bits is not None and packing.bits is not None and packing.bits != scheme.bits:
+            wrong[f"{packing.bits} bits where the configuration says {scheme.bits}"].append(module.name)
+            continue
+        if text := _zeros_shape(module, packing, packing.bits or scheme.bits):
+            wrong[text].append(module.name)
+            continue
+        k = packing.inputs(scheme.bits)
+        if scheme.group is not None and k is not None and packing.groups != -(-k // scheme.group):
+            expected = f"groups of {scheme.group} would be {-(-k // scheme.group)}"
+            wrong[f"{packing.groups} groups of {k} inputs where {expected}"].append(module.name)
+        shape = module.parts.get("weight_shape")
+        if shape is not None and k is not None and subject.statistics[shape.name].size == 2:
+            stored = tuple(int(n) for n in subject.checkpoint.read(shape).tolist())
+            per_word = 32 // scheme.bits if scheme.bits and packing.layout == "words" else 1
+            if stored[0] != packing.n or not k - per_word < stored[1] <= k:
+                wrong[f"a weight_shape of {stored} where codes are ({packing.n}, {k})"].append(module.name)
+    for text, names in wrong.items():
+        yield from listed(f"{counted(names, 'module')} with {text}:", names)
+
+
+def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
+    """Return the problem with the shape of the zero points; ``None`` if it is right or there are none."""
+    zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
+    if zeros is None or not bits:
+        return None
+    words = -(-packing.n * bits // 32)
+    if zeros.name.endswith("qzeros"):
+        expected: tuple[int, ...] = (packing.groups, words)
+    else:
+        expected = (words if zeros.dtype == "I32" else packing.n, packing.groups)
+    if zeros.shape == expected or (packing.groups == 1 and math.prod(zeros.shape) in (1, math.prod(expected))):
+        return None
+    return f"zero points of shape {zeros.shape} where {expected} belong to the scales"
+
+
+def _strategy_shape(subject: Subject, module: Module) -> str | None:
+    """Return the problem with the shape of the scales, by the configured strategy; ``None`` if it is right."""
+    scheme, packed, scales = subject.scheme, module.packed, module.scales
+    if packed is None or scales is None or len(packed.shape) != 2 or scheme.ignores(module.name):
+        return None
+    n, k = packed.shape
+    count = math.prod(scales.shape)
+    if scheme.strategy == "tensor" and count != 1:
+        return f"scales of shape {scales.shape} where strategy tensor has one"
+    if scheme.strategy == "channel" and count != n:
+        return f"scales of shape {scales.shape} where strategy channel has one for each of {n} outputs"
+    if scheme.block is not None and packed.dtype.startswith("F8"):
+        expected = (-(-n // scheme.block[0]), -(-k // scheme.block[1]))
+        if scales.shape != expected:
+            rows, columns = scheme.block
+            return f"scales of shape {scales.shape} where blocks of {rows} × {columns} have {expected}"
+    return None
+
+
+@broken(
+    title="Groups that do not divide the inputs",
+    symptom="engines refuse the layer, or their kernels read scales of the next row at the end of each: noise",
+    cause="a group size taken over from another model (704 = 5.5 × 128, 576 = 4.5 × 128)",
+    check="the inputs of every quantized layer are a multiple of the group size",
+    command="quantize again with a group size that divides them, such as 64 or 32",
+)
+def _group_not_dividing(subject: Subject) -> Iterator[Finding]:
+    found: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for module in _quantized(subject):
+        packing = module.packing()
+        k = packing.inputs(subject.scheme.bits) if packing else None
+        if packing is None or k is None or packing.groups < 2:
+            continue
+        group = subject.scheme.group or -(-k // packing.groups)
+        if k % group:
+            found[k, group].append(module.name)
+    for (k, group), names in found.items():
+        yield from listed(f"{k} inputs are {k / group:g} groups of {group} in {counted(names, 'module')}:", names)
+
+
+@broken(
+    title="Layers that tensor parallelism cannot split",
+    symptom="engines refuse to load with this number of devices, or devices use scales of their neighbours: noise",
+    cause="a group size that divides the layer and not a device's share of it (704 / 2 = 5.5 × 64)",
+    check="with --tp N: inputs / N are a multiple of the group size, outputs / N a multiple of 8",
+    command="serve with fewer devices, or quantize again with smaller groups",
+)
+def _tp_split(subject: Subject) -> Iterator[Finding]:
+    tp = subject.tp
+    if tp == 1 or subject.checkpoint.format == "gguf":
+        return
+    found: dict[str, list[str]] = defaultdict(list)
+    for module in _quantized(subject):
+        packing = module.packing()
+        k = packing.inputs(subject.scheme.bits) if packing else None
+        if packing is None or k is None:
+            continue
+        if module.parallel == "inputs":
+            group = (subject.scheme.group or -(-k // packing.groups)) if packing.groups > 1 else 1
+            if k % tp:
+                found[f"{k} inputs over {tp} devices"].append(module.name)
+            elif (k // tp) % group:
+                found[f"{k} / {tp} = {k // tp} inputs are {k / tp / group:g} groups of {group}"].append(module.name)
+        elif module.parallel == "outputs":
+            parts = _shard_count(subject.checkpoint, module, tp)
+            if packing.n % parts or (packing.n // parts) % 8:
+                found[f"{packing.n} / {parts} outputs are not a multiple of 8"].append(module.name)
+    for text, names in found.items():
+        yield from listed(f"{text} in {counted(names, 'module')}:", names)
+
+
+def _shard_count(checkpoint: Checkpoint, module: Module, tp: int) -> int:
+    """Return the number of parts that a layer's outputs are split into.
+
+    Heads of keys and values are repeated if there are too few.
+    """
+    heads = text_config(checkpoint.config).get("num_key_value_heads")
+    few = module.name.endswith(("k_proj", "v_proj")) and type(heads) is int and 0 < heads < tp
+    return int(heads) if few else tp  # type: ignore[arg-type]
+
+
+@broken(
+    title="A group index that is not one",
+    symptom="wrong scales for most inputs: noise, or a crash where a kernel reads beyond its scales",
+    cause="an index that was dropped, zeroed or written for another order of inputs (desc_act, actorder)",
+    check="g_idx is within the groups, is not one group for all, is in order where the configuration says so, and is "
+    "there where desc_act or actorder says that it is not",
+    command="convert from the original files with fidelab checkpoint convert, which reorders or refuses",
+)
+def _group_index(subject: Subject) -> Iterator[Finding]:
+    outside, single, ignored, absent = [], [], [], []
+    for module in _quantized(subject):
+        index = module.parts.get("g_idx") or module.parts.get("weight_g_idx")
+        packing = module.packing()
+        if index is None and packing is not None and packing.groups > 1 and subject.scheme.reordered:
+            absent.append(module.name)
+        if index is None or packing is None or index.dtype not in ("I32", "I64"):
+            continue
+        s = subject.statistics[index.name]
+        if s.size and not 0 <= s.low <= s.high < packing.groups and not (s.low == s.high == -1):
+            outside.append(index.name)
+        elif s.size > 1 and s.same and packing.groups > 1:
+            single.append(index.name)
+        elif subject.scheme.raw.get("desc_act") is False and s.size and packing.groups > 1:
+            content = subject.checkpoint.read(index)
+            if (np.diff(content) < 0).any():
+                ignored.append(index.name)
+    key = "actorder group" if subject.scheme.method == "compressed-tensors" else "desc_act true"
+    lack = f"{counted(absent, 'module')} {verb(absent, 'lack')} the index of groups:"
+    yield from listed(f"the configuration says {key}, and {lack}", absent)
+    yield from listed("groups that are not there are named in", outside)
+    yield from listed("all inputs are in one of several groups in", single)
+    if ignored:
+        yield Finding(
+            f"inputs are out of order in {and_more(ignored)}, and the configuration says desc_act false", ignored
+        )
+
+
+@broken(
+    title="Zero points of the other version of GPTQ",
+    symptom="all weights are off by one step: fluent noise, or answers that fall apart after a few words",
+    cause="version 1 of the format stores zero points minus one, version 2 as they are, and only the configuration "
+    "tells them apart",
+    check="zero points of symmetric weights are the middle code of the version that the configuration names",
+    command='set "checkpoint_format" in config.json to what the tensors are (gptq or gptq_v2)',
+)
+def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
+    scheme = subject.scheme
+    if scheme.layout not in ("gptq", "gptq_v2") or not scheme.symmetric:
+        return
+    version = 2 if scheme.layout == "gptq_v2" else 1
+    wrong: dict[int, list[str]] = defaultdict(list)
+    for module in _quantized(subject):
+        zeros, packing = module.parts.get("qzeros"), module.packing()
+        if zeros is None or packing is None or packing.layout != "gptq" or packing.bits not in (4, 8):
+            continue
+        s = subject.statistics[zeros.name]
+        middle = {1: {4: 0x77777777, 8: 0x7F7F7F7F}, 2: {4: 0x88888888, 8: 0x80808080}}
+        other = 3 - version
+        if s.same and s.low & 0xFFFFFFFF == middle[other][packing.bits]:
+            wrong[other].append(zeros.name)
+    for found, names in wrong.items():
+        where = f"in {counted(names, 'tensor')} and the configuration says version {version}:"
+        yield from listed(f"zero points are those of GPTQ version {found} {where}", names)
+
+
+@broken(
+    title="Zero points of weights that are configured as symmetric",
+    symptom="a key without a place while loading, or kernels for symmetric weights that leave the zero points out: "
+    "every weight is shifted, and text is noise",
+    cause="a configuration of another run, or a symmetric flag that was set by hand to get a faster kernel",
+    check="where the configuration says symmetric (sym true, zero_point false), zero points are the middle code or not "
+    "there; suspicious where compressed-tensors stores them and all are the middle",
+    command="set symmetric (sym, zero_point) in config.json to what the tensors are",
+)
+def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
+    if not subject.scheme.symmetric:
+        return
+    shifted, idle = [], []
+    for module in _quantized(subject):
+        zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
+        packing = module.packing()
+        bits = (packing.bits if packing else None) or subject.scheme.bits
+        if zeros is None or packing is None or not bits or not 1 <= bits <= 8 or _zeros_shape(module, packing, bits):
+            continue
+        if not _in_the_middle(subject.checkpoint, zeros, packing.n, bits):
+            shifted.append(zeros.name)
+        elif zeros.name.endswith("weight_zero_point"):
+            idle.append(zeros.name)
+    says = "the configuration says symmetric, and"
+    yield from listed(f"{says} the zero points of {counted(shifted, 'tensor')} are not the middle code:", shifted)
+    yield from listed(f"{says} {counted(idle, 'tensor')} of zero points {are(idle)} stored:", idle, "suspicious")
+
+
+def _in_the_middle(checkpoint: Checkpoint, zeros: TensorInfo, n: int, bits: int) -> bool:
+    """Return whether zero points are all the middle code, in either version of GPTQ.
+
+    Another rule distinguishes the versions.
+    """
+    stored = checkpoint.read(zeros)
+    if zeros.dtype != "I32":  # signed integers that were not packed
+        return not stored.any()
+    rows = zeros.name.endswith("weight_zero_point")
+    if stored.ndim != 2:  # one group, stored without its dimension
+        stored = stored.reshape((-1, 1) if rows else (1, -1))
+    fields = unpack_words(stored, bits, axis=0 if rows else 1)
+    fields = fields[:n] if rows else fields[:, :n]
+    if not fields.size:
+        return True
+    middle = 1 << (bits - 1)
+    first = int(fields.flat[0])
+    return bool((fields == first).all()) and first in ((middle,) if rows else (middle, middle - 1))
+
+
+@information(
+    title="Scales of another type than the model",
+    symptom="kernels that want scales in the activations' type are passed over for slow ones, two to five times slower",
+    cause="scales written in float16 next to a bfloat16 model, or layers written by different tools",
+    check="scales of GPTQ and AWQ have 16 bits; 16-bit scales are of one type, the one that the configuration names",
+    command="serve with --dtype of the scales and look at which kernel the engine says it uses",
+)
+def _scale_dtype(subject: Subject) -> Iterator[Finding]:
+    by_type: dict[str, list[str]] = defaultdict(list)
+    wide: list[str] = []
+    for module in _quantized(subject):
+        scales = module.scales
+        if scales is None or module.packed is None:
+            continue
+        if scales.dtype in ("F16", "BF16"):
+            by_type[scales.dtype].append(scales.name)
+        elif scales.dtype in _FLOATS and "qweight" in module.parts:
+            wide.append(scales.name)
+    says = "are in 32 bits or more, and kernels of GPTQ and AWQ read 16:"
+    yield from listed(f"scales of {counted(wide, 'module')} {says}", wide, "suspicious")
+    model = {"float16": "F16", "bfloat16": "BF16"}.get(_dtype(subject.checkpoint))
+    if len(by_type) > 1:
+        few = min(by_type.values(), key=len)
+        yield from listed(f"scales are {' and '.join(by_type)}; of the rarer type {are(few)}", few, "suspicious")
+    elif model is not None and by_type and model not in by_type:
+        [(dtype, names)] = by_type.items()
+        yield from listed(f"scales are {dtype} and the model is {model}, in", names)
+
+
+@suspicious(
+    title="Announced scales of the KV cache are not there",
+    symptom="an FP8 KV cache with scales of 1: a loss that grows with the context, or clipped keys",
+    cause="calibration of the KV cache that did not run, or scales that a conversion dropped",
+    check="a kv_cache_scheme goes with k_scale and v_scale of every attention layer",
+    command="fidelab compare MODEL --kv fp8 measures the loss; or calibrate the KV cache again",
+)
+def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
+    scales = _cache_scale_names(subject)
+    if not scales:
+        if subject.scheme.kv_cache:
+            yield Finding("config.json has a kv_cache_scheme and no layer has a k_scale")
+        return
+    shared = text_config(subject.checkpoint.config).get("num_kv_shared_layers")  # the last layers cache nothing
+    attention: dict[str, None] = {}
+    for name in subject.modules:
+        layer = _layer_of(name)
+        if layer is not None and re.search(r"attn\.k_proj$", name):
+            attention[layer] = None
+    if type(shared) is int and shared > 0:
+        attention = dict.fromkeys([*attention][:-shared])
+    stacks = {leaf_of(layer) for layer, _ in scales}
+    missing = [
+        f"{layer}{_place(scales, part)}"
+        for layer in attention
+        if leaf_of(layer) in stacks
+        for part in ("k_scale", "v_scale")
+        if (layer, part) not in scales
+    ]
+    yield from counted_findings(missing, "scale", "not there, and other layers have theirs")
+
+
+def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
+    """Return the scales of the KV cache by layer and part (``k_scale``, ``v_scale``)."""
+    return {
+        (layer, part): module.parts[part]
+        for name, module in subject.modules.items()
+        if re.search(r"(^|\.)(self_)?att(n|ention)(\.|$)", name) and (layer := _layer_of(name)) is not None
+        for part in ("k_scale", "v_scale")
+        if part in module.parts
+    }
+
+
+def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
+    """Return the position of a scale within its layer, comparable between layers."""
+    places = {kind: info.name[len(layer) :] for (layer, kind), info in scales.items()}
+    return places.get(part, f"self_attn.{part}")
+
+
+@suspicious(
+    title="Scales of the KV cache left at 1",
+    symptom="an FP8 KV cache that clips keys beyond 448, or wastes most of its codes on small values: a loss that "
+    "grows with the context",
+    cause="calibration of the KV cache that did not run, or wrote its initial value",
+    check="no k_scale and no v_scale is exactly 1; information for ModelOpt, some of whose versions raise scales to 1",
+    command="fidelab checkpoint calibrate ORIGINAL measures them; fidelab compare MODEL --kv fp8 measures the loss",
+)
+def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
+    ones = [
+        info.name
+        for info in _cache_scale_names(subject).values()
+        if (s := subject.statistics[info.name]).size and s.same and s.first == 1
+    ]
+    severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
+    yield from counted_findings(ones, _cache_scale_noun(ones), "exactly 1", severity)
+
+
+def _cache_scale_noun(names: list[str]) -> str:
+    return "scale of the KV cache" if len(names) == 1 else "KV-cache scale"
+
+
+@suspicious(
+    title="Scales of the KV cache that the configuration does not announce",
+    symptom="engines leave the scales out, or find no place for them and stop; an FP8 KV cache then has scales of 1",
+    cause="a configuration that was copied from another run, or lost its kv_cache_scheme in a conversion",
+    check="k_scale and v_scale go with a kv_cache_scheme (or what else the method calls it)",
+    command="add the kv_cache_scheme to quantization_config, as fidelab checkpoint calibrate writes it",
+)
+def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
+    names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
+    if not subject.scheme.kv_cache:
+        yield from counted_findings(names, _cache_scale_noun(names), "not announced")
+
+
+# ------------------------------------------------------------------------------------------------------ missing layers
+
+
+@broken(
+    title="No vision tower",
+    symptom="fabricated answers about images, which the text part never sees",
+    cause="a text-only conversion or calibration of a model for images, or names lost on the way",
+    check="a vision_config goes with tensors of a vision tower, an audio_config with an audio tower; suspicious where "
+    "the architecture is one for text alone",
+    command="quantize again with the vision tower kept in 16 bits; ask about an image, and about a wrong one",
+)
+def _vision_missing(subject: Subject) -> Iterator[Finding]:
+    for kind, what in (("vision", "vision tower"), ("audio", "audio tower")):
+        announced = subject.checkpoint.config.get(f"{kind}_config")
+        if isinstance(announced, dict) and announced and not _has(subject.modules.values(), kind):
+            named = subject.checkpoint.config.get("architectures")
+            text_only = isinstance(named, list) and any(str(name).endswith("ForCausalLM") for name in named)
+            yield Finding(
+                f"config.json has a {kind}_config and no tensor belongs to a {what}",
+                severity="suspicious" if text_only else "broken",
+            )
+
+
+def _has(modules: Iterable[Module], kind: str) -> bool:
+    return any(module.kind == kind for module in modules)
+
+
+@broken(
+    title="No LM head or no embedding",
+    symptom="an LM head as initialized: every token is as likely as every other; or an error while loading",
+    cause="a head taken for a tied one and dropped, or names lost on the way",
+    check="an LM head is stored where tie_word_embeddings is false, and an embedding table always",
+    command="take lm_head.weight from the original, or set tie_word_embeddings to what the original has",
+)
+def _head_missing(subject: Subject) -> Iterator[Finding]:
+    checkpoint, modules = subject.checkpoint, subject.modules.values()
+    if checkpoint.missing_files or not checkpoint.tensors:
+        return
+    if checkpoint.format == "gguf":
+        embedded = checkpoint.metadata.get("general.type") in ("adapter", "mmproj") or "token_embd" in subject.modules
+        if not embedded:
+            yield Finding("there is no token_embd.weight")
+        return
+    config = checkpoint.config
+    text = text_config(checkpoint.config)
+    if not generates(config):
+        return
+    tied = next((value for place in (config, text) if type(value := place.get("tie_word_embeddings")) is bool), None)
+    if not _has(modules, "embedding"):
+        yield Finding("no tensor is named as an embedding table", severity="suspicious")
+    elif not _has(modules, "head"):
+        base_head = subject.base is not None and any("lm_head" in name for name in subject.base.tensors)
+        if tied is False or (base_head and not tied):
+            yield Finding("tie_word_embeddings is false and there is no lm_head", ["lm_head.weight"])
+
+
+@suspicious(
+    title="An LM head that is not the embedding it is tied to",
+    symptom="engines that tie the two leave the stored head out, others load it: other answers, or noise where the "
+    "head was trained",
+    cause="tie_word_embeddings of the original next to a head that was trained or untied, or a head that was left over",
+    check="where tie_word_embeddings is true, a stored lm_head is the embedding table, number by number",
+    command="set tie_word_embeddings to false in config.json, or remove lm_head.weight",
+)
+def _head_tied(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    places = (checkpoint.config, text_config(checkpoint.config))
+    tied = [value for place in places if type(value := place.get("tie_word_embeddings")) is bool]
+    if checkpoint.format == "gguf" or not tied or not all(tied) or checkpoint.config.get("is_encoder_decoder"):
+        return
+    tables = [
+        module.parts["weight"]
+        for name, module in subject.modules.items()
+        if module.kind == "embedding" and name.endswith(("embed_tokens", "wte", "embed_in", "word_embeddings"))
+        if "weight" in module.parts and not module.in_layer
+    ]
+    heads = [module for name, module in subject.modules.items() if name.rpartition(".")[2] == "lm_head"]
+    if len(tables) != 1 or len(heads) != 1 or heads[0].quantized or "weight" not in heads[0].parts:
+        return
+    head, [table] = heads[0].parts["weight"], tables
+    if head.shape != table.shape or not _equal_values(checkpoint, head, table):
+        yield Finding(f"tie_word_embeddings is true and {head.name} is not {table.name}", [head.name])
+
+
+def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) -> bool:
+    """Return whether two tensors hold the same numbers, in whatever types."""
+    if one.dtype == other.dtype:
+        return checkpoint.equals(one, checkpoint, other)
+    if one.dtype not in _FLOATS or other.dtype not in _FLOATS:
+        return False
+    return np.array_equal(checkpoint.floats(one), checkpoint.floats(other), equal_nan=True)
