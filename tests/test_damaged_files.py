@@ -27,8 +27,7 @@ from fidelab.captures.manifest import MANIFEST, capture_key, load_manifest
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
-from fidelab.config.cross import validate_cross
-from fidelab.config.experiment import load
+from fidelab.config.experiment import load, validate_cross
 from fidelab.config.load import read_yaml
 from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.profiles import load_profile, resolve

@@ -19,9 +19,7 @@ from fidelab.cli.options import (
     Options,
     ServableEngineOptions,
     expand_options,
-    refuse_other_options,
 )
-from fidelab.core.errors import UsageError
 
 # It hands its options to the command of another package: names are all they share with the others.
 KERNELS = ("diagnose attention",)
@@ -150,17 +148,6 @@ def test_two_groups_with_an_option_of_the_same_name_are_refused() -> None:
 
     with pytest.raises(ValueError, match="duplicate parameter name"):
         expand_options(command)
-
-
-def test_resume_refuses_what_was_said_and_not_what_is_a_default() -> None:
-    @expand_options
-    def command(context: typer.Context, size: _BigSize, resume_dir: str = "") -> None:
-        refuse_other_options(context, "resume_dir", "run", ("rows",))
-
-    assert run(command, "--rows", "1", "--resume-dir", "x").exit_code == 0
-    refused = run(command, "--rows", "1", "--tall", "x", "--resume-dir", "x").exception
-    assert isinstance(refused, UsageError)
-    assert str(refused) == "--resume-dir takes the settings of the run: leave out --tall"
 
 
 def given(group: type[Options], **fields: Any) -> Any:

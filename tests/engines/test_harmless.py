@@ -208,7 +208,7 @@ def test_presets_that_ship_would_pass_unasked_as_a_strangers(name: str) -> None:
 
 @pytest.mark.parametrize("name", experiments())
 def test_experiments_that_ship_would_pass_unasked_as_a_strangers(name: str) -> None:
-    from fidelab.cli.compare import read_settings
+    from fidelab.config.experiment import read_settings
     from fidelab.config.load import read_yaml
 
     path = find_experiment(Path(name))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fidelab.config.cross import CrossEngine, validate_cross
+from fidelab.config.cross import CrossEngine
+from fidelab.config.experiment import validate_cross
 from fidelab.config.profiles import experiments
 from fidelab.core.errors import FidelabError
 from fidelab.environments.environment import locate

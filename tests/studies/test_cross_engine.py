@@ -12,7 +12,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fidelab.config.cross import CrossEngine, validate_cross
+from fidelab.config.cross import CrossEngine
+from fidelab.config.experiment import validate_cross
 from fidelab.config.profiles import experiments
 from fidelab.report.study import render_study
 from fidelab.results.study import Study, StudyRow

@@ -83,10 +83,6 @@ def offline(
 
       fidelab bench --preset smollm2-cpu --benches decode
     """
-    from fidelab.core.errors import UsageError
-
-    if model is None and preset is None:
-        raise UsageError("name a model: fidelab bench MODEL --kv FORMAT (or --preset NAME)")
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),

@@ -61,8 +61,6 @@ def check(
 
     if markdown and json_file == "-":
         raise UsageError("--markdown and --json -: name one")
-    if every and arm is not None:
-        raise UsageError("--all and --arm: name one")
     asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}})
     report, diff = read_run(run_dir), None
     if baseline is not None:

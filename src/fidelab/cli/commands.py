@@ -12,6 +12,7 @@ import typer
 import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
+from fidelab.cli.rules import check_flags
 from fidelab.core.errors import UsageError
 
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
@@ -39,6 +40,11 @@ class _Command(_Shown, typer.core.TyperCommand):
     """A command.  With ``brief``, ``--help`` shows only these parameters, and ``--help-all`` shows all."""
 
     brief: Collection[str] = ()
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, unless its flags do not go together."""
+        check_flags(ctx)
+        return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         parameters = self.get_params(ctx)

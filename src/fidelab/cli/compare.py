@@ -11,6 +11,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.axes import bench_settings
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
+from fidelab.cli.rules import BORROWED, check_flags
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
@@ -39,11 +40,9 @@ BRIEF = (
 )
 
 
-@options.expand_options
-def compare(
-    context: typer.Context,
-    *,
-    model: options.OptionalModel = None,
+class SourceOptions(options.Options):
+    """Options for an experiment that is written elsewhere."""
+
     file: Annotated[
         Path | None,
         typer.Option(
@@ -52,91 +51,7 @@ def compare(
             metavar="FILE",
             help="Run an experiment file (YAML) or a bundled one by name. Change its settings with --set.",
         ),
-    ] = None,
-    preset: options.Preset = None,
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
-            "auto. \\[default: native]",
-            rich_help_panel=options.ARMS,
-        ),
-    ] = None,
-    references: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--references",
-            metavar="PLACE",
-            envvar="FIDELAB_REFERENCES",
-            help="Place that --reference auto searches: pack, folder of packs or hf://owner/name. Repeatable.",
-            rich_help_panel=options.ARMS,
-        ),
-    ] = None,
-    kv: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.", rich_help_panel=options.ARMS
-        ),
-    ] = None,
-    candidate: Annotated[
-        list[str] | None,
-        typer.Option(help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable.", rich_help_panel=options.ARMS),
-    ] = None,
-    serve: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Reference as a server command: vllm serve …, llama-server … or @FILE.",
-            rich_help_panel=options.ARMS,
-        ),
-    ] = None,
-    change: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FLAGS",
-            help="Candidate as changed flags of --serve, e.g. '--kv-cache-dtype fp8'. Repeatable.",
-            rich_help_panel=options.ARMS,
-        ),
-    ] = None,
-    vary: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY=A,B,…",
-            help="Key of --candidate with several values. If repeated, all combinations run.",
-            rich_help_panel=options.ARMS,
-        ),
-    ] = None,
-    control: Annotated[
-        str, typer.Option(help="Control configuration: auto, none, full or a KV format.", rich_help_panel=options.ARMS)
-    ] = "auto",
-    axes: options.AxesOptions,
-    benches: options.Benches = "",
-    overrides: options.Set = None,
-    scoring: options.ScoringOptions,
-    limits: options.MarginOptions,
-    force: Annotated[
-        bool, typer.Option("--force", help="Run even if a known engine bug applies.", rich_help_panel=options.ARMS)
-    ] = False,
-    floor: Annotated[
-        bool, typer.Option(help="Re-run a quarter of the data to measure noise.", rich_help_panel=options.MEASURED)
-    ] = True,
-    engine: options.ServableEngineOptions,
-    runs: options.CapturedRunsOptions,
-    executor: options.ExecutorOptions,
-    keep_rows: Annotated[bool, typer.Option("--keep-rows", help="Keep full logits after scoring.")] = False,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME",
-            help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
-            rich_help_panel=options.MEASURED,
-        ),
-    ] = None,
-    n_runs: Annotated[
-        int, typer.Option("--runs", help="Number of independent runs. The report shows their spread.")
-    ] = 1,
-    show: options.ShowOptions,
-    dry_run: options.DryRun = False,
+    ] = None
     resume_dir: Annotated[
         Path | None,
         typer.Option(
@@ -145,8 +60,110 @@ def compare(
             help="Resume a stopped run (or 'latest'). Cannot be combined with other options.",
             callback=options.find_run,
         ),
-    ] = None,
-    trusted: options.Trusted = None,
+    ] = None
+    trusted: options.Trusted = None
+
+
+class ArmOptions(options.Options, panel=options.ARMS):
+    """Options for the configurations."""
+
+    preset: options.Preset = None
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="Reference: KV format or KEY=VALUE,…; or a packed one: folder, hf://owner/name or "
+            "auto. \\[default: native]",
+        ),
+    ] = None
+    references: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--references",
+            metavar="PLACE",
+            envvar="FIDELAB_REFERENCES",
+            help="Place that --reference auto searches: pack, folder of packs or hf://owner/name. Repeatable.",
+        ),
+    ] = None
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable."),
+    ] = None
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(help="Candidate as KEY=VALUE,… (kv, model, engine, …). Repeatable."),
+    ] = None
+    serve: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="Reference as a server command: vllm serve …, llama-server … or @FILE."),
+    ] = None
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="Candidate as changed flags of --serve, e.g. '--kv-cache-dtype fp8'. Repeatable.",
+        ),
+    ] = None
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=A,B,…",
+            help="Key of --candidate with several values. If repeated, all combinations run.",
+        ),
+    ] = None
+    control: Annotated[str, typer.Option(help="Control configuration: auto, none, full or a KV format.")] = "auto"
+    force: Annotated[bool, typer.Option("--force", help="Run even if a known engine bug applies.")] = False
+
+
+class MeasuredOptions(options.Options, panel=options.MEASURED):
+    """Options for what is measured besides the axes."""
+
+    benches: options.Benches = ""
+    overrides: options.Set = None
+    floor: Annotated[bool, typer.Option(help="Re-run a quarter of the data to measure noise.")] = True
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "benches": bench_settings(self.benches),
+            **({} if self.floor else {"floor": 0.0, "twins": 0.0}),
+            **({} if self.budget is None else {"budget": self.budget}),
+        }
+
+
+class RunOptions(options.CapturedRunsOptions):
+    """Options for the runs and what they keep."""
+
+    keep_rows: Annotated[bool, typer.Option("--keep-rows", help="Keep full logits after scoring.")] = False
+    n_runs: Annotated[
+        int, typer.Option("--runs", help="Number of independent runs. The report shows their spread.")
+    ] = 1
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "runs": self.n_runs, **({"keep_rows": True} if self.keep_rows else {})}
+
+
+@options.expand_options
+def compare(
+    context: typer.Context,
+    *,
+    model: options.OptionalModel = None,
+    source: SourceOptions,
+    arms: ArmOptions,
+    axes: options.AxesOptions,
+    measured: MeasuredOptions,
+    scoring: options.ScoringOptions,
+    limits: options.MarginOptions,
+    engine: options.ServableEngineOptions,
+    executor: options.ExecutorOptions,
+    runs: RunOptions,
+    show: options.ShowOptions,
+    dry_run: options.DryRun = False,
     help_all: options.HelpAll = False,
 ) -> None:
     r"""Run a reference and candidates on a real engine and report the loss of each candidate.
@@ -163,79 +180,73 @@ def compare(
 
       fidelab compare -f experiment.yaml --set axes.kld.windows=64
     """
-    from fidelab.core.errors import UsageError
-
-    show.check()
-    flags = ("as_json", "details", "markdown", "trusted")
-    if resume_dir is not None:
-        named = ("python", "image", "pythonpath", "engine_arg", "text", "prompts", "traffic")
-        options.refuse_other_options(context, "resume_dir", "run", (*flags, *named))
-        _go_on(resume_dir, _trust(trusted, engine, axes), show)
+    trusted = source.trusted or []
+    if source.resume_dir is not None:
+        _go_on(source.resume_dir, _trust(trusted, engine, axes), show)
         return
-    if file is not None:
-        options.refuse_other_options(context, "file", "file", ("overrides", *flags, "dry_run"))
-        _run_file(file, overrides or [], trusted or [], show, dry_run)
+    if source.file is not None:
+        _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
         return
-    words = (reference or "", control, *(candidate or []), *(vary or []))
-    if trusted and serve is None and preset is None and not any("preset=" in word for word in words):
-        raise UsageError("--trust needs a file: from -f, a preset or --serve, or --resume RUN_DIR")
-    secrets: tuple[str, ...] = ()
-    if serve is not None:
-        arms, changes, secrets = _pasted(serve, change or [], context, engine, trusted or [])
-    elif change:
-        raise UsageError("--change is a change of a server's command line: give that with --serve COMMAND")
-    elif model is None and preset is None:
-        ways = "-f FILE, --serve COMMAND, --preset NAME, or --resume RUN_DIR"
-        raise UsageError(f"name a model: fidelab compare MODEL --kv FORMAT (or {ways})")
-    else:
-        arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
-        changes = []
-    if reference is not None and serve is None and (borrowed := _borrowed(reference, references, model, context)):
-        arms = {**{key: value for key, value in arms.items() if key != "reference"}, "reference_from": borrowed}
-        candidate = candidate or ([] if kv or vary else [f"name={Path(model or '').name or 'candidate'}"])
-    elif reference == _AUTO:
-        arms.pop("reference")
-    if not kv and not candidate and not vary and not changes:
-        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS with --serve"
-        raise UsageError(f"name at least one candidate: {ways}")
-    measured = axes.settings()
-    if "reference_from" in arms and axes.axes is None:
-        measured["axes"] = {"kld": {}}
-    elif axes.windows is None and axes.protocol != "sliding" and n_runs == 1:
-        _until_decided(measured["axes"])
-    data: dict[str, Any] = {
-        **arms,
-        "control": control,
-        "candidates": [*changes, *(kv or []), *(candidate or [])],
-        "vary": list(vary or []),
-        "force": force,
-        **measured,
-        "benches": bench_settings(benches),
-        **scoring.settings(),
-        **limits.settings(),
-        **runs.settings(),
-        **executor.settings(),
-        "runs": n_runs,
-        **({} if floor else {"floor": 0.0, "twins": 0.0}),
-        **({"keep_rows": True} if keep_rows else {}),
-        **({} if budget is None else {"budget": budget}),
-    }
-    if serve is None:
-        data = options.begin_from_preset(preset, context, data, trusted)
-    launch(experiment_from(data, "compare", overrides or [], trusted), show, dry_run, secrets)
+    configurations, secrets = _configurations(context, model, arms, engine, trusted)
+    data = {**configurations, "control": arms.control, "force": arms.force}
+    data |= _axes(axes, borrowed="reference_from" in data, looks=runs.n_runs == 1)
+    for group in (measured, scoring, limits, runs, executor):
+        data |= group.settings()
+    if arms.serve is None:
+        data = options.begin_from_preset(arms.preset, context, data, trusted)
+    launch(experiment_from(data, "compare", measured.overrides or [], trusted), show, dry_run, secrets)
 
 
 _AUTO = "auto"
-_WINDOWS = ("text", "prompts", "traffic", "quick", "windows", "n_ctx", "protocol", "stride", "limit", "control")
 
 
-def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, context: typer.Context) -> str | None:
-    """Return the place of a packed reference; ``None`` for a reference that runs here.
+def _configurations(
+    context: typer.Context,
+    model: str | None,
+    arms: ArmOptions,
+    engine: options.ServableEngineOptions,
+    trusted: Sequence[Path],
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the data of the configurations, and secrets of a pasted command, which the record must not hold.
 
     Raises:
-        UsageError: If a flag asks for other windows than the pack's.
+        UsageError: If there is no candidate, or flags ask for other windows than a borrowed reference has.
     """
-    from fidelab.core.errors import UsageError
+    given = [*(arms.kv or []), *(arms.candidate or [])]
+    grid = {"vary": list(arms.vary or [])}
+    if arms.serve is not None:
+        data, changes, secrets = _pasted(arms.serve, arms.change or [], engine, trusted)
+        check_flags(context, "compare, references known")
+        return {**data, **grid, "candidates": [*changes, *given]}, secrets
+    data = {"model": model, **engine.settings(), **grid}
+    place = None if arms.reference is None else _borrowed(arms.reference, arms.references, model)
+    check_flags(context, "compare, references known", also=[BORROWED] if place is not None else [])
+    if place is not None:
+        data["reference_from"] = place
+        given = given or ([] if arms.vary else [f"name={Path(model or '').name or 'candidate'}"])
+    elif arms.reference not in (None, _AUTO):
+        data["reference"] = arms.reference
+    return {**data, "candidates": given}, ()
+
+
+def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str, Any]:
+    """Return the data of the axes. Axes without a given size look until everything is decided.
+
+    ``borrowed``: the reference has saved outputs of the default windows.  ``looks``: whether several looks are taken.
+    """
+    from fidelab.axes import AXES
+
+    data = axes.settings()
+    if borrowed and axes.axes is None:
+        return {**data, "axes": {"kld": {}}}
+    if looks and axes.windows is None and axes.protocol != "sliding":
+        for name, settings in data["axes"].items():
+            settings.update(AXES.load(name).until_decided)
+    return data
+
+
+def _borrowed(reference: str, places: Sequence[str] | None, model: str | None) -> str | None:
+    """Return the place of a packed reference; ``None`` for a reference that runs here."""
     from fidelab.models import resolve
     from fidelab.references.borrow import HUB, find_for
 
@@ -246,25 +257,12 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, c
         note(f"fidelab: reference of {model}: {where}")
     elif not reference.startswith(HUB) and not Path(reference).expanduser().is_dir():
         place = None
-    if place is not None:
-        given = options.given_flags(context)
-        if useless := next((given[name] for name in _WINDOWS if name in given), None):
-            raise UsageError(f"a borrowed reference fixes windows and settings: leave out {useless}")
     return place
-
-
-def _until_decided(axes: Mapping[str, dict[str, Any]]) -> None:
-    """Let axes without a given size take further looks until everything is decided."""
-    from fidelab.axes import AXES
-
-    for name, settings in axes.items():
-        settings.update(AXES.load(name).until_decided)
 
 
 def _pasted(
     command: str,
     changes: Sequence[str],
-    context: typer.Context,
     flags: options.ServableEngineOptions,
     trusted: Sequence[Path],
 ) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
@@ -273,17 +271,12 @@ def _pasted(
     Engine settings in ``flags`` take precedence over the command.
 
     Raises:
-        UsageError: If it cannot be read, or a flag repeats a setting of the command.
+        UsageError: If it cannot be read.
         ConfigError: If it is in a file that asks for an action that needs permission.
     """
     from fidelab.config.serve import program_python, read_change, read_served
     from fidelab.config.trust import Trust, check_pasted
-    from fidelab.core.errors import UsageError
     from fidelab.engines import ENGINES
-
-    for name, flag in options.given_flags(context).items():
-        if name in ("model", "engine", "reference", "preset"):
-            raise UsageError(f"the command of --serve defines the reference: leave out {flag}")
 
     def controlled(name: str) -> Mapping[str, str]:
         return dict(getattr(ENGINES.load(name), "controlled", {}))
@@ -309,6 +302,7 @@ def _pasted(
 def _run_file(
     experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], show: options.ShowOptions, dry_run: bool
 ) -> None:
+    from fidelab.config.experiment import read_settings
     from fidelab.config.profiles import find_experiment
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import load_trusted
@@ -325,23 +319,6 @@ def _run_file(
         show_cross_plan(settings, show.as_json)
     else:
         _run_cross_engine(settings, show.as_json)
-
-
-def read_settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
-    """Read an experiment of either kind.
-
-    Raises:
-        ConfigError: If the kind is unknown, or the experiment is invalid.
-    """
-    from fidelab.config.cross import KIND, validate_cross
-    from fidelab.config.experiment import validate
-    from fidelab.core.errors import ConfigError
-
-    if "kind" not in data:
-        return validate(data, where)
-    if data["kind"] != KIND:
-        raise ConfigError(f"{where}: kind: {data['kind']!r} is not a runnable kind: use {KIND} or omit `kind`")
-    return validate_cross(data, where)
 
 
 def experiment_from(

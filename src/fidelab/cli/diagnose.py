@@ -97,12 +97,6 @@ def sensitivity(
     from fidelab.core.errors import UsageError
 
     cached = bits is not None or bool(kv)
-    if (weights is None) == (not cached):
-        raise UsageError(
-            "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
-        )
-    if (export or export_format) and not (kv and budget):
-        raise UsageError("--export needs a plan: add --kv FORMAT --by layer --budget 8bits")
     form = _export_form(export, export_format)
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by

@@ -34,12 +34,9 @@ def doctor(
 
       fidelab doctor --system
     """
-    from fidelab.core.errors import UsageError
     from fidelab.doctor import examine, examine_machine
     from fidelab.doctor.text import show
 
-    if system and trial:
-        raise UsageError("--system looks at the machine, --trial at engines: give one of them")
     with waiting("examining this machine") as say:
         if system:
             diagnosis = examine_machine()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from inspect import Parameter
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
+from fidelab.cli.rules import given_flags
 from fidelab.core import engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
@@ -92,31 +93,6 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
-
-
-def given_flags(context: typer.Context) -> dict[str, str]:
-    """Return the parameters that the command line names, each with its flag as typed."""
-    found = {}
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
-            found[str(parameter.name)] = flag
-    return found
-
-
-def refuse_other_options(context: typer.Context, parameter: str, owner: str, allowed: Collection[str]) -> None:
-    """Refuse options next to one, such as ``--resume``, that takes its settings from the run or another ``owner``.
-
-    Raises:
-        UsageError: If a parameter that is not ``allowed`` was given, since it would be ignored.
-    """
-    from fidelab.core.errors import UsageError
-
-    given = given_flags(context)
-    for name, flag in given.items():
-        if name not in (parameter, *allowed):
-            raise UsageError(f"{given[parameter]} takes the settings of the {owner}: leave out {flag}")
 
 
 def begin_from_preset(
@@ -424,17 +400,6 @@ class ShowOptions(Options):
     as_json: Json = False
     details: Annotated[bool, typer.Option("--details", help="Print all measurements.")] = False
     markdown: Markdown = False
-
-    def check(self) -> None:
-        """Refuse forms that exclude each other.
-
-        Raises:
-            UsageError: If ``--markdown`` is combined with another form.
-        """
-        from fidelab.core.errors import UsageError
-
-        if self.markdown and (self.as_json or self.details):
-            raise UsageError("--markdown prints a separate section: leave out --json and --details")
 
 
 class RunsOptions(Options):

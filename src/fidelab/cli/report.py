@@ -61,35 +61,23 @@ def report(
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
-    from fidelab.core.errors import OutputError, UsageError
+    from fidelab.core.errors import OutputError
     from fidelab.report.html import write_html
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
-    show.check()
-    shown = {"--json": show.as_json, **{f"--{name}": getattr(show, name) for name in ("details", "markdown")}}
-    shown["--rescore"] = rescore
     asked = limits.settings().get("limits")
     if form is not None:
-        if others := [*(flag for flag, given in shown.items() if given), *(["the limits"] if asked else [])]:
-            raise UsageError(f"--format {form.value} writes its own files: leave out {', '.join(others)}")
         _write(run_dir, form, arm, out)
         return
-    if out is not None or arm is not None:
-        raise UsageError(f"{'-o' if out is not None else '--arm'} goes with --format: {', '.join(_Format)}")
     if rescore:
         from fidelab.run.repeat import rescore_all
 
-        if own := sorted(set(asked or ()) - {"margin"}):
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in own)
-            raise UsageError(f"--rescore writes the run's report with the run's own limits: leave out {flags}")
         result, scored = rescore_all(run_dir, asked)
         show_report(result, folder=scored.path, **vars(show))
         exit_on(failures(result))
         return
-    if asked and "margin" in asked:
-        raise UsageError("--margin needs the scores again: add --rescore")
     chosen = validate_as(Limits, asked, "report") if asked else None
     folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
     if folder is None:  # a report outside of a run folder

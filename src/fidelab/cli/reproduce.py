@@ -106,18 +106,15 @@ def run_one(
       fidelab reproduce --resume runs/profiles/20260101-120000-decode-tiny
     """
     from fidelab.config.profiles import load_profile, resolve
-    from fidelab.core.errors import UsageError
     from fidelab.studies.profiles import plan_profile, resume_profile, run_profile
 
     def watch(text: str) -> None:
         note(f"fidelab: stage {text}")
 
     if resume_dir is not None:
-        options.refuse_other_options(context, "resume_dir", "profile", ("as_json", "trusted"))
         study, folder = resume_profile(resume_dir, trusted=trusted or [], watch=watch), resume_dir.absolute()
-    elif name is None:
-        raise UsageError("name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)")
     else:
+        assert name is not None  # rules.py
         resolved = resolve(name, load_profile(name, trusted or []), variant, parameters or [])
         check_stages(resolved, context.find_root().command)
         if dry_run:
@@ -135,7 +132,7 @@ def check_stages(resolved: Resolved, root: Any) -> None:
     Raises:
         ConfigError: If an experiment has an invalid key or value, or a command has invalid words.
     """
-    from fidelab.cli.compare import read_settings
+    from fidelab.config.experiment import read_settings
     from fidelab.core.errors import ConfigError
 
     for stage in resolved.stages:

@@ -178,8 +178,6 @@ def stop(
     from fidelab.environments.servers import end, records
 
     running = records()
-    if everything and name is not None:
-        raise UsageError("--all is for every server: leave the name out")
     if name is not None:
         running = [server for server in running if server.name == name]
         if not running:

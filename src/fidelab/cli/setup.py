@@ -95,14 +95,11 @@ def install_engine(
       fidelab setup install vllm --cpu
     """
     from fidelab.cli.progress import watch_installation
-    from fidelab.core.errors import UsageError
     from fidelab.environments.environment import engines_dir, interpreter
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
     variants = [variant for variant, chosen in (("cuda", cuda), ("rocm", rocm), ("cpu", cpu)) if chosen]
-    if len(variants) > 1:
-        raise UsageError(f"--{' and --'.join(variants)} exclude each other")
     chosen = recipe(name, variants[0] if variants else machine_variant())
     maker = interpreter(python) if python else sys.executable
     folder = path or engines_dir() / chosen.name

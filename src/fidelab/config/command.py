@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fidelab.config.presets import cells_of
 from fidelab.config.schema import Experiment, ServeConfig
 from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm
@@ -58,8 +57,7 @@ def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> Serve
     """Return the pasted words with the image of the arm; empty where it runs in an installed engine."""
     if not serve.wrapper or not experiment.engine.image:
         return serve
-    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
-    config = next((each for each in configs if each.label == arm.name), experiment.reference)
+    config = next((each for each in experiment.arms if each.label == arm.name), experiment.reference)
     image = (config.engine or experiment.engine).image
     return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat, Options
 
 KIND = "cross-engine"
@@ -95,8 +94,3 @@ class CrossEngine(BaseModel):
             output_dir=output_dir,
             captures_dir=f"{self.output_dir}/captures",
         )
-
-
-def validate_cross(data: Mapping[str, Any], where: str) -> CrossEngine:
-    """Validate plain data as a cross-engine experiment; raises as :func:`~fidelab.config.load.validate_as`."""
-    return validate_as(CrossEngine, data, where)

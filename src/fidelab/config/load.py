@@ -152,7 +152,7 @@ def expand(path: str) -> Path:
         raise InputError(f"{path}: {error}") from None
 
 
-def expand_existing(value: str, reserved: Collection[str]) -> str:
+def expand_existing(value: str, reserved: Collection[str] = ()) -> str:
     """Return the absolute path if ``value`` names a file or folder, else ``value`` itself.
 
     A reserved name is also returned unchanged.

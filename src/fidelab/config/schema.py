@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     InstanceOf,
     PlainSerializer,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -361,6 +362,24 @@ class Experiment(BaseModel):
     )
     output_dir: str = Field(default="runs", description="folder of the runs")
     captures_dir: str | None = Field(default=None, description="folder of captures; <output_dir>/captures by default")
+
+    _cells: tuple[ArmConfig, ...] | None = PrivateAttr(default=None)
+
+    @property
+    def cells(self) -> tuple[ArmConfig, ...]:
+        """The configurations of the grid that ``vary`` spans, named by their levels.
+
+        Those that begin from a preset are known where :func:`fidelab.config.experiment.validate` made the experiment.
+        """
+        if self._cells is not None:
+            return self._cells
+        return tuple(ArmConfig.model_validate(cell_fields(levels)) for levels in levels_of(self.vary))
+
+    @property
+    def arms(self) -> tuple[ArmConfig, ...]:
+        """All configurations as written: reference, control if it is written out, candidates and cells of the grid."""
+        control = (self.control,) if isinstance(self.control, ArmConfig) else ()
+        return self.reference, *control, *self.candidates, *self.cells
 
     @field_validator("budget", mode="before")
     @classmethod

@@ -20,11 +20,11 @@ import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
-from fidelab.config.load import apply_overrides, expand, read_yaml
-from fidelab.config.presets import cells_of
+from fidelab.config.load import apply_overrides, expand, expand_existing, read_yaml
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, shell_line, state_dir
 from fidelab.core.errors import ConfigError, InputError, UsageError
+from fidelab.core.names import PROMPTS, TEXTS
 from fidelab.engines import ENGINES
 from fidelab.engines.harmless import Anything, Beside
 
@@ -35,14 +35,10 @@ _TRUST_FILE = "trusted-files"  # in the user's state: a hash and its file per li
 _COMMANDS = ("python", "image", "pythonpath")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
-_OUTPUT_KEYS = ("output_dir", "captures_dir")
+OUTPUT_KEYS = ("output_dir", "captures_dir")
 _SHORT = 60  # characters of a description that still fits a message
-_NAMES = {
-    "text": ("default", "domains", "wikitext-2"),
-    "prompts": ("default",),
-    "traffic": ("",),
-    "reference_from": ("",),
-}  # values that are not files
+NAMES_OF: Mapping[str, tuple[str, ...]] = {"text": TEXTS, "prompts": PROMPTS, "traffic": (), "reference_from": ()}
+"""Settings whose values are paths of files → names that are none."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,20 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
         UsageError: If a flag names something that this file does not ask for (``trust.exact``).
     """
     trust = trust or Trust()
-    asked = [demand for demand in demands(settings) if (demand.key, demand.value) not in trust.words]
+    words = {(key, _as_read(key, value)): value for key, value in trust.words}
+    asked = [demand for demand in demands(settings) if (demand.key, demand.value) not in words]
     if trust.exact:
         there = {(demand.key, demand.value) for demand in demands(settings)}
-        for key, value in (word for word in trust.words if word not in there):
+        for key, value in ((word[0], typed) for word, typed in words.items() if word not in there):
             raise UsageError(f"--{key} {value}: {file} does not ask for it; leave it out")
     _refuse(asked, written, file, trust)
+
+
+def _as_read(key: str, value: str) -> str:
+    """Return the value of a flag as settings have it: paths hold from any folder there."""
+    if key in OUTPUT_KEYS:
+        return str(expand(value))
+    return expand_existing(value, NAMES_OF[key]) if key in NAMES_OF else value
 
 
 def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
@@ -221,14 +225,14 @@ def demands(settings: Asking) -> list[Demand]:
         if _KEY in options:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
-    for key, names in _NAMES.items():
-        value = getattr(settings, key, None) or names[0]
-        if value not in names:
-            found += _file(key, value)
+    for key, names in NAMES_OF.items():
+        path = getattr(settings, key, None)
+        if path and path not in names:
+            found += _file(key, path)
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
-    for key in _OUTPUT_KEYS:
+    for key in OUTPUT_KEYS:
         place = getattr(settings, key, None)
         if place is not None and not (there := _place(Path(place))).is_relative_to(Path.cwd().resolve()):
             found.append(Demand(key, str(place), "is a folder elsewhere that would be written to", str(there)))
@@ -272,7 +276,7 @@ def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], M
         yield settings.engine, settings.engine_args, settings.env
         return
     control = [settings.control] if isinstance(settings.control, ArmConfig) else []
-    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *cells_of(settings)):
+    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells):
         engine = arm.engine or settings.engine
         shared = settings.engine_args if engine.name == settings.engine.name else {}
         yield engine, {**shared, **arm.engine_args}, {**settings.env, **arm.env}
@@ -316,7 +320,7 @@ def _place(path: Path) -> Path:
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
     """Return the hash of a file's content and of the targets of its words, which depend on the working folder."""
-    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in _OUTPUT_KEYS)
+    led = (f"{one.key} {one.value} {one.target}" for one in asked if one.key not in OUTPUT_KEYS)
     return digest(repr(dict(written)), *sorted(led))
 
 

@@ -16,8 +16,6 @@ from fidelab.core.registry import require
 from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
 
-TEXTS = ("default", "domains", "wikitext-2")
-"""Names of texts that are not files."""
 _BUNDLED = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)

@@ -6,19 +6,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fidelab.axes.base import AxisInputs
-from fidelab.config.load import expand, expand_existing
-from fidelab.config.schema import ArmConfig, Experiment
+from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
 from fidelab.core.registry import require_all
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.prompts import load_prompts
-from fidelab.inputs.texts import TEXTS, load_text
+from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.models.embedded import NAMES
 from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.deploy import ResolvedArm
@@ -74,7 +71,7 @@ def prepare(
         FidelabError: For anything that the user can fix. The message is one line.
     """
     require_packages(experiment)
-    experiment, pack = borrow(_absolute(experiment))
+    experiment, pack = borrow(experiment)
     if pack is not None and replicate:
         raise UsageError("a borrowed reference cannot be repeated: leave out runs")
     assume = not convert and experiment.serve is not None
@@ -103,9 +100,7 @@ def require_packages(experiment: Experiment) -> None:
     Raises:
         MissingPackageError: If one is not. The message names all of them.
     """
-    control = [experiment.control] if isinstance(experiment.control, ArmConfig) else []
-    arms = [experiment.reference, *control, *experiment.candidates]
-    engines = [experiment.engine, *(arm.engine for arm in arms if arm.engine is not None)]
+    engines = [experiment.engine, *(arm.engine for arm in experiment.arms if arm.engine is not None)]
     here = any(engine.name == "hf" and engine.python is None and engine.image is None for engine in engines)
     needed = {"scipy"}  # intervals
     if experiment.axes or here:
@@ -126,20 +121,6 @@ def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
     asked = traffic_prompts(traffic) or load_prompts()
     private = not experiment.keep_text
     return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
-
-
-def _absolute(experiment: Experiment) -> Experiment:
-    """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
-    updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
-    words = {"text": TEXTS, "prompts": ("default",), "model": ("fake", *NAMES)}
-    updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
-    if experiment.traffic is not None:
-        updates["traffic"] = expand_existing(experiment.traffic, ())
-    if experiment.reference_from is not None:
-        updates["reference_from"] = expand_existing(experiment.reference_from, ())
-    if experiment.captures_dir is not None:
-        updates["captures_dir"] = str(expand(experiment.captures_dir))
-    return experiment.model_copy(update=updates)
 
 
 def now() -> str:

@@ -13,7 +13,6 @@ from fidelab.axes.base import Axis, load_axis
 from fidelab.bench.base import Bench, load_bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand
-from fidelab.config.presets import cells_of
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
@@ -79,8 +78,7 @@ def resolve_experiment(
     Raises:
         FidelabError: For anything that the user can fix. The message names the fault and the remedy.
     """
-    configs = (*experiment.candidates, *cells_of(experiment))
-    for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
+    for config in (experiment.engine, *(arm.engine for arm in experiment.arms if arm.engine)):
         engine_class(config.name)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: load_bench(name, values) for name, values in experiment.benches.items()}
@@ -91,9 +89,8 @@ def resolve_experiment(
 
 def _files(experiment: Experiment) -> list[str]:
     """Files that engines may be asked about: local models, those in the caches, and files of options."""
-    configs = (experiment.reference, *experiment.candidates, *cells_of(experiment))
-    names = {experiment.model, *(config.model for config in configs if config.model)}
-    tables = (experiment.engine_args, *(config.engine_args for config in configs))
+    names = {experiment.model, *(config.model for config in experiment.arms if config.model)}
+    tables = (experiment.engine_args, *(config.engine_args for config in experiment.arms))
     options = {value for table in tables for value in table.values()}
     local = [str(expand(name)) for name in sorted(names) if expand(name).exists()]
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -194,7 +191,7 @@ class _Resolver:
         arms: list[Arm] = []
         refused: list[UsageError | None] = []
         grid = levels_of(experiment.vary)
-        for config in cells_of(experiment):
+        for config in experiment.cells:
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:
                 arms.append(self._candidate(config))
@@ -514,7 +511,7 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
         yield experiment.reference
     yield from experiment.candidates
     if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
-        yield from cells_of(experiment)
+        yield from experiment.cells
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
 

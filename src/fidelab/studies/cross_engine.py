@@ -20,16 +20,15 @@ from fidelab.bench.base import load_bench
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.cross import KIND, CrossEngine, EngineLine
-from fidelab.config.load import dump, expand, expand_existing
+from fidelab.config.load import dump
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.config.trust import remember
 from fidelab.core import Status, usable_cores
 from fidelab.core.errors import FidelabError
 from fidelab.engines.base import engine_class
 from fidelab.inputs.prompts import load_prompts
-from fidelab.inputs.texts import TEXTS, load_text
+from fidelab.inputs.texts import load_text
 from fidelab.models import resolve
-from fidelab.models.embedded import NAMES
 from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.numbers import counted
 from fidelab.results.outcomes import ArmResult, read_outcomes
@@ -44,7 +43,6 @@ from fidelab.studies.study import arm_of, new_study, write_study
 CrossWatch = Callable[[str], Listener | None]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
-_RESERVED = (*TEXTS, "fake", *NAMES)  # names that are not paths, even where a file has that name
 _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _COLUMNS = (
     *("engine", "version", "KV", "rows from", "load", "bytes_per_token", "floor"),  # the reference
@@ -297,7 +295,7 @@ def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Study
 
 
 def _filled(cross: CrossEngine) -> CrossEngine:
-    """Every default spelled out, and paths that hold from any folder.
+    """Every default spelled out.
 
     Raises:
         FidelabError: If an engine or axis does not exist, or an axis does not have a setting.
@@ -313,7 +311,5 @@ def _filled(cross: CrossEngine) -> CrossEngine:
                 for name, values in cross.benches.items()
             },
             "threads": cross.threads or usable_cores(),
-            **{name: expand_existing(getattr(cross, name), _RESERVED) for name in ("model", "text", "prompts")},
-            "output_dir": str(expand(cross.output_dir)),
         }
     )
