@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
 import json
 import re
 import subprocess
@@ -165,6 +166,29 @@ def test_every_arrow_points_down_and_the_house_is_low() -> None:
         ready = order.get_ready()
         order.done(*ready)
     assert floors <= MOST_FLOORS
+
+
+def _way() -> list[tuple[str, str]]:
+    """Caller and function of each step of a setting, as docs/design.md has them."""
+    text = (ROOT / "docs" / "design.md").read_text("utf-8").partition("## Way of a setting")[2].partition("\n## ")[0]
+    return re.findall(r"^\| (?:`([\w.]+)`)? ?\| `([\w.]+)` \|", text, re.MULTILINE)
+
+
+def test_the_way_of_a_setting_exists_and_enters_each_room_at_one_place() -> None:
+    way = _way()
+    assert len(way) > 10
+    entries: dict[str, list[str]] = {}
+    reached = [way[0][1].rpartition(".")[0]]
+    for caller, function in way:
+        module, _, name = function.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name)), function
+        if caller:
+            assert caller in reached or caller == "fidelab.workers.child", f"{caller} has not been reached"
+            assert re.search(rf"\b{name}\b", Path(str(importlib.import_module(caller).__file__)).read_text("utf-8"))
+        if (room := module.split(".")[1]) != caller.partition("fidelab.")[2].partition(".")[0]:
+            entries.setdefault(room, []).append(function)
+        reached.append(module)
+    assert {room: calls for room, calls in entries.items() if len(calls) > 1} == {}
 
 
 def _module(path: Path) -> str:

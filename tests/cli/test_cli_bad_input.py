@@ -84,7 +84,7 @@ def refused(*words: object, cwd: Path) -> str:
         (("compare", "--resume", "x", "-f", "x"), "--resume takes the settings of the run: leave out --file"),
         (("compare", "fake", "-f", "x.yaml"), "--file takes the settings of the file: leave out MODEL"),
         (("compare", "-f", "x.yaml", "--kv", "tilt"), "leave out --kv"),
-        (("report", "x", "--format", "hub", "--json"), "--format hub writes its own files: leave out --json"),
+        (("report", "x", "--format", "hub", "--json"), "--format writes its own files: leave out --json"),
         (("report", ".", "-o", "x"), "-o goes with --format"),
         (("report", ".", "--margin", "1%"), "--margin needs the scores again: add --rescore"),
         (("setup", "clean", "vlm-cpu"), "unknown row 'vlm-cpu'"),

@@ -9,7 +9,8 @@ import typer
 from fidelab.cli import bench_serve, bench_speculation, options
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
-from fidelab.cli.compare import experiment_from, launch
+from fidelab.cli.compare import launch
+from fidelab.cli.rules import given_flags
 
 _DEFAULT = "offline"
 
@@ -83,6 +84,8 @@ def offline(
 
       fidelab bench --preset smollm2-cpu --benches decode
     """
+    from fidelab.config.flags import Begun, read_flags
+
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),
@@ -93,5 +96,6 @@ def offline(
         **measure.settings(),
         **runs.settings(),
     }
-    data = options.begin_from_preset(preset, context, data, trusted)
-    launch(experiment_from(data, "bench", overrides or [], trusted), options.ShowOptions(as_json=as_json))
+    begun = Begun(preset=preset, given=given_flags(context))
+    experiment, _ = read_flags(data, "bench", overrides=overrides or [], trusted=trusted or [], begun=begun)
+    launch(experiment, options.ShowOptions(as_json=as_json))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.axes import bench_settings
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
-from fidelab.cli.rules import BORROWED, check_flags
+from fidelab.cli.rules import BORROWED, check_flags, given_flags
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
@@ -187,46 +187,37 @@ def compare(
     if source.file is not None:
         _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
         return
-    configurations, secrets = _configurations(context, model, arms, engine, trusted)
-    data = {**configurations, "control": arms.control, "force": arms.force}
+    from fidelab.config.flags import Begun, read_flags
+
+    data = {**engine.settings(), **_configurations(context, model, arms)}
     data |= _axes(axes, borrowed="reference_from" in data, looks=runs.n_runs == 1)
     for group in (measured, scoring, limits, runs, executor):
         data |= group.settings()
-    if arms.serve is None:
-        data = options.begin_from_preset(arms.preset, context, data, trusted)
-    launch(experiment_from(data, "compare", measured.overrides or [], trusted), show, dry_run, secrets)
+    begun = Begun(arms.serve, arms.change or [], arms.preset, given_flags(context))
+    experiment, secrets = read_flags(data, "compare", overrides=measured.overrides or [], trusted=trusted, begun=begun)
+    launch(experiment, show, dry_run, secrets)
 
 
 _AUTO = "auto"
 
 
-def _configurations(
-    context: typer.Context,
-    model: str | None,
-    arms: ArmOptions,
-    engine: options.ServableEngineOptions,
-    trusted: Sequence[Path],
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the data of the configurations, and secrets of a pasted command, which the record must not hold.
+def _configurations(context: typer.Context, model: str | None, arms: ArmOptions) -> dict[str, Any]:
+    """Return the data of the configurations.
 
     Raises:
         UsageError: If there is no candidate, or flags ask for other windows than a borrowed reference has.
     """
     given = [*(arms.kv or []), *(arms.candidate or [])]
-    grid = {"vary": list(arms.vary or [])}
-    if arms.serve is not None:
-        data, changes, secrets = _pasted(arms.serve, arms.change or [], engine, trusted)
-        check_flags(context, "compare, references known")
-        return {**data, **grid, "candidates": [*changes, *given]}, secrets
-    data = {"model": model, **engine.settings(), **grid}
-    place = None if arms.reference is None else _borrowed(arms.reference, arms.references, model)
+    data: dict[str, Any] = {"model": model, "vary": list(arms.vary or []), "control": arms.control, "force": arms.force}
+    here = arms.reference is None or arms.serve is not None
+    place = None if here else _borrowed(str(arms.reference), arms.references, model)
     check_flags(context, "compare, references known", also=[BORROWED] if place is not None else [])
     if place is not None:
         data["reference_from"] = place
         given = given or ([] if arms.vary else [f"name={Path(model or '').name or 'candidate'}"])
     elif arms.reference not in (None, _AUTO):
         data["reference"] = arms.reference
-    return {**data, "candidates": given}, ()
+    return {**data, "candidates": given}
 
 
 def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str, Any]:
@@ -260,45 +251,6 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None) -
     return place
 
 
-def _pasted(
-    command: str,
-    changes: Sequence[str],
-    flags: options.ServableEngineOptions,
-    trusted: Sequence[Path],
-) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
-    """Return the arms of a pasted command: settings, candidates, and secrets that the record must not hold.
-
-    Engine settings in ``flags`` take precedence over the command.
-
-    Raises:
-        UsageError: If it cannot be read.
-        ConfigError: If it is in a file that asks for an action that needs permission.
-    """
-    from fidelab.config.serve import program_python, read_change, read_served
-    from fidelab.config.trust import Trust, check_pasted
-    from fidelab.engines import ENGINES
-
-    def controlled(name: str) -> Mapping[str, str]:
-        return dict(getattr(ENGINES.load(name), "controlled", {}))
-
-    served = read_served(command, controlled)
-    if served.file is not None:
-        check_pasted(served.settings(), served.file, Trust(trusted))
-    own, given = served.settings(), flags.settings()
-    place = given["engine"]
-    if place["image"] is None:
-        place["python"] = place["python"] or program_python(served)
-    flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
-    data = {
-        **own,
-        **flagged,
-        "engine": {**place, "image": place["image"] or served.image, "name": served.engine},
-        "engine_args": {**own["engine_args"], **given["engine_args"]},
-        "env": {**own["env"], **given["env"]},
-    }
-    return data, [read_change(text, served, controlled) for text in changes], served.secrets
-
-
 def _run_file(
     experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], show: options.ShowOptions, dry_run: bool
 ) -> None:
@@ -321,27 +273,17 @@ def _run_file(
         _run_cross_engine(settings, show.as_json)
 
 
-def experiment_from(
-    data: dict[str, Any], where: str, overrides: Sequence[str] = (), trusted: Sequence[Path] | None = None
-) -> Experiment:
-    """Build an experiment from flags, with error messages that refer to the settings file."""
-    from fidelab.config.experiment import validate
-    from fidelab.config.load import apply_overrides
-    from fidelab.config.trust import Trust
-
-    apply_overrides(data, overrides)
-    return validate(data, where, Trust(trusted or ()))
-
-
 def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
     """Return an experiment of one axis.
 
     It has no control and measures no noise unless ``more`` has them.
     """
     data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
+    from fidelab.config.flags import read_flags
+
     for settings in more:
         data |= settings
-    return experiment_from(data, where)
+    return read_flags(data, where)[0]
 
 
 def launch(

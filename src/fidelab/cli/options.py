@@ -18,7 +18,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
-from fidelab.cli.rules import given_flags
 from fidelab.core import engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
@@ -93,45 +92,6 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
-
-
-def begin_from_preset(
-    name: str | None, context: typer.Context, data: dict[str, Any], trusted: Sequence[Path] | None
-) -> dict[str, Any]:
-    """Return the settings of an experiment whose arms begin from a preset.
-
-    The command line takes precedence over the preset.
-
-    Raises:
-        FidelabError: If the preset does not exist, is not trusted, or is for another engine.
-    """
-    if name is None:
-        return data
-    from fidelab.config.load import read_yaml
-    from fidelab.config.presets import experiment_of, find_preset, load_preset
-    from fidelab.config.trust import Trust, check_trust
-    from fidelab.core.errors import UsageError
-
-    given = given_flags(context)
-    engine = data["engine"]["name"] if "engine" in given else None
-    found = find_preset(name, engine)
-    preset = load_preset(found)
-    if not found.own:
-        check_trust(preset, read_yaml(found.path), found.path, Trust(trusted or ()))
-    if engine not in (None, preset.engine_name):
-        raise UsageError(f"--engine {engine}: preset {preset.name} is of engine {preset.engine_name}")
-    base = experiment_of(preset)
-    place = preset.engine.model_dump(mode="json")
-    place = {"name": place} if isinstance(place, str) else place
-    return {
-        **data,
-        "model": data["model"] or base["model"],
-        "engine": {**data["engine"], **place, **{key: x for key, x in data["engine"].items() if x and key != "name"}},
-        "engine_args": {**base.get("engine_args", {}), **data["engine_args"]},
-        "env": {**base.get("env", {}), **data.get("env", {})},
-        "dtype": data["dtype"] if "dtype" in given else base.get("dtype", data["dtype"]),
-        "reference": data.get("reference", base["reference"]),
-    }
 
 
 # --------------------------------------------------------------------------------- single options and arguments

@@ -92,8 +92,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "form",
             excludes=(*_SHOWN, "rescore", "margin", *_LIMITS),
         ),
-        Rule("{flag} goes with --format: lm-eval, hub", "out", needs=("form",)),
-        Rule("{flag} goes with --format: lm-eval, hub", "arm", needs=("form",)),
+        Rule("-o goes with --format: lm-eval, hub", "out", needs=("form",)),
+        Rule("--arm goes with --format: lm-eval, hub", "arm", needs=("form",)),
         Rule(
             "--rescore writes the run's report with the run's own limits: leave out {others}",
             "rescore",

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fidelab.config.cross import KIND, CrossEngine
-from fidelab.config.load import expand, expand_existing, read_yaml, validate_as
+from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.presets import cells_of, expand_presets
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import NAMES_OF, OUTPUT_KEYS, Trust, check_trust
 from fidelab.core.errors import ConfigError, FidelabError
+from fidelab.core.paths import expand, expand_existing
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

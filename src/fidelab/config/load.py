@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fidelab.core import read_file, resume_line
-from fidelab.core.errors import ConfigError, InputError, nearest_first
+from fidelab.core.errors import ConfigError, nearest_first
 
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # most values of settings: far more than people write
@@ -138,26 +138,6 @@ def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix:
         return model.model_validate(dict(data))
     except ValidationError as error:
         raise ConfigError(explain_validation(error, where, model, prefix)) from None
-
-
-def expand(path: str) -> Path:
-    """Return the absolute path of a path that a user wrote.
-
-    Raises:
-        InputError: If it names the home of a user who does not exist.
-    """
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # "~nobody"
-        raise InputError(f"{path}: {error}") from None
-
-
-def expand_existing(value: str, reserved: Collection[str] = ()) -> str:
-    """Return the absolute path if ``value`` names a file or folder, else ``value`` itself.
-
-    A reserved name is also returned unchanged.
-    """
-    return str(expand(value)) if value not in reserved and expand(value).exists() else value
 
 
 def explain_validation(error: ValidationError, where: str, model: type[BaseModel], prefix: str = "") -> str:

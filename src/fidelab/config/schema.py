@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from fidelab.config.arms import arm_fields
-from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
+from fidelab.config.grid import Levels, cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec, engine_name
 from fidelab.core.errors import UsageError
 from fidelab.core.share import Share, WholeShare
@@ -366,6 +366,11 @@ class Experiment(BaseModel):
     _cells: tuple[ArmConfig, ...] | None = PrivateAttr(default=None)
 
     @property
+    def levels(self) -> list[Levels]:
+        """The values of each cell of the grid, by key."""
+        return levels_of(self.vary)
+
+    @property
     def cells(self) -> tuple[ArmConfig, ...]:
         """The configurations of the grid that ``vary`` spans, named by their levels.
 
@@ -373,7 +378,7 @@ class Experiment(BaseModel):
         """
         if self._cells is not None:
             return self._cells
-        return tuple(ArmConfig.model_validate(cell_fields(levels)) for levels in levels_of(self.vary))
+        return tuple(ArmConfig.model_validate(cell_fields(levels)) for levels in self.levels)
 
     @property
     def arms(self) -> tuple[ArmConfig, ...]:

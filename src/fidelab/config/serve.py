@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fidelab.config.load import expand, read_text
+from fidelab.config.load import read_text
 from fidelab.core import plain_json
 from fidelab.core.errors import UsageError
+from fidelab.core.paths import expand
 
 Controlled = Callable[[str], Mapping[str, str]]
 """Engine → option → why fidelab has to set that option itself."""

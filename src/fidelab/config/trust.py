@@ -20,11 +20,12 @@ import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
-from fidelab.config.load import apply_overrides, expand, expand_existing, read_yaml
+from fidelab.config.load import apply_overrides, read_yaml
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, shell_line, state_dir
 from fidelab.core.errors import ConfigError, InputError, UsageError
 from fidelab.core.names import PROMPTS, TEXTS
+from fidelab.core.paths import expand, expand_existing
 from fidelab.engines import ENGINES
 from fidelab.engines.harmless import Anything, Beside
 

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fidelab.config.load import expand
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
 from fidelab.core.errors import InputError, NotSupportedError, UsageError
+from fidelab.core.paths import expand
 from fidelab.core.serial import to_json
 from fidelab.engines import k16v8
 from fidelab.engines.base import Engine, engine_class

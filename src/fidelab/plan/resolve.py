@@ -11,11 +11,10 @@ from pathlib import Path
 
 from fidelab.axes.base import Axis, load_axis
 from fidelab.bench.base import Bench, load_bench
-from fidelab.config.grid import levels_of
-from fidelab.config.load import expand
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
+from fidelab.core.paths import expand
 from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH
 from fidelab.engines.base import Engine, Support, engine_class
 from fidelab.engines.hf.kernels import ATTENTION, AUTO
@@ -190,7 +189,7 @@ class _Resolver:
         experiment = self._experiment
         arms: list[Arm] = []
         refused: list[UsageError | None] = []
-        grid = levels_of(experiment.vary)
+        grid = experiment.levels
         for config in experiment.cells:
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fidelab.config.load import expand
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core.errors import CaptureError, FidelabError, InputError, UnavailableError, UsageError
+from fidelab.core.paths import expand
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, hub
 from fidelab.models.resolve import HUB_ID

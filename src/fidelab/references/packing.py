@@ -8,8 +8,8 @@ from typing import Any
 import fidelab
 from fidelab.captures.reader import Capture
 from fidelab.config.experiment import load
-from fidelab.config.load import expand
 from fidelab.core.errors import InputError, OutputError, UsageError
+from fidelab.core.paths import expand
 from fidelab.core.scratch import scratch
 from fidelab.engines.base import engine_class
 from fidelab.inputs.tokens import Tokenizer

@@ -1,0 +1,28 @@
+"""Paths as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from fidelab.core.errors import InputError
+
+
+def expand(path: str) -> Path:
+    """Return the absolute path of a path that a user wrote.
+
+    Raises:
+        InputError: If it names the home of a user who does not exist.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # "~nobody"
+        raise InputError(f"{path}: {error}") from None
+
+
+def expand_existing(value: str, reserved: Collection[str] = ()) -> str:
+    """Return the absolute path if ``value`` names a file or folder, else ``value`` itself.
+
+    A reserved name is also returned unchanged.
+    """
+    return str(expand(value)) if value not in reserved and expand(value).exists() else value
