@@ -32,7 +32,7 @@ from fidelab.models import resolve
 
 REFERENCE = "f16"
 CANDIDATES = ("q8_0", "q5_1", "q4_0", "f16/q8_0")
-GOALS = {1: 1.0, 4: 0.95}  # seconds of ours over the peer's, for so many candidates
+GOALS = {1: 1.0, 4: 0.95}  # our seconds over the peer's, for so many candidates
 GOAL_BYTES = 1.2
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     options.perplexity, options.text = options.perplexity.resolve(), options.text.resolve()
     model = resolve(options.model).gguf
     if model is None:
-        raise SystemExit(f"{options.model} is no GGUF file")
+        raise SystemExit(f"{options.model} is not a GGUF file")
     figures = []
     for n in options.candidates:
         for repeat in range(options.repeats):

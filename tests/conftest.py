@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What tests measure is no estimate for the user's runs, and theirs is none for tests."""
+    """What tests measure is not an estimate for the user's runs, and theirs is none for tests."""
     with mock.patch("fidelab.plan.estimate.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
         yield
 

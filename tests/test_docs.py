@@ -92,7 +92,7 @@ def module_of(name: str) -> tuple[Path, str]:
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if file.is_file():
                 return file, ".".join(parts[n:])
-    raise AssertionError(f"{name} is no module")
+    raise AssertionError(f"{name} is not a module")
 
 
 def defines(module: Path, name: str) -> bool:

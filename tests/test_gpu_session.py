@@ -448,7 +448,7 @@ def test_a_scorer_beyond_its_bound_does_not_pass(error: float) -> None:
         script.read_scorer(json.dumps({"error": error, "allowed": 1e-8}))
 
 
-def test_the_index_is_asked_once_by_a_connection_and_a_closed_port_is_no_network(
+def test_the_index_is_asked_once_by_a_connection_and_a_closed_port_is_not_a_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

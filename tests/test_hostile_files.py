@@ -185,7 +185,7 @@ def another_header(raw: bytes, dice: random.Random) -> bytes:
 
 @dataclass
 class Captured:
-    """A capture of a stranger, and one of ours that it is scored against."""
+    """A capture of a stranger, and one of this run that it is scored against."""
 
     room: Path
     ref: Path

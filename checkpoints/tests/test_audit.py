@@ -781,7 +781,7 @@ def test_a_layer_that_was_not_multiplied_as_its_siblings_were_is_told(tmp_path: 
     assert finding.tensors == [QUERY]
 
 
-def test_a_change_of_type_is_no_difference(tmp_path: Path) -> None:
+def test_a_change_of_type_is_not_a_difference(tmp_path: Path) -> None:
     base = plain(dtype=torch.float32).write(tmp_path / "base")
     for dtype in (torch.bfloat16, torch.float16):
         content = plain(dtype=torch.float32)
@@ -790,7 +790,7 @@ def test_a_change_of_type_is_no_difference(tmp_path: Path) -> None:
         assert not {rule for rule in found if rule.startswith("base")}
 
 
-def test_a_configuration_that_says_the_same_in_newer_words_is_no_difference(tmp_path: Path) -> None:
+def test_a_configuration_that_says_the_same_in_newer_words_is_not_a_difference(tmp_path: Path) -> None:
     content = plain()
     del content.config["rope_theta"], content.config["head_dim"]
     content.config["rope_parameters"] = {"rope_theta": 10000, "rope_type": "default"}

@@ -193,7 +193,7 @@ def test_prompts_that_were_not_found_in_the_cache_have_no_time() -> None:
     assert entry["reason"].startswith("only 50% of the prompts were found in the prefix cache, 90% are needed")
 
 
-def test_a_difference_that_is_lost_in_noise_is_no_time() -> None:
+def test_a_difference_that_is_lost_in_noise_is_not_a_time() -> None:
     entry = timed(0.5, [-0.01, 0.0, 0.02])
     assert (entry["status"], entry["seconds"]) == ("wrong", None)
     assert "too busy" in entry["reason"]

@@ -111,7 +111,7 @@ def test_the_rate_is_compared_with_rivals_alone_also_where_our_16_bit_kernel_is_
 
 def test_goals_without_a_figure_are_unmeasured_and_say_where() -> None:
     times = _at_goals()
-    times[AT].pop(SDPA)  # ours alone is no comparison
+    times[AT].pop(SDPA)  # ours alone is not a comparison
     goal = _record(times)["goals"][0]
     assert (goal["verdict"], goal["found"]) == ("unmeasured", None)
     assert goal["reason"] == f"no figure for {AT}"

@@ -111,7 +111,7 @@ def test_what_does_not_fit_is_said_and_the_other_lengths_are_measured(
     assert {one["status"] for key, one in results(record).items() if key[0] == 64} == {"measured"}
 
 
-def test_ratios_are_over_16_8_of_ours() -> None:
+def test_ratios_are_over_our_16_8() -> None:
     def one(name: str, pair: str, seconds: float | None) -> dict[str, Any]:
         return {"name": name, "formats": pair, "seconds": seconds}
 

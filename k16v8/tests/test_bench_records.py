@@ -150,7 +150,7 @@ def test_resuming_measures_only_what_is_missing(record_path: Path, monkeypatch: 
         ({"versions": {"torch": "1.0"}}, "measured with k16v8 None"),
     ],
 )
-def test_a_record_of_another_kind_or_machine_is_not_gone_on_with(
+def test_a_record_of_another_kind_or_machine_is_not_resumed(
     change: dict[str, Any], message: str, record_path: Path
 ) -> None:
     bench_kernels(replace(SETTINGS, contenders=()), [TINY], record_path)
@@ -160,7 +160,7 @@ def test_a_record_of_another_kind_or_machine_is_not_gone_on_with(
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", f'{{"schema": "{session.SCHEMA}"}}'])
-def test_a_file_that_is_no_record_is_an_error_of_one_line(content: str | None, record_path: Path) -> None:
+def test_a_file_that_is_not_a_record_is_an_error_of_one_line(content: str | None, record_path: Path) -> None:
     if content is not None:
         record_path.parent.mkdir()
         record_path.write_text(content)
@@ -170,7 +170,7 @@ def test_a_file_that_is_no_record_is_an_error_of_one_line(content: str | None, r
     assert "\n" not in str(caught.value)
 
 
-def test_a_cell_is_not_gone_on_with_in_other_pages(record_path: Path) -> None:
+def test_a_cell_is_not_resumed_in_other_pages(record_path: Path) -> None:
     bench_kernels(replace(SETTINGS, contenders=(OURS,)), [TINY], record_path)
     before = record_path.read_bytes()
     other = replace(SETTINGS, cells=(replace(DECODE, page=32),))
@@ -179,7 +179,7 @@ def test_a_cell_is_not_gone_on_with_in_other_pages(record_path: Path) -> None:
     assert record_path.read_bytes() == before
 
 
-def test_a_folder_is_no_name_for_a_record(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_name_for_a_record(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="name a file"):
         bench_kernels(SETTINGS, [TINY], tmp_path)
     assert not list(tmp_path.iterdir())
@@ -288,7 +288,7 @@ def test_cuda_without_a_gpu_is_one_line() -> None:
 
 
 @pytest.mark.usefixtures("_in_tmp")
-def test_a_record_is_gone_on_with_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_is_resumed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "run", lambda settings, cells, record, save: len(list(cells)))
     for flag in ("--output", "--resume"):
         done = _run("--geometry", "tiny", flag, "results/a.json")

@@ -269,7 +269,7 @@ def test_tensors_and_descriptions_that_cannot_be_are_refused_at_once(
         make()
 
 
-def test_every_error_is_one_that_the_user_can_mend() -> None:
+def test_every_error_is_one_that_the_user_can_fix() -> None:
     kinds = [
         kind
         for kind in vars(chunk).values()

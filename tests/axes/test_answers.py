@@ -15,7 +15,7 @@ from fidelab.metrics.retrieval import judged, returned
 
 
 @pytest.mark.parametrize(("begin", "end"), REASONING, ids=[begin for begin, _ in REASONING])
-def test_reasoning_is_no_part_of_an_answer_in_any_notation(begin: str, end: str) -> None:
+def test_reasoning_is_not_a_part_of_an_answer_in_any_notation(begin: str, end: str) -> None:
     assert after_reasoning(f"{begin}It is 5.{end}It is 7.") == "It is 7."
     assert after_reasoning(f"It is 5.{end}It is 7.") == "It is 7."  # begun in the prompt
     assert after_reasoning(f"Well. {begin}It is 5, or") == "Well. "  # cut off

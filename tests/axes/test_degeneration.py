@@ -120,7 +120,7 @@ def test_garbage_at_once_on_most_prompts_that_the_reference_begins_well_fails(tm
     assert score.found.fails == ("garbage within the first 32 tokens in 3 of 5 prompts that the reference begins well",)
 
 
-def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> None:
+def test_garbage_that_the_reference_writes_too_is_not_a_failure(tmp_path: Path) -> None:
     texts = [_noise(i, 0) for i in range(8)]
     score = _score(tmp_path, texts, [_noise(50 + i, 0) for i in range(8)])
     assert (score.found.fails, score.found.downgrades, _values(score)["degenerate"]) == ((), (), 8)

@@ -61,7 +61,7 @@ def test_acceptance_is_what_the_engine_counted(tmp_path: Path) -> None:
     assert score.found.flags[1].text == "the text is the reference's, token for token, on all 2 prompts"
 
 
-def test_a_near_tie_is_no_change_of_the_text(tmp_path: Path) -> None:
+def test_a_near_tie_is_not_a_change_of_the_text(tmp_path: Path) -> None:
     text = scored(tmp_path, {5: (11, 0.02)}).found.flags[1].text
     assert text.startswith("1 of 2 texts part at near ties (the reference's margin is 0.02 nats at most)")
 

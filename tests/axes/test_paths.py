@@ -144,7 +144,7 @@ def test_a_way_that_parts_in_the_reference_too_is_not_the_formats_fault(tmp_path
     assert score.found.reference_summary == parts
 
 
-def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tmp_path: Path) -> None:
+def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_not_a_fault(tmp_path: Path) -> None:
     coarse = _rows(8, 0.3, BASE)  # a format that costs 0.05 nats, whose ways differ by half of that
     ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
     assert _ends(_score(ref, _arm(tmp_path, "int4", _ways(coarse, 0.2)))) == {}

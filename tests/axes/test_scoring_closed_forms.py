@@ -225,7 +225,7 @@ def test_a_single_context_is_the_axis_itself(asked: object) -> None:
 
 
 @pytest.mark.parametrize("asked", ["many", "", "512,", 4, "4,512", 16.5, [], True])
-def test_a_context_that_is_no_number_of_tokens_is_refused(asked: object) -> None:
+def test_a_context_that_is_not_a_number_of_tokens_is_refused(asked: object) -> None:
     with pytest.raises(ValidationError, match="write tokens per window, at least 8, or several: 512,2048"):
         KLD.Settings.model_validate({"n_ctx": asked})
 

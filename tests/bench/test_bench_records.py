@@ -152,7 +152,7 @@ def test_memory_multiplies_measured_bytes_and_keeps_each_peak() -> None:
     assert [metric.name for metric in record.headlines] == ["KV bytes per token", "peak host"]
 
 
-def test_a_pool_is_no_cost_and_its_tokens_are_a_gain() -> None:
+def test_a_pool_is_not_a_cost_and_its_tokens_are_a_gain() -> None:
     bench = Memory(MemorySettings(lengths=(10,)))
     [question] = bench.questions(INPUTS)
     ran = {"cache_bytes": 2**30, "cache_tokens": 1000}

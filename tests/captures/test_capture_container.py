@@ -105,7 +105,7 @@ def test_float16_and_bfloat16_become_the_float32_that_torch_makes_of_them() -> N
     [b"", b"\x00" * 7, b"\xff" * 64, (2).to_bytes(8, "little") + b"[]", (4).to_bytes(8, "little") + b"nope"],
     ids=["empty", "short", "header-beyond-end", "list", "no-json"],
 )
-def test_a_file_that_is_no_safetensors_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors_is_refused_by_name(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CaptureError, match=r"x\.safetensors is damaged"):
         TensorFile(tmp_path / "x.safetensors")

@@ -121,7 +121,7 @@ def test_an_edited_value_or_another_schema_in_the_manifest_is_refused(capture: P
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "null", '{"checksum": 1}', '"text"'])
-def test_json_that_is_no_manifest_is_refused(content: str, capture: Path) -> None:
+def test_json_that_is_not_a_manifest_is_refused(content: str, capture: Path) -> None:
     (capture / "manifest.json").write_text(content)
     with pytest.raises(CaptureError, match=r"manifest\.json"):
         Capture(capture)

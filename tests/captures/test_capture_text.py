@@ -53,7 +53,7 @@ def test_any_ids_read_as_the_tokenizer_reads_them() -> None:
         assert read(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_special_tokens_are_taken_literally_and_half_a_character_or_an_unknown_id_is_no_error() -> None:
+def test_special_tokens_are_taken_literally_and_half_a_character_or_an_unknown_id_is_not_an_error() -> None:
     tokenizer = byte_level()
     assert Detokenizer(pieces(tokenizer))([0, 1]) == "<|end|><｜fin▁du｜>"
     read = Detokenizer([f"<0x{byte:02X}>" for byte in range(256)])

@@ -237,7 +237,7 @@ def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("report", "--rescore"), ("report",), ("compare", "--resume")], ids=" ".join)
-def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
     assert f"{room} is not a run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
     assert "nowhere is not a run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
@@ -259,7 +259,7 @@ def test_a_run_without_results_says_how_to_go_on(room: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"facts": 1, "planned": [], "arms": [{}]}', '{"arms": 3}'])
-def test_damaged_outcomes_say_how_to_mend_them(content: str, room: Path) -> None:
+def test_damaged_outcomes_say_how_to_repair_them(content: str, room: Path) -> None:
     folder = room / "runs" / "x"
     folder.mkdir(parents=True)
     (folder / "config.resolved.yaml").write_text(GOOD)
@@ -281,7 +281,7 @@ def test_a_real_process_says_one_line_and_exits_with_2(room: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_reader_that_stops_reading_is_no_error(room: Path) -> None:
+def test_a_reader_that_stops_reading_is_not_an_error(room: Path) -> None:
     line = f"{sys.executable} -m fidelab compare --help | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=room, capture_output=True, text=True, check=False)
     assert done.stderr == ""

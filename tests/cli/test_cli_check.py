@@ -121,7 +121,7 @@ def test_an_equal_run_passes_against_its_baseline(room: Path, plain: Done) -> No
     assert "unchanged" in done.out
 
 
-def test_a_regression_against_the_baseline_is_no_go(room: Path) -> None:
+def test_a_regression_against_the_baseline_is_not_a_go(room: Path) -> None:
     done = cli("check", "runs/worse/report.json", "--baseline", "runs/before", cwd=room)
     assert done.code == 1
     assert re.search(r"NO-GO: \d+ metrics regressed", done.out)

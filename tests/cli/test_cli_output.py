@@ -63,7 +63,7 @@ def test_a_failed_arm_exits_with_1(tmp_path: Path) -> None:
     assert "fidelab: tilt failed: the worker was ended by SIGABRT" in done.err
 
 
-def test_an_unsupported_arm_is_no_failure(tmp_path: Path) -> None:
+def test_an_unsupported_arm_is_not_a_failure(tmp_path: Path) -> None:
     done = compare(tmp_path, "tilt", "refused", flags=["--no-floor"], windows=4, limit=1)
     assert (done.code, done.arm("refused")["status"]) == (0, "not_supported")
 

@@ -157,7 +157,7 @@ def test_a_context_beyond_the_servers_limit_is_not_supported_and_the_sweep_goes_
 
 
 def test_a_context_that_the_servers_own_tokens_fill_is_not_supported_and_the_sweep_goes_on(tmp_path: Path) -> None:
-    """It puts a BOS before texts: no prompt of ours makes one token there."""
+    """It puts a BOS before texts: no prompt makes one token there."""
     from fidelab.models.tiny import make_tiny
 
     tokenizer = save_tokenizer(make_tiny(tmp_path / "model"))

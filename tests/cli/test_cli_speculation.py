@@ -257,7 +257,7 @@ def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -> None:
+def test_a_quantized_models_own_tokenizer_is_not_another_protocol(tmp_path: Path) -> None:
     words = four(tmp_path)
     other = write(tmp_path / "other", arm(standard("both")), tokenizer="m-awq", goodput={"ttft": 5})
     assert ratios(tmp_path, *words[:-1], other)[0].value("rho") == pytest.approx(0.9)

@@ -84,7 +84,7 @@ def test_notes_that_cannot_be_written_change_no_exit_code(words: tuple[str, ...]
     assert (done.returncode, done.stdout) == (code, redirected(ran, "", *words).stdout)
 
 
-def test_a_reader_that_leaves_early_is_no_error(ran: Path) -> None:
+def test_a_reader_that_leaves_early_is_not_an_error(ran: Path) -> None:
     done = redirected(ran, "| true; echo ${PIPESTATUS[0]}", "runs", "list", "--json")
     assert (done.stdout, done.stderr) == ("0\n", "")
 

@@ -490,7 +490,7 @@ def test_without_rich_the_text_is_plain_and_the_exit_code_1(room: Path) -> None:
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
-def test_a_narrow_encoding_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_narrow_encoding_is_not_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     with io.TextIOWrapper(written, encoding="ascii") as narrow:
         monkeypatch.setattr(sys, "stdout", narrow)

@@ -124,7 +124,7 @@ def test_aliases_and_merge_keys_may_be_used(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_a_pipe_or_a_device_is_no_settings_file(tmp_path: Path) -> None:
+def test_a_folder_a_pipe_or_a_device_is_not_a_settings_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     strange = "a pipe or a device, where a regular file is expected"
     for path, said in ((tmp_path / "pipe", strange), (Path("/dev/zero"), strange), (tmp_path, "is a folder")):

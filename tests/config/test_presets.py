@@ -77,12 +77,12 @@ def test_a_preset_may_vary() -> None:
     assert [cell.engine.name for cell in cells if cell.engine] == ["vllm", "sglang"]
 
 
-def test_a_name_may_leave_the_engine_away() -> None:
+def test_a_name_may_omit_the_engine() -> None:
     assert find_preset("smollm2-cpu").name == "smollm2-cpu-llamacpp"
     assert find_preset("smollm2-cpu", "vllm").name == "smollm2-cpu-vllm"
     with pytest.raises(UnknownNameError, match="unknown preset 'smollm2-cpu of engine hf'"):
         find_preset("smollm2-cpu", "hf")
-    with pytest.raises(UnknownNameError, match="unknown preset 'coder'"):  # coder-next is no engine of it
+    with pytest.raises(UnknownNameError, match="unknown preset 'coder'"):  # coder-next is not an engine of it
         find_preset("coder")
 
 

@@ -168,7 +168,7 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("@/nowhere/serve.sh", "does not exist"),
     ],
 )
-def test_what_is_no_single_command_of_a_server_is_refused(command: str, said: str) -> None:
+def test_what_is_not_a_single_command_of_a_server_is_refused(command: str, said: str) -> None:
     with pytest.raises((ConfigError, InputError, UsageError), match=said):
         read(command)
 

@@ -273,7 +273,7 @@ def started(room: Path, *flags: str) -> Path:
         pytest.param(("--pythonpath", "shims"), id="pythonpath", marks=pytest.mark.full),
     ],
 )
-def test_ones_own_run_is_gone_on_with_unasked(flags: tuple[str, ...], room: Path, tmp_path: Path) -> None:
+def test_ones_own_run_is_resumed_unasked(flags: tuple[str, ...], room: Path, tmp_path: Path) -> None:
     folder = started(room, *flags)
     moved = folder.rename(tmp_path / "moved")
     assert cli("compare", "--resume", moved, cwd=room).code == 0
@@ -299,19 +299,19 @@ def test_a_folder_of_somebody_else_starts_nothing(strange: Path, room: Path) -> 
     assert not (room / "mark").exists()
 
 
-def test_a_folder_of_somebody_else_is_gone_on_with_once_trusted(strange: Path, room: Path) -> None:
+def test_a_folder_of_somebody_else_is_resumed_once_trusted(strange: Path, room: Path) -> None:
     assert cli("compare", "--resume", strange, "--trust", strange / "config.resolved.yaml", cwd=room).code == 0
     assert cli("compare", "--resume", strange, cwd=room).code == 0
 
 
-def test_a_folder_of_somebody_else_is_gone_on_with_by_the_same_flags(strange: Path, room: Path) -> None:
+def test_a_folder_of_somebody_else_is_resumed_by_the_same_flags(strange: Path, room: Path) -> None:
     flags = ("--python", "./python", "--text", room / "text.txt")
     assert cli("compare", "--resume", strange, *flags, cwd=room).code == 0
     refused(cli("compare", "--resume", strange, *flags[:2], cwd=room), "text ")
     refused(cli("compare", "--resume", strange, *flags, "--pythonpath", "shims", cwd=room), "does not ask for it")
 
 
-def test_trust_alone_is_no_flag_of_a_new_run(room: Path) -> None:
+def test_trust_alone_is_not_a_flag_of_a_new_run(room: Path) -> None:
     refused(cli("compare", "fake", "--engine", "fake", "--kv", "tilt", "--trust", "x", cwd=room), "--resume")
 
 

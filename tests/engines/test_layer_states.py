@@ -75,7 +75,7 @@ def test_layers_that_did_not_run_once_each_in_order_are_an_error(order: tuple[in
         watched.take()
 
 
-def test_what_is_no_state_or_a_model_without_a_list_of_its_layers_is_an_error() -> None:
+def test_what_is_not_a_state_or_a_model_without_a_list_of_its_layers_is_an_error() -> None:
     def state(handed_on: Any, given: Any) -> Tensor:
         if isinstance(handed_on, Tensor):
             raise LookupError("a layer handed on a tensor")

@@ -223,7 +223,7 @@ def test_the_key_is_replaced_before_text_is_cut(spell: Callable[[str], str], bla
     assert clean(" " * blanks + spell(KEY)).strip('"\\') == "[key]"
 
 
-def test_many_keys_make_no_room_for_one_that_was_cut_and_a_short_key_is_no_part_of_other_words() -> None:
+def test_many_keys_make_no_room_for_one_that_was_cut_and_a_short_key_is_not_a_part_of_other_words() -> None:
     assert cleaner([KEY])(KEY * 10_000) == "[key]" * 47 + "[key…"
     assert cleaner(["x"])("x: no matrix for key x") == "[key]: no matrix for key [key]"
 

@@ -49,7 +49,7 @@ def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
     assert "only a lower bound" in arm["verdict"]["sentence"]
     assert "≥" in done.out
     assert done.axis("other", "trajectory").value("score") == 100
-    assert (arm["composite"]["value"], arm["composite"]["axes"]) == (100, ["trajectory"])  # of what is no bound
+    assert (arm["composite"]["value"], arm["composite"]["axes"]) == (100, ["trajectory"])  # of what is not a bound
     assert arm["composite"]["band"] is None
     # The likeliest token costs ln Z, and each token further on the rate more: the mean place follows from one side.
     perplexity = done.axis("other", "perplexity")

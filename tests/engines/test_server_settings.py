@@ -132,7 +132,7 @@ def test_the_pair_that_the_packages_backend_reads_is_compared_with_the_declared_
     assert findings(arm(engine, "bf16/fp8_e4m3"), serve(answers), log)[0].differs
 
 
-def test_what_an_engine_rounds_is_no_difference(serve: Serve) -> None:
+def test_what_an_engine_rounds_is_not_a_difference(serve: Serve) -> None:
     props = json.dumps({"default_generation_settings": {"n_ctx": 2048}})
     llama = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]}), "/props": props}
     for declared, differs in (("2000", False), ("1792", True), ("2049", True)):

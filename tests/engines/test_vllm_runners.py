@@ -255,7 +255,7 @@ def test_a_managers_block_is_so_many_consecutive_kernel_blocks(
 
 
 @pytest.mark.parametrize(("of_manager", "of_kernel"), [(528, 64), (16, 32)])
-def test_a_managers_block_that_is_no_multiple_is_one_clear_error(of_manager: int, of_kernel: int) -> None:
+def test_a_managers_block_that_is_not_a_multiple_is_one_clear_error(of_manager: int, of_kernel: int) -> None:
     said = (
         f"vLLM's cache has blocks of {of_manager} tokens, which are not a multiple of the attention kernel's "
         f"{of_kernel}: pass --engine-arg block-size={of_kernel}"

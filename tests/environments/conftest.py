@@ -1,4 +1,4 @@
-"""A second interpreter, as an engine's environment is one: numpy and nothing else of ours."""
+"""A second interpreter, as an engine's environment is one: numpy and none of fidelab's other packages."""
 
 from __future__ import annotations
 

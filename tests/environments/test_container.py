@@ -33,7 +33,7 @@ DIGEST = "sha256:" + "d" * 64
 
 
 def install(folder: Path, python: str, patch: pytest.MonkeyPatch) -> FakeDocker:
-    """A docker on PATH whose image ``engine:1`` has numpy and nothing of ours, and a cache of this test's own."""
+    """A docker on PATH whose image ``engine:1`` has numpy and no fidelab, and a cache of this test's own."""
     guarded = [folder / "room", folder / "cache", ROOT / "src", ROOT / "k16v8"]
     made = FakeDocker(folder / "docker", python, guarded)
     patch.setenv("PATH", f"{made.folder}:{os.environ['PATH']}")

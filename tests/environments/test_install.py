@@ -657,7 +657,9 @@ def test_llama_cpp_is_built_as_a_library_alone_whatever_flags_the_user_has() -> 
                 assert "set(LLAVA_BUILD OFF)" in text
 
 
-def test_a_tool_that_is_no_engine_is_installed_when_its_packages_can_be_imported(tmp_path: Path, quick: None) -> None:
+def test_a_tool_that_is_not_an_engine_is_installed_when_its_packages_can_be_imported(
+    tmp_path: Path, quick: None
+) -> None:
     tool = Recipe("tool-cpu", "tool", "cpu", (), "small", imports=("json",))
     install(tool, tmp_path / "tool", lambda line: None)
     assert (read_marker(tmp_path / "tool") or {})["versions"] == {"json": import_module("json").__version__}

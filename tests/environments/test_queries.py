@@ -89,7 +89,7 @@ def test_a_broken_import_is_named(strange: EngineAnswers) -> None:
         strange.kv_names()
 
 
-def test_what_an_engine_prints_is_no_answer(strange: EngineAnswers) -> None:
+def test_what_an_engine_prints_is_not_an_answer(strange: EngineAnswers) -> None:
     assert strange.control_for(EXACT, "talk") == "exact"
     assert strange.control_for(EXACT, "") == "exact"
 

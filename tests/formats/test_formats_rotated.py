@@ -118,7 +118,7 @@ def test_rotate_none_is_the_format_itself_and_weights_and_kernels_without_a_rota
         ("q8_0[rotate=hadamard,seed=x]", "not 'x'"),
     ],
 )
-def test_what_is_no_rotation_is_refused(text: str, why: str) -> None:
+def test_what_is_not_a_rotation_is_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         make(text)
 

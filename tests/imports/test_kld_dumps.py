@@ -245,7 +245,7 @@ def test_shapes_that_alternate_are_draft_head_rows(tmp_path: Path) -> None:
     assert "draft-head" in said
 
 
-def test_a_shorter_last_window_is_no_fault(tmp_path: Path) -> None:
+def test_a_shorter_last_window_is_not_a_fault(tmp_path: Path) -> None:
     windows = [log_probs(i, rows=ROWS if i < 4 else 3) for i in range(5)]
     ref = save(tmp_path / "ref", windows)
     test = save(tmp_path / "test", [tilted(rows, 1.0)[0] for rows in windows])
@@ -309,7 +309,7 @@ def test_pickles_are_refused_and_never_opened(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"{}", b"\xff" * 64, "truncated"])
-def test_what_is_no_whole_safetensors_file_is_refused(content: bytes | str, tmp_path: Path) -> None:
+def test_what_is_not_a_whole_safetensors_file_is_refused(content: bytes | str, tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=4)
     file = test / "1.safetensors"
     file.write_bytes(file.read_bytes()[:-7] if isinstance(content, str) else content)

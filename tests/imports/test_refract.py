@@ -127,7 +127,7 @@ def test_plad_follows_the_cases_and_shows_the_signed_excess_beside(tmp_path: Pat
     axis = candidate(tmp_path, with_axis("plad", per_prompt=entries)).axes["plad"]
     assert (axis.n_items, axis.value("sign_test")) == (8, 0.5)  # two prompts, both worse
     axis = candidate(tmp_path, with_axis("plad", per_prompt=[drift(0.5, 0.2), drift(math.nan, 0.2)])).axes["plad"]
-    assert (axis.n_items, axis.n_failed, axis.value("score")) == (2, 1, 100.0)  # a drift that is no number
+    assert (axis.n_items, axis.n_failed, axis.value("score")) == (2, 1, 100.0)  # a drift that is not a number
 
 
 def of_scores(trajectory: float, kld: float, rniah: float, plad: float) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def test_bad_input_is_one_line_that_names_the_place(report: Any, said: str, tmp_
         (None, "report.json: cannot read the report"),
     ],
 )
-def test_what_is_no_json_is_refused_in_one_line(content: bytes | None, said: str, tmp_path: Path) -> None:
+def test_what_is_not_json_is_refused_in_one_line(content: bytes | None, said: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "report.json").write_bytes(content)
     assert said in refused(cli("import", "refract", "report.json", cwd=tmp_path))

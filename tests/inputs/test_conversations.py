@@ -117,7 +117,7 @@ def test_bad_record_is_named_and_left_out_only_if_asked(
         ("log.jsonl", "", "has no conversation in it"),
     ],
 )
-def test_file_that_is_no_log_is_refused(name: str, content: str, says: str, tmp_path: Path, fake: Tokenizer) -> None:
+def test_file_that_is_not_a_log_is_refused(name: str, content: str, says: str, tmp_path: Path, fake: Tokenizer) -> None:
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(InputError, match=says):

@@ -101,7 +101,7 @@ def test_trials_read_different_stretches_of_the_wanted_size(trials: int) -> None
 
 def test_a_text_of_the_user_that_just_suffices_serves_all_trials(tmp_path: Path) -> None:
     file = tmp_path / "own.txt"
-    file.write_text("A sentence of thirty-two bytes. " * 40)  # the last blank is no part of it
+    file.write_text("A sentence of thirty-two bytes. " * 40)  # the last blank is not a part of it
     haystack = load_haystack(str(file), _bytes(), 1279 - 2 * MIN_SHIFT_TOKENS, 3)
     begins = {haystack.stretch(1279 - 2 * MIN_SHIFT_TOKENS, 1000, trial, 3).ids for trial in range(3)}
     assert len(haystack.ids) == 1279

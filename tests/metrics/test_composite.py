@@ -232,7 +232,7 @@ def test_a_verdict_over_fewer_than_six_units_is_preliminary(n_clusters: int | No
         (0.0, 0.0004, math.inf, Band.EXCELLENT),
     ],
 )
-def test_a_wide_interval_alone_is_no_fail_and_leaves_open_what_is_possible(
+def test_a_wide_interval_alone_is_not_a_fail_and_leaves_open_what_is_possible(
     low: float | None, mean: float | None, upper: float, at_best: Band
 ) -> None:
     ruling = verdict(upper, 0, 1000, kld_least=mean, kld_lower=low, n_clusters=13)

@@ -132,7 +132,7 @@ def test_a_single_row_names_no_layer() -> None:
     assert part(found).stand_out == ()
 
 
-def test_what_the_reference_does_to_itself_is_no_finding() -> None:
+def test_what_the_reference_does_to_itself_is_not_a_finding() -> None:
     noise = np.zeros(LAYERS)
     noise[7] = 1e-3
     found = curve(stream(noise))

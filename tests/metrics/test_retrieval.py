@@ -72,7 +72,7 @@ def test_any_dash_joins_the_parts_of_a_code_and_a_negation_elsewhere_denies_none
         '"APRICOT-7-BLUE" cannot be found',
     ],
 )
-def test_a_code_that_is_denied_is_no_hit(answer: str) -> None:
+def test_a_code_that_is_denied_is_not_a_hit(answer: str) -> None:
     assert not hits(answer, CODE)
     if "\u2011" not in answer:
         assert hits(answer, CODE, "refract")

@@ -117,7 +117,7 @@ def test_same_content_is_converted_once(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.99])
-def test_a_file_that_is_no_gguf_or_truncated_is_one_line_and_leaves_nothing(
+def test_a_file_that_is_not_a_gguf_or_truncated_is_one_line_and_leaves_nothing(
     share: float, tmp_path: Path, cache: Path
 ) -> None:
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()

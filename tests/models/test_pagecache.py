@@ -30,7 +30,7 @@ def test_a_file_that_was_read_is_resident_and_an_evicted_one_is_not(file: Path) 
     assert share <= 0.01
 
 
-def test_no_file_is_no_cold_start() -> None:
+def test_no_file_is_not_a_cold_start() -> None:
     assert not evict([])
 
 

@@ -58,7 +58,7 @@ def test_fake_has_no_files_and_a_hash_of_its_name() -> None:
     assert model.weights != resolve("fake").weights
 
 
-def test_what_is_no_model_is_refused_and_a_folder_of_gguf_files_names_one(
+def test_what_is_not_a_model_is_refused_and_a_folder_of_gguf_files_names_one(
     tmp_path: Path, make_folder: MakeFolder
 ) -> None:
     broken, other = make_folder(tmp_path / "broken"), make_folder(tmp_path / "other", vocab_size=None)

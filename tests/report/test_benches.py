@@ -154,14 +154,14 @@ def test_every_column_of_the_rich_sample_is_there() -> None:
     ]
 
 
-def test_an_invalid_cell_is_no_figure_of_the_summary_and_has_no_ratio() -> None:
+def test_an_invalid_cell_is_not_a_figure_of_the_summary_and_has_no_ratio() -> None:
     both = two(loads((128, 1, True), (128, 2, False)), loads((128, 1, False), (128, 2, True), speed=2.0))
     assert summary(both) == {"serving: output rate, tok/s, concurrency 1": ["59.7", "–"]}
     report = two(loads((128, 1, True)), loads((128, 1, False)))
     assert {row.get("× ref.", "–") for row in table(report, "serving")} == {"–"}
 
 
-def test_time_taken_alone_is_no_bench() -> None:
+def test_time_taken_alone_is_not_a_bench() -> None:
     timed = arm("bf16", timing=Timing(load_seconds=2, seconds=9))
     view = build_view(sample_report(reference=timed, candidates=(), control=None, floor={}))
     assert view.performance is None

@@ -157,7 +157,7 @@ def test_many_lines_leave_the_names_of_their_points_out_of_the_narrow_chart() ->
     assert not parts(narrow, "text", "tag")
 
 
-def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_no_line() -> None:
+def test_curves_of_mean_kls_have_bands_and_levels_and_the_floor_is_not_a_line() -> None:
     drawing = drawings(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)}), "axis")["position"]
     for chart in drawing.charts:
         assert len(parts(chart, "rect", "box")) == 2

@@ -215,7 +215,7 @@ def test_no_color_leaves_no_colour_in_a_terminal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("NO_COLOR", "1")
     file = io.StringIO()
     render_text(sample_report(), Console(file=file, width=100, force_terminal=True, color_system="standard"))
-    assert set(re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())) <= {"1", "0"}  # bold is no colour
+    assert set(re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())) <= {"1", "0"}  # bold is not a colour
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:

@@ -91,7 +91,7 @@ def test_what_differs_between_two_starts_or_repeats_the_request_shows_no_effect(
     assert present(recommend(whole)).kind == "none"
 
 
-def test_an_unproven_format_is_no_evidence_of_an_effect_and_a_proven_one_is() -> None:
+def test_an_unproven_format_is_not_evidence_of_an_effect_and_a_proven_one_is() -> None:
     for stored, kind in (("open: a server shows nothing", "none"), ("shown", "safe")):
         proof = {"stored": stored}
         other = identical("f16", size=1000, k_format="f16", proof=proof)

@@ -232,7 +232,7 @@ def test_an_unknown_metric_is_refused_unless_another_run_could_have_it() -> None
         decide(report, {"metric": "kld.meen", "max": 1})
 
 
-def test_a_limit_that_is_no_number_and_a_least_value_above_the_largest_are_refused() -> None:
+def test_a_limit_that_is_not_a_number_and_a_least_value_above_the_largest_are_refused() -> None:
     for limit in (math.nan, math.inf, "nan%", "inf%", True, "soon"):
         with pytest.raises(ValueError, match="max"):
             Rule.model_validate({"metric": "kld.mean", "max": limit})

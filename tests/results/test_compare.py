@@ -91,7 +91,7 @@ def test_the_change_of_repeats_is_that_of_their_geometric_means() -> None:
     assert change.ci == pytest.approx((-0.2, -0.2), abs=1e-4)
 
 
-def test_isolated_and_by_subtraction_stand_apart_and_one_that_noise_swallowed_is_no_loss() -> None:
+def test_isolated_and_by_subtraction_stand_apart_and_one_that_noise_swallowed_is_not_a_loss() -> None:
     was = decode(100, 101, 99, by_subtraction=(100, 101, 99))
     now = decode(100, 101, 99, by_subtraction=(50, 51, 49))
     assert outcome(was, now, "benches.decode", "isolated") == "unchanged"
@@ -150,7 +150,7 @@ def test_one_more_byte_of_cache_counts_beyond_the_allowance_exactly() -> None:
     assert outcome(held(1000), held(1051), "benches.memory", "peak_host") == "cannot tell"
 
 
-def test_a_smaller_pool_is_no_gain() -> None:
+def test_a_smaller_pool_is_not_a_gain() -> None:
     was, now = (run({"memory": measured(Definition("pool", "bytes")(size))}) for size in (2000, 1000))
     change = one(compare(was, now), "benches.memory", "pool")
     assert (change.outcome, change.counts, change.doubt) == ("cannot tell", False, "neither side is better")
@@ -268,7 +268,7 @@ def shaken(mean: float, floor: float | None, processor: str = "one") -> Report:
     ids=["both", "now", "baseline", "below the change", "not measured", "the same machine"],
 )
 @pytest.mark.parametrize("metric", ["mean", "over_control"])
-def test_on_another_machine_what_last_bits_can_do_is_no_change(
+def test_on_another_machine_what_last_bits_can_do_is_not_a_change(
     floors: tuple[float | None, float | None], processor: str, expected: str, metric: str
 ) -> None:
     was, now = shaken(0.03, floors[0]), shaken(0.036, floors[1], processor)

@@ -68,7 +68,9 @@ def test_numbers_that_json_lacks_are_refused(model: type[BaseModel], fields: dic
     ],
     ids=["NaN", "another schema"],
 )
-def test_a_file_that_is_no_report_of_this_version_is_refused(tmp_path: Path, edit: dict[str, Any], said: str) -> None:
+def test_a_file_that_is_not_a_report_of_this_version_is_refused(
+    tmp_path: Path, edit: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         Report.from_json(edited(tmp_path, edit))
 

@@ -92,7 +92,7 @@ class Chaos:
         return sorted(self.room.glob("runs/2*"))
 
     def words(self) -> list[str]:
-        """The command that starts the run or goes on with it."""
+        """The command that starts or resumes the run."""
         return ["compare", "--resume", str(self.runs[0])] if self.runs else WORDS
 
     def order(self, role: str, fault: str = "", first: int = 0) -> Path:

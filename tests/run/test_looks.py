@@ -280,7 +280,7 @@ def test_a_budget_that_is_long_enough_changes_nothing(looked: Done, tmp_path: Pa
     assert done.report["settings"]["budget"] == 3600
 
 
-def test_a_budget_shorter_than_the_first_look_or_that_is_no_time_is_refused_before_anything_runs(
+def test_a_budget_shorter_than_the_first_look_or_that_is_not_a_time_is_refused_before_anything_runs(
     tmp_path: Path,
 ) -> None:
     assert "--budget 1s: the first look takes about" in refused(_compare(tmp_path, "--budget", "1s"))

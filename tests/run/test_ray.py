@@ -91,7 +91,7 @@ def test_device_auto_takes_the_gpus_that_only_the_cluster_has(address: str, tmp_
 
 
 @pytest.mark.full
-def test_lost_worker_is_one_event_and_one_line_of_ours(address: str, tmp_path: Path) -> None:
+def test_lost_worker_is_one_event_and_one_line_of_fidelab(address: str, tmp_path: Path) -> None:
     killed: list[psutil.Process] = []
     over = threading.Event()
 

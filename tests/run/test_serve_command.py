@@ -76,7 +76,7 @@ def test_a_change_stands_in_its_own_command_alone() -> None:
     assert after.endswith("--host 0.0.0.0 --port 8001 --enable-auto-tool-choice --tool-call-parser hermes")
 
 
-def test_what_a_change_takes_back_is_left_away() -> None:
+def test_what_a_change_takes_back_is_omitted() -> None:
     _, after = commands(pasted(VLLM, "--no-max-model-len"))
     assert "--max-model-len" not in after
     assert "--speculative-config" in after

@@ -91,7 +91,7 @@ def test_too_little_text_is_refused_and_leaves_nothing(room: Path) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
-def test_scale_that_is_no_positive_number_names_its_layer(scale: float, room: Path) -> None:
+def test_scale_that_is_not_a_positive_number_names_its_layer(scale: float, room: Path) -> None:
     with pytest.raises(InputError, match="layer 1: the scale of V"):
         write_kv_scales(room / "tiny", room / "o4", {0: (1.0, 1.0), 1: (1.0, scale)}, {})
     assert not (room / "o4").exists()

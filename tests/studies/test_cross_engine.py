@@ -220,7 +220,7 @@ def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
     assert resolved["axes"]["kld"]["windows"] == 8
 
 
-def test_a_stopped_experiment_offers_no_run_of_one_engine_to_go_on_with(tmp_path: Path) -> None:
+def test_a_stopped_experiment_offers_no_run_of_one_engine_to_resume(tmp_path: Path) -> None:
     def stop(_what: str) -> None:
         raise Interrupted(tmp_path)
 

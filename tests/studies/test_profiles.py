@@ -123,7 +123,7 @@ def test_resume_keeps_what_ended_well_and_runs_the_rest_again(tmp_path: Path) ->
     folder = folder_of(tmp_path)
     before = (folder / "stages" / "quality" / "stage.json").read_bytes()
     resolved = yaml.safe_load((folder / "config.resolved.yaml").read_text())
-    resolved["resolved"]["stages"][0]["command"] = ["setup", "formats", "--json"]  # what was wrong has been mended
+    resolved["resolved"]["stages"][0]["command"] = ["setup", "formats", "--json"]  # the fault is fixed
     (folder / "config.resolved.yaml").write_text(yaml.safe_dump(resolved))
     again = cli("reproduce", "--resume", folder, "--trust", folder, cwd=tmp_path)
     assert again.code == 0, again.err

@@ -148,7 +148,7 @@ def test_phases_run_from_the_start_of_the_process_to_the_loaded_model(live: Live
         assert list(worker.outcome.phases) == ["interpreter", "import", "warm-up"]
 
 
-def test_waiting_to_be_asked_is_no_work(live: Live, clock: Clock) -> None:
+def test_waiting_to_be_asked_is_not_work(live: Live, clock: Clock) -> None:
     with live(deadline=1000) as worker:
         for number in range(3):
             assert ask(worker, number)

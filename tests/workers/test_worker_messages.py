@@ -73,7 +73,7 @@ def test_every_message_is_one_line(message: Message) -> None:
 
 
 @given(line=st.binary())
-def test_noise_is_no_message_and_no_crash(line: bytes) -> None:
+def test_noise_is_not_a_message_and_no_crash(line: bytes) -> None:
     with pytest.raises(EngineError, match="not a message"):
         decode(line)
 
@@ -91,7 +91,7 @@ def test_noise_is_no_message_and_no_crash(line: bytes) -> None:
         b"7",
     ],
 )
-def test_json_that_is_no_message_is_refused(line: bytes) -> None:
+def test_json_that_is_not_a_message_is_refused(line: bytes) -> None:
     with pytest.raises(EngineError, match="not a message"):
         decode(line)
 

@@ -17,7 +17,7 @@ from fidelab.engines import ENGINES
 
 
 class Begun(NamedTuple):
-    """What the settings of flags begin from.
+    """Starting point of the settings that flags give.
 
     ``command`` and ``changes``: a server's command line as the reference, and changed flags of it as candidates.
     ``preset``: a preset whose fields all configurations have.  ``given``: names of settings that flags name, and which
@@ -45,7 +45,7 @@ def read_flags(
         where: name of the command in messages.
         overrides: texts ``a.b=c``, which precede everything.
         trusted: files that may ask for programs, variables and other files.
-        begun: what the settings begin from.
+        begun: the starting point of the settings.
 
     Raises:
         UsageError: If a command cannot be read, or a preset is of another engine.

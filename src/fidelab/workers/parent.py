@@ -248,7 +248,7 @@ class Worker:
             began = time.monotonic()
             if answer := self._listen(reply):
                 self._send(answer)
-                end = end and end + time.monotonic() - began  # a comparison is no work of the child's
+                end = end and end + time.monotonic() - began  # the child does not work while its rows are compared
             if isinstance(reply, Idle):
                 return True
 

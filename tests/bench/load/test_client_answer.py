@@ -165,7 +165,7 @@ def test_what_is_wrong_with_a_stream_has_a_kind(body: bytes, whole: bool, kind: 
     assert exchange.detail
 
 
-def test_a_lost_connection_keeps_what_came_and_half_an_event_is_no_bad_json() -> None:
+def test_a_lost_connection_keeps_what_came_and_half_an_event_is_not_bad_json() -> None:
     exchange = fresh("aborted")
     read_stream(exchange, [event("a") + event("b")[:-9]], [1.0], False)
     assert (exchange.error, exchange.events.tolist()) == ("aborted", [1.0])
@@ -196,7 +196,7 @@ JSON = st.recursive(
 
 
 @given(st.lists(JSON, max_size=4))
-def test_json_that_is_no_whole_answer_is_an_error_of_the_exchange(events: list[object]) -> None:
+def test_json_that_is_not_a_whole_answer_is_an_error_of_the_exchange(events: list[object]) -> None:
     exchange = fresh()
     body = b"".join(b"data: " + json.dumps(one).encode() + b"\n\n" for one in events)
     read_stream(exchange, [body] if body else [], [1.0] if body else [], True)

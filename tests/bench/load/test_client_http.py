@@ -148,7 +148,7 @@ def test_each_failure_has_its_kind_and_the_next_request_goes_on(
     assert (before.error, after.error) == (None, None)
 
 
-def test_what_is_no_http_has_its_kind() -> None:
+def test_what_is_not_http_has_its_kind() -> None:
     async def script(talk: Talk) -> None:
         talk.send(b"220 mail.example ESMTP\r\n" if talk.number == 1 else proper())
 
@@ -275,7 +275,7 @@ def test_the_key_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://127.0.0.1:x/v1", "http://me:hush@127.0.0.1:9/v1"])
-def test_what_is_no_url_or_holds_a_password_is_refused(url: str) -> None:
+def test_what_is_not_a_url_or_holds_a_password_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match=r"not a URL|user name") as caught:
         drive(Target(url), Load(requests(1)))
     assert "hush" not in str(caught.value)

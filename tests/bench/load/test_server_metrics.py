@@ -273,7 +273,7 @@ def test_a_server_that_fails_now_and_then_is_asked_again(odd: Odd) -> None:
 
 
 @pytest.mark.parametrize("answer", [sized(b"vllm:num_requests_running 8\n", b"503 No"), b"nonsense\r\n\r\n"])
-def test_the_text_of_a_failed_answer_or_of_what_is_not_http_is_no_reading(answer: bytes, odd: Odd) -> None:
+def test_the_text_of_a_failed_answer_or_of_what_is_not_http_is_not_a_reading(answer: bytes, odd: Odd) -> None:
     odd.answer = lambda _: answer
     with Scraper(odd.url) as scraper:
         pass

@@ -58,7 +58,7 @@ def test_a_server_that_takes_no_ids_gets_text_of_exact_length(folder: str) -> No
 
 
 def test_what_a_server_adds_to_a_prompt_is_left_out_of_it(folder: str) -> None:
-    """It puts a BOS before texts: 39 of ours make 40 of its tokens."""
+    """It puts a BOS before texts: 39 of our tokens are 40 of its own."""
     contact = reached(Served(takes_ids=False, adds_bos=True), tokenizer=folder)
     assert contact.added == 1
     [body] = bodies(contact, 40)

@@ -29,7 +29,7 @@ from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import attend_prompts, prompt_route
 
-Role = Literal["ours", "variant", "rival", "naive"]  # of ours, only what is served decides goals
+Role = Literal["ours", "variant", "rival", "naive"]  # of our contenders, only what is served decides goals
 _ATTENTION: tuple[Kind, ...] = ("decode", "extend")
 FLASH = ("flash-attn-2", "flash-attn-3", "flash-attn-3 paged", "sdpa-flash")  # implementations of FlashAttention
 # Compute capability → kind of cell → rivals of which one must be measured, or no goal is judged there: what engines run

@@ -9,7 +9,7 @@ from fidelab.core.errors import NotSupportedError
 from fidelab.engines import k16v8
 from fidelab.engines.checkpoint import shape_of
 
-ATTENTION, AUTO = "attention", "auto"  # the engine option, and what leaving it away is called
+ATTENTION, AUTO = "attention", "auto"  # the engine option, and what omitting it is called
 NAME = k16v8.K16V8  # attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, also on a GPU
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
