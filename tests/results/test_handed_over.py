@@ -1,9 +1,8 @@
-"""Rules that records hand to the verdict, the recommendation, the gate and the comparison: which of two figures counts."""
+"""Rules that records hand to recommendation, verdict, gate and comparison: which of two figures counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pytest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,16 +19,25 @@ import pytest
 import yaml
 
 from fidelab.axes.base import AxisScore
+from fidelab.captures.pair import comparability_key
+from fidelab.captures.reader import Capture
 from fidelab.captures.store import Readers
-from fidelab.config.schema import Limits
-from fidelab.core import Status
+from fidelab.config.experiment import load
+from fidelab.config.schema import Experiment, Limits
+from fidelab.core import Arm, KVSpec, Status
 from fidelab.core.errors import MismatchError
-from fidelab.metrics.equivalence import KL_MARGIN, MARGIN
+from fidelab.metrics.equivalence import KL_MARGIN, LOOK_ALPHAS, MARGIN, Loss, certify
 from fidelab.results.measurement import DECIDING, Measurement, Metric
-from fidelab.run import looks, scoring
-from fidelab.run.pairing import ArmResult
-from fidelab.run.scoring import losses_of
-from tests.run.harness import compare
+from fidelab.results.plots import Texts
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.store import RunFolder
+from fidelab.run import attribution, looks, pairing, pipeline, scoring
+from fidelab.run.benches import benched_roles
+from fidelab.run.pairing import ArmResult, Measured, Scorer, engaged, select_runtime_info
+from fidelab.run.pipeline import read_outcomes
+from fidelab.run.scoring import RunFacts, losses_of
+from tests.present import present
+from tests.run.harness import Done, run_fake
 
 ROWS = 12
 
@@ -141,13 +152,45 @@ def test_lower_bounds_are_no_part_of_the_composite() -> None:
 # ------------------------------------------------------------------------------------------------- captures
 
 
+CLEAR, NEAR, VARIES, PARTS = "tilt[q=0.6]", "tilt[q=0.52]", "tilt[q=0.6,every=3]", "fork[at=5]"
+CONTROL = "tilt[q=0.55]"
+
+
+def kl(q: float) -> float:
+    """KL of the fake engine's ``exact`` (p = 0.5) from ``tilt[q]``, nats."""
+    return 0.5 * math.log(0.5 / q) + 0.5 * math.log(0.5 / (1 - q))
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ArmResult]:
-    done = compare(tmp_path_factory.mktemp("handed"), "tilt", windows=4, limit=2, flags=("--axes", "kld,trajectory"))
-    assert done.code == 0, done.err
-    arms = json.loads((done.folder / "outcomes.json").read_text())["arms"]
-    found = [ArmResult.from_record(arm, done.folder) for arm in arms]
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    axes = {"kld": {"windows": 12, "n_ctx": 16}, "trajectory": {"limit": 2, "n_predict": 8}}
+    more = {"control": CONTROL, "keep_rows": True, "limits": {"max_flips": 0.9}}
+    found = run_fake(tmp_path_factory.mktemp("handed"), axes, [CLEAR, NEAR, VARIES, PARTS], **more)
+    assert found.code == 0, found.err
+    return found
+
+
+@pytest.fixture(scope="module")
+def experiment(done: Done) -> Experiment:
+    return load(RunFolder.open(done.folder).config)
+
+
+@pytest.fixture(scope="module")
+def results(done: Done) -> dict[str, ArmResult]:
+    found, _, _ = read_outcomes(RunFolder.open(done.folder))
     return {one.role: one for one in found}
+
+
+FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})
+
+
+def scored(experiment: Experiment, *results: ArmResult, facts: RunFacts = FACTS, **settings: Any) -> Report:
+    """The report on these results; ``settings`` replace those of the run."""
+    return scoring.score_run(experiment.model_copy(update=settings), facts, results).report
+
+
+def named(report: Report, name: str) -> ArmRecord:
+    return next(one for one in report.candidates if one.name == name)
 
 
 def candidate(results: dict[str, ArmResult]) -> ArmResult:
@@ -163,13 +206,13 @@ def test_a_capture_of_another_axis_is_refused_and_named(results: dict[str, ArmRe
     own = candidate(results)
     kld = next(path for axis, path in own.captures.items() if axis.startswith("kld"))
     other = next(axis for axis in own.captures if not axis.startswith("kld"))
-    with pytest.raises(MismatchError, match=f"holds axis kld.*, not {other} of {own.role}"):
+    with pytest.raises(MismatchError, match=f"holds axis kld.*, not {other} of {re.escape(own.role)}"):
         replace(own, captures={other: kld}).check_captures()
 
 
 def test_a_capture_of_another_arm_is_refused_and_named(results: dict[str, ArmResult]) -> None:
     own = candidate(results)
-    with pytest.raises(MismatchError, match=f"of exact .*not kld.* of {own.role}"):
+    with pytest.raises(MismatchError, match=f"of exact .*not kld.* of {re.escape(own.role)}"):
         replace(own, captures=results["reference"].captures).check_captures()
 
 
@@ -180,6 +223,249 @@ def test_a_capture_under_another_key_is_refused(results: dict[str, ArmResult], t
     shutil.copytree(path, moved)
     with pytest.raises(MismatchError, match="holds what belongs into"):
         replace(own, captures={axis: moved}).check_captures()
+
+
+# ------------------------------------------------------------------------------------------------- the record
+
+
+def test_the_runs_limits_are_those_of_its_recommendation(experiment: Experiment, results: dict[str, ArmResult]) -> None:
+    for limits in ({}, {"max_kld": 0.02}, {"max_flips": 0.1, "min_saving": 0.25}):
+        advice = scored(experiment, *results.values(), limits=Limits(**limits)).recommendation
+        assert present(advice).limits == limits
+
+
+def test_limits_of_a_new_score_replace_those_of_the_run_one_by_one(done: Done) -> None:
+    folder = RunFolder.open(done.folder)
+    found = [pipeline._recompute(folder, limits).report.recommendation for limits in ({}, {"max_kld": 0.3})]
+    assert [present(one).limits for one in found] == [{"max_flips": 0.9}, {"max_kld": 0.3, "max_flips": 0.9}]
+
+
+def test_candidates_are_compared_as_the_worse_minus_the_better(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    arms = [results[role] for role in ("reference", f"candidate:{CLEAR}", f"candidate:{NEAR}")]
+    [found] = scored(experiment, *arms).comparisons
+    assert (found.better, found.worse) == (NEAR, CLEAR)
+    assert found.difference == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+
+
+def test_the_excess_of_a_candidate_is_its_kl_minus_the_controls(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    report = scored(experiment, *results.values())
+    for name, q in ((CLEAR, 0.6), (NEAR, 0.52)):
+        excess = named(report, name).axes[DECIDING].value("over_control")
+        assert excess == pytest.approx(kl(q) - kl(0.55), rel=1e-3)
+
+
+def test_rounding_noise_is_the_kl_of_a_candidate_from_its_own_twin_and_stands_with_its_figures(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    """As the twin of ``tilt[q=0.6]`` serves the reference: two levels of 0.6 seen from two of 0.5."""
+    clear = results[f"candidate:{CLEAR}"]
+    twin = replace(results["reference"], role=f"twin:{CLEAR}", arm=clear.arm, ran=clear.ran)
+    floor = 0.6 * math.log(0.6 / 0.5) + 0.4 * math.log(0.4 / 0.5)
+    arm = named(scored(experiment, results["reference"], clear, twin, twins=0.5), CLEAR)
+    assert present(arm.floor).mean == pytest.approx(floor, rel=1e-3)
+    noises = {metric.key: metric.noise for metric in arm.axes[DECIDING].metrics}
+    assert noises["mean"] == present(arm.floor).mean
+    assert noises["top1"] == 0.0
+
+
+def test_the_noise_of_a_borrowed_reference_stands_in_the_report_as_that_of_its_own_would(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    noise = Measurement(status=Status.OK, metrics=(Metric(key="mean", name="mean", unit="nats", value=0.0002),))
+    pack = {"place": "pack", "sha256": "0" * 64, "machine": "a", "noise": {DECIDING: noise.model_dump(mode="json")}}
+    alone = [results[role] for role in ("reference", f"candidate:{CLEAR}")]
+    report = scored(experiment, *alone, facts=replace(FACTS, borrowed=pack))
+    assert report.floor[DECIDING].value("mean") == 0.0002
+    assert present(report.borrowed).machine == "a"
+
+
+def test_claims_are_tested_at_the_level_of_the_look_at_which_the_arm_was_decided(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    arms = [results[role] for role in ("reference", f"candidate:{VARIES}")]
+    score = present(Scorer(experiment, arms, {}).measure(arms[1]).deciding)
+    loss = Loss.of_kl(score.items())
+    early = {**experiment.axes[DECIDING], "windows": 24, "looks": (12,)}
+    for axis, alpha in ((experiment.axes[DECIDING], 0.05), (early, LOOK_ALPHAS[0])):
+        record = named(scored(experiment, *arms, axes={DECIDING: axis}), VARIES)
+        [claim] = [one for one in record.certificates[DECIDING].claims if one.key == "mean_kl"]
+        wanted = certify([replace(loss, alpha=alpha)], experiment.seed).claims[0].interval
+        assert claim.ci == pytest.approx(present(wanted))
+
+
+def test_sums_by_document_of_a_look_are_over_its_own_windows() -> None:
+    """Four windows of three rows, two of them in the first look; documents change after each two rows."""
+    values = np.arange(ROWS) / 1000
+    whole = replace(score(), num=values, looks=(2, 4), probability_loss=2 * values)
+    first, last = scoring._sums(whole)
+    assert (first.windows, last.windows) == (2, 4)
+    assert (first.documents, last.documents) == ((0, 1, 2), (0, 1, 2, 3, 4, 5))
+    assert first.kl == pytest.approx((0.001, 0.005, 0.009))
+    assert last.kl == pytest.approx((0.001, 0.005, 0.009, 0.013, 0.017, 0.021))
+    assert last.probability_loss == pytest.approx([2 * one for one in last.kl])
+    assert last.positions == (2,) * 6
+
+
+@pytest.mark.parametrize(("traffic", "keep", "shown"), [(None, False, True), ("l", False, False), ("l", True, True)])
+def test_words_of_a_users_log_stay_out_of_the_record_unless_they_are_to_be_kept(
+    experiment: Experiment, results: dict[str, ArmResult], traffic: str | None, keep: bool, shown: bool
+) -> None:
+    report = scored(experiment, *results.values(), traffic=traffic, keep_text=keep)
+    plots = [plot for arm in report.candidates for axis in arm.axes.values() for plot in axis.plots]
+    assert any(isinstance(plot, Texts) for plot in plots) is shown
+
+
+def test_speeds_are_of_one_key_where_work_weights_and_machine_are_the_same(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    arm, ran = results["reference"].arm, {"device": "cpu"}
+    facts = replace(FACTS, environment={"processor": "one", "usable_cores": 2, "python": "3.11"})
+    benched = experiment.model_copy(update={"benches": {"decode": {"repeats": 3, "n": 8}}})
+
+    def key(
+        facts: RunFacts = facts, ran: dict[str, Any] = ran, experiment: Experiment = benched, **changes: Any
+    ) -> Any:
+        one = replace(results["reference"], arm=replace(arm, **changes), ran=ran)
+        return scoring._bench_keys(experiment, facts, one)
+
+    others = [
+        key(weights="other"),
+        key(dtype="float16"),
+        key(threads=arm.threads + 1),
+        key(ran={"device": "cuda"}),
+        key(facts=replace(facts, environment={**facts.environment, "processor": "two"})),
+        key(experiment=benched.model_copy(update={"benches": {"decode": {"repeats": 3, "n": 9}}})),
+    ]
+    assert all(other != key() for other in others)
+    assert key(name="another", facts=replace(facts, environment={**facts.environment, "python": "3.12"})) == key()
+
+
+# ------------------------------------------------------------------------------------------------- controls
+
+
+def measured(role: str, attention: str | None = None, score: AxisScore | None = None) -> Measured:
+    """An arm with a KLD, on an attention of engine hf."""
+    kv = KVSpec.parse("bf16")
+    options = () if attention is None else (("attention", attention),)
+    arm = Arm(role, "hf", "m", "m", "w", kv, "float32", "cpu", 1, options)
+    result = ArmResult(role, arm, Status.OK)
+    return Measured(result, Status.OK, None, {} if score is None else {DECIDING: score}, {})
+
+
+def test_the_control_of_an_arm_is_that_of_its_attention_else_the_runs() -> None:
+    arms = {
+        "control": measured("control"),
+        "control:sdpa": measured("control:sdpa", "sdpa"),
+        "control:eager": measured("control:eager", "eager"),
+    }
+
+    def role_of(arm: Measured) -> str | None:
+        control = attribution.control_of(arm, arms)
+        return None if control is None else control.result.role
+
+    assert role_of(measured("candidate:a")) == "control"
+    assert role_of(measured("candidate:a", "eager")) == "control:eager"
+    assert role_of(measured("candidate:a", "sdpa")) == "control:sdpa"
+    assert role_of(measured("candidate:a", "flash")) == "control"
+    assert role_of(arms["control:eager"]) is None
+
+
+def at(n_ctx: str, means: dict[str, float]) -> AxisScore:
+    """A KLD over several contexts; its own figures are those of ``n_ctx``."""
+
+    def one(mean: float) -> AxisScore:
+        metric = Metric(key="mean", name="mean", unit="nats", value=mean)
+        return replace(score(), num=mean * np.ones(ROWS), found=Measurement(status=Status.OK, metrics=(metric,)))
+
+    parts = {part: replace(one(mean), part=part) for part, mean in means.items()}
+    return replace(parts[n_ctx], parts=parts)
+
+
+def test_a_loss_is_attributed_at_the_context_in_which_the_candidate_is_worst() -> None:
+    candidate = measured("candidate:a", score=at("512", {"128": 0.01, "512": 0.05}))
+    control = measured("control", score=at("128", {"128": 0.004, "512": 0.001}))  # worst at another context
+    found = attribution._attribution(candidate, control, {}, None, 0)
+    assert (present(found.here).mean, present(found.kernel).mean) == (0.05, 0.001)
+    assert present(found.here_minus_kernel).mean == pytest.approx(0.049)
+
+
+# ------------------------------------------------------------------------------------------------- proof
+
+
+def ran(**facts: Any) -> ArmResult:
+    """An arm of which K = int8 and V = int4 are asked, and what its engine says."""
+    kv = KVSpec.parse("int8/int4")
+    arm = Arm("a", "hf", "m", "m", "w", kv, "float32", "cpu", 1)
+    return ArmResult("candidate:a", arm, Status.OK, ran={"k_format": "int8", "v_format": "int4", **facts})
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({}, Status.OK),
+        ({"k_format": "bf16"}, Status.NOT_ENGAGED),
+        ({"v_format": "int8"}, Status.NOT_ENGAGED),
+        ({"v_format": None}, Status.NOT_ENGAGED),
+        ({"cache_bytes_per_token": 100.0, "expected_bytes_per_token": 100.0}, Status.OK),
+        ({"cache_bytes_per_token": 200.0, "expected_bytes_per_token": 100.0}, Status.NOT_ENGAGED),
+        ({"cache_bytes_per_token": 50.0, "expected_bytes_per_token": 100.0}, Status.NOT_ENGAGED),
+        ({"proof": {"stored": "shown", "received": "refuted: nobody read it"}}, Status.NOT_ENGAGED),
+    ],
+)
+def test_a_format_ran_where_keys_values_bytes_and_attention_show_it(facts: dict[str, Any], status: Status) -> None:
+    assert engaged(ran(**facts))[0] is status
+
+
+def test_of_several_processes_the_one_that_refutes_the_format_judges_whichever_was_last() -> None:
+    arm = ran().arm
+    good = {"k_format": "int8", "v_format": "int4", "k_changed": 0.5}
+    bad = {"k_format": "int8", "v_format": "bf16", "k_changed": 0.5}
+    plain = {"k_format": "int8", "v_format": "int4"}
+    assert select_runtime_info(arm, [good, bad]) == bad
+    assert select_runtime_info(arm, [bad, good]) == bad
+    assert select_runtime_info(arm, [good, plain]) == good
+    assert select_runtime_info(arm, [plain]) == plain
+    assert select_runtime_info(arm, []) is None
+
+
+def test_an_arm_whose_format_did_not_run_has_no_score_and_its_reason_on_every_axis(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    own = results[f"candidate:{CLEAR}"]
+    liar = replace(own, ran={**present(own.ran), "k_format": "exact"})
+    found = Scorer(experiment, [results["reference"], liar], {}).measure(liar)
+    assert (found.status, dict(found.scores)) == (Status.NOT_ENGAGED, {})
+    why = (Status.NOT_ENGAGED, f"asked for K = {CLEAR}, the engine stored exact")
+    assert found.failures == {"kld": why, "trajectory": why}
+    honest = Scorer(experiment, [results["reference"], own], {}).measure(own)
+    assert (honest.status, honest.scores.keys()) == (Status.OK, {"kld", "trajectory"})
+
+
+def test_benches_measure_the_arms_whose_format_ran() -> None:
+    good, bad = ran(), replace(ran(v_format="bf16"), role="candidate:b")
+    control, noise = replace(good, role="control"), replace(good, role="floor")
+    assert benched_roles([good, bad, control, noise]) == [good, control]
+
+
+def test_runs_share_their_questions_whatever_later_looks_ask(
+    experiment: Experiment, results: dict[str, ArmResult]
+) -> None:
+    """How many looks follow is a matter of the candidates."""
+    reference = results["reference"]
+    [kld] = [path for part, path in reference.captures.items() if part.startswith(DECIDING)]
+    looking = {"windows": 24, "n_ctx": 16, "looks": (12,)}
+    asked = experiment.model_copy(update={"axes": {DECIDING: looking}})
+    [first] = [part for part in reference.captures if part.startswith(DECIDING)]
+    once, twice = (
+        Scorer(asked, [replace(reference, captures=captures)], {}).comparability()
+        for captures in ({first: kld}, {first: kld, f"{first}.+1": kld})
+    )
+    assert once == twice
+    assert once[first] == comparability_key(Capture(kld))
 
 
 # ------------------------------------------------------------------------------------------------- readers of rows
@@ -240,6 +526,25 @@ def test_rows_that_another_process_reads_are_not_dropped_and_others_are(tmp_path
         other.process.kill()
         other.process.wait()
         readers.close()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "dropped"),
+    [((Status.OK, Status.OK), True), ((Status.OK, Status.FAILED), False), ((Status.OK, None), False)],
+    ids=["all", "one-failed", "one-missing"],
+)
+def test_rows_of_the_reference_go_once_every_planned_arm_was_compared(
+    results: dict[str, ArmResult], statuses: tuple[Status | None, ...], dropped: bool
+) -> None:
+    """Arms that failed, or that were not run yet, may be asked again."""
+    roles = ["reference", f"candidate:{CLEAR}", f"candidate:{NEAR}"]
+    ended = zip(roles[1:], statuses, strict=True)
+    arms = [replace(results[role], status=status) for role, status in ended if status is not None]
+    readers = mock.Mock()
+    readers.alone.return_value = nullcontext(True)
+    with mock.patch.object(pairing, "_drop") as drop, mock.patch.object(pairing, "_were_compared", return_value=True):
+        pairing.drop_reference_rows({}, [results["reference"], *arms], roles, readers)
+    assert [call.args[1].role for call in drop.call_args_list] == (["reference"] if dropped else [])
 
 
 # ------------------------------------------------------------------------------------------------- looks
