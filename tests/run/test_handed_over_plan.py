@@ -20,12 +20,13 @@ from fidelab.core.errors import CaptureError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.results.store import RunFolder
 from fidelab.run import looks, pipeline, runner
-from fidelab.run.arms import inherited_kv, resolve_arm
+from fidelab.run.arms import inherited_kv, resolve_arm, serve_command
 from fidelab.run.build import Plan, PlannedCapture, base_of
 from fidelab.run.pairing import ArmResult
 from fidelab.run.prepare import Prepared, prepare
 from fidelab.run.runner import Silent, needs_of
 from tests.captures import sample
+from tests.present import present
 from tests.results.test_recommend import arm as candidate
 from tests.results.test_recommend import report
 
@@ -89,6 +90,14 @@ def test_an_arm_without_a_format_has_the_references_on_its_engine_and_the_native
     assert inherited_kv(ArmConfig(engine=EngineConfig(name="fake")), reference, whole).label == "tilt"
     assert inherited_kv(ArmConfig(engine=EngineConfig(name="hf")), reference, whole).label != "tilt"
     assert inherited_kv(ArmConfig(), ArmConfig(), whole).label == "exact"
+
+
+@pytest.mark.parametrize(("name", "revision"), [("owner/m@v1", ["--revision", "v1"]), ("owner/m", [])])
+def test_the_server_of_an_arm_loads_the_revision_that_was_measured(name: str, revision: list[str]) -> None:
+    path = "/cache/models--owner--m/snapshots/0123"
+    words = present(serve_command(None, replace(on_gpus(1), model=name, path=path))).split()
+    assert "owner/m" in words
+    assert [word for at, word in enumerate(words) if "--revision" in words[max(0, at - 1) : at + 1]] == revision
 
 
 # ------------------------------------------------------------------------------------------------- arms → jobs
