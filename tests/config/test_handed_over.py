@@ -28,12 +28,13 @@ def program(place: str) -> dict[str, Any]:
     """Settings of which one arm, or all, run on an interpreter of the file's choice."""
     engine = {"name": "fake", "python": "./python"}
     arm = {"kv": "tilt", "engine": engine}
-    return {
+    places: dict[str, dict[str, Any]] = {
         "all": {"engine": engine},
         "reference": {"reference": {**arm, "kv": "exact"}},
         "control": {"control": arm},
         "candidate": {"candidates": ["tilt[q=0.7]", arm]},
-    }[place]
+    }
+    return places[place]
 
 
 def write(folder: Path, **changes: Any) -> Path:

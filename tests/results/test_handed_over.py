@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fidelab.core import Status
 from fidelab.metrics.composite import kl_band
@@ -25,9 +26,9 @@ from tests.results.test_recommend import POSITIONS, SMALL, TINY, arm, report
 ISOLATED = Definition("isolated", "tok/s", "higher")
 
 
-def sums(context: int, windows: int, means: Sequence[float]) -> DocumentSums:
+def sums(context: int, windows: int, means: NDArray[np.float64]) -> DocumentSums:
     """Sums by document whose mean KL per position is that of each document's ``means``."""
-    kl = tuple(POSITIONS * mean for mean in means)
+    kl = tuple((POSITIONS * means).tolist())
     zeros = (0.0,) * len(means)
     return DocumentSums(
         context=context,

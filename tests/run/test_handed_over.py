@@ -21,7 +21,7 @@ from fidelab.metrics.equivalence import KL_MARGIN, MARGIN
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.run import attribution, looks, scoring
 from fidelab.run.benches import benched_roles
-from fidelab.run.pairing import ArmResult, Measured, engaged, select_runtime_info
+from fidelab.run.pairing import ArmResult, Measured, Scorer, engaged, select_runtime_info
 from fidelab.run.scoring import losses_of
 from tests.present import present
 
@@ -234,6 +234,28 @@ def test_of_several_processes_the_one_that_refutes_the_format_judges_whichever_w
     assert select_runtime_info(arm, [good, plain]) == good
     assert select_runtime_info(arm, [plain]) == plain
     assert select_runtime_info(arm, []) is None
+
+
+@pytest.mark.parametrize("side", ["arm", "reference"])
+@pytest.mark.parametrize(("equal", "refuted"), [(66, False), (130, True)])
+def test_rows_that_read_only_tokens_kept_exact_on_either_side_refute_no_format(
+    side: str, equal: int, refuted: bool
+) -> None:
+    """Of windows of 256 tokens the first rows equal the reference's: as many as 64 exact tokens allow, or more."""
+    sinks, none = (KVSpec.parse(text) for text in ("int4[sinks=64]", "int8"))
+    of_arm, of_reference = (sinks, none) if side == "arm" else (none, sinks)
+    arm, reference = (
+        ArmResult(role, Arm(role, "hf", "m", "m", "w", kv, "float32", "cpu", 1), Status.OK)
+        for role, kv in (("candidate:a", of_arm), ("reference", of_reference))
+    )
+    position = np.tile(np.arange(256), 2)
+    kl = np.where(position < equal, 0.0, 0.01)
+    columns = {"kl": kl, "position": position, "window": np.repeat([0, 1], 256), "n_ctx": np.full(512, 256)}
+    ones = np.ones(512)
+    whole = AxisScore(kl, ones, columns["window"], ones > 0, positions=columns)
+    scorer = mock.Mock(axes={DECIDING: mock.Mock(distributions=True)}, by_role={"reference": reference})
+    scorer._role = "reference"
+    assert (Scorer._unmoved(scorer, arm, {DECIDING: whole}) is not None) is refuted
 
 
 def test_benches_measure_the_arms_whose_format_ran() -> None:
