@@ -20,7 +20,8 @@ def test_the_margin_of_an_import_is_that_of_its_certificate_and_sentence(
     [arm] = import_samples(folders[0], folders[1:], tmp_path / "runs", margin=margin).report.candidates
     [certificate] = arm.certificates.values()
     [claim] = certificate.claims
-    assert (claim.margin, claim.estimate, claim.state) == (margin, pytest.approx(0.002), state)
+    assert (claim.margin, str(claim.state)) == (margin, state)
+    assert claim.estimate == pytest.approx(0.002)
     assert arm.verdict is not None
     assert f"{100 * margin:g} points" in arm.verdict.sentence
     [flips] = certificate.flips

@@ -20,7 +20,7 @@ from fidelab.results.record import ArmRecord, Borrowed, MachineDifference, Repor
 from fidelab.results.verdict import judged
 from tests.present import present
 from tests.report.sample import MEAN
-from tests.results.diff_sample import outcome, with_axes
+from tests.results.diff_sample import one, outcome, with_axes
 from tests.results.test_recommend import POSITIONS, SMALL, TINY, arm, report
 
 ISOLATED = Definition("isolated", "tok/s", "higher")
@@ -182,7 +182,7 @@ def test_the_distance_between_a_packs_machines_widens_the_interval_of_the_verdic
 def test_what_another_axis_lost_lowers_the_band_of_the_kld() -> None:
     axis = Measurement(status=Status.OK, downgrades=("lost 9 of 36",))
     lossy = SMALL.model_copy(update={"axes": {**SMALL.axes, "rniah": axis}})
-    bands = [present(judged(report(one_)).candidates[0].verdict).band for one_ in (SMALL, lossy)]
+    bands = [present(judged(report(each)).candidates[0].verdict).band for each in (SMALL, lossy)]
     assert bands == ["EXCELLENT", "PASS"]
 
 
@@ -261,3 +261,12 @@ def test_between_two_machines_a_change_within_the_noise_of_either_side_is_none(s
     assert changed(0.0, "other") == "regressed"
     assert changed(0.008, "other") == "unchanged"
     assert changed(0.008, "one") == "regressed"
+
+
+@pytest.mark.parametrize(("was", "now"), [(0.010, 0.016), (0.016, 0.010)], ids=["worse", "better"])
+def test_a_change_and_its_interval_are_the_run_minus_the_baseline(was: float, now: float) -> None:
+    """Independent intervals of ±1%: their half-widths add up by their squares."""
+    found = one(compare(with_axes(kld=kld(was)), with_axes(kld=kld(now))), "kld", "mean")
+    half = 0.01 * (was**2 + now**2) ** 0.5
+    assert found.change == pytest.approx(now - was)
+    assert found.ci == pytest.approx((now - was - half, now - was + half), rel=1e-6)
