@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,20 +12,22 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import yaml
 
 from fidelab.axes.base import AxisScore
 from fidelab.captures.store import Readers
 from fidelab.config.schema import Limits
-from fidelab.core import Status
-from fidelab.core.errors import MismatchError
+from fidelab.core import Arm, KVSpec, Status
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN
 from fidelab.plan import looks
+from fidelab.plan.benches import benched_roles
+from fidelab.results.engagement import engaged, select_runtime_info
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.outcomes import ArmResult
+from fidelab.scoring import attribution
 from fidelab.scoring import score as scoring
+from fidelab.scoring.pairing import Measured, Scorer
 from fidelab.scoring.score import losses_of
-from tests.run.harness import compare
+from tests.present import present
 
 ROWS = 12
 
@@ -139,51 +139,137 @@ def test_lower_bounds_are_no_part_of_the_composite() -> None:
     assert composed(bound=True) is None
 
 
-# ------------------------------------------------------------------------------------------------- captures
+def test_sums_by_document_of_a_look_are_over_its_own_windows() -> None:
+    """Four windows of three rows, two of them in the first look; documents change after each two rows."""
+    values = np.arange(ROWS) / 1000
+    whole = replace(score(), num=values, looks=(2, 4), probability_loss=2 * values)
+    first, last = scoring._sums(whole)
+    assert (first.windows, last.windows) == (2, 4)
+    assert (first.documents, last.documents) == ((0, 1, 2), (0, 1, 2, 3, 4, 5))
+    assert first.kl == pytest.approx((0.001, 0.005, 0.009))
+    assert last.kl == pytest.approx((0.001, 0.005, 0.009, 0.013, 0.017, 0.021))
+    assert last.probability_loss == pytest.approx([2 * one for one in last.kl])
+    assert last.positions == (2,) * 6
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ArmResult]:
-    done = compare(tmp_path_factory.mktemp("handed"), "tilt", windows=4, limit=2, flags=("--axes", "kld,trajectory"))
-    assert done.code == 0, done.err
-    arms = json.loads((done.folder / "outcomes.json").read_text())["arms"]
-    found = [ArmResult.from_record(arm, done.folder) for arm in arms]
-    return {one.role: one for one in found}
+# ------------------------------------------------------------------------------------------------- controls
 
 
-def candidate(results: dict[str, ArmResult]) -> ArmResult:
-    return next(one for role, one in results.items() if role.startswith("candidate:"))
+def measured(role: str, attention: str | None = None, score: AxisScore | None = None) -> Measured:
+    """An arm with a KLD, on an attention of engine hf."""
+    kv = KVSpec.parse("bf16")
+    options = () if attention is None else (("attention", attention),)
+    arm = Arm(role, "hf", "m", "m", "w", kv, "float32", "cpu", 1, options)
+    result = ArmResult(role, arm, Status.OK)
+    return Measured(result, Status.OK, None, {} if score is None else {DECIDING: score}, {})
 
 
-def test_an_arms_own_captures_are_taken(results: dict[str, ArmResult]) -> None:
-    for one in results.values():
-        one.check_captures()
+def test_the_control_of_an_arm_is_that_of_its_attention_else_the_runs() -> None:
+    arms = {
+        "control": measured("control"),
+        "control:sdpa": measured("control:sdpa", "sdpa"),
+        "control:eager": measured("control:eager", "eager"),
+    }
+
+    def role_of(arm: Measured) -> str | None:
+        control = attribution.control_of(arm, arms)
+        return None if control is None else control.result.role
+
+    assert role_of(measured("candidate:a")) == "control"
+    assert role_of(measured("candidate:a", "eager")) == "control:eager"
+    assert role_of(measured("candidate:a", "sdpa")) == "control:sdpa"
+    assert role_of(measured("candidate:a", "flash")) == "control"
+    assert role_of(arms["control:eager"]) is None
 
 
-def test_a_capture_of_another_axis_is_refused_and_named(results: dict[str, ArmResult]) -> None:
-    own = candidate(results)
-    kld = next(path for axis, path in own.captures.items() if axis.startswith("kld"))
-    other = next(axis for axis in own.captures if not axis.startswith("kld"))
-    with pytest.raises(MismatchError, match=f"holds axis kld.*, not {other} of {own.role}"):
-        replace(own, captures={other: kld}).check_captures()
+def at(n_ctx: str, means: dict[str, float]) -> AxisScore:
+    """A KLD over several contexts; its own figures are those of ``n_ctx``."""
+
+    def one(mean: float) -> AxisScore:
+        metric = Metric(key="mean", name="mean", unit="nats", value=mean)
+        return replace(score(), num=mean * np.ones(ROWS), found=Measurement(status=Status.OK, metrics=(metric,)))
+
+    parts = {part: replace(one(mean), part=part) for part, mean in means.items()}
+    return replace(parts[n_ctx], parts=parts)
 
 
-def test_a_capture_of_another_arm_is_refused_and_named(results: dict[str, ArmResult]) -> None:
-    own = candidate(results)
-    with pytest.raises(MismatchError, match=f"of exact .*not kld.* of {own.role}"):
-        replace(own, captures=results["reference"].captures).check_captures()
+def test_a_loss_is_attributed_at_the_context_in_which_the_candidate_is_worst() -> None:
+    candidate = measured("candidate:a", score=at("512", {"128": 0.01, "512": 0.05}))
+    control = measured("control", score=at("128", {"128": 0.004, "512": 0.001}))  # worst at another context
+    found = attribution._attribution(candidate, control, {}, None, 0)
+    assert (present(found.here).mean, present(found.kernel).mean) == (0.05, 0.001)
+    assert present(found.here_minus_kernel).mean == pytest.approx(0.049)
 
 
-def test_a_capture_under_another_key_is_refused(results: dict[str, ArmResult], tmp_path: Path) -> None:
-    own = candidate(results)
-    axis, path = next(iter(own.captures.items()))
-    moved = tmp_path / f"{path.name[:-15]}{'0' * 12}-r0"
-    shutil.copytree(path, moved)
-    with pytest.raises(MismatchError, match="holds what belongs into"):
-        replace(own, captures={axis: moved}).check_captures()
+# ------------------------------------------------------------------------------------------------- proof
+
+
+def ran(**facts: Any) -> ArmResult:
+    """An arm of which K = int8 and V = int4 are asked, and what its engine says."""
+    kv = KVSpec.parse("int8/int4")
+    arm = Arm("a", "hf", "m", "m", "w", kv, "float32", "cpu", 1)
+    return ArmResult("candidate:a", arm, Status.OK, ran={"k_format": "int8", "v_format": "int4", **facts})
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({}, Status.OK),
+        ({"k_format": "bf16"}, Status.NOT_ENGAGED),
+        ({"v_format": "int8"}, Status.NOT_ENGAGED),
+        ({"v_format": None}, Status.NOT_ENGAGED),
+        ({"cache_bytes_per_token": 100.0, "expected_bytes_per_token": 100.0}, Status.OK),
+        ({"cache_bytes_per_token": 200.0, "expected_bytes_per_token": 100.0}, Status.NOT_ENGAGED),
+        ({"cache_bytes_per_token": 50.0, "expected_bytes_per_token": 100.0}, Status.NOT_ENGAGED),
+        ({"proof": {"stored": "shown", "received": "refuted: nobody read it"}}, Status.NOT_ENGAGED),
+    ],
+)
+def test_a_format_ran_where_keys_values_bytes_and_attention_show_it(facts: dict[str, Any], status: Status) -> None:
+    assert engaged(ran(**facts))[0] is status
+
+
+def test_of_several_processes_the_one_that_refutes_the_format_judges_whichever_was_last() -> None:
+    arm = ran().arm
+    good = {"k_format": "int8", "v_format": "int4", "k_changed": 0.5}
+    bad = {"k_format": "int8", "v_format": "bf16", "k_changed": 0.5}
+    plain = {"k_format": "int8", "v_format": "int4"}
+    assert select_runtime_info(arm, [good, bad]) == bad
+    assert select_runtime_info(arm, [bad, good]) == bad
+    assert select_runtime_info(arm, [good, plain]) == good
+    assert select_runtime_info(arm, [plain]) == plain
+    assert select_runtime_info(arm, []) is None
+
+
+@pytest.mark.parametrize("side", ["arm", "reference"])
+@pytest.mark.parametrize(("equal", "refuted"), [(66, False), (130, True)])
+def test_rows_that_read_only_tokens_kept_exact_on_either_side_refute_no_format(
+    side: str, equal: int, refuted: bool
+) -> None:
+    """Of windows of 256 tokens the first rows equal the reference's: as many as 64 exact tokens allow, or more."""
+    sinks, none = (KVSpec.parse(text) for text in ("int4[sinks=64]", "int8"))
+    of_arm, of_reference = (sinks, none) if side == "arm" else (none, sinks)
+    arm, reference = (
+        ArmResult(role, Arm(role, "hf", "m", "m", "w", kv, "float32", "cpu", 1), Status.OK)
+        for role, kv in (("candidate:a", of_arm), ("reference", of_reference))
+    )
+    position = np.tile(np.arange(256), 2)
+    kl = np.where(position < equal, 0.0, 0.01)
+    columns = {"kl": kl, "position": position, "window": np.repeat([0, 1], 256), "n_ctx": np.full(512, 256)}
+    ones = np.ones(512)
+    whole = AxisScore(kl, ones, columns["window"], ones > 0, positions=columns)
+    scorer = mock.Mock(axes={DECIDING: mock.Mock(distributions=True)}, by_role={"reference": reference})
+    scorer._role = "reference"
+    assert (Scorer._unmoved(scorer, arm, {DECIDING: whole}) is not None) is refuted
+
+
+def test_benches_measure_the_arms_whose_format_ran() -> None:
+    good, bad = ran(), replace(ran(v_format="bf16"), role="candidate:b")
+    control, noise = replace(good, role="control"), replace(good, role="floor")
+    assert benched_roles([good, bad, control, noise]) == [good, control]
 
 
 # ------------------------------------------------------------------------------------------------- readers of rows
+
 
 READS = """
 import sys
@@ -281,14 +367,3 @@ def test_looks_are_given_up_where_they_save_no_time_and_the_budget_has_room_for_
     assert chosen(60, 60, saves=False) == "whole"
     assert chosen(59, 60, saves=False) == "looks"
     assert chosen(None, 60, saves=False, windows=(8, 8)) == "looks"  # whose text ends with the first look
-
-
-LISTED = yaml.safe_load((Path(__file__).parents[1] / "handed_over.yaml").read_text("utf-8"))
-
-
-@pytest.mark.parametrize("fault", LISTED, ids=[one["name"] for one in LISTED])
-def test_each_listed_fault_can_be_planted(fault: dict[str, str]) -> None:
-    root = Path(__file__).parents[2]
-    assert (root / "src" / "fidelab" / fault["file"]).read_text("utf-8").count(fault["was"]) == 1
-    assert (root / fault["tests"]).is_file()
-    assert fault["is"] != fault["was"]

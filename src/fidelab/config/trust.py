@@ -276,8 +276,7 @@ def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str], M
     if isinstance(settings, Preset):
         yield settings.engine, settings.engine_args, settings.env
         return
-    control = [settings.control] if isinstance(settings.control, ArmConfig) else []
-    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells):
+    for arm in (ArmConfig(), *settings.arms):
         engine = arm.engine or settings.engine
         shared = settings.engine_args if engine.name == settings.engine.name else {}
         yield engine, {**shared, **arm.engine_args}, {**settings.env, **arm.env}
