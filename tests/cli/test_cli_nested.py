@@ -14,8 +14,8 @@ from fidelab.core import format_bytes, plain_json
 from fidelab.models.tiny import make_tiny
 from tests.run.harness import SMALL, cli, write_inputs
 
-DEEP = "[" * 100_000
-OBJECTS = '{"a":' * 100_000
+DEEP = "[" * 20_000  # far beyond what any parser recurses into
+OBJECTS = '{"a":' * 20_000
 CLOSED = '{"a":' + "[" * 900 + "]" * 900 + "}"
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
