@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
-from fidelab.core import engine_name
+from fidelab.engines import DEFAULT, engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
 
@@ -239,7 +239,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[de
 class EngineOptions(Options, panel=ENGINE):
     """Options for an engine, its location, and its computation."""
 
-    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = "hf"
+    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = DEFAULT
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
