@@ -358,7 +358,9 @@ class AxesOptions(TextOptions):
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
     n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None
     template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
-    limit: Annotated[list[str] | None, typer.Option(help="First items only: N (prompts) or AXIS=N. Repeatable.")] = None
+    limit: Annotated[
+        list[str] | None, typer.Option(help="First items only: N (every axis with a limit) or AXIS=N. Repeatable.")
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         flags = {
