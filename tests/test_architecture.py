@@ -10,10 +10,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import fidelab
+from fidelab.engines import ENGINES
 
 SOURCE = Path(fidelab.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -281,3 +282,31 @@ def test_what_runs_in_engine_environments_needs_numpy_alone() -> None:
         if (more := {name for name in names if not name.startswith("_")} - {"fidelab", "numpy"})
     }
     assert beyond == {}
+
+
+# File → why its words are no names of engines, though some are spelled alike.
+NOT_ENGINES = {
+    "core/registry.py": "extras of the package, as pip knows them",
+    "environments/recipes.py": "what pip installs, a recipe for each environment",
+    "imports/refract_axes.py": "REFRACT's backends",
+    "imports/refract_file.py": "REFRACT's backends",
+    "models/embedded.py": "the form of a model",
+    "cli/setup.py": "the form of a model",
+}
+MOST_LINES_WITH_ENGINES = 6
+
+
+def _lines_with(words: Collection[str], path: Path) -> set[int]:
+    """Lines with a text that is one of the words, docstrings and messages apart."""
+    texts = (node for node in ast.walk(_tree(path)) if isinstance(node, ast.Constant))
+    return {node.lineno for node in texts if node.value in words}
+
+
+def test_engines_are_known_by_name_to_their_own_room_and_few_others() -> None:
+    """An engine describes itself; see ``Engine``. What others have to know of it, they read from there."""
+    names = {*ENGINES.built_in} - {"fake"}  # which is a model's name, too
+    lines = {str(path.relative_to(SOURCE)): _lines_with(names, path) for path in _files() if _room(path) != "engines"}
+    found = {file: sorted(numbers) for file, numbers in lines.items() if numbers}
+    assert sorted(found.keys() & NOT_ENGINES) == sorted(NOT_ENGINES)
+    known = {file: numbers for file, numbers in found.items() if file not in NOT_ENGINES}
+    assert sum(map(len, known.values())) <= MOST_LINES_WITH_ENGINES, known

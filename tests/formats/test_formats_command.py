@@ -13,7 +13,10 @@ import typer
 from typer.testing import CliRunner
 
 from fidelab.cli import formats
+from fidelab.core import KVSpec
 from fidelab.core.errors import UnknownNameError
+from fidelab.engines.base import engine_class
+from fidelab.engines.k16v8 import meaning
 from fidelab.environments import listing as environments
 from fidelab.formats import FORMATS
 
@@ -79,7 +82,8 @@ def test_an_engine_lists_only_its_formats_and_how_it_stores_them(listing: dict[s
     table = run("--engine", "hf")
     assert "stored" in table
     assert "llamacpp" not in table
-    assert [formats._stored("vllm", name, False) for name in ("fp8", "int8", "k16v8")] == ["native", *["plug-in"] * 2]
+    vllm = [meaning(KVSpec.parse(name), "bf16") for name in ("fp8", "int8", "k16v8")]
+    assert [engine_class("vllm").stores(kv, emulated=False) for kv in vllm] == ["native", *["plug-in"] * 2]
 
 
 def test_an_unknown_engine_is_named() -> None:

@@ -13,7 +13,6 @@ _SMALLER = {
     "trials": "1",
     "contexts": "[512]",
 }  # settings that limit the number of items
-_PROMPTED = ("trajectory", "plad")  # axes that a --limit without an axis applies to
 
 
 def axis_settings(
@@ -22,7 +21,7 @@ def axis_settings(
     """Return the settings of the chosen axes, as given by flags.
 
     ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured is
-    an error.
+    an error.  ``limit``: ``N`` for every axis that has a setting ``limit``, or ``AXIS=N``.
 
     Raises:
         UsageError: If a name is not an axis, a flag's axis is not chosen, or a limit is not a number.
@@ -42,17 +41,24 @@ def axis_settings(
             flag = next(iter(settings)).replace("_", "-")
             raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
         chosen.get(axis, {}).update(settings)
-    for text in limit:
+    for text in sorted(limit, key=lambda text: "=" in text):  # that of one axis is set last
         axis, _, number = text.rpartition("=")
         if not (number.isascii() and number.isdigit()):
             raise UsageError(f"--limit {text!r}: write a number, or AXIS=N")
-        owners = [axis] if axis else [name for name in _PROMPTED if name in chosen]
+        owners = [axis] if axis else [name for name in chosen if _has_limit(name)]
         if not owners or owners[0] not in chosen:
-            raise UsageError(f"--limit belongs to axis {axis or _PROMPTED[0]}, which --axes {axes} leaves out")
+            owner = axis or next(filter(_has_limit, AXES.names()))
+            raise UsageError(f"--limit belongs to axis {owner}, which --axes {axes} leaves out")
         for owner in owners:
             _must_have_limit(owner, text)
             chosen[owner]["limit"] = int(number)
     return chosen
+
+
+def _has_limit(axis: str) -> bool:
+    from fidelab.axes import AXES
+
+    return "limit" in AXES.load(axis).Settings.model_fields
 
 
 def _must_have_limit(axis: str, text: str) -> None:

@@ -13,7 +13,7 @@ from fidelab.cli.attention import attention
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
 from fidelab.cli.output import command_line, exit_on, note, show_study
-from fidelab.core import engine_name
+from fidelab.engines import DEFAULT, engine_name
 
 if TYPE_CHECKING:
     from fidelab.studies.cache import Place
@@ -151,9 +151,9 @@ def _export_form(path: Path | None, given: str | None) -> str:
 
 def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
     """Return the settings of the engine that rounds, which is Transformers, also for a plan of another engine."""
-    if engine_name(engine.engine) == "hf":
+    if engine_name(engine.engine) == DEFAULT:
         return engine.settings()
-    return {**engine.settings(), "engine": {"name": "hf"}, "engine_args": {}, "env": {}}
+    return {**engine.settings(), "engine": {"name": DEFAULT}, "engine_args": {}, "env": {}}
 
 
 def _widths(bits: str) -> list[int]:

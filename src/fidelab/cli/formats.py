@@ -11,9 +11,10 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.output import open_console, waiting
-from fidelab.core import KVSpec, engine_name
+from fidelab.core import KVSpec
 from fidelab.doctor.text import by_reason
-from fidelab.engines.k16v8 import K16V8, is_pair, meaning
+from fidelab.engines import engine_name
+from fidelab.engines.k16v8 import K16V8, meaning
 
 if TYPE_CHECKING:
     from fidelab.environments.listing import Installed
@@ -120,6 +121,7 @@ def _geometry(name: str | None) -> _Geometry:
 
 def _rows(geometry: _Geometry, places: Mapping[str, Installed]) -> list[dict[str, Any]]:
     """Return fidelab's formats, then those that engines define; ``stored``: engine → native, plug-in or emulated."""
+    from fidelab.engines.base import engine_class
     from fidelab.formats import FORMATS
 
     names = dict.fromkeys([*FORMATS.names(), K16V8, *(name for place in places.values() for name in place.kv_names)])
@@ -128,17 +130,10 @@ def _rows(geometry: _Geometry, places: Mapping[str, Installed]) -> list[dict[str
         numbers = _numbers(name, geometry)
         engines = [e for e, place in places.items() if name in place.kv_names and name not in place.refused]
         refused = {e: place.refused[name] for e, place in places.items() if name in place.refused}
-        stored = {e: _stored(e, name, numbers["emulated"]) for e in engines}
+        kv = meaning(KVSpec.parse(name), "bf16")
+        stored = {e: engine_class(e).stores(kv, emulated=numbers["emulated"]) for e in engines}
         rows.append({"name": name, **numbers, "engines": engines, "stored": stored, "refused": refused})
     return rows
-
-
-def _stored(engine: str, name: str, emulated: bool) -> str:
-    """Return how an engine keeps a format: in its own cache, in that of a plug-in, or wider than its bits."""
-    if engine == "hf":
-        return "native" if name in ("f32", "f16", "bf16") else "emulated" if emulated else "plug-in"
-    pair = engine in ("vllm", "sglang") and is_pair(meaning(KVSpec.parse(name), "bf16"))
-    return "plug-in" if pair else "native"
 
 
 def _numbers(name: str, geometry: _Geometry) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
-from fidelab.core import engine_name
+from fidelab.engines import DEFAULT, engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
 
@@ -175,7 +175,7 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[de
 class EngineOptions(Options, panel=ENGINE):
     """Options for an engine, its location, and its computation."""
 
-    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = "hf"
+    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = DEFAULT
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
@@ -294,7 +294,9 @@ class AxesOptions(TextOptions):
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
     n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None
     template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
-    limit: Annotated[list[str] | None, typer.Option(help="First items only: N (prompts) or AXIS=N. Repeatable.")] = None
+    limit: Annotated[
+        list[str] | None, typer.Option(help="First items only: N (every axis with a limit) or AXIS=N. Repeatable.")
+    ] = None
 
     def settings(self) -> dict[str, Any]:
         flags = {

@@ -14,7 +14,8 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import exit_on, note, open_console
-from fidelab.core import engine_name, shell_line
+from fidelab.core import shell_line
+from fidelab.engines import engine_name
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fidelab.config.schema import Experiment, ServeConfig
-from fidelab.config.serve import PORTS, move_folders
+from fidelab.config.serve import move_folders
 from fidelab.core import Arm
 from fidelab.core.errors import NotSupportedError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import engine_class
 
-_HOST = "127.0.0.1"
+_HOST, _PORT = "127.0.0.1", 8000
 _ALIASES = ("--served-model-name", "--alias")
 
 
@@ -37,7 +37,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
     pasted = bool(serve.program or serve.wrapper)
     named = replace(arm, path=path, model=path if pasted else arm.model, options=options)
     try:
-        words = cls.serve_command(named, _HOST, PORTS.get(arm.engine, 8000))
+        words = cls.serve_command(named, _HOST, cls.dialect.port if cls.dialect else _PORT)
         variables = {name: move_folders(value, inside) for name, value in cls.serve_variables(named).items()}
     except (NotSupportedError, ImportError):
         return None

@@ -26,9 +26,10 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import Levels, cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec, engine_name
+from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.core.share import Share, WholeShare
+from fidelab.engines import DEFAULT, engine_name
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # docker would take a leading dash for a flag
 
@@ -290,7 +291,7 @@ class Experiment(BaseModel):
 
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
     engine: EngineConfig = Field(
-        default_factory=lambda: EngineConfig(name="hf"), description="engine of all configurations"
+        default_factory=lambda: EngineConfig(name=DEFAULT), description="engine of all configurations"
     )
     engine_args: Options = Field(default_factory=dict, description="engine options of all configurations")
     env: Variables = Field(default_factory=dict, description="environment variables of all configurations' processes")

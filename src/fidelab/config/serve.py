@@ -18,6 +18,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from fidelab.config.load import read_text
 from fidelab.core import plain_json
 from fidelab.core.errors import UsageError
 from fidelab.core.paths import expand
+from fidelab.engines.base import engine_class, engines
+from fidelab.engines.dialect import Dialect
 
 Controlled = Callable[[str], Mapping[str, str]]
 """Engine → option → why fidelab has to set that option itself."""
@@ -89,121 +92,6 @@ _LIST_FLAGS = re.compile(
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
 _ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
 
-Target = str | tuple[str, str, str]
-"""An option of an arm, ``@`` and a field of it, or an option with its values where the flag is given and negated."""
-
-_RUN_IN_IMAGE = ("vllm", "sglang")  # engines whose published images have the Python in which arms run
-
-
-@dataclass(frozen=True)
-class _Dialect:
-    """Mapping of a server's flags to options of an arm.
-
-    ``short``: flags of one dash → their long names.  ``names``: long names → names in an arm, where these differ.
-    ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag. ``unsaid``: server
-    defaults that differ from an arm's.
-    """
-
-    native_kv: str
-    names: Mapping[str, Target]
-    short: Mapping[str, str] = field(default_factory=dict)
-    switches: re.Pattern[str] = re.compile(r"(?!disable-access-log-for)(enable|disable)-.*")
-    ignored: Mapping[str, str] = field(default_factory=dict)
-    negates: bool = True
-    unsaid: Mapping[str, str] = field(default_factory=dict)
-
-
-def _pairs(words: str) -> dict[str, str]:
-    """Map each short flag to its long name, from a text such as ``-m model -t threads``."""
-    flags = words.split()
-    return dict(zip(flags[::2], flags[1::2], strict=True))
-
-
-_DIALECTS: Mapping[str, _Dialect] = {
-    "vllm": _Dialect(
-        native_kv="auto",
-        names={
-            "model": "@model",
-            "revision": "@revision",
-            "dtype": "@dtype",
-            "device": "@device",
-            "kv-cache-dtype": "@kv",
-            "kv-cache-dtype-skip-layers": "@skip",
-            "tensor-parallel-size": "tp",
-            "kv-cache-memory-bytes": "kv-cache-memory",
-            "enable-chunked-prefill": "chunked-prefill",
-            "device-memory-utilization": "gpu-memory-utilization",
-        },
-        short=_pairs(
-            "-tp tensor-parallel-size -pp pipeline-parallel-size -dp data-parallel-size "
-            "-ep enable-expert-parallel -q quantization -sc speculative-config -cc compilation-config "
-            "-ac attention-config -asc api-server-count -dcp decode-context-parallel-size "
-            "-pcp prefill-context-parallel-size -O optimization-level"
-        ),
-        switches=re.compile(
-            r"(?!disable-access-log-for)(enable|disable|no|skip|use|return|trust)-.*|enforce-eager|async-scheduling"
-            r"|headless|language-model-only|kv-sharing-fast-prefill|data-parallel-(hybrid|external)-lb|fully-sharded-loras"
-        ),
-        unsaid={"enforce-eager": "no"},
-    ),
-    "sglang": _Dialect(
-        native_kv="auto",
-        names={
-            "model": "@model",
-            "model-path": "@model",
-            "revision": "@revision",
-            "dtype": "@dtype",
-            "device": "@device",
-            "kv-cache-dtype": "@kv",
-            "tp-size": "tp",
-            "tensor-parallel-size": "tp",
-            "disable-cuda-graph": ("cuda-graph", "off", "on"),
-        },
-        negates=False,
-        unsaid={"cuda-graph": "on"},  # SGLang has none on CPUs, whatever its flags
-    ),
-    "llamacpp": _Dialect(
-        native_kv="f16",
-        names={
-            "model": "@model",
-            "threads": "@threads",
-            "cache-type-k": "@k",
-            "cache-type-v": "@v",
-            "batch-size": "n-batch",
-            "ubatch-size": "n-ubatch",
-            "gpu-layers": "n-gpu-layers",
-            "rope-scaling": "rope-scaling-type",
-            "repack": "use-extra-bufts",
-            "kv-offload": "offload-kqv",
-        },
-        short=_pairs(
-            "-m model -t threads -tb threads-batch -c ctx-size -b batch-size -ub ubatch-size -ngl gpu-layers "
-            "-fa flash-attn -ctk cache-type-k -ctv cache-type-v -sm split-mode -ts tensor-split -mg main-gpu "
-            "-kvu kv-unified -nkvo no-kv-offload -kvo kv-offload -np parallel -cb cont-batching "
-            "-nocb no-cont-batching -a alias -v verbose -lv verbosity -n predict -s seed -to timeout "
-            "-hf hf-repo -hfr hf-repo -mu model-url -hft hf-token -sps slot-prompt-similarity -dev device "
-            "-md model-draft -cmoe cpu-moe -ncmoe n-cpu-moe -ot override-tensor -fit fit -j json-schema "
-            "-cram cache-ram -ctxcp ctx-checkpoints -dt defrag-thold -mm mmproj"
-        ),
-        switches=re.compile(r"no-.*|mlock|kv-unified|swa-full|cont-batching|jinja|metrics|slots|props|verbose|cpu-moe"),
-        ignored={
-            "cache-prompt": "windows and prompts start with an empty cache",
-            "cache-reuse": "windows and prompts start with an empty cache",
-            "cache-ram": "windows and prompts start with an empty cache",
-            "ctx-checkpoints": "windows and prompts start with an empty cache",
-            "context-shift": "no window is longer than the context",
-            "defrag-thold": "llama.cpp itself ignores it",
-            **dict.fromkeys(("mmap", "mlock"), "says how weights get into memory; no number depends on it"),
-            "threads-batch": "configurations use one number of threads, that of --threads",
-            "ctx-size": "the context is as long as each request",
-            "fit": "the context is as long as each request",
-            "mmproj": "only text is asked",
-        },
-    ),
-}
-PORTS: Mapping[str, int] = {"vllm": 8000, "sglang": 30000, "llamacpp": 8080}
-"""Engine → the port on which its server listens by default."""
-
 _REFUSED = {
     "config": "reads options from a file; write them on the command line",
     "hf-repo": "names a file of a hub; fetch it and name it with -m FILE.gguf",
@@ -253,13 +141,13 @@ class Pasted:
     @property
     def image(self) -> str | None:
         """The image in which the arms run; ``None`` for the installed engine."""
-        return self.wrapper[-1] if self.wrapper and self.engine in _RUN_IN_IMAGE else None
+        return self.wrapper[-1] if self.wrapper and _dialect(self.engine).in_image else None
 
     def settings(self) -> dict[str, Any]:
         """Return plain data of an experiment with this command as reference, without candidates."""
-        fields, dialect = self.said.fields, _DIALECTS[self.engine]
+        fields, dialect = self.said.fields, _dialect(self.engine)
         revision = fields.get("revision")
-        kv = _kv(fields, {}, dialect)
+        kv = _kv(fields, {}, self.engine)
         return {
             "model": fields["model"] + (f"@{revision}" if revision else ""),
             "engine": {"name": self.engine, "image": self.image} if self.image else self.engine,
@@ -299,7 +187,7 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
         if program[1:] == ["run"]:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
     engine = _engine_of(program, run.image, where)
-    if run.image and engine not in _RUN_IN_IMAGE:
+    if run.image and not _dialect(engine).in_image:
         run.ignored[run.image] = "runs in the engine's installed environment: this engine's images have no Python"
     said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
     _variables(said, {**assigned, **run.env}, "-e " if run.image else "")
@@ -351,13 +239,13 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     _variables(change, assigned, "")
     if change.secrets or any(_SECRET.fullmatch(name) for name in change.env):
         raise UsageError("--change: a key or token cannot differ between configurations; set it for all of fidelab")
-    dialect = _DIALECTS[engine]
-    shared = {**dialect.unsaid, **base.options}
+    shared = {**_dialect(engine).unsaid, **base.options}
     fields: dict[str, Any] = {}
     if {*change.fields, *change.unset} & {"kv", "k", "v", "skip"}:
         kept = {key: value for key, value in base.fields.items() if key not in change.unset}
-        kv = _kv(change.fields, kept, dialect) or dialect.native_kv
-        if kv != (_kv(base.fields, {}, dialect) or dialect.native_kv):
+        native = engine_class(engine).native_kv
+        kv = _kv(change.fields, kept, engine) or native
+        if kv != (_kv(base.fields, {}, engine) or native):
             fields["kv"] = kv
     dtype = change.fields.get("dtype", "auto" if "dtype" in change.unset else base.fields.get("dtype", "auto"))
     if dtype != base.fields.get("dtype", "auto"):
@@ -382,15 +270,15 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     return {"name": " ".join(text.split()), **fields}
 
 
-def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -> str | None:
+def _kv(fields: Mapping[str, str], base: Mapping[str, str], engine: str) -> str | None:
     """Return the KV format that fields name: one for both, or keys and values separately."""
-    merged = {**base, **fields}
+    merged, native = {**base, **fields}, engine_class(engine).native_kv
     if "skip" in merged:
-        return f"{merged.get('kv', dialect.native_kv)}[skip-layers={merged['skip']}]"
+        return f"{merged.get('kv', native)}[skip-layers={merged['skip']}]"
     if "kv" in fields:
         return fields["kv"]
     if "k" in merged or "v" in merged:
-        k, v = merged.get("k", dialect.native_kv), merged.get("v", dialect.native_kv)
+        k, v = merged.get("k", native), merged.get("v", native)
         return k if k == v else f"{k}/{v}"
     return merged.get("kv")
 
@@ -484,38 +372,46 @@ def _expanded(word: str, where: str) -> str:
 # ----------------------------------------------------------------------------------------------- programs
 
 
-_PROGRAM = re.compile(
-    r"((docker|podman|nerdctl) run|(vllm|sglang) serve|llama-server|python\S* -m (vllm\.entrypoints\.cli\.main serve"
-    r"|vllm\.entrypoints\.openai\.api_server|sglang\.launch_server))(?!\S)"
-)
+_CONTAINERS = r"(docker|podman|nerdctl) run"
+
+
+@cache
+def _dialects() -> dict[str, Dialect]:
+    """Engine → the command line of its server, of all engines that have one."""
+    return {cls.name: cls.dialect for cls in engines() if cls.dialect is not None}
+
+
+def _dialect(engine: str) -> Dialect:
+    return _dialects()[engine]
 
 
 def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str]]:
     """Return the words of the program, which is ``docker run`` for a container, and the words after it."""
     line = " ".join([Path(words[0]).name, *words[1:]]) if words else ""
-    if (match := _PROGRAM.match(line)) or (image and (match := re.match(r"server(?!\S)", line))):
+    patterns = "|".join((_CONTAINERS, *(dialect.program for dialect in _dialects().values())))
+    if (match := re.match(rf"({patterns})(?!\S)", line)) or (image and (match := re.match(r"server(?!\S)", line))):
         n = len(match[0].split())
         return list(words[:n]), list(words[n:])
     if image and line[:1] in ("", "-"):
         return [], list(words)
     if line.partition(" ")[0] in ("sh", "bash"):
         raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
-    known = "vllm serve, python -m vllm.entrypoints.openai.api_server, python -m sglang.launch_server, sglang serve, "
+    known = ", ".join(program for dialect in _dialects().values() for program in dialect.programs)
     raise UsageError(
-        f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}llama-server, "
+        f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}, "
         "and docker run with one of them"
     )
 
 
 def _engine_of(program: Sequence[str], image: str, where: str) -> str:
     words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
-    found = next((engine for mark, engine in _ENGINE_MARKS.items() if mark in words.lower()), None)
+    marked = (engine for engine, dialect in _dialects().items() if re.search(dialect.mark, words.lower()))
+    found = next(marked, None)
     if found is None:
         raise UsageError(f"{where}: image {image} does not say which server it starts; write its command after it")
     return found
 
 
-_ENGINE_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
 _CONTAINER_SWITCHES = re.compile(
     r"-[ditPq]+|--(detach|rm|interactive|tty|init|privileged|read-only|no-healthcheck|oom-kill-disable|publish-all|quiet"
     r"|sig-proxy|replace)"
@@ -614,21 +510,21 @@ def _flags(
     positional: bool,
 ) -> _FlagValues:
     """Return the meaning of the flags of an engine's server; ``base``: options of the command that they change."""
-    dialect, said = _DIALECTS[engine], _FlagValues()
+    dialect, said = _dialect(engine), _FlagValues()
     reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
     for flag, name, values in _split_flags(words, dialect):
         if not flag:
-            if not positional or engine != "vllm" or "model" in said.fields:
+            if not positional or not dialect.positional_model or "model" in said.fields:
                 raise UsageError(f"{where}: {values[0]!r} does not belong to a flag; quote values with spaces")
             said.fields["model"] = values[0]
             continue
         if name in _REFUSED:
             raise UsageError(f"{where}: {flag} {_REFUSED[name]}")
-        _apply_flag(said, dialect, reasons, base, flag, name, values)
+        _apply_flag(said, engine, reasons, base, flag, name, values)
     return said
 
 
-def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str, str, list[str]]]:
+def _split_flags(words: Sequence[str], dialect: Dialect) -> Iterator[tuple[str, str, list[str]]]:
     """Yield each flag as written, its long name, and its values; a word of no flag has none."""
     rest = list(words)
     while rest:
@@ -658,7 +554,7 @@ def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str,
 
 def _apply_flag(
     said: _FlagValues,
-    dialect: _Dialect,
+    engine: str,
     controlled: Mapping[str, str],
     base: Mapping[str, str],
     flag: str,
@@ -666,6 +562,7 @@ def _apply_flag(
     values: list[str],
 ) -> None:
     """Store one flag where it belongs."""
+    dialect = _dialect(engine)
     negated = name.startswith("no-") and not values
     plain = name.removeprefix("no-") if negated else name
     head, _, inner = plain.partition(".")
@@ -684,7 +581,7 @@ def _apply_flag(
         elif value != "auto" or key not in ("kv", "device"):
             said.fields[key] = value
         elif key == "kv":
-            said.fields[key] = dialect.native_kv
+            said.fields[key] = engine_class(engine).native_kv
         if key == "model" and not negated:
             said.model_flag = flag
     elif reason is not None:

@@ -346,11 +346,6 @@ def cache_parameter(model: Any) -> str:
     )
 
 
-def engine_name(text: str) -> str:
-    """Return an engine's own name: ``llamacpp`` for ``llama.cpp``, ``hf`` for ``transformers``, else the same name."""
-    return {"llama.cpp": "llamacpp", "transformers": "hf"}.get(text.lower(), text)
-
-
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it

@@ -8,6 +8,7 @@ adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -65,6 +66,17 @@ class Registry:
         module, _, attribute = target.partition(":")
         found = import_module(module)
         return getattr(found, attribute) if attribute else found
+
+    def available(self) -> dict[str, Any]:
+        """Return all objects by name, in the order of :meth:`names`.
+
+        One of another package that cannot be imported is left out. Its own use shows the error.
+        """
+        found = {name: self.load(name) for name in self._table}
+        for name in self.names()[len(found) :]:
+            with suppress(Exception):  # whatever the import of another package raises
+                found[name] = self.load(name)
+        return found
 
 
 @cache

@@ -180,8 +180,10 @@ def _content(folder: Path) -> int:
 
 
 def _model(entry: Listed) -> DoctorCheck:
+    from fidelab.models.embedded import CONVERTED
+
     if entry.present:
-        converted = "" if (entry.path / "hf").is_dir() else "; converted when an engine needs it"
+        converted = "" if (entry.path / CONVERTED).is_dir() else "; converted when an engine needs it"
         return DoctorCheck(entry.name, "models", "ok", f"here, {_size(entry.size)}{converted}")
     if find_spec("pip") is None:  # as in environments that uv makes
         detail = f"not here, and pip, which fetches it ({_DOWNLOAD}), is missing"

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding, reason
+from fidelab.engines import DEFAULT
 from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from fidelab.environments.environment import Environment
     from fidelab.environments.listing import Installed
 
-# What the main job asks for, by its defaults: k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
-_ENGINE = "hf"
+# What the main job asks for, by its defaults (engine ``DEFAULT``): k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
 _FORMATS = ("bf16", "fp8_e4m3")
 _AXES = ("trajectory", "kld")
 
@@ -117,7 +117,7 @@ def _engine(
     trial: Callable[[str], None] | None,
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """Check an engine, and the KV formats of an engine that works."""
-    check = partial(DoctorCheck, name, "engines", needed=name == _ENGINE and not unusable)
+    check = partial(DoctorCheck, name, "engines", needed=name == DEFAULT and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
         if getattr(engine, "packages", ()):
@@ -181,7 +181,7 @@ def _brought(
 
 
 def _check(engine: str, kv: str, status: Finding, detail: str, remedy: str | None = None) -> DoctorCheck:
-    needed = engine == _ENGINE and kv in _FORMATS
+    needed = engine == DEFAULT and kv in _FORMATS
     return DoctorCheck(kv, f"KV formats ({engine})", status, detail, remedy, needed=needed)
 
 

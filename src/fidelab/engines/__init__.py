@@ -5,15 +5,28 @@ An adapter imports its third-party package inside ``open``; importing this room 
 
 from fidelab.core.registry import Registry
 
+DEFAULT = "hf"
+"""The engine where none is named.  It is built in, and rounds weights, keys and values for studies."""
+CLIENT = "openai"
+"""The engine of a server that runs already, whatever its kind."""
+
 ENGINES = Registry(
     "engine",
     {
-        "hf": "fidelab.engines.hf.adapter:HFEngine",
+        DEFAULT: "fidelab.engines.hf.adapter:HFEngine",
         "llamacpp": "fidelab.engines.llamacpp.adapter:LlamaCppEngine",
         "sglang": "fidelab.engines.sglang.adapter:SGLangEngine",
         "vllm": "fidelab.engines.vllm.adapter:VLLMEngine",
-        "openai": "fidelab.engines.openai.adapter:OpenAIEngine",
+        CLIENT: "fidelab.engines.openai.adapter:OpenAIEngine",
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",
 )
+
+
+def engine_name(text: str) -> str:
+    """Return an engine's own name: ``llamacpp`` for ``llama.cpp``, ``hf`` for ``transformers``, else the same name."""
+    if text in ENGINES.built_in:
+        return text
+    titles = {str(getattr(cls, "title", "")).lower(): name for name, cls in ENGINES.available().items()}
+    return titles.get(text.lower(), text)

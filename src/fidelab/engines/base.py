@@ -23,9 +23,12 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import ENGINES
+from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.options import OWN_FLAGS
+from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.speculation import Drafts, speculation_record
+from fidelab.engines.storage import LayerFormats, Stored
 
 
 @dataclass(frozen=True)
@@ -180,26 +183,35 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""  # name in texts; empty: ``name``
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions, any of which provides the engine; empty: built in
+    needs: ClassVar[tuple[str, ...]] = ()  # packages of an extra of fidelab that it imports where it is built in
+    library: ClassVar[str] = ""  # the distribution whose version is the engine's where ``packages`` is empty
     options: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # names that fidelab itself knows; engines have more
     samples: ClassVar[bool] = False  # draws tokens with a seed where a request asks for it
     controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     harmless: ClassVar[Mapping[str, Harmless]] = MappingProxyType({})  # options that foreign files may set, and values
+    dialect: ClassVar[Dialect | None] = None  # the command line of its own server; none: it has no server
+    server_metrics: ClassVar[MetricNames | None] = None  # on its own server's page of metrics; none: it has no page
     own_flags: ClassVar[Mapping[str, str]] = OWN_FLAGS  # of its server that fidelab writes; what presets say instead
     shortened_flags: ClassVar[bool] = True  # its server takes the beginning of a flag for the whole, as argparse does
     native_kv: ClassVar[str] = "bf16"  # default KV format
+    emulates: ClassVar[bool] = False  # stores every format of fidelab by its definition, and has no server
+    layer_formats: ClassVar[LayerFormats | None] = None  # of a plan by layer; none: one format for all layers
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
     ways: ClassVar[frozenset[str]] = frozenset()  # of ``captures.requests.WAYS`` in which it answers ``Served``
+    shares_attention: ClassVar[bool] = False  # its option ``attention`` must be the same in all arms of a comparison
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
     graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
-    checkpoint_format: ClassVar[str] = "hf"  # ``Arm.path`` is such a folder; ``gguf``: that file where there is one
+    checkpoint_format: ClassVar[str] = "safetensors"  # a folder, ``Arm.path``; ``gguf``: a file where there is one
+    dequantizes: ClassVar[frozenset[str]] = frozenset()  # formats of checkpoints that it computes with in 16 bits
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:
@@ -289,9 +301,33 @@ class Engine(ABC):
         raise NotSupportedError(f"engine {cls.name} has no server of its own: vllm, sglang and llamacpp have one")
 
     @classmethod
+    def environment_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        """Return :meth:`serve_command` as it is called in the engine's environment.
+
+        A first word ``python`` is that environment's interpreter.
+        """
+        return cls.serve_command(arm, host, port)
+
+    @classmethod
     def serve_variables(cls, arm: Arm) -> dict[str, str]:
         """Return environment variables that belong to :meth:`serve_command`. The arm's own precede others."""
         return dict(arm.env)
+
+    @classmethod
+    def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
+        """Return how the engine stores a format that it has.
+
+        ``emulated``: fidelab itself holds the format in more bits than its definition has.
+        """
+        return "native"
+
+    @classmethod
+    def holds_alike(cls, kv: KVSpec) -> str | None:
+        """Return this engine's name of a format that it stores as fidelab defines it; ``None`` if it does not.
+
+        An engine with :attr:`emulates` is measured again on the first engine that has a name.
+        """
+        return None
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
@@ -373,3 +409,13 @@ def engine_class(name: str) -> type[Engine]:
     """Return the adapter. Its class variables hold in every environment."""
     cls: type[Engine] = ENGINES.load(name)
     return cls
+
+
+def engines() -> list[type[Engine]]:
+    """Return all adapters that can be imported."""
+    return [cls for cls in ENGINES.available().values() if isinstance(cls, type) and issubclass(cls, Engine)]
+
+
+def engine_titles() -> dict[str, str]:
+    """Return the names of engines in texts: ``llama.cpp`` for ``llamacpp``."""
+    return {cls.name: cls.title or cls.name for cls in engines()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,6 @@ from fidelab.core.serial import to_json
 from fidelab.engines import k16v8
 from fidelab.engines.base import Engine, engine_class
 from fidelab.engines.installed import gpu_files
-from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings
 from fidelab.engines.variables import check_env
@@ -34,7 +32,6 @@ from fidelab.models import path as model_path
 
 _SETTINGS_TIMEOUT = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
-_VLLM = "vllm"
 
 
 @dataclass(frozen=True)
@@ -101,10 +98,10 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     """
     cls, engine = engine_class(preset.engine_name), preset.engine
     port = _port(host, port)
-    words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
+    variables = cls.serve_variables(arm)
     if environment is None:
         environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
-    command = _environment_command(environment, arm, words, host, port)
+    command = _environment_command(environment, cls.environment_command(arm, host, port))
     shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     shown, variables = server_command(arm, host, port), {**environment.variables(), **variables}
     return Plan(arm, f"http://{shown_host}:{port}", tuple(command), variables, shown)
@@ -221,13 +218,13 @@ def _seconds(values: list[float]) -> str:
 
 def _model(name: str, cls: type[Engine]) -> str:
     """Return the model argument of a server: the path of an embedded or local model, the name of one on a hub."""
-    form = cls.checkpoint_format
+    gguf = cls.checkpoint_format == "gguf"
     if name in embedded.NAMES:
-        return str(model_path(name, form))
+        return str(model_path(name, "gguf") if gguf else model_path(name))
     path = expand(name)
     if path.exists():
         return str(path)
-    if form == "gguf":
+    if gguf:
         raise InputError(
             f"{name} is not a file here; this engine's server loads a .gguf file: name one with model=PATH"
         )
@@ -265,14 +262,8 @@ def _port(host: str, port: int | None) -> int:
         raise UsageError(f"--port {port}: ports go to 65535") from None
 
 
-def _environment_command(environment: Environment, arm: Arm, words: list[str], host: str, port: int) -> list[str]:
-    """The engine's command as it is called in its environment."""
-    if words[0] == _VLLM:
-        return [*environment.command("fidelab.engines.vllm.serve"), *words[1:]]
-    if words[0] == llamacpp_serve.PROGRAM:
-        if (program := shutil.which(words[0])) is not None:
-            return [program, *words[1:]]
-        words = llamacpp_serve.python_server(arm, host, port)
+def _environment_command(environment: Environment, words: list[str]) -> list[str]:
+    """The engine's command with its environment's interpreter."""
     if words[:2] == [_PYTHON, "-m"]:
         return [*environment.command(words[2]), *words[3:]]
     return words

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fidelab.core import canonical_json, digest, engine_name
+from fidelab.core import canonical_json, digest
 from fidelab.core.errors import UsageError
+from fidelab.engines import engine_name
 from fidelab.engines.installed import device
 
 _VLLM = "0.32.0"

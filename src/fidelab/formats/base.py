@@ -39,6 +39,22 @@ class Format(ABC):
     tail: int = 0
     """Last tokens of a sequence that a cache keeps as they are."""
 
+    has_zero: bool = True
+    """Whether a zero among other values stays zero."""
+    saturates: bool = False
+    """Whether an infinity becomes a finite number, and content beyond float16 decodes to its largest number."""
+    overflows: bool = False
+    """Whether the format's own header can overflow.  The error bound is infinite there."""
+    variants: tuple[str, ...] = ()
+    """Options with which tests check what every format promises: ``scale=per-head``.  Empty: the defaults alone."""
+
+    def nan_reach(self, dim: int) -> int:
+        """Return the number of neighbours along the head dimension that share one NaN.
+
+        They are those with a common scale, counted from the first value in whole groups.
+        """
+        return 1
+
     @property
     def has_exceptions(self) -> bool:
         """Whether a cache keeps some tokens unquantized."""

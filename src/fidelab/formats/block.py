@@ -49,6 +49,11 @@ class Block(Format):
 
     name: str
     header_bytes: ClassVar[int] = 2  # of one block's float16 numbers
+    overflows = True
+
+    def nan_reach(self, dim: int) -> int:
+        """One block."""
+        return SIZE
 
     @property
     @abstractmethod
@@ -174,6 +179,7 @@ class BlockAffine(Block):
 
     bits: int
     header_bytes = 4  # ``d`` and ``m``
+    has_zero = False
 
     @property
     def code_bytes(self) -> int:

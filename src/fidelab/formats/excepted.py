@@ -45,6 +45,25 @@ class Excepted(Format):
     tail: int = 0
 
     @property
+    def has_zero(self) -> bool:  # type: ignore[override]
+        """Same as ``inner``."""
+        return self.inner.has_zero
+
+    @property
+    def saturates(self) -> bool:  # type: ignore[override]
+        """Same as ``inner``."""
+        return self.inner.saturates
+
+    @property
+    def overflows(self) -> bool:  # type: ignore[override]
+        """Same as ``inner``."""
+        return self.inner.overflows
+
+    def nan_reach(self, dim: int) -> int:
+        """Same as ``inner``."""
+        return self.inner.nan_reach(dim)
+
+    @property
     def token_block(self) -> int:  # type: ignore[override]
         """Same as ``inner``."""
         return self.inner.token_block

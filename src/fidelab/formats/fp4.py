@@ -58,6 +58,11 @@ class Float4(Format):
 
     name: str
     size: ClassVar[int]  # values per block
+    saturates = True
+
+    def nan_reach(self, dim: int) -> int:
+        """One block."""
+        return self.size
 
     @abstractmethod
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
@@ -102,6 +107,7 @@ class NVFloat4(Float4):
 
     scaling: str = "none"
     size = 16
+    variants = ("scale=none", "scale=per-tensor")
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """Return amax / (6 * 448) of each sequence."""

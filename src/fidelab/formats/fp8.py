@@ -81,6 +81,8 @@ class Float8(Format):
     name: str
     scaling: str = "none"
     static: float = 1.0
+    saturates = True
+    variants = (*(f"scale={name}" for name in _SCALES), "scale=0.0125")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -51,6 +51,12 @@ class GroupedInt(Format):
     name: str
     bits: int
     group: int = 32
+    saturates = True
+    variants = ("group=8", "group=32", "group=128")
+
+    def nan_reach(self, dim: int) -> int:
+        """One group."""
+        return self.group
 
     @property
     def qmax(self) -> int:

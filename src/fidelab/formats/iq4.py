@@ -47,6 +47,7 @@ class BlockLevels(Block):
     """Format iq4_nl."""
 
     code_bytes = SIZE // 2
+    has_zero = False
 
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Return the fitted ``d``; codes 0 … 15, two to a byte."""

@@ -67,6 +67,11 @@ class LloydMax(Format):
 
     name: str
     bits: int
+    has_zero = False
+
+    def nan_reach(self, dim: int) -> int:
+        """All values, whose norm is the scale."""
+        return dim
 
     @property
     def emulated(self) -> bool:

@@ -66,6 +66,16 @@ class Rotated(Format):
     inner: Format
     block: int | None = None
     seed: int | None = None
+    has_zero = False  # a rotated zero is a sum of others
+
+    def nan_reach(self, dim: int) -> int:
+        """All values: a rotation mixes those of its block, and ``inner`` those of its groups."""
+        return dim
+
+    @property
+    def overflows(self) -> bool:  # type: ignore[override]
+        """Same as ``inner``."""
+        return self.inner.overflows
 
     @property
     def token_block(self) -> int:  # type: ignore[override]

@@ -52,6 +52,12 @@ class GroupedUInt(Format):
     bits: int
     group: int = 32
     axis: str = "head"
+    has_zero = False
+    variants = ("group=8", "group=32", "group=128")
+
+    def nan_reach(self, dim: int) -> int:
+        """One group, or one channel."""
+        return self.group if self.axis == "head" else 1
 
     @property
     def token_block(self) -> int:  # type: ignore[override]

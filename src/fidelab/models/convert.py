@@ -86,7 +86,7 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
     model, wanted, loaders = _parameters(file, config)
     size = sum(value.nbytes for value in wanted.values())
     _log.info("converting %s to %s of safetensors (once)", file, *format_bytes(size))
-    out = scratch / "hf"
+    out = scratch / "safetensors"
     with redirect_stderr(io.StringIO()):  # a progress bar
         model.save_pretrained(out, state_dict={})  # config and generation config
     for path in text.iterdir():

@@ -22,6 +22,8 @@ from fidelab.core.scratch import owner_descriptors
 from fidelab.models.cache import build_once, cache_dir
 from fidelab.models.weights import file_sha256
 
+CONVERTED = "hf"
+"""The form of a model as a folder of safetensors, and the name of that folder beside a GGUF file."""
 _log = logging.getLogger(__name__)
 
 

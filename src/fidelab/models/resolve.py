@@ -143,7 +143,9 @@ def check_conversion(model: Model) -> int:
 
 def _converted(model: Model) -> Path:
     """Path of the safetensors folder of a GGUF file, whether or not it exists yet."""
-    return embedded.home(model.name) / "hf" if model.name in embedded.NAMES else gguf_dir() / model.weights
+    return (
+        embedded.home(model.name) / embedded.CONVERTED if model.name in embedded.NAMES else gguf_dir() / model.weights
+    )
 
 
 def pull(name: str) -> Model:
@@ -155,19 +157,19 @@ def pull(name: str) -> Model:
     return with_weights(resolve(name))
 
 
-def path(name: str, form: str = "hf") -> Path:
+def path(name: str, form: str = embedded.CONVERTED) -> Path:
     """Return the path of a model, made if needed: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
         UsageError: If the form does not exist.
         InputError: If the model is not available, or has no GGUF file.
     """
-    if form not in ("hf", "gguf"):
+    if form not in (embedded.CONVERTED, "gguf"):
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")
     if form == "gguf" and name in embedded.NAMES:
         return embedded.gguf_file(name)
-    model = pull(name) if form == "hf" else resolve(name)
-    location = model.path if form == "hf" else model.gguf
+    model = resolve(name) if form == "gguf" else pull(name)
+    location = model.gguf if form == "gguf" else model.path
     if location is None or model.kind == "fake":
         raise InputError(f"{name} has no {form} form; pass the path of a .gguf file, or an embedded name")
     return location

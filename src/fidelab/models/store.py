@@ -65,7 +65,7 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
     places = (*homes, gguf_dir())
     doomed = [part for folder in places for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
     doomed += [part for folder in places for part in abandoned(folder)]
-    for folder in (*_gguf_folders(), *(home / "hf" for home in homes)):
+    for folder in (*_gguf_folders(), *(home / embedded.CONVERTED for home in homes)):
         origin = _origin(folder)
         gone = origin is not None and not origin.exists()
         if folder.is_dir() and (

@@ -19,7 +19,6 @@ from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
-_HF = "hf"  # the engine whose attention can be chosen
 
 
 def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
@@ -42,7 +41,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     options = {key: value for key, value in shared.items() if key not in without} | own
     env = {**experiment.env, **config.env}
     check_env(env)
-    if engine.name == _HF and options.get(WEIGHTS) == NATIVE:
+    if options.get(WEIGHTS) == NATIVE and WEIGHTS in engine_class(engine.name).options:
         del options[WEIGHTS]
     return Arm(
         name=config.label,
@@ -116,14 +115,15 @@ def other_attention(reference: Arm, arm: Arm) -> str | None:
 
     ``auto`` if only the reference names an attention.
     """
-    if not arm.engine == reference.engine == _HF:
+    if arm.engine != reference.engine or not engine_class(arm.engine).shares_attention:
         return None
     asked, base = (dict(one.options).get(ATTENTION) for one in (arm, reference))
     return (asked or AUTO) if asked != base else None
 
 
 def _chooses(arm: Arm) -> bool:
-    return arm.engine == _HF and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options)
+    shares = engine_class(arm.engine).shares_attention
+    return shares and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options)
 
 
 def _with_option(arm: Arm, key: str, value: str) -> Arm:

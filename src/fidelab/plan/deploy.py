@@ -14,7 +14,7 @@ from fidelab.models import Model
 
 def loads_safetensors(engine: type[Engine]) -> bool:
     """Whether the engine loads a safetensors folder. For a server only the tokenizer is loaded here."""
-    return engine.checkpoint_format == "hf" and not engine.is_server
+    return engine.checkpoint_format == "safetensors" and not engine.is_server
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.core.errors import UsageError
 from fidelab.core.registry import require_all
+from fidelab.engines import ENGINES
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
@@ -101,13 +102,18 @@ def require_packages(experiment: Experiment) -> None:
         MissingPackageError: If one is not. The message names all of them.
     """
     engines = [experiment.engine, *(arm.engine for arm in experiment.arms if arm.engine is not None)]
-    here = any(engine.name == "hf" and engine.python is None and engine.image is None for engine in engines)
+    here = any(_needs_extra(engine.name) and engine.python is None and engine.image is None for engine in engines)
     needed = {"scipy"}  # intervals
     if experiment.axes or here:
         needed |= {"torch"} if experiment.model == "fake" else {"torch", "transformers"}
     if experiment.executor.name == "ray":
         needed |= {"ray"}
     require_all(needed, "this run")
+
+
+def _needs_extra(engine: str) -> bool:
+    """Whether an engine imports packages of an extra; an unknown engine is refused later."""
+    return engine in ENGINES.names() and bool(getattr(ENGINES.load(engine), "needs", ()))
 
 
 def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:

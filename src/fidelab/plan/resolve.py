@@ -16,6 +16,7 @@ from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
 from fidelab.core.paths import expand
 from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH
+from fidelab.engines import DEFAULT
 from fidelab.engines.base import Engine, Support, engine_class
 from fidelab.engines.hf.kernels import ATTENTION, AUTO
 from fidelab.engines.installed import gpu_files
@@ -32,7 +33,7 @@ from fidelab.references.pack import Pack
 NODE_THREADS = 4  # of an arm on a cluster, unless specified: few enough that arms do not keep each other from GPUs
 
 _BITS32 = KVSpec.parse("f32")
-_EXACT_ENGINE = EngineConfig(name="hf")
+_EXACT_ENGINE = EngineConfig(name=DEFAULT)
 
 
 @dataclass(frozen=True)

@@ -112,5 +112,5 @@ def _weights(model: Model, engine: str) -> str:
     if not (formats := quantized_as(model)):
         return ""
     converted = model.kind == "gguf" and engine_class(engine).checkpoint_format != "gguf"
-    dequantized = converted or (engine == "hf" and formats == "compressed-tensors")
+    dequantized = converted or formats in engine_class(engine).dequantizes
     return f"{'dequantized from' if dequantized else 'quantized as'} {formats}"

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from fidelab.core import Status
+from fidelab.core.registry import Registry
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import (
     ABSENT,
@@ -169,13 +171,16 @@ def confident_flips_of(kld: Measurement | None) -> Estimate:
 
 # ---------------------------------------------------------------------------------------------------------- words
 
-ENGINES = {
-    "hf": "Transformers",
-    "llamacpp": "llama.cpp",
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "openai": "OpenAI-compatible server",
-}
+_TITLES = Registry("table of titles", {"engines": "fidelab.engines.base:engine_titles"})
+"""What the report asks other rooms for their names in texts. As the faces of a report it is found by name, since a
+report shows engines and runs none."""
+
+
+@cache
+def engine_title(name: str) -> str:
+    """Return the name of an engine in texts; its own name where it is not installed here."""
+    titles: dict[str, str] = _TITLES.load("engines")()
+    return one_line(titles.get(name, name))
 
 
 def engines_of(arms: Iterable[ArmRecord]) -> str:
@@ -184,7 +189,7 @@ def engines_of(arms: Iterable[ArmRecord]) -> str:
     for arm in arms:
         device = arm.ran.others().get("device") if arm.ran else None
         where = one_line(str(device or "")).partition(" (")[0].partition(":")[0].upper()
-        names.append(f"{ENGINES.get(arm.engine, one_line(arm.engine))}{f' ({where})' if where else ''}")
+        names.append(f"{engine_title(arm.engine)}{f' ({where})' if where else ''}")
     known = [name for name in names if name.endswith(")")]
     return ", ".join(dict.fromkeys(name for name in names if not any(one.startswith(f"{name} (") for one in known)))
 

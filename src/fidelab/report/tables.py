@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import ENGINES, estimate_of, fact_of, kv_sides, ratio_of, status_line
+from fidelab.report.cells import engine_title, estimate_of, fact_of, kv_sides, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
@@ -292,7 +292,7 @@ def _runtime_cells(arm: ArmRecord) -> tuple[str, ...]:
     k, v = kv_sides(arm)
     versions = ", ".join(f"{name} {version}" for name, version in ran.versions.items()) if ran else ""
     return (
-        one_line(ENGINES.get(arm.engine, arm.engine)),
+        engine_title(arm.engine),
         _stored(k, ran.k_dtype if ran else None),
         _stored(v, ran.v_dtype if ran else None),
         one_line((ran.attention if ran else None) or ABSENT),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fidelab.config.experiment import validate
+from fidelab.engines import DEFAULT
 from fidelab.results.record import Report
 from fidelab.run.runner import Listener, ProgressReporter, Silent
 
@@ -16,7 +17,7 @@ def compare(
     *,
     reference: str | Mapping[str, Any] | None = None,
     candidates: str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]],
-    engine: str | Mapping[str, Any] = "hf",
+    engine: str | Mapping[str, Any] = DEFAULT,
     control: str = "auto",
     axes: str | Mapping[str, Mapping[str, Any]] | Sequence[str] = ("trajectory", "kld"),
     progress: bool | Callable[[str, float], None] = False,

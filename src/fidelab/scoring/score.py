@@ -22,8 +22,8 @@ from fidelab.core import Arm, Status, shell_line
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
 from fidelab.core.registry import require
 from fidelab.core.roles import CONTROL, TRUTH
-from fidelab.engines import ENGINES, k16v8
-from fidelab.engines.base import one_line
+from fidelab.engines import ENGINES
+from fidelab.engines.base import engine_class, engines, one_line
 from fidelab.engines.hf.kernels import ATTENTION
 from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
@@ -344,31 +344,23 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
             )
 
 
-_LLAMACPP_FORMATS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-_SHARED_SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz")
-"""Formats that mean the same on engine hf and in pairs on vLLM; ``int4`` and ``int8`` have other scales there."""
 _KERNEL_OPTIONS = (ATTENTION, "estimator")  # how the format was measured, not what it is
 
 
 def _other_engine_command(result: ArmResult) -> str | None:
-    """fidelab command that measures an arm of engine hf on an engine whose server stores the cache so.
+    """fidelab command that measures an arm whose engine emulates formats on an engine that stores the cache so.
 
     ``None`` where no such engine is known.
     """
     arm, kv = result.arm, result.arm.kv
     formatted = dict(arm.options).keys() - {*_KERNEL_OPTIONS}
-    if arm.engine != "hf" or formatted or kv.skip_layers or kv.k.options or kv.v.options:
+    emulates = arm.engine in ENGINES.names() and engine_class(arm.engine).emulates
+    if not emulates or formatted or kv.skip_layers or kv.k.options or kv.v.options:
         return None
-    if kv.k.name in _LLAMACPP_FORMATS and kv.v.name in (*_LLAMACPP_FORMATS, "f16", "bf16", "f32"):
-        engine = "llamacpp"
-    else:
-        native = kv.k.name in ("fp8_e4m3", "fp8_e5m2") and kv.same
-        if not native and not (k16v8.is_pair(kv) and {kv.k.name, kv.v.name} <= {*_SHARED_SIDES}):
-            return None
-        engine = "vllm"
-    native16 = kv.k.name in ("bf16", "f16") and kv.v.name == "fp8_e4m3"
-    name = "k16v8" if engine == "vllm" and native16 else kv.text
-    return shell_line("fidelab", "compare", public_name(arm.model), "--engine", engine, "--kv", name)
+    found = next(((cls.name, name) for cls in engines() if (name := cls.holds_alike(kv)) is not None), None)
+    if found is None:
+        return None
+    return shell_line("fidelab", "compare", public_name(arm.model), "--engine", found[0], "--kv", found[1])
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:

@@ -19,7 +19,10 @@ from fidelab.captures.requests import Prefill, RoundedCache, Tokens
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, KVSpec, shell_line
 from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
+from fidelab.engines import DEFAULT
+from fidelab.engines.base import engine_class, engine_titles
 from fidelab.engines.hf.weights import NATIVE
+from fidelab.engines.storage import ANY_FORMAT, LayerFormats
 from fidelab.environments.checkpoints import checkpoints
 from fidelab.formats import create
 from fidelab.formats.base import Format
@@ -31,7 +34,7 @@ from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.runner import Listener
-from fidelab.studies.recipes import VLLM, WIDE, Recipe, pair_name
+from fidelab.studies.recipes import WIDE, Recipe, pair_name
 from fidelab.studies.roundings import (
     Cell,
     Choices,
@@ -55,8 +58,6 @@ ASYMMETRY = Definition("asymmetry", "ratio", None, "ΔPPL with rounded keys over
 _WIDTHS = range(2, 9)
 _SIDES: tuple[Side, ...] = ("keys", "values", "both")
 _ONE_SIDE = _SIDES[:2]
-_PER_TOKEN_HEAD = ("int8", "int4")  # on vLLM
-_EQUALLY_STORED = (*VLLM, *_PER_TOKEN_HEAD)
 _CALIBRATED = (1, 4, 16)  # windows
 _FP8, _TOP = "fp8_e4m3", 448.0
 _RIVALS = 6  # pairs of formats that a plan has to beat: those that take the most of the budget
@@ -94,7 +95,7 @@ class _Cache(Question):
     group: int
     dtype: str
     formats: Sequence[str] = ()
-    engine: str = "hf"
+    storage: LayerFormats = ANY_FORMAT
 
     @property
     def names(self) -> list[str]:
@@ -104,7 +105,7 @@ class _Cache(Question):
     @property
     def sides(self) -> tuple[Side, ...]:
         """Sides of a layer that have formats of their own: vLLM stores keys and values alike."""
-        return _ONE_SIDE if self.engine == "hf" else ("both",)
+        return _ONE_SIDE if self.storage.any_format else ("both",)
 
     @property
     def cells(self) -> list[Cell]:
@@ -119,13 +120,13 @@ class _Cache(Question):
 
     def _rounding(self, side: Side, name: str) -> str:
         """The rule that rounds as the engine stores: vLLM's integers have a scale for each token and head."""
-        if self.engine == "hf" or name == NATIVE:
+        if self.storage.any_format or name == NATIVE:
             return _pair(side, name)
         dims = self.statistics.windows[0]["head_dim"][0]
-        return "/".join(_as_stored(one, dim) for one, dim in zip(_both(name), dims, strict=True))
+        return "/".join(self._stored(one, dim) for one, dim in zip(_both(name), dims, strict=True))
 
     def _grid(self) -> list[Cell]:
-        sides = _SIDES if self.engine == "hf" else self.sides
+        sides = _SIDES if self.storage.any_format else self.sides
         return [self._cell("all", side, name) for name in self.names for side in sides]
 
     def _fp8(self) -> list[Cell]:
@@ -230,7 +231,7 @@ class _Cache(Question):
         values = sum(heads * sum(dims) for heads, dims in shapes)
         sized = {name: np.array([self._sizes(name, *shape) for shape in shapes]) for name in names}  # [layers, 2]
         sizes = np.stack([sized[name] for name in names], axis=-1)  # [layers, 2, names]
-        if self.engine == "hf":
+        if self.storage.any_format:
             groups = {f"{layer}.{side}": (layer, side) for layer in known.layers for side in self.sides}
             pairs = {pair_name(k, v, self._wide): (k, v) for k in names for v in names if {k, v} != {NATIVE}}
             sizes = sizes.reshape(len(groups), len(names))
@@ -258,14 +259,14 @@ class _Cache(Question):
             values=values,
             option=self._option,
             rivals={name: (self._everywhere(*pairs[name]), whole[name]) for name in fitting},
-            together=[] if self.engine == "hf" else [[NATIVE, name] for name in self.names],
+            together=[] if self.storage.any_format else [[NATIVE, name] for name in self.names],
             refined=bool(self.formats),
             kv=lambda formats: Recipe.of(formats).kv(self._wide),
         )
 
     def _sizes(self, name: str, heads: int, dims: tuple[int, int]) -> list[float]:
         """Bits of one token of a layer, of keys and of values."""
-        sides = _both(name) if self.engine != "hf" else (name, name)
+        sides = (name, name) if self.storage.any_format else _both(name)
         native = 32.0 if self.dtype == "float32" else 16.0
         return [
             heads * (dim * native if side == NATIVE else 8.0 * _format(self._stored(side, dim)).packed_token_bytes(dim))
@@ -273,17 +274,18 @@ class _Cache(Question):
         ]
 
     def _stored(self, side: str, dim: int) -> str:
-        return side if self.engine == "hf" else _as_stored(side, dim)
+        """A side of the engine's formats as Transformers rounds it."""
+        return f"{side}[group={dim}]" if side in self.storage.per_token_head else side
 
     def _option(self, chosen: Mapping[str, str]) -> str:
         """Rules of all layers."""
-        if self.engine != "hf":
+        if not self.storage.any_format:
             return ";".join(f"{layer}:{self._rounding('both', name)}" for layer, name in chosen.items())
         layers = self.statistics.layers
         return ";".join(f"{layer}:{chosen[f'{layer}.keys']}/{chosen[f'{layer}.values']}" for layer in layers)
 
     def _everywhere(self, k: str, v: str) -> str:
-        return f"*:{k}/{v}" if self.engine == "hf" else f"*:{self._rounding('both', k)}"
+        return f"*:{k}/{v}" if self.storage.any_format else f"*:{self._rounding('both', k)}"
 
     @property
     def _wide(self) -> str:
@@ -299,11 +301,6 @@ def _both(name: str) -> tuple[str, str]:
     spec = KVSpec.parse(name)
     k, v = (NATIVE if side.name in WIDE else str(side) for side in (spec.k, spec.v))
     return k, v
-
-
-def _as_stored(side: str, dim: int) -> str:
-    """A side of vLLM's formats as Transformers rounds it."""
-    return f"{side}[group={dim}]" if side in _PER_TOKEN_HEAD else side
 
 
 def _bits(found: Metric) -> str:
@@ -325,7 +322,7 @@ def kv_sensitivity(
     bits: Sequence[int] = (),
     *,
     formats: Sequence[str] = (),
-    engine: str = "hf",
+    engine: str = DEFAULT,
     by: Place = "cache",
     group: int = 32,
     budget: float | None = None,
@@ -351,24 +348,32 @@ def kv_sensitivity(
         EngineError: If the model gave no answer.
         KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
-    if experiment.engine.name != "hf":
+    if RoundedCache.kind not in engine_class(experiment.engine.name).kinds:
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single layers; leave out --engine")
     widths = _checked(bits) if bits or not formats else []
     if budget is not None and by != "layer":
         raise UsageError("--budget with --bits or --kv is a plan of layers: add --by layer")
     if widths:
         create(FormatSpec.parse(_int(widths[0], group)))  # refuses a group that no format has
-    named = _check_formats(formats, engine)
-    if engine != "hf" and (widths or by != "layer"):
+    storage = engine_class(engine).layer_formats
+    if storage is None:
+        raise NotSupportedError(
+            f"engine {engine} has one cache format for all layers. Nearest that works: compare single formats, "
+            + shell_line(
+                "fidelab", "compare", "MODEL", "--engine", engine, *chain(*(("--kv", name) for name in formats))
+            )
+        )
+    named = _check_formats(formats, engine, storage)
+    if not storage.any_format and (widths or by != "layer"):
         raise UsageError(f"a plan for engine {engine} is made of its formats, layer by layer: --kv fp8_e4m3 --by layer")
     prepared = prepare(experiment, only="reference")
     chosen, held_out = windows_of(prepared, halves=budget is not None)
     study = OpenStudy.begin("kv-sensitivity", prepared, command, listener)
     statistics = _statistics(study, len(chosen.windows[0]))
     title = f"Sensitivity of keys and values of {experiment.model}"
-    question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype, named, engine)
+    question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype, named, storage)
     choices = None if budget is None else question.choices(budget)
-    if choices is not None and engine != "hf":
+    if choices is not None and not storage.any_format:
         choices = replace(choices, commands=lambda kv, uniform: _proof(experiment, engine, kv, uniform))
     return measure(study, question, chosen, held_out, choices, say), study.folder
 
@@ -441,32 +446,25 @@ def _proof(experiment: Experiment, engine: str, kv: str, uniform: str) -> dict[s
     return {} if kv == uniform else {"Prove": shell_line(*words, "--kv", uniform, "--kv", kv)}
 
 
-def _check_formats(formats: Sequence[str], engine: str) -> list[str]:
+def _check_formats(formats: Sequence[str], engine: str, storage: LayerFormats) -> list[str]:
     """The formats, checked.
 
     Raises:
         UsageError: If a format does not exist, occurs twice, or cannot be in the plan.
-        NotSupportedError: If the engine has one format for all layers.
     """
-    if engine not in ("hf", "vllm"):
-        raise NotSupportedError(
-            f"engine {engine} has one cache format for all layers. Nearest that works: compare single formats, "
-            + shell_line(
-                "fidelab", "compare", "MODEL", "--engine", engine, *chain(*(("--kv", name) for name in formats))
-            )
-        )
     for name in formats:
         spec = KVSpec.parse(name)
         if spec.skip_layers:
             raise UsageError(f"--kv {name}: the plan chooses the layers: leave out skip-layers")
-        if engine == "hf" and "/" in name:
+        if storage.any_format and "/" in name:
             raise UsageError(f"--kv {name}: the plan chooses keys and values apart: name single formats")
         for side in (spec.k, spec.v):
             if side.name not in WIDE:
                 create(side)
-            if engine == "vllm" and side.name not in WIDE and str(side) not in _EQUALLY_STORED:
+            if storage.formats and side.name not in WIDE and str(side) not in storage.formats:
+                title = engine_titles()[engine]
                 raise UsageError(
-                    f"--kv {name}: a plan for vLLM is made of {', '.join(_EQUALLY_STORED)}, and pairs of them"
+                    f"--kv {name}: a plan for {title} is made of {', '.join(storage.formats)}, and pairs of them"
                 )
         if {spec.k.name, spec.v.name} <= {*WIDE}:
             raise UsageError(f"--kv {name}: 16 and 32 bits are the compute type, which every plan may keep")

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from fidelab.core import Status
 from fidelab.core.errors import InputError, MismatchError, UsageError
+from fidelab.engines.base import engines
 from fidelab.metrics.speculation import ARMS, compose
 from fidelab.results.measurement import Coordinates, Definition, Flag, label
 from fidelab.results.record import ArmRecord, Report
@@ -34,7 +35,6 @@ _NOTE = (
     "worth less together than each by itself, above 1.1 more"
 )
 _SPECULATIVE = ("speculative", "both")
-_COUNTING_ENGINES = ("vllm", "sglang")  # they have counters whenever they speculate
 _MEASURED_STATUSES = (Status.OK, Status.IDENTICAL)
 _MAY_DIFFER = ("tokenizer", "weights", "dtype", "goodput")  # by what quantizing changes, or no matter of rates
 _RATES = {"serving": ("output_rate", "arrival"), "decode": ("isolated", "depth")}
@@ -164,7 +164,8 @@ def _doubt(name: str, cell: _Cell) -> str | None:
     if server is None:
         return f"no server reported its counters, {unknown}"
     if drafts is None:
-        silent = not wanted and server.get("kind") in _COUNTING_ENGINES
+        metrics = [cls.server_metrics for cls in engines() if cls.server_metrics is not None]
+        silent = not wanted and any(names.counts_drafts and names.server == server.get("kind") for names in metrics)
         return None if silent else f"its server has no speculation counters, {unknown}"
     drafted = drafts.get("drafted")
     engaged = (drafts.get("accepted") or 0) > 0 or (drafts.get("acceptance_length") or 0) > 1

@@ -43,7 +43,6 @@ from fidelab.studies.study import arm_of, new_study, write_study
 CrossWatch = Callable[[str], Listener | None]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
-_LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _COLUMNS = (
     *("engine", "version", "KV", "rows from", "load", "bytes_per_token", "floor"),  # the reference
     *("context", "perplexity"),
@@ -245,7 +244,8 @@ def _estimator(reference: ArmResult) -> str | None:
 
 def _version(engine: EngineConfig, versions: Mapping[str, str]) -> str | None:
     """The package that brings the engine."""
-    packages = engine_class(engine.name).packages or (_LIBRARY.get(engine.name, engine.name),)
+    cls = engine_class(engine.name)
+    packages = cls.packages or (cls.library or cls.name,)
     return next((f"{name} {versions[name]}" for name in packages if name in versions), None)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from fidelab.config.experiment import validate
 from fidelab.core import canonical_json, digest, plain_json, write_atomically
 from fidelab.core.errors import EngineError, InputError, OutputError, UsageError
+from fidelab.engines import DEFAULT
 from fidelab.environments.checkpoints import checkpoints
 from fidelab.environments.environment import Environment, engines_dir, interpreter, link_folder, read_marker
 from fidelab.environments.recipes import install_command, variants
@@ -304,7 +305,7 @@ def _compared(
     experiment = validate(
         {
             "model": model,
-            "engine": "hf",
+            "engine": DEFAULT,
             "dtype": "float32",
             "reference": {},
             "control": "none",

@@ -16,6 +16,7 @@ from fidelab.captures.requests import RoundedWeights
 from fidelab.config.schema import Experiment
 from fidelab.core import FormatSpec, parse_bytes
 from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.engines.base import engine_class
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of
 from fidelab.formats import K_QUANTS
 from fidelab.formats.weights import WeightFormat, weight_format
@@ -165,7 +166,7 @@ def sensitivity(
         EngineError: If the model gave no answer.
         KeyboardInterrupt: If stopped. Finished captures are kept, and the next call reuses them.
     """
-    if experiment.engine.name != "hf":
+    if RoundedWeights.kind not in engine_class(experiment.engine.name).kinds:
         raise NotSupportedError(f"engine {experiment.engine.name} cannot round single weights; leave out --engine")
     specs = _specs(formats)
     prepared = prepare(experiment, only="reference")

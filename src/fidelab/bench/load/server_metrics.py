@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from threading import Event, Lock, Thread
 from types import TracebackType
 from typing import Self
@@ -19,7 +20,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from fidelab.engines.base import engines
 from fidelab.engines.openai.http import Session, TooLargeError
+from fidelab.engines.server_metrics import MetricNames
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _MAX_ANSWER_BYTES = 4 << 20  # bytes that are read of one answer
@@ -69,61 +72,23 @@ class ServerReading:
     """Requests that lost their place in the cache and were computed again."""
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Metric names of one server: counters without ``_total``; empty for metrics that it lacks.
-
-    llama-server's own rate (``predicted_tokens_seconds``) is left out: it is that of one slot, not of all together.
-    """
-
-    generated: str
-    usage: str
-    running: str
-    waiting: str
-    drafted: str = ""
-    accepted: str = ""
-    drafts: str = ""
-    preempted: str = ""
-    rate: str = ""  # gauge, tok/s
-    length: str = ""  # gauge, tokens per verification; 0 without speculation
-    accepted_share: str = ""  # gauge, accepted / drafted
-
-    def all(self) -> set[str]:
-        return {*vars(self).values()} - {""}
+@cache
+def _kinds() -> dict[str, MetricNames]:
+    """Server → its metrics, of all engines that have a server with metrics."""
+    return {names.server: names for cls in engines() if (names := cls.server_metrics) is not None}
 
 
-_KINDS: Mapping[str, _Names] = {
-    "vllm": _Names(
-        generated="vllm:generation_tokens",
-        usage="vllm:kv_cache_usage_perc",
-        running="vllm:num_requests_running",
-        waiting="vllm:num_requests_waiting",
-        drafted="vllm:spec_decode_num_draft_tokens",
-        accepted="vllm:spec_decode_num_accepted_tokens",
-        drafts="vllm:spec_decode_num_drafts",
-        preempted="vllm:num_preemptions",
-    ),
-    "sglang": _Names(
-        generated="sglang:generation_tokens",
-        usage="sglang:token_usage",
-        running="sglang:num_running_reqs",
-        waiting="sglang:num_queue_reqs",
-        drafts="sglang:spec_verify_calls",
-        preempted="sglang:num_retracted_requests",
-        rate="sglang:gen_throughput",
-        length="sglang:spec_accept_length",
-        accepted_share="sglang:spec_accept_rate",
-    ),
-    "llama.cpp": _Names(
-        generated="llamacpp:tokens_predicted",
-        usage="llamacpp:kv_cache_usage_ratio",
-        running="llamacpp:requests_processing",
-        waiting="llamacpp:requests_deferred",
-    ),
-}
-_METRIC_NAMES = frozenset(name for names in _KINDS.values() for name in names.all())
-_ANY_NAME = "|".join(map(re.escape, _METRIC_NAMES)).encode()
-_INTEREST = re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (_ANY_NAME, _LINE), re.MULTILINE)
+@cache
+def _metric_names() -> frozenset[str]:
+    return frozenset(name for names in _kinds().values() for name in names.all())
+
+
+@cache
+def _interest() -> re.Pattern[bytes]:
+    names = "|".join(map(re.escape, sorted(_metric_names()))).encode()
+    return re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (names, _LINE), re.MULTILINE)
+
+
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
 
 
@@ -204,7 +169,7 @@ class Scraper:
 def _of_interest(page: bytes) -> Iterator[bytes]:
     """Yield the lines with known names, up to the limit for one answer."""
     kept = 0
-    for match in _INTEREST.finditer(page):
+    for match in _interest().finditer(page):
         kept += len(match[0])
         if kept > _MAX_KEPT_BYTES:
             return
@@ -239,10 +204,10 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
     Returns ``None`` if no reading comes from a known server.
     """
     samples = [_Sample(at, values) for at, text in texts if (values := _parse(text))]
-    kind = next((kind for kind, names in _KINDS.items() for s in samples if s.values.keys() & names.all()), None)
+    kind = next((kind for kind, names in _kinds().items() for s in samples if s.values.keys() & names.all()), None)
     if kind is None or not ended > started:
         return None
-    names = _KINDS[kind]
+    names = _kinds()[kind]
     within = [sample for sample in samples if started <= sample.at <= ended]
     running = _without_none(sample.total(names.running) for sample in within)
     usage = [min(share, 1.0) for share in _without_none(sample.mean(names.usage) for sample in within)]
@@ -262,7 +227,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 
 
 def _speculation(
-    samples: Sequence[_Sample], within: Sequence[_Sample], names: _Names, started: float, ended: float
+    samples: Sequence[_Sample], within: Sequence[_Sample], names: MetricNames, started: float, ended: float
 ) -> SpeculationReading | None:
     """Compute drafts from counters, or (SGLang) from the mean accepted length and acceptance share."""
     drafts, drafted, accepted = (
@@ -283,7 +248,9 @@ def _speculation(
     return SpeculationReading(accepted / share if accepted is not None and share else None, accepted, drafts, length)
 
 
-def _increase(samples: Sequence[_Sample], names: _Names, counter: str, started: float, ended: float) -> float | None:
+def _increase(
+    samples: Sequence[_Sample], names: MetricNames, counter: str, started: float, ended: float
+) -> float | None:
     """Return the growth of a counter, or ``None`` if it is missing, was reset, or was not read on both sides.
 
     A counter with labels is not shown before its first count, so it starts from 0.
@@ -309,7 +276,7 @@ def _increase(samples: Sequence[_Sample], names: _Names, counter: str, started: 
     return float(last - first)
 
 
-def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: str) -> float | None:
+def _busy_mean(within: Iterable[_Sample], names: MetricNames, gauge: str) -> float | None:
     """Return the mean of a gauge over the readings with running requests.
 
     Rates of several engines are added; lengths and shares are not.
@@ -328,7 +295,7 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 # SGLang counts requests by priority, too, in addition to the count of all
-                if name not in _METRIC_NAMES or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
+                if name not in _metric_names() or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
                 engines = counters.setdefault(name, {})

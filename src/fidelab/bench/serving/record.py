@@ -15,6 +15,7 @@ from fidelab.bench.serving.contact import Contact
 from fidelab.bench.serving.measure import ServingWatch
 from fidelab.config.load import dump
 from fidelab.core import KVSpec, Status, slug, usable_cores
+from fidelab.engines import CLIENT
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
@@ -95,7 +96,7 @@ class Keeper(ServingWatch):
             status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
             reason=serving.reason,
             name=self._name or server.model,
-            engine="openai",
+            engine=CLIENT,
             model=settings.model or server.model,
             kv=KVSpec.parse(self._kv) if self._kv else None,
             ran=RuntimeRecord.model_validate(

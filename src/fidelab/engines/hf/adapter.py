@@ -31,6 +31,7 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, FormatSpec, KVSpec, plain_json
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines import DEFAULT
 from fidelab.engines.base import (
     Answer,
     Engine,
@@ -60,6 +61,7 @@ from fidelab.engines.options import (
     trusts_code,
     unknown_option,
 )
+from fidelab.engines.storage import ANY_FORMAT, LayerFormats, Stored
 from fidelab.engines.timing import time_prompts
 from fidelab.formats import FORMATS, create
 
@@ -96,6 +98,7 @@ _ATTENTION = (
     *(f"flash_attention_{n}" for n in (2, 3, 4)),
     *(hf_kernels.THEIRS, hf_kernels.NAME),
 )
+_UNQUANTIZED = ("f32", "f16", "bf16")  # formats of Transformers' own cache
 _SENTINEL_ROWS = 8
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 
@@ -142,7 +145,14 @@ def _precision() -> dict[str, Any]:
 class HFEngine(Engine):
     """Engine adapter of Transformers."""
 
-    name: ClassVar[str] = "hf"
+    name: ClassVar[str] = DEFAULT
+    title: ClassVar[str] = "Transformers"
+    needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
+    library: ClassVar[str] = "transformers"
+    emulates: ClassVar[bool] = True
+    layer_formats: ClassVar[LayerFormats] = ANY_FORMAT
+    shares_attention: ClassVar[bool] = True
+    dequantizes: ClassVar[frozenset[str]] = frozenset(("compressed-tensors",))
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
@@ -164,6 +174,11 @@ class HFEngine(Engine):
     @classmethod
     def kv_names(cls) -> Sequence[str]:
         return FORMATS.names()
+
+    @classmethod
+    def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
+        native = kv.same and kv.text in _UNQUANTIZED
+        return "native" if native else "emulated" if emulated else "plug-in"
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:

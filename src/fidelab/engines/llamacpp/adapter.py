@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,9 +38,11 @@ from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
+from fidelab.engines.llamacpp.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.llamacpp.harmless import HARMLESS
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
@@ -60,12 +63,14 @@ from fidelab.engines.options import OWN_FLAGS, SWITCH, TOKENS, Value, is_count, 
 from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
+from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.timing import time_prompts
 
 _PACKAGE = "llama-cpp-python"
 _LIBRARY = "LLAMA_CPP_LIB_PATH"
 _UNROTATED = "LLAMA_ATTN_ROT_DISABLE"
 _UNQUANTIZED = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
+_BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _ALL_LAYERS = 0x7FFFFFFF
 _CHUNK = 512  # llama.cpp's own n_ubatch
 _MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -99,6 +104,9 @@ class LlamaCppEngine(Engine):
     """Engine adapter of llama.cpp."""
 
     name: ClassVar[str] = "llamacpp"
+    title: ClassVar[str] = "llama.cpp"
+    dialect: ClassVar[Dialect] = DIALECT
+    server_metrics: ClassVar[MetricNames] = PAGE_NAMES
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     own_flags: ClassVar[Mapping[str, str]] = {
         **OWN_FLAGS,
@@ -132,6 +140,17 @@ class LlamaCppEngine(Engine):
     @classmethod
     def kv_names(cls) -> Sequence[str]:
         return list(GGML_TYPES)
+
+    @classmethod
+    def holds_alike(cls, kv: KVSpec) -> str | None:
+        return kv.text if kv.k.name in _BLOCKS and kv.v.name in (*_BLOCKS, *_UNQUANTIZED) else None
+
+    @classmethod
+    def environment_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        """Its own server where one is on PATH, else that of the bindings."""
+        words = cls.serve_command(arm, host, port)
+        program = shutil.which(words[0])
+        return serve.python_server(arm, host, port) if program is None else [program, *words[1:]]
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:

@@ -49,6 +49,7 @@ from fidelab.captures.requests import (
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
+from fidelab.engines import CLIENT
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, unmeasurable
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
@@ -100,7 +101,8 @@ _OPTIONS: Mapping[str, Value] = {
 class OpenAIEngine(Engine):
     """Engine adapter of a server with an OpenAI-compatible API."""
 
-    name: ClassVar[str] = "openai"
+    name: ClassVar[str] = CLIENT
+    title: ClassVar[str] = "OpenAI-compatible server"
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     estimator: ClassVar[Estimator] = Estimator.TOPK
     native_kv: ClassVar[str] = _AS_SERVED

@@ -32,16 +32,20 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
 from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import OWN_FLAGS, Value, switched, trusts_code, with_default
+from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.sglang import launch
+from fidelab.engines.sglang.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.sglang.harmless import HARMLESS
 from fidelab.engines.sglang.read_back import runtime_info
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.sglang.ways import answer_served
 from fidelab.engines.speculation import speculation_record
+from fidelab.engines.storage import Stored
 from fidelab.engines.timing import time_prompts
 
 if TYPE_CHECKING:
@@ -57,6 +61,9 @@ class SGLangEngine(Engine):
     """Engine adapter of SGLang."""
 
     name: ClassVar[str] = "sglang"
+    title: ClassVar[str] = "SGLang"
+    dialect: ClassVar[Dialect] = DIALECT
+    server_metrics: ClassVar[MetricNames] = PAGE_NAMES
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     own_flags: ClassVar[Mapping[str, str]] = {**OWN_FLAGS, "device": "pass --device"}
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
@@ -79,6 +86,10 @@ class SGLangEngine(Engine):
     @classmethod
     def kv_names(cls) -> Sequence[str]:
         return tuple(dict.fromkeys((*launch.kv_choices(), *SIDES, K16V8)))
+
+    @classmethod
+    def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
+        return "plug-in" if is_pair(kv) else "native"
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:

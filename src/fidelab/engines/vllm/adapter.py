@@ -41,11 +41,15 @@ from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
 from fidelab.engines.checkpoint import loading_refusal
+from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
-from fidelab.engines.k16v8 import K16V8, SIDES, check_pair
+from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import Value
+from fidelab.engines.server_metrics import MetricNames
+from fidelab.engines.storage import LayerFormats, Stored
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
+from fidelab.engines.vllm.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.vllm.harmless import HARMLESS
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
 from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
@@ -53,12 +57,22 @@ from fidelab.engines.vllm.read_back import runtime_info
 from fidelab.engines.vllm.ways import answer_served
 
 _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
+_FLOAT8 = ("fp8_e4m3", "fp8_e5m2")  # that vLLM itself stores as Transformers rounds them
+_PER_TOKEN_HEAD = ("int8", "int4")  # of the package k16v8
+_SHARED_SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz")
+"""Formats that mean the same in fidelab and in pairs here; ``int4`` and ``int8`` have other scales."""
 
 
 class VLLMEngine(Engine):
     """Engine adapter of vLLM."""
 
     name: ClassVar[str] = "vllm"
+    title: ClassVar[str] = "vLLM"
+    dialect: ClassVar[Dialect] = DIALECT
+    server_metrics: ClassVar[MetricNames] = PAGE_NAMES
+    layer_formats: ClassVar[LayerFormats] = LayerFormats(
+        formats=(*_FLOAT8, *_PER_TOKEN_HEAD), per_token_head=_PER_TOKEN_HEAD
+    )
     harmless: ClassVar[Mapping[str, Harmless]] = HARMLESS
     packages: ClassVar[tuple[str, ...]] = launch.PACKAGES
     native_kv: ClassVar[str] = "auto"
@@ -83,8 +97,23 @@ class VLLMEngine(Engine):
     speculation = staticmethod(launch.speculation_of)
 
     @classmethod
+    def environment_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return ["python", "-m", "fidelab.engines.vllm.serve", *cls.serve_command(arm, host, port)[1:]]
+
+    @classmethod
     def kv_names(cls) -> Sequence[str]:
         return tuple(dict.fromkeys((*launch.cache_formats(), *SIDES, K16V8)))
+
+    @classmethod
+    def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
+        return "plug-in" if is_pair(kv) else "native"
+
+    @classmethod
+    def holds_alike(cls, kv: KVSpec) -> str | None:
+        native = kv.same and kv.k.name in _FLOAT8
+        if not native and not (is_pair(kv) and {kv.k.name, kv.v.name} <= {*_SHARED_SIDES}):
+            return None
+        return K16V8 if kv.k.name in ("bf16", "f16") and kv.v.name == "fp8_e4m3" else kv.text
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
