@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -46,6 +47,12 @@ def test_a_run_with_all_streams_closed_writes_only_its_report_into_its_files(ran
         assert isinstance(json.loads(line), dict)
 
 
+@functools.cache
+def undisturbed(folder: Path, words: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """A command with all its streams; none of them writes into the folder."""
+    return redirected(folder, "", *words)
+
+
 CODES = [
     (("runs", "list", "--json"), 0),
     (("check", "latest", "--max-kld", "0"), 1),
@@ -62,7 +69,7 @@ CODES = [
 def test_closed_streams_change_no_exit_code_and_no_other_stream(
     words: tuple[str, ...], code: int, redirection: str, ran: Path
 ) -> None:
-    whole, done = redirected(ran, "", *words), redirected(ran, redirection, *words)
+    whole, done = undisturbed(ran, words), redirected(ran, redirection, *words)
     assert (whole.returncode, done.returncode) == (code, code)
     assert done.stdout == ("" if ">&-" in redirection.replace("2>&-", "") else whole.stdout)
     assert done.stderr == ("" if "2>&-" in redirection else whole.stderr)

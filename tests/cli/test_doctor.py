@@ -241,17 +241,17 @@ def test_a_cache_and_a_folder_of_runs_that_cannot_be_written_are_broken_and_say_
     room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (room / "file").touch()
-    told = Told(doctor(room, "--json", FIDELAB_CACHE=str(room / "file" / "cache")))
-    assert not told.ready
-    cache = told.check("cache", "folders")
-    assert cache["status"] == "broken"
-    assert cache["detail"].endswith(f"{room / 'file'} is a file")
-    assert "FIDELAB_CACHE" in cache["remedy"]
-    assert told.record["reasons"] == [f"cache: {cache['detail']}"]
     (room / "runs").touch()
     monkeypatch.chdir(room)
-    [check] = [check for check in machine.folders() if check.name == "runs"]
-    assert (check.blocks, check.detail.endswith("runs is a file")) == (True, True)
+    monkeypatch.setenv("FIDELAB_CACHE", str(room / "file" / "cache"))
+    checks = machine.folders()
+    cache, runs = (next(check for check in checks if check.name == name) for name in ("cache", "runs"))
+    assert (cache.status, cache.blocks, cache.detail.endswith(f"{room / 'file'} is a file")) == ("broken", True, True)
+    assert "FIDELAB_CACHE" in present(cache.remedy)
+    assert (runs.blocks, runs.detail.endswith("runs is a file")) == (True, True)
+    diagnosis = Diagnosis(tuple(checks))
+    assert not diagnosis.ready
+    assert f"cache: {cache.detail}" in diagnosis.reasons
 
 
 def test_a_folder_says_what_is_in_it_and_links_are_not_counted_twice(

@@ -248,11 +248,18 @@ def test_a_folder_elsewhere_is_not_written_to_unasked(key: str, room: Path, tmp_
         ("vllm serve smollm2-135m --trust-remote-code", "trust-remote-code 'yes'"),
     ],
 )
-def test_a_servers_command_in_a_file_is_asked_about(command: str, said: str, room: Path) -> None:
+def test_a_servers_command_in_a_file_is_asked_about(
+    command: str, said: str, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Experiment] = []
+    monkeypatch.setattr("fidelab.cli.compare.launch", lambda experiment, *_: begun.append(experiment))
     (room / "serve.sh").write_text(command)
     words = ("compare", "--serve", "serve.sh", "--kv", "fp8_e4m3", "--dry-run")
     refused(cli(*words, cwd=room), said, "--trust serve.sh")
-    assert said not in cli(*words, "--trust", "serve.sh", cwd=room).err
+    assert not begun
+    assert cli(*words, "--trust", "serve.sh", cwd=room).code == 0
+    [experiment] = begun
+    assert experiment.engine.name == "vllm"
 
 
 def started(room: Path, *flags: str) -> Path:
