@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 from tests.models.tiny_gguf import write_gguf
+from tests.run.harness import cli
 from tests.tiny_models import KINDS
 
 from checkpoints.tests.conversations import CHATML
@@ -33,7 +35,7 @@ from checkpoints.tests.synthetic import (
 )
 from fidelab_checkpoints.audit import audit
 from fidelab_checkpoints.files import open_checkpoint
-from fidelab_checkpoints.rules import RULES, Finding
+from fidelab_checkpoints.rules import RULES, Finding, Subject, broken, information, suspicious
 
 DOWN, GATE, QUERY = "model.layers.0.mlp.down_proj", "model.layers.0.mlp.gate_proj", "model.layers.1.self_attn.q_proj"
 
@@ -828,6 +830,25 @@ def test_modules_are_counted_by_their_matrices(tmp_path: Path) -> None:
 def test_every_rule_about_tensors_has_a_planted_fault() -> None:
     ours = {name for name, rule in RULES.items() if rule.find.__module__ in OURS}
     assert ours == {fault.rule for fault in FAULTS.values()}
+
+
+@pytest.mark.parametrize(("severity", "code"), [(broken, 1), (suspicious, 0), (information, 0)])
+def test_a_rule_is_one_function_with_its_severity_as_decorator(
+    severity: Callable[..., Callable[[Any], Any]], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipe of CONTRIBUTING.md, by the command."""
+    monkeypatch.setitem(RULES, "many-layers", RULES["base-config"])  # so that the rule is gone after the test
+    del RULES["many-layers"]
+
+    @severity(title="Many layers", symptom="takes long", cause="a large model", check="the number", command="wait")
+    def _many_layers(subject: Subject) -> Iterator[Finding]:
+        yield Finding(f"{len(subject.modules)} modules", [*subject.modules][:1])
+
+    plain().write(tmp_path / "m")
+    done = cli("checkpoint", "audit", "m", "--json", cwd=tmp_path)
+    [found] = [one for one in json.loads(done.out)["findings"] if one["rule"] == "many-layers"]
+    assert (found["severity"], found["at_run_time"], found["count"]) == (severity.args[0], "takes long", 1)  # type: ignore[attr-defined]
+    assert done.code == code
 
 
 def test_a_missing_shard_is_a_finding_that_names_it(tmp_path: Path) -> None:

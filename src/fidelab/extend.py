@@ -35,10 +35,12 @@ if TYPE_CHECKING:
         Served,
         Timed,
     )
-    from fidelab.core import Arm, FormatSpec, KVSpec, Status
+    from fidelab.core import Arm, Estimator, FormatSpec, KVSpec, Status
     from fidelab.core.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
     from fidelab.core.runtime import RuntimeInfo
     from fidelab.engines.base import Answer, Engine, Sink, Support
+    from fidelab.engines.dialect import Dialect
+    from fidelab.engines.server_metrics import MetricNames
     from fidelab.formats.base import Format, Parts
     from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
     from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts
@@ -61,8 +63,10 @@ __all__ = [
     "CellResult",
     "Curve",
     "Definition",
+    "Dialect",
     "Engine",
     "EngineError",
+    "Estimator",
     "Facts",
     "FidelabError",
     "Flag",
@@ -78,6 +82,7 @@ __all__ = [
     "LiveSettings",
     "Measurement",
     "Metric",
+    "MetricNames",
     "NotSupportedError",
     "Pair",
     "Parts",
@@ -100,6 +105,8 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Dialect": "engines.dialect",
+    "MetricNames": "engines.server_metrics",
     "RuntimeInfo": "core.runtime",
     **dict.fromkeys(
         (
@@ -144,6 +151,7 @@ _MODULES = {
     **dict.fromkeys(
         (
             "Arm",
+            "Estimator",
             "FormatSpec",
             "KVSpec",
             "Status",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 from fidelab.core import registry
 from tests.run.harness import Done, cli, write_inputs
 
+_ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="package")
-def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     site = tmp_path_factory.mktemp("site")
     info = site / "thirdparty-1.dist-info"
     info.mkdir()
@@ -21,13 +24,14 @@ def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     shutil.copy(Path(__file__).with_name("entry_points.txt"), info)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(site))
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(site), str(_ROOT))))  # of workers, too
         registry._foreign.cache_clear()
         yield
     registry._foreign.cache_clear()
 
 
 @pytest.fixture(scope="package")
-def run(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Done:
+def run(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Beside ours the third party's axis and bench, on the fake engine; a candidate ends every fourth answer early."""
     cwd = tmp_path_factory.mktemp("thirdparty")
     write_inputs(cwd)

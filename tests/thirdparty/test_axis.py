@@ -10,7 +10,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from tests.present import present
-from tests.run.harness import Done, cli
+from tests.run.harness import SMALL, Done, cli
 
 SHORT = "short[at=3,every=4]"  # of eight answers two end after 3 tokens
 
@@ -34,6 +34,14 @@ def test_it_is_paired_with_the_control_and_repeated_for_the_floor(run: Done) -> 
     assert (excess.value, excess.unit, excess.better) == (-25.0, "points", "higher")
     assert run.axis("exact", "length").status == "identical"
     assert (run.floor("length").n_items, run.floor("length").value("score")) == (2, 100.0)
+
+
+def test_a_limit_cuts_its_prompts_without_a_table_of_axes(run: Done) -> None:
+    dry = ("--axes", "kld,length", "--n-ctx", 16, "--windows", 8, "--dry-run", "--json", "--limit")
+    for limit, said in (("99", "length: limit 99, but"), ("length=77", "length: limit 77, but")):
+        done = cli("compare", "fake", *SMALL, "--kv", "exact", *dry, limit, cwd=run.cwd)
+        assert done.code == 0, done.err
+        assert said in done.out
 
 
 def test_a_report_with_it_is_read_and_scored_again(run: Done) -> None:

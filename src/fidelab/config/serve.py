@@ -18,7 +18,6 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -375,14 +374,15 @@ def _expanded(word: str, where: str) -> str:
 _CONTAINERS = r"(docker|podman|nerdctl) run"
 
 
-@cache
 def _dialects() -> dict[str, Dialect]:
     """Engine → the command line of its server, of all engines that have one."""
     return {cls.name: cls.dialect for cls in engines() if cls.dialect is not None}
 
 
 def _dialect(engine: str) -> Dialect:
-    return _dialects()[engine]
+    dialect = engine_class(engine).dialect
+    assert dialect is not None, "it was recognized by its dialect"
+    return dialect
 
 
 def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str]]:
