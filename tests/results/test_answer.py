@@ -20,6 +20,7 @@ from fidelab.results.measurement import DOMAIN, Definition, Measurement, Metric
 from fidelab.results.recommend import recommend
 from fidelab.results.record import ArmRecord, NoiseFloor, Report, RuntimeRecord, Verdict
 from fidelab.results.verdict import judged
+from tests import sizes
 from tests.present import present
 from tests.results.test_recommend import BIG, CANDIDATES, SMALL, TINY, advice, arm, failing, generated, rated, report
 
@@ -171,7 +172,7 @@ def test_what_saves_enough_and_is_not_safe_is_named() -> None:
     assert "small: saving 50%" in found.others
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=sizes.size(20, 60))
 @given(candidates=CANDIDATES, documents=st.integers(1, 14), least=st.sampled_from([None, 0.3, 0.6, 0.9]))
 def test_every_candidate_has_a_choice_or_a_reason(candidates: list[Any], documents: int, least: float | None) -> None:
     arms = generated(candidates, documents)

@@ -19,6 +19,7 @@ from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecor
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.recommend import recommend, stability
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord, Verdict
+from tests import sizes
 from tests.present import present
 from tests.report.sample import kld_axis
 from tests.report.sample import sample_report as whole_report
@@ -307,7 +308,7 @@ def generated(candidates: Sequence[tuple[int, float, float, int]], documents: in
     return arms
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=sizes.size(20, 60))
 @given(candidates=CANDIDATES, documents=st.integers(2, 14))
 def test_no_recommended_configuration_is_dominated(candidates: list[Any], documents: int) -> None:
     arms = generated(candidates, documents)
@@ -329,7 +330,7 @@ def test_no_recommended_configuration_is_dominated(candidates: list[Any], docume
         assert interval is None or sizes[0] > sizes[1] or interval[0] <= 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=sizes.size(20, 60))
 @given(candidates=CANDIDATES, size=st.sampled_from([100, 500, 900]), at=st.integers(0, 5))
 def test_a_candidate_whose_verdict_is_fail_never_changes_the_choice(candidates: list[Any], size: int, at: int) -> None:
     arms = generated(candidates, 12)

@@ -165,7 +165,7 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
     assert len(study.plan.formats) == LAYERS
     asked = "--engine vllm --reference auto --control none --dtype float32 --axes kld --windows 6 --n-ctx 64"
     assert [*study.commands.values()] == [
-        f"fidelab compare ./fragile {asked} --kv {study.plan.uniform} --kv '{study.plan.kv}'"
+        f"fidelab compare {room / 'fragile'} {asked} --kv {study.plan.uniform} --kv '{study.plan.kv}'"
     ]
 
 

@@ -29,7 +29,7 @@ from fidelab.formats.base import Format
 from fidelab.metrics.cliff import asymmetry, cliff
 from fidelab.plan.prepare import prepare
 from fidelab.results.measurement import Definition, Metric
-from fidelab.results.numbers import counted
+from fidelab.results.numbers import counted, public_name
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
@@ -370,7 +370,7 @@ def kv_sensitivity(
     chosen, held_out = windows_of(prepared, halves=budget is not None)
     study = OpenStudy.begin("kv-sensitivity", prepared, command, listener)
     statistics = _statistics(study, len(chosen.windows[0]))
-    title = f"Sensitivity of keys and values of {experiment.model}"
+    title = f"Sensitivity of keys and values of {public_name(experiment.model)}"
     question = _Cache(title, by, statistics, widths, group, prepared.settings.reference.dtype, named, storage)
     choices = None if budget is None else question.choices(budget)
     if choices is not None and not storage.any_format:

@@ -22,7 +22,7 @@ from fidelab.formats import K_QUANTS
 from fidelab.formats.weights import WeightFormat, weight_format
 from fidelab.plan.prepare import prepare
 from fidelab.results.measurement import Definition, Metric
-from fidelab.results.numbers import format_kld
+from fidelab.results.numbers import format_kld, public_name
 from fidelab.results.plots import Heatmap
 from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
@@ -171,7 +171,7 @@ def sensitivity(
     specs = _specs(formats)
     prepared = prepare(experiment, only="reference")
     groups = _groups(str(prepared.settings.reference.path), by)
-    question = _Weights(f"Weight sensitivity of {experiment.model}", by, groups, specs)
+    question = _Weights(f"Weight sensitivity of {public_name(experiment.model)}", by, groups, specs)
     choices = None if budget is None else question.choices(*_budget(budget, groups, specs))
     chosen, held_out = windows_of(prepared, halves=budget is not None)
     study = OpenStudy.begin("sensitivity", prepared, command, listener)
