@@ -32,7 +32,7 @@ from fidelab.metrics.degeneration import (
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric, Unit, key_of
-from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
+from fidelab.results.plots import Curve, TablePlot, TextPair
 
 _MAX_SHOWN_ONSETS = 8  # onsets per arm for which the report shows the text
 _BEFORE, _AFTER = 48, 64  # tokens of that text before and after the onset
@@ -132,6 +132,10 @@ class Degeneration(Axis):
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items, usable = _judged(pair), answered(pair)
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
+        harmed = [item for item in good if item.harmed]
+        noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
+        spared = sum(item.spared for item in good)
+        more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
@@ -140,7 +144,13 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-        ).with_measurement(downgrades=_lowers(good), fails=_fails(good), reference_faults=_reference_faults(good))
+        ).with_measurement(
+            downgrades=(_sentence(harmed, len(good)),) if noise or more else (),
+            fails=_fails(good),
+            reference_faults=_reference_faults(good),
+        )
+        degenerate = [item for item in good if item.test.onset]
+        ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
         return score.with_measurement(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
@@ -148,7 +158,13 @@ class Degeneration(Axis):
             reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
             if good
             else "",
-            plots=(_curve(good, pair), _table(good), *_texts(good, pair)),
+            plots=(
+                _curve(good, pair),
+                _table(good),
+                *texts(
+                    "Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
+                ),
+            ),
             facts=pair.ref.manifest["settings"],
         )
 
@@ -174,14 +190,6 @@ def _unended(ids: Sequence[int], stop: Sequence[int]) -> Sequence[int]:
 
 
 # --------------------------------------------------------------------------------------------- judgement
-
-
-def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
-    harmed = [item for item in items if item.harmed]
-    noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
-    spared = sum(item.spared for item in items)
-    more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
-    return (_sentence(harmed, len(items)),) if noise or more else ()
 
 
 def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
@@ -266,13 +274,6 @@ def _table(items: Sequence[_Item]) -> TablePlot:
         rows=tuple((i.number, *cells(i.ref), *cells(i.test), "yes" if i.harmed else "no") for i in items),
         note=f"earlier: by more than {EARLIER} tokens. Small models loop in greedy decoding whatever their cache.",
     )
-
-
-def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
-    """Text around some onsets, prompts that degenerate earlier first."""
-    degenerate = [item for item in items if item.test.onset]
-    ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
-    return texts("Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset))
 
 
 def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:

@@ -33,14 +33,15 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
         return (), ()
     drafts, drafted, accepted = (int(facts[name]) for name in ("drafts", "drafted", "accepted"))
     metrics = acceptance(drafts, drafted, accepted)
-    return metrics, (Flag(kind=COUNTED, text=_format_drafts(str(facts["method"]), metrics)), _text(pair, forks))
-
-
-def _format_drafts(method: str, metrics: Sequence[Metric]) -> str:
+    method = str(facts["method"])
     if not metrics:
-        return f"speculation ({method}) drafted no token"
-    length, rate = (metric.value for metric in metrics)
-    return f"speculation ({method}): {length:.2f} tokens per verification, {rate:.0%} of the drafted tokens accepted"
+        text = f"speculation ({method}) drafted no token"
+    else:
+        length, rate = (metric.value for metric in metrics)
+        text = (
+            f"speculation ({method}): {length:.2f} tokens per verification, {rate:.0%} of the drafted tokens accepted"
+        )
+    return metrics, (Flag(kind=COUNTED, text=text), _text(pair, forks))
 
 
 def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:

@@ -199,6 +199,8 @@ class ForcedDecode(Axis):
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
+        bins = kl_by_position(positions, rows.kl, min(_BINS, int(positions.max()) + 1))
+        middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
         return score.with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
@@ -215,7 +217,17 @@ class ForcedDecode(Axis):
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
-            plots=(_curve(positions, rows.kl),),
+            plots=(
+                Curve(
+                    key="forced-kl",
+                    title="KL along the reference's text",
+                    x_label="generated token",
+                    y_label="mean KL, nats",
+                    x=tuple(middle.tolist()),
+                    y=tuple(mean or None for mean in bins.means),  # a logarithmic axis cannot show 0
+                    log_y=True,
+                ),
+            ),
             facts=pair.ref.manifest["settings"],
         )
 
@@ -265,17 +277,3 @@ def _growth(
 
 def _per_thousand(slope: float) -> float:
     return 1000 * slope
-
-
-def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:
-    bins = kl_by_position(positions, kl, min(_BINS, int(positions.max()) + 1))
-    middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
-    return Curve(
-        key="forced-kl",
-        title="KL along the reference's text",
-        x_label="generated token",
-        y_label="mean KL, nats",
-        x=tuple(middle.tolist()),
-        y=tuple(mean or None for mean in bins.means),  # a logarithmic axis cannot show 0
-        log_y=True,
-    )

@@ -304,6 +304,7 @@ class KLD(Axis):
         ids, vocab = np.asarray(inputs.tokenizer.encode(text.content)), len(inputs.tokenizer.pieces())
         numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
         named = tuple((document, name) for document in numbers if (name := text.domain_of(document)))
+        # The tokens that the rows `first` … `last` predict, as far as the window holds them
         return Prefill(
             axis=part_name(self.name, part),
             windows=cut.windows,
@@ -321,7 +322,13 @@ class KLD(Axis):
             ),
             notes=tuple(
                 canonical_json(
-                    {"unigram_nll": float(unigram_nll(ids, _scored(window, cut.first, cut.last), vocab).mean())}
+                    {
+                        "unigram_nll": float(
+                            unigram_nll(
+                                ids, np.asarray(window[cut.first + 1 : cut.last + 2], dtype=np.int64), vocab
+                            ).mean()
+                        )
+                    }
                 )
                 for window in cut.windows
             ),
@@ -443,11 +450,6 @@ class KLD(Axis):
             return ()
         items = RatioItems.of(values[known], 1.0, score.clusters[known])
         return (KLD_METRICS["compat"](ratio_estimate(items), ratio_interval(items, seed)),)
-
-
-def _scored(window: Sequence[int], first: int, last: int) -> NDArray[np.int64]:
-    """The tokens that the rows ``first`` … ``last`` predict, as far as the window holds them."""
-    return np.asarray(window[first + 1 : last + 2], dtype=np.int64)
 
 
 def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:

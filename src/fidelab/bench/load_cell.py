@@ -296,7 +296,14 @@ def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
         flags=flags,
         facts=whole.facts(),
     )
-    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), _repeats(asked, drives)))
+    # For each metric its value in each repeat, without metrics that some repeat lacks
+    if len(drives) < 2:
+        repeats = {}
+    else:
+        pools = [Pool(asked, [drive]) for drive in drives]
+        rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
+        repeats = {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
+    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), repeats))
 
 
 def why_invalid(cell: Cell) -> str:
@@ -304,15 +311,6 @@ def why_invalid(cell: Cell) -> str:
     if cell.status is not Status.OK:
         return f"{cell.status.replace('_', ' ')}: {cell.reason}"
     return "" if cell.valid else f"invalid: {'; '.join(flag.text for flag in cell.flags if flag.kind in SPOILS)}"
-
-
-def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float, ...]]:
-    """Return for each metric its value in each repeat, without metrics that some repeat lacks."""
-    if len(drives) < 2:
-        return {}
-    pools = [Pool(asked, [drive]) for drive in drives]
-    rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
-    return {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
 
 
 # ----------------------------------------------------------------------------------------------------------- flags

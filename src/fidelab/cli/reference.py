@@ -91,17 +91,17 @@ def _parameter_tables(command: Any) -> Iterator[str]:
         text, default = _split_default(_strip_markup(parameter.help or ""))
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
             default = _format_default(parameter)
-        names = [parameter.metavar or parameter.name.upper()] if argument else _flag_names(parameter)
-        about = _about_value(_with_flags(text), default)
+        if argument:
+            names = [parameter.metavar or parameter.name.upper()]
+        else:
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
+            long = [option for option in parameter.opts if option.startswith("--")] or parameter.opts
+            names = [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
+        # Mark the options in a help as code, so that lines do not break within them
+        about = _about_value(re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text), default)
         panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
     for panel in sorted(panels, key=lambda panel: panel != "Arguments"):
         yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
-
-
-def _flag_names(parameter: Any) -> list[str]:
-    value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
-    long = [option for option in parameter.opts if option.startswith("--")] or parameter.opts
-    return [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
 
 
 def _format_default(parameter: Any) -> str:
@@ -239,11 +239,6 @@ def _prose(text: str) -> str:
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
     return re.sub(r"docs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)
-
-
-def _with_flags(text: str) -> str:
-    """Mark the options in a help as code, so that lines do not break within them."""
-    return re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text)
 
 
 def _about_value(text: str, default: str | None, *, required: bool = False) -> str:

@@ -99,11 +99,20 @@ def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
         "median_first_divergence": median,
         "score_refract": refract_score,
     }
+    rows = tuple(
+        (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
+        for prompt, pair in zip(prompts, pairs, strict=True)
+        for text in (prompt["prompt"].text(),)
+    )
+    columns = ("prompt", "category", "equal tokens", "reference's tokens", "candidate's tokens", "text")
     record = Measurement(
         status=Status.OK if usable.any() else Status.FAILED,
         reason=None if usable.any() else "no prompt has a token on either side",
         metrics=tuple(metrics_of(figures, TRAJECTORY_METRICS)),
-        plots=(survival_plot(survival_curve(pairs).tolist()), _prompts_plot(prompts, pairs)),
+        plots=(
+            survival_plot(survival_curve(pairs).tolist()),
+            TablePlot(title="Trajectory by prompt", columns=columns, rows=rows),
+        ),
         n_items=len(pairs),
         n_failed=int((~usable).sum()),
         facts={"n_predict": n_predict},
@@ -147,16 +156,6 @@ def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> 
         return ()
     shown = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
     return (f"lengths stated for {len(wrong)} of {len(pairs)} prompts are not those of their token ids: {shown}",)
-
-
-def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePlot:
-    rows = tuple(
-        (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
-        for prompt, pair in zip(prompts, pairs, strict=True)
-        for text in (prompt["prompt"].text(),)
-    )
-    columns = ("prompt", "category", "equal tokens", "reference's tokens", "candidate's tokens", "text")
-    return TablePlot(title="Trajectory by prompt", columns=columns, rows=rows)
 
 
 # -------------------------------------------------------------------------------------------------- kld

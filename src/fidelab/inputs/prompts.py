@@ -57,16 +57,18 @@ def _from_json(place: str, number: int, record: Any) -> Prompt:
         messages: Any = [{"role": "user", "content": record["prompt"]}]
     else:
         messages = record["messages"]
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(
+            isinstance(message, dict)
+            and all(isinstance(message.get(key), str) and message[key] for key in ("role", "content"))
+            for message in messages
+        )
+    ):
         raise InputError(f"{place}: a prompt is text, messages are a list of objects with text in 'role' and 'content'")
     return Prompt(
         id=str(record.get("id", number)),
         kind=str(record.get("kind", "user")),
         messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
-    )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) and value[key] for key in ("role", "content")
     )

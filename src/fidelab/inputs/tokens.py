@@ -314,8 +314,11 @@ class _HuggingFace:
             ) from error
 
     def facts(self) -> dict[str, Any]:
+        bos = self.library.bos_token_id
+        ids = self.library("a")["input_ids"]
+        plain = self.library("a", add_special_tokens=False)["input_ids"]
         return {
-            "bos_id": self._bos_id(),
+            "bos_id": bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None,
             "stop_ids": self._stop_ids(),
             "has_template": self._has_template,
             "is_fast": self._is_fast,
@@ -367,12 +370,6 @@ class _HuggingFace:
         added = (i for i, token in self.library.added_tokens_decoder.items() if token.special)
         unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
         return frozenset((*self.library.all_special_ids, *added, *unnamed))
-
-    def _bos_id(self) -> int | None:
-        bos = self.library.bos_token_id
-        ids = self.library("a")["input_ids"]
-        plain = self.library("a", add_special_tokens=False)["input_ids"]
-        return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
 
     def _stop_ids(self) -> Tokens:
         """EOS of the tokenizer and of the generation config, and the tokens that the template puts after an answer."""

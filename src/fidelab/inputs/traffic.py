@@ -81,7 +81,13 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
     if lengths and min(lengths) < least:
         what = "the chat template alone takes" if chat else "the shortest text takes"
         raise InputError(f"a prompt of {min(lengths)} tokens cannot be made: {what} {least} tokens")
-    starts = _starts(tokenizer, words, len(lengths), rng)
+    count = len(lengths)
+    by_token: dict[int, str] = {}
+    for index in rng.permutation(len(words)):
+        if len(by_token) >= count:
+            break
+        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
+    starts = list(by_token.values()) or [words[0]]
     return tuple(
         _fill_to_length(start, length, words, measure, rng)
         for start, length in zip(cycle(starts), lengths, strict=False)
@@ -101,16 +107,6 @@ def _single_token_words(tokenizer: Tokenizer) -> tuple[str, ...]:
     pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
     words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
     return tuple(words) if len(words) >= 64 else _english()
-
-
-def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
-    """At most ``count`` words whose first tokens differ."""
-    by_token: dict[int, str] = {}
-    for index in rng.permutation(len(words)):
-        if len(by_token) >= count:
-            break
-        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
-    return list(by_token.values()) or [words[0]]
 
 
 def _fill_to_length(

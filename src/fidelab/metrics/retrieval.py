@@ -165,7 +165,11 @@ def retrieval_interval(cells: Cells, *, compat: str | None = None) -> Interval |
         return None
     count = min(_degradation(counted) * n, n)  # need not be whole
     most, least = reversed(binomial_interval(count, n))
-    low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
+    # Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot
+    low, high = (
+        100.0 * (1.0 - (len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0) * end)
+        for end in (most, least)
+    )
     return min(low, score), max(high, score)
 
 
@@ -187,8 +191,3 @@ def accuracy_difference(cells: Cells, seed: int = 0) -> PairedDifference:
 def _degradation(cells: Cells) -> float:
     base, cand = cells.accuracies()
     return float(np.maximum(0.0, base - cand).mean())
-
-
-def _weight(cells: Cells, compat: str | None) -> float:
-    """Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot."""
-    return len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0

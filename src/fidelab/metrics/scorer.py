@@ -92,7 +92,19 @@ class TileScorer:
                 except RuntimeError as error:  # OutOfMemoryError is one
                     if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                         raise
-                    self._shrink(rows, len(sides), error)
+                    cpu = self.device.type == "cpu"
+                    if rows > 1 and self._heads:
+                        self._tile_rows = rows // 2 * len(sides)
+                        self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
+                    elif cpu:
+                        raise MemoryError(
+                            f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                        ) from error
+                    else:
+                        self._say(f"{self.device} is out of memory: scoring continues on the CPU")
+                        self.device, (self._tile_rows, self._tile_bytes) = torch.device("cpu"), _CPU_TILE
+                        self._heads.clear()
+                    torch.cuda.empty_cache()
                     continue
                 for part, one in zip(parts, found, strict=True):
                     part.append(one)
@@ -108,20 +120,6 @@ class TileScorer:
             free = _free_memory()
         each = len(head.weight) * 4 * sides
         return max(1, min(self._tile_rows // sides, min(self._tile_bytes, free // _FREE_SHARE) // each))
-
-    def _shrink(self, rows: int, sides: int, error: RuntimeError) -> None:
-        """Continue with smaller tiles, or on the CPU if one row is already too large."""
-        cpu = self.device.type == "cpu"
-        if rows > 1 and self._heads:
-            self._tile_rows = rows // 2 * sides
-            self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
-        elif cpu:
-            raise MemoryError(f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
-        else:
-            self._say(f"{self.device} is out of memory: scoring continues on the CPU")
-            self.device, (self._tile_rows, self._tile_bytes) = torch.device("cpu"), _CPU_TILE
-            self._heads.clear()
-        torch.cuda.empty_cache()
 
     def _tile(self, sides: Sequence[States], targets: NDArray[np.int64], kl_only: bool) -> list[RowComparison]:
         """Compare the other sides with the first of them."""

@@ -116,21 +116,18 @@ class _Cursor:
         start = -(-self._at // alignment) * alignment
         tensors = tuple(StoredTensor(name, shape, type_, start + offset) for name, shape, type_, offset in table)
         for tensor in tensors:
-            self._check_end(tensor)
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+            size = 0  # of a type that is newer than the package
+            if tensor.type in (known := GGMLQuantizationType.__members__.values()):
+                per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
+                values = 1
+                for n in tensor.shape:
+                    values *= n
+                size = values // per_block * block_bytes
+            if tensor.offset + size > len(self._content):
+                raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
         return Header(metadata, tensors, max(0, len(self._content) - start))
-
-    def _check_end(self, tensor: StoredTensor) -> None:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        size = 0  # of a type that is newer than the package
-        if tensor.type in (known := GGMLQuantizationType.__members__.values()):
-            per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
-            values = 1
-            for n in tensor.shape:
-                values *= n
-            size = values // per_block * block_bytes
-        if tensor.offset + size > len(self._content):
-            raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
 
     def _number(self, code: str) -> Any:
         [value] = struct.unpack_from(f"<{code}", self._content, self._at)
@@ -207,7 +204,13 @@ def _write_text(file: Path, scratch: Path) -> Path:
         architecture, vocabulary, special = get_gguf_tokenizer(str(file))
         backend, more = convert_gguf_tokenizer(architecture, vocabulary)
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **special, **more)
-        _split_digits(tokenizer, vocabulary.get("pre_tokenizer_type"))
+        # Have the tokenizer split digits where the file's pre-tokenizer does
+        from tokenizers import pre_tokenizers
+
+        if vocabulary.get("pre_tokenizer_type") in _DIGITS_THEN_GPT2:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
         tokenizer.save_pretrained(out)
     except Exception as error:  # readers of damaged files fail in many ways
         _reraise_disk(error)
@@ -257,13 +260,3 @@ def _reraise_disk(error: Exception) -> None:
     """Raise an error of the disk again, which ``build_once`` explains."""
     if isinstance(error, OSError) and error.errno is not None:
         raise error
-
-
-def _split_digits(tokenizer: Any, pre_tokenizer: str | None) -> None:
-    """Have the tokenizer split digits where the file's pre-tokenizer does."""
-    from tokenizers import pre_tokenizers
-
-    if pre_tokenizer in _DIGITS_THEN_GPT2:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )

@@ -69,7 +69,14 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """
     index = folder / INDEX
     if index.is_file():
-        return _indexed(index)
+        names = sorted(set(read_index(index).values()))
+        missing = [name for name in names if not (index.parent / name).is_file()]
+        if missing:
+            raise InputError(
+                f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
+                f"the first is {missing[0]}; fetch the model again"
+            )
+        return tuple(index.parent / name for name in names)
     single = folder / "model.safetensors"
     files = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
     if files:
@@ -98,17 +105,6 @@ def read_index(index: Path) -> dict[str, str]:
         if pure.is_absolute() or ".." in pure.parts or ":" in name:
             raise InputError(f"{index} names a file outside its folder ({name!r}); do not use this checkpoint")
     return shards
-
-
-def _indexed(index: Path) -> tuple[Path, ...]:
-    names = sorted(set(read_index(index).values()))
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
-            f"the first is {missing[0]}; fetch the model again"
-        )
-    return tuple(index.parent / name for name in names)
 
 
 @dataclass(frozen=True)

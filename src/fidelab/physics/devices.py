@@ -95,17 +95,12 @@ def device_of(told: str) -> Device | None:
         InputError: As :func:`devices`.
     """
     table = devices()
-    found = _rows_of(told, table)
-    return table[max(found, key=len)] if found else None  # what was measured on it has its full name
-
-
-def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:
-    """The rows whose names a device's contains as whole words."""
 
     def padded_words(text: str) -> str:
         return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
-    return [name for name in table if padded_words(name) in padded_words(told)]
+    found = [name for name in table if padded_words(name) in padded_words(told)]
+    return table[max(found, key=len)] if found else None  # what was measured on it has its full name
 
 
 def _shipped() -> dict[str, Any]:

@@ -38,19 +38,19 @@ def read_points(path: Path) -> dict[str, list[Any]]:
     """
     try:
         text = read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
-        rows = _json_rows(text) if path.suffix.lower() == ".json" else [*csv.DictReader(io.StringIO(text))]
+        if path.suffix.lower() == ".json":
+            content = strict_json(text, not_finite=float)
+            if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
+                rows = [*_decode_rows(content)]
+            else:
+                rows = content if isinstance(content, list) else []
+        else:
+            rows = [*csv.DictReader(io.StringIO(text))]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{path}: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path} has no rows: a fit takes CSV with a heading, a JSON list of objects, or a report")
     return {str(name): [row.get(name) for row in rows] for name in rows[0]}
-
-
-def _json_rows(text: str) -> list[Any]:
-    content = strict_json(text, not_finite=float)
-    if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
-        return [*_decode_rows(content)]
-    return content if isinstance(content, list) else []
 
 
 def _decode_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

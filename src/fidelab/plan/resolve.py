@@ -123,13 +123,28 @@ class _Resolver:
 
     def settings(self) -> Settings:
         experiment = self._experiment
-        reference = self._arm(experiment.reference) if self._pack is None else self._borrowed(self._pack)
+        if self._pack is None:
+            reference = self._arm(experiment.reference)
+        else:
+            # The arm of a packed reference, which nothing here runs
+            reference = self._pack.arm
+            environment = self._engines.ask(self._experiment.engine).environment
+            self._resolved[reference.name] = ResolvedArm(
+                reference, engine_class(reference.engine), self._model, environment, self._pack.versions, borrowed=True
+            )
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
         _refuse_twins(candidates, self._resolved)
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
-        _refuse_namesakes([reference, *([control] if control else []), *controls.values(), *candidates])
+        # Refuse two different arms of one name: reports refer to arms by name
+        arms = [reference, *([control] if control else []), *controls.values(), *candidates]
+        prints: dict[str, str] = {}
+        for arm in arms:
+            if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
+                raise UsageError(
+                    f"two different configurations are named {arm.name!r}; give one of them another 'name'"
+                )
         if reference.name in self._unsupported:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
@@ -162,15 +177,6 @@ class _Resolver:
         if name not in self._models:
             self._models[name] = resolve(name)
         return self._models[name]
-
-    def _borrowed(self, pack: Pack) -> Arm:
-        """The arm of a packed reference, which nothing here runs."""
-        arm = pack.arm
-        environment = self._engines.ask(self._experiment.engine).environment
-        self._resolved[arm.name] = ResolvedArm(
-            arm, engine_class(arm.engine), self._model, environment, pack.versions, borrowed=True
-        )
-        return arm
 
     def _candidate(self, config: ArmConfig) -> Arm:
         """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
@@ -224,7 +230,14 @@ class _Resolver:
         elif draft and (unlike := _other_vocabulary(draft, model)):
             verdict = Support(False, unlike)
         else:
-            verdict = self._verdict(arm, answers)
+            # For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for
+            # options that it does not have
+            if not self._runs_on_cluster(arm):
+                verdict = answers.verdict(arm)
+            else:
+                with contextlib.suppress(EngineError):
+                    answers.supports(arm)
+                verdict = Support(True)
             if not verdict.ok and self._experiment.force:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
@@ -246,18 +259,6 @@ class _Resolver:
             unasked=self._runs_on_cluster(arm),
         )
         return arm
-
-    def _verdict(self, arm: Arm, answers: EngineAnswers) -> Support:
-        """Whether an arm may run, as far as can be determined here.
-
-        For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
-        that it does not have.
-        """
-        if not self._runs_on_cluster(arm):
-            return answers.verdict(arm)
-        with contextlib.suppress(EngineError):
-            answers.supports(arm)
-        return Support(True)
 
     def _runs_on_cluster(self, arm: Arm) -> bool:
         """Whether an arm runs on a device that this machine does not have."""
@@ -528,14 +529,6 @@ def _refuse_twins(candidates: tuple[Arm, ...], resolved: Mapping[str, ResolvedAr
             raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
         names.add(arm.name)
         prints[fingerprint] = arm.name
-
-
-def _refuse_namesakes(arms: Sequence[Arm]) -> None:
-    """Refuse two different arms of one name: reports refer to arms by name."""
-    prints: dict[str, str] = {}
-    for arm in arms:
-        if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
-            raise UsageError(f"two different configurations are named {arm.name!r}; give one of them another 'name'")
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -113,27 +113,22 @@ def _suite(suites: ElementTree.Element, name: str, cases: Iterator[tuple[str, De
 def _cells(result: RuleResult) -> tuple[str, ...]:
     """One cell per column."""
     tier = "" if result.tier == "critical" else f" ({result.tier})"
+    limits = (("min", result.min), ("max", result.max))
+    share = result.unit == "share"
     return (
         f"{result.decision}{tier}",
         one_line(result.arm),
         one_line(_place(result)),
         format_figure(result.value, result.unit),
         format_interval(result.ci, result.unit),
-        _limit(result),
+        ", ".join(
+            f"{name} {f'{100 * limit:g}%' if share else f'{limit:,.6g}'}" for name, limit in limits if limit is not None
+        ),
     )
 
 
 def _place(result: RuleResult) -> str:
     return f"{result.metric} {result.cell}".strip()
-
-
-def _limit(result: RuleResult) -> str:
-    """``max 0.01``, ``min 97%``."""
-    limits = (("min", result.min), ("max", result.max))
-    share = result.unit == "share"
-    return ", ".join(
-        f"{name} {f'{100 * limit:g}%' if share else f'{limit:,.6g}'}" for name, limit in limits if limit is not None
-    )
 
 
 def _line(result: RuleResult) -> str:

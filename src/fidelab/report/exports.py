@@ -59,7 +59,10 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
         results[task] = {"alias": task, "name": task}
         for name, metric in metrics.items():
             results[task][f"{name},{_NO_FILTER}"] = metric.value
-            results[task][f"{name}_stderr,{_NO_FILTER}"] = _stderr(metric)
+            interval = metric.interval
+            results[task][f"{name}_stderr,{_NO_FILTER}"] = (
+                "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
+            )
     model = public_name(arm.model)
     settings = f"model={model},kv={arm.kv_text}"
     return {
@@ -101,11 +104,6 @@ def _tasks(name: str, measurement: Measurement) -> Iterator[tuple[str, Metric]]:
 def _slug(text: str) -> str:
     """A part of a task's name or a metric's: without commas and blanks."""
     return re.sub(r"\W+", "_", text).strip("_")
-
-
-def _stderr(metric: Metric) -> float | str:
-    interval = metric.interval
-    return "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
 
 
 # --------------------------------------------------------------------------------------------------- the hub

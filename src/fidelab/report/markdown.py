@@ -44,9 +44,20 @@ def render_markdown(report: Report) -> str:
         *(f"failed: {escaped(line)}" for line in view.failures),
         *map(escaped, (*view.modified, *view.engine_remarks)),
     )
+    engines = escaped(engines_of((report.reference, *report.candidates)))
+    n = len(view.candidates) if view.fidelity else len(view.rows)
+    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
+    if view.performance is not None and not view.fidelity:
+        what = view.performance.measured
+        compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
+        opening = f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
+    else:
+        opening = (
+            f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
+        )
     parts = [
         *(_answer(view.answer) if view.answer else ()),
-        _opening(report, view),
+        opening,
         _bullets(warnings),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
@@ -64,25 +75,22 @@ def _answer(answer: Answer) -> Iterator[str]:
     yield _code_block(answer.command) if answer.command else ""
 
 
-def _opening(report: Report, view: View) -> str:
-    """Subject of the run, with its text and protocol, in one sentence."""
-    engines = escaped(engines_of((report.reference, *report.candidates)))
-    n = len(view.candidates) if view.fidelity else len(view.rows)
-    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
-    if view.performance is not None and not view.fidelity:
-        what = view.performance.measured
-        compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
-        return f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
-    return f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
-
-
 def _protocol(report: Report, text: str) -> str:
     """Text and windows, and the facts of the other axes, as far as the settings name them."""
     settings = report.settings
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get(DECIDING))):
-        size = _windows_of(kld["n_ctx"]) if "n_ctx" in kld else ""
+        if "n_ctx" in kld:
+            n_ctx = kld["n_ctx"]
+            shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
+            if shortest is None:
+                size = " of the shortest context"
+            else:
+                others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+                size = f" of {_setting(shortest)} tokens{others}"
+        else:
+            size = ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
@@ -99,15 +107,6 @@ def _facts(axis: Measurement) -> str:
     plain = (name for name, value in axis.facts.items() if fact_of(value) != ABSENT)
     words += [f"{escaped(one_line(name))} {_setting(axis.facts[name])}" for name in plain]
     return f": {', '.join(words)}" if words else ""
-
-
-def _windows_of(n_ctx: Any) -> str:
-    """Windows are counted at the shortest context."""
-    shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
-    if shortest is None:
-        return " of the shortest context"
-    others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
-    return f" of {_setting(shortest)} tokens{others}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -137,7 +137,11 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
     tables = []
     for part in dict.fromkeys(row.at.get(PART) for row in rows):
         own = tuple(row for row in rows if row.at.get(PART) == part)
-        columns = tuple(name for name in study.columns if any(_has(row, name) for row in own))
+        columns = tuple(
+            name
+            for name in study.columns
+            if any(name in row.at or name in row.facts or row.metric(name) is not None for row in own)
+        )
         headings = tuple(_heading(own, name) for name in columns)
         cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
         if not all(row.measured for row in own):
@@ -151,10 +155,6 @@ def _failures(study: Study) -> list[str]:
     """Reasons of rows without figures, a line each, unless the table has them."""
     lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
-
-
-def _has(row: StudyRow, name: str) -> bool:
-    return name in row.at or name in row.facts or row.metric(name) is not None
 
 
 def _heading(rows: Sequence[StudyRow], name: str) -> str:

@@ -24,7 +24,7 @@ from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, Answer, ArmRow, Performance, View, build_view
+from fidelab.report.view import FIGURES, ArmRow, Performance, View, build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
@@ -58,12 +58,27 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     view = build_view(report)
     line = partial(print_line, console)
     line(" · ".join((view.title, *view.facts)), "bold")
-    _print_failures(view, console, folder)
+    if view.failures:
+        print_line(console, "failed or not measurable:", "red")
+        for failure in view.failures:
+            print_line(console, f"  {failure}")
+    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
+    if folder is not None and failed and (folder / "logs").exists():
+        print_path(console, "what the workers printed", folder / "logs")
     for remark in view.engine_remarks:
         line(remark, "yellow")
     if view.answer is not None:
         line("")
-        _print_answer(view.answer, console)
+        # `Use q8_0` and its evidence, in two columns where there is room
+        first, *rest = view.answer.facts or ("",)
+        indent = max(_INDENT_COLUMNS, len(view.answer.head) + 2)
+        if indent > 24 or console.width < 60:
+            print_line(console, view.answer.head, "bold")
+            indent, rest = 2, [first, *rest]
+        else:
+            console.print(_hanging(f"{view.answer.head:<{indent}}{first}", indent, console, len(view.answer.head)))
+        for fact in filter(None, rest):
+            console.print(_hanging(f"{'':{indent}}{fact}", indent, console))
     if view.candidates and view.fidelity:
         line("")
         _print_candidates(view, console)
@@ -94,29 +109,6 @@ def _shown_path(path: Path) -> str:
 def _print_labelled(label: str, text: str, console: Console) -> None:
     """A line that is not wrapped, so that it can be copied."""
     console.print(literal(f"{label:<7} {text}", console), soft_wrap=True)
-
-
-def _print_failures(view: View, console: Console, folder: Path | None) -> None:
-    if view.failures:
-        print_line(console, "failed or not measurable:", "red")
-        for failure in view.failures:
-            print_line(console, f"  {failure}")
-    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
-    if folder is not None and failed and (folder / "logs").exists():
-        print_path(console, "what the workers printed", folder / "logs")
-
-
-def _print_answer(answer: Answer, console: Console) -> None:
-    """``Use q8_0`` and its evidence, in two columns where there is room."""
-    first, *rest = answer.facts or ("",)
-    indent = max(_INDENT_COLUMNS, len(answer.head) + 2)
-    if indent > 24 or console.width < 60:
-        print_line(console, answer.head, "bold")
-        indent, rest = 2, [first, *rest]
-    else:
-        console.print(_hanging(f"{answer.head:<{indent}}{first}", indent, console, len(answer.head)))
-    for fact in filter(None, rest):
-        console.print(_hanging(f"{'':{indent}}{fact}", indent, console))
 
 
 def _hanging(text: str, indent: int, console: Console, bold: int = 0) -> Text:
@@ -169,7 +161,9 @@ def _candidates(
     table.add_column(view.subject, no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for name in kept:
-        table.add_column(literal(_two_lines(name), console), no_wrap=True)
+        # Break a heading that is longer than its cells before its last word, so that the table fits 80 columns
+        first, _, last = name.rpartition(" ")
+        table.add_column(literal(f"{first}\n{last}" if len(name) > _LONG_HEADING else name, console), no_wrap=True)
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
@@ -182,12 +176,6 @@ def _candidates(
             *((literal(row.why, console),) if reasons else ()),
         )
     return table
-
-
-def _two_lines(heading: str) -> str:
-    """Break a heading that is longer than its cells before its last word, so that the table fits 80 columns."""
-    first, _, last = heading.rpartition(" ")
-    return f"{first}\n{last}" if len(heading) > _LONG_HEADING else heading
 
 
 # ---------------------------------------------------------------------------------------------------------- details
@@ -280,20 +268,21 @@ def _print_benches(view: View, console: Console) -> None:
     for section in view.benches:
         for table in section.tables:
             console.print(literal(table.title, console, "bold"))
-            _print_table(_grouped(table, alone=len(view.rows) == 1), console)
+            # An arm is named in its first row only; not at all where it is the report's only arm, which the title
+            # names
+            if len(view.rows) == 1 and table.named > 1:
+                rows = tuple(row[1:] for row in table.rows)
+                grouped = Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
+            else:
+                above = [None, *(row[0] for row in table.rows)]
+                rows = tuple(
+                    ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, table.rows, strict=False)
+                )
+                grouped = Others(table.key, table.title, table.columns, rows, table.named)
+            _print_table(grouped, console)
         for line in (*section.sources, *section.lines, *section.footnotes):
             print_line(console, line)
         console.print()
-
-
-def _grouped(table: Others, *, alone: bool) -> Others:
-    """An arm is named in its first row only; not at all where it is the report's only arm, which the title names."""
-    if alone and table.named > 1:
-        rows = tuple(row[1:] for row in table.rows)
-        return Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
-    above = [None, *(row[0] for row in table.rows)]
-    rows = tuple(("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, table.rows, strict=False))
-    return Others(table.key, table.title, table.columns, rows, table.named)
 
 
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:

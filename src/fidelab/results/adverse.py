@@ -36,11 +36,22 @@ def adverse(arm: ArmRecord, reference: ArmRecord) -> tuple[Finding, ...]:
     (:attr:`~fidelab.results.measurement.Metric.null_value`).  Divergences always do; they are worse if the lower end
     lies in a worse band than the verdict.
     """
+    failed_tests: list[Finding] = []
+    for name, axis in arm.axes.items():
+        if name != DECIDING and axis.status is Status.FAILED:
+            failed_tests.append(
+                Finding(f"{one_line(name)} failed: {one_line(axis.reason or 'no reason was recorded')}")
+            )
+    other_runs: list[Finding] = []
+    mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
+    worst = max(mean.repeats, default=None) if mean is not None else None
+    if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
+        other_runs.append(Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}"))
     return (
         *_worse_tests(arm),
         *_worse_texts(arm),
-        *_failed_tests(arm),
-        *_other_runs(arm),
+        *failed_tests,
+        *other_runs,
         *_slower(arm, reference),
         *_noise(arm),
     )
@@ -93,20 +104,6 @@ def _worse_texts(arm: ArmRecord) -> Iterator[Finding]:
             kind = one_line(str(metric.cell[DOMAIN]))
             span = "" if metric.interval is None else f" ({format_span(metric.interval)})"
             yield Finding(f"{kind} is {found.value.lower()}: KLD {format_nats(metric.value)}{span}")
-
-
-def _failed_tests(arm: ArmRecord) -> Iterator[Finding]:
-    for name, axis in arm.axes.items():
-        if name != DECIDING and axis.status is Status.FAILED:
-            yield Finding(f"{one_line(name)} failed: {one_line(axis.reason or 'no reason was recorded')}")
-
-
-def _other_runs(arm: ArmRecord) -> Iterator[Finding]:
-    """The worst of several whole runs, if its mean KL lies in a worse band than the verdict (the first run's)."""
-    mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
-    worst = max(mean.repeats, default=None) if mean is not None else None
-    if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
-        yield Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}")
 
 
 def _slower(arm: ArmRecord, reference: ArmRecord) -> Iterator[Finding]:

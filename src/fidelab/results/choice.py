@@ -118,9 +118,13 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
     if name == "max_kld":
         return ""
     least = name.startswith("min")
+    same = arm.axes[DECIDING].ci("top1", {})
+    # The upper end of the net loss of correct top tokens, a share; of several contexts the largest
+    certificate = arm.certificates.get(DECIDING)
+    ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
     found = {
-        "max_flips": _flips(arm),
-        "max_accuracy_loss": _net_loss(arm),
+        "max_flips": None if same is None else 1 - same[0],
+        "max_accuracy_loss": max(ends, default=None),
         "min_saving": saving,
         "min_tokens_per_s": lowest_rate(arm),
     }[name]
@@ -130,24 +134,6 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
         return ""
     shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
     return f"{LIMITS[name]} {shown}" if least else f"{LIMITS[name]} up to {shown}"
-
-
-def _other_upper_end(arm: ArmRecord) -> float:
-    """Return the largest upper end of the mean KLs of other tests that the bands judge, nats; 0 without any."""
-    return max((metric.interval[1] if metric.interval else math.inf for _, _, metric in arm.banded), default=0.0)
-
-
-def _flips(arm: ArmRecord) -> float | None:
-    """Return the upper end of the share of flips."""
-    same = arm.axes[DECIDING].ci("top1", {})
-    return None if same is None else 1 - same[0]
-
-
-def _net_loss(arm: ArmRecord) -> float | None:
-    """Return the upper end of the net loss of correct top tokens, a share; of several contexts the largest."""
-    certificate = arm.certificates.get(DECIDING)
-    ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
-    return max(ends, default=None)
 
 
 # ------------------------------------------------------------------------------------------------- choosing
@@ -284,7 +270,11 @@ class Field:
             sums = document_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
-            upper[:, n] = np.maximum(kld.interval[1] + shift, _other_upper_end(arm))
+            # The largest upper end of the mean KLs of other tests that the bands judge, nats; 0 without any
+            upper[:, n] = np.maximum(
+                kld.interval[1] + shift,
+                max((metric.interval[1] if metric.interval else math.inf for _, _, metric in arm.banded), default=0.0),
+            )
             eligible[:, n] = upper[:, n] < KL_EDGES[-1] if self.by_class else True
             if "max_kld" in self.limits:
                 eligible[:, n] &= upper[:, n] <= self.limits["max_kld"]

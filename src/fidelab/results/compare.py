@@ -162,6 +162,15 @@ def _judge(
     if better is None:
         doubt = _BOUND if was.bound or now.bound else _NO_SIDE
         verdict = verdict if basis == "equal" else "cannot tell"
+    if was.better is None:
+        allowed = ""
+    else:
+        parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
+        if allowance.absolute:
+            points = was.unit in ("points", "share")
+            amount = allowance.absolute * (100 if was.unit == "share" else 1)
+            parts.append(f"{amount:g} {'points' if points else was.unit}")
+        allowed = " + ".join(parts) or "none"
     return MetricChange(
         **key._asdict(),
         name=was.name,
@@ -172,7 +181,7 @@ def _judge(
         change=estimate,
         ci=interval,
         relative=relative,
-        allowed=_format_allowance(allowance, was),
+        allowed=allowed,
         basis=basis,
         outcome=verdict,
         counts=better is not None,
@@ -248,17 +257,6 @@ def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: s
         counts=metric.better is not None and not metric.optional,
         doubt=reason,
     )
-
-
-def _format_allowance(allowance: Allowance, metric: Metric) -> str:
-    if metric.better is None:
-        return ""
-    parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
-    if allowance.absolute:
-        points = metric.unit in ("points", "share")
-        amount = allowance.absolute * (100 if metric.unit == "share" else 1)
-        parts.append(f"{amount:g} {'points' if points else metric.unit}")
-    return " + ".join(parts) or "none"
 
 
 def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[float, float]:

@@ -294,7 +294,13 @@ def _evidence(
         open_claims = [claim for claim in claims if not field.claim_holds(claim)]
         undecided = "a larger candidate is undecided" if claims else "no non-inferiority test"
         undecided = "too few tokens were encoded" if partly and claims else undecided
-        why = _claim(open_claims[0]) if open_claims else undecided
+        if open_claims:
+            claim = open_claims[0]
+            at = f" at {claim.context:,} tokens" if claim.context else ""
+            most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
+            why = f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
+        else:
+            why = undecided
         yield f"likely, not confirmed: {why}"
     if field.limits:
         yield f"limits: {_format_limits(field.limits)}"
@@ -326,19 +332,10 @@ def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
 def _amount(value: float, claim: CertificateClaim) -> str:
     if claim.unit == "nats":
         return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
-    return f"{100 * value:.2g}%" if claim.key == "flips" else _points(value)
-
-
-def _points(value: float) -> str:
+    if claim.key == "flips":
+        return f"{100 * value:.2g}%"
     text = f"{100 * value:.2g}"
     return f"{text} point{'' if text == '1' else 's'}"
-
-
-def _claim(claim: CertificateClaim) -> str:
-    """``mean KL at 2,048 tokens up to 0.013 nats, margin 0.01 nats``."""
-    at = f" at {claim.context:,} tokens" if claim.context else ""
-    most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
-    return f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
 
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
@@ -388,7 +385,19 @@ def _rejection_reason(field: Field, n: int, best: ArmRecord | None, beaten: Domi
     if field.why_not[n]:
         return field.why_not[n]
     if not field.choices.eligible[0, n]:
-        return _not_eligible(field, arm)
+        mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
+        if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
+            return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
+        if arm.verdict is not None and arm.verdict.band == "FAIL":
+            return "verdict FAIL"
+        means = [("", mean), *((f"{one_line(name)} ", metric) for name, _, metric in arm.banded)]
+        ends = [
+            (metric.interval[1], what) for what, metric in means if metric is not None and metric.interval is not None
+        ]
+        end, what = max(ends, default=(0.0, ""))
+        if end >= KL_EDGES[-1]:
+            return f"not decided, {what}KLD up to {format_nats(end, digits=2)} nats"
+        return "an accuracy loss beyond the margin is shown"
     if beaten is not None:
         by = field.sizes.sizes.get(beaten.by) == field.sizes.sizes.get(arm.name)
         return f"{one_line(beaten.by)} is {'as small' if by else 'smaller'} and closer"
@@ -405,20 +414,6 @@ def _rejection_reason(field: Field, n: int, best: ArmRecord | None, beaten: Domi
 def _rank(arm: ArmRecord) -> int:
     band = arm.verdict.band if arm.verdict else None
     return CLASSES.index(band) if band in CLASSES else len(CLASSES)
-
-
-def _not_eligible(field: Field, arm: ArmRecord) -> str:
-    mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
-    if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
-        return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
-    if arm.verdict is not None and arm.verdict.band == "FAIL":
-        return "verdict FAIL"
-    means = [("", mean), *((f"{one_line(name)} ", metric) for name, _, metric in arm.banded)]
-    ends = [(metric.interval[1], what) for what, metric in means if metric is not None and metric.interval is not None]
-    end, what = max(ends, default=(0.0, ""))
-    if end >= KL_EDGES[-1]:
-        return f"not decided, {what}KLD up to {format_nats(end, digits=2)} nats"
-    return "an accuracy loss beyond the margin is shown"
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:

@@ -102,7 +102,10 @@ def _add(
         for shape in measurement.cells:
             if why := _unusable(shape):
                 table.reasons[*place, group, label(shape.at)] = why
-        for metric in (*measurement.metrics, *_failed(measurement)):
+        failed: list[Metric] = []
+        if measurement.n_failed is not None:
+            failed.append(_FAILED(measurement.n_failed))
+        for metric in (*measurement.metrics, *failed):
             cell = measurement.cell(metric.cell)
             if metric.value is None or (cell is not None and not cell.valid):
                 continue
@@ -122,11 +125,6 @@ def _unusable(cell: Cell) -> str:
 def _with_caveat(metric: Metric) -> Metric:
     sure = metric.exact or metric.ci or metric.caveat
     return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
-
-
-def _failed(measurement: Measurement) -> Iterator[Metric]:
-    if measurement.n_failed is not None:
-        yield _FAILED(measurement.n_failed)
 
 
 # -------------------------------------------------------------------------------------------------- data frame

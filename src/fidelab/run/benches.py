@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -181,21 +181,24 @@ class Benching(BenchPlan):
                 self._report(f"{question.bench}: {arm.arm.name}, {kind}")
                 if kind == COLD and not evict(self._files(arm.arm)):
                     continue
-                if parts := self._start(arm, question, number):
+                planned = self._planned(arm, question, number)
+                shutil.rmtree(
+                    planned.folder, ignore_errors=True
+                )  # seconds of a process that is gone say nothing of this one
+                with self._worker(arm.arm, arm.role) as worker:
+                    worker.ask([task_of(planned)])
+                    outcome = worker.finish()
+                self._hear(arm, outcome)
+                if not is_complete(planned.folder, planned.key):
+                    self._faults[arm.role, question.name] = (
+                        _last(outcome.failed) or outcome.reason or absent(planned.folder)
+                    )
+                    start = {}
+                else:
+                    start = {**outcome.phases, "first token": float(_seconds(Capture(planned.folder))[0])}
+                if parts := start:
                     starts[arm.role].append((kind, parts))
         return starts
-
-    def _start(self, arm: ArmResult, question: Question, number: int) -> dict[str, float]:
-        planned = self._planned(arm, question, number)
-        shutil.rmtree(planned.folder, ignore_errors=True)  # seconds of a process that is gone say nothing of this one
-        with self._worker(arm.arm, arm.role) as worker:
-            worker.ask([task_of(planned)])
-            outcome = worker.finish()
-        self._hear(arm, outcome)
-        if not is_complete(planned.folder, planned.key):
-            self._faults[arm.role, question.name] = _last(outcome.failed) or outcome.reason or absent(planned.folder)
-            return {}
-        return {**outcome.phases, "first token": float(_seconds(Capture(planned.folder))[0])}
 
     def _files(self, arm: Arm) -> list[Path]:
         path = Path(arm.path)
@@ -236,7 +239,13 @@ class Benching(BenchPlan):
         reason = self._served(arm.arm, question.bench) or question.impossible
         if reason:
             return Answers(question, None, status=Status.NOT_SUPPORTED, reason=reason)
-        captures = list(self._stored(arm, question))
+        captures: list[Capture] = []
+        for number in range(question.repeats):
+            planned = self._planned(arm, question, number)
+            try:
+                captures.append(Capture(planned.folder))
+            except CaptureError:
+                continue
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
         if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")
@@ -246,14 +255,6 @@ class Benching(BenchPlan):
         warmups = self._warmups.get((arm.role, question.name), 0)
         facts = tuple(capture.manifest["facts"] for capture in captures)
         return Answers(question, seconds, warmups, captures[-1].manifest["ran"], facts=facts)
-
-    def _stored(self, arm: ArmResult, question: Question) -> Iterator[Capture]:
-        for number in range(question.repeats):
-            planned = self._planned(arm, question, number)
-            try:
-                yield Capture(planned.folder)
-            except CaptureError:
-                continue
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Measure load on the server of an arm; ``None`` if this bench is another, or no server has the arm."""

@@ -177,7 +177,22 @@ def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | Non
         "bar": "added",
         "rows": tuple(rows),
         "sentences": tuple(_sentences(curve, rows, parting.begins, first)),
-        "curves": tuple(_curve(name, x, values) for name, values in named.items()) if len(x) > 1 else (),
+        "curves": tuple(
+            Curve(
+                key="errors",
+                title="Relative error by layer",
+                x_label="layer",
+                y_label="relative error",
+                x=x,
+                y=tuple(float(value) if np.isfinite(value) else None for value in values),
+                log_y=True,
+                series=name,
+                caption="Logarithmic; values of exactly 0 are not drawn.",
+            )
+            for name, values in named.items()
+        )
+        if len(x) > 1
+        else (),
     }
 
 
@@ -187,20 +202,6 @@ def _errors(curve: LayerCurve, place: int, prefix: str = "") -> list[Metric]:
         Definition(prefix + name, "", "lower", f"relative error, {_ABOUT[name]}")(getattr(curve, field)[place])
         for name, field in _CURVE.items()
     ]
-
-
-def _curve(name: str, x: tuple[float, ...], values: NDArray[np.float64]) -> Curve:
-    return Curve(
-        key="errors",
-        title="Relative error by layer",
-        x_label="layer",
-        y_label="relative error",
-        x=x,
-        y=tuple(float(value) if np.isfinite(value) else None for value in values),
-        log_y=True,
-        series=name,
-        caption="Logarithmic; values of exactly 0 are not drawn.",
-    )
 
 
 def _noise(floor: LayerCurve | None, twin: LayerCurve | None) -> LayerCurve | None:

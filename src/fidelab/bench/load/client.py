@@ -178,7 +178,9 @@ class _Client:
             ticker.cancel()
         ticks, cpu = self._measuring or (0, time.process_time())
         cpu = time.process_time() - cpu
-        exchanges = self._read_all()
+        self._exchanges.extend(map(self._read, self._landed))
+        self._exchanges.sort(key=lambda exchange: exchange.index)
+        exchanges = self._exchanges
         return DriveResult(
             exchanges=exchanges,
             started=started,
@@ -381,11 +383,6 @@ class _Client:
             raise error
 
     # ------------------------------------------------------------------------------------------------- reading
-
-    def _read_all(self) -> list[Exchange]:
-        self._exchanges.extend(map(self._read, self._landed))
-        self._exchanges.sort(key=lambda exchange: exchange.index)
-        return self._exchanges
 
     def _read(self, flight: _Flight) -> Exchange:
         exchange = Exchange(

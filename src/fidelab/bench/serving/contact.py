@@ -230,7 +230,16 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:
         return _load_tokenizer(settings.tokenizer)
     tokenizer = None
     if settings.model is not None or not Path(server.model).is_absolute() or is_local(settings.base_url):
-        tokenizer = _find_tokenizer(settings.model or server.model)
+        # The tokenizer if it is on this machine, else `None`. Nothing is fetched.
+        name = settings.model or server.model
+        present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
+        try:
+            if present:
+                tokenizer = _load_tokenizer(name)
+            else:
+                tokenizer = _of_hub(name, fetch=False) if name.count("/") == 1 else None
+        except InputError:
+            tokenizer = None
     if tokenizer is None:
         raise InputError(
             f"the tokenizer of {settings.model or server.model} is not on this machine: name it by "
@@ -257,17 +266,6 @@ def _load_tokenizer(name: str) -> Tokenizer:
     if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return Tokenizer.load(resolve(name))
     return _of_hub(name, fetch=True)
-
-
-def _find_tokenizer(name: str) -> Tokenizer | None:
-    """Return the tokenizer if it is on this machine, else ``None``.  Nothing is fetched."""
-    present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
-    try:
-        if present:
-            return _load_tokenizer(name)
-        return _of_hub(name, fetch=False) if name.count("/") == 1 else None
-    except InputError:
-        return None
 
 
 def _of_hub(name: str, *, fetch: bool) -> Tokenizer:
