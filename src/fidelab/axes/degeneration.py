@@ -151,6 +151,7 @@ class Degeneration(Axis):
         )
         degenerate = [item for item in good if item.test.onset]
         ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
+        around = (_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
         return score.with_measurement(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
@@ -158,13 +159,7 @@ class Degeneration(Axis):
             reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
             if good
             else "",
-            plots=(
-                _curve(good, pair),
-                _table(good),
-                *texts(
-                    "Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
-                ),
-            ),
+            plots=(_curve(good, pair), _table(good), *texts("Around the onset", around)),
             facts=pair.ref.manifest["settings"],
         )
 

@@ -33,14 +33,11 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
         return (), ()
     drafts, drafted, accepted = (int(facts[name]) for name in ("drafts", "drafted", "accepted"))
     metrics = acceptance(drafts, drafted, accepted)
-    method = str(facts["method"])
-    if not metrics:
-        text = f"speculation ({method}) drafted no token"
-    else:
+    text = f"speculation ({facts['method']}) drafted no token"
+    if metrics:
         length, rate = (metric.value for metric in metrics)
-        text = (
-            f"speculation ({method}): {length:.2f} tokens per verification, {rate:.0%} of the drafted tokens accepted"
-        )
+        accepted_share = f"{rate:.0%} of the drafted tokens accepted"
+        text = f"speculation ({facts['method']}): {length:.2f} tokens per verification, {accepted_share}"
     return metrics, (Flag(kind=COUNTED, text=text), _text(pair, forks))
 
 

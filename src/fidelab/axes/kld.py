@@ -305,6 +305,7 @@ class KLD(Axis):
         numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
         named = tuple((document, name) for document in numbers if (name := text.domain_of(document)))
         # The tokens that the rows `first` … `last` predict, as far as the window holds them
+        scored = (np.asarray(window[cut.first + 1 : cut.last + 2], dtype=np.int64) for window in cut.windows)
         return Prefill(
             axis=part_name(self.name, part),
             windows=cut.windows,
@@ -321,16 +322,7 @@ class KLD(Axis):
                 ("unit", cut.unit),
             ),
             notes=tuple(
-                canonical_json(
-                    {
-                        "unigram_nll": float(
-                            unigram_nll(
-                                ids, np.asarray(window[cut.first + 1 : cut.last + 2], dtype=np.int64), vocab
-                            ).mean()
-                        )
-                    }
-                )
-                for window in cut.windows
+                canonical_json({"unigram_nll": float(unigram_nll(ids, tokens, vocab).mean())}) for tokens in scored
             ),
         )
 

@@ -124,9 +124,19 @@ class Trajectory(Axis):
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
         # The text of the divergences with the largest margins, since near ties say less
-        ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[
-            :_MAX_SHOWN_DIVERGENCES
-        ]
+        ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))
+        shown = (
+            divergence_texts(
+                fork.item,
+                fork.at,
+                fork.margin,
+                prompt=pair.ref.text(pair.ref.request.items()[fork.item][-_BEFORE:]),
+                shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
+                reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
+                candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
+            )
+            for fork in ranked[:_MAX_SHOWN_DIVERGENCES]
+        )
         return score.with_measurement(
             metrics=(
                 score.score(seed),
@@ -139,21 +149,7 @@ class Trajectory(Axis):
             ),
             plots=(
                 survival_plot(survival_curve(good, asked["n_predict"]).tolist()),
-                *texts(
-                    "First divergences",
-                    (
-                        divergence_texts(
-                            fork.item,
-                            fork.at,
-                            fork.margin,
-                            prompt=pair.ref.text(pair.ref.request.items()[fork.item][-_BEFORE:]),
-                            shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
-                            reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
-                            candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
-                        )
-                        for fork in ranked
-                    ),
-                ),
+                *texts("First divergences", shown),
             ),
             cluster="prompt",
             flags=flags,

@@ -83,7 +83,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
         kind = "BF16" if isinstance(array, BFloat16) else _NAMES.get(little)
         if kind is None:
             raise CaptureError(f"array {name!r} is of type {plain.dtype}, which a safetensors file cannot hold")
-        raw, kind = np.asarray(plain, dtype=little, order="C"), kind
+        raw = np.asarray(plain, dtype=little, order="C")  # little-endian, contiguous
         header[name] = {"dtype": kind, "shape": list(raw.shape), "data_offsets": [offset, offset + raw.nbytes]}
         offset += raw.nbytes
         blobs.append(raw.reshape(-1).view(np.uint8).data)

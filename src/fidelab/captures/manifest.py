@@ -131,20 +131,7 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
     files, items, head = manifest.get("files"), manifest.get("items"), manifest.get("head", "")
     if not (isinstance(files, list) and all(_is_file(file) and isinstance(file.get("name"), str) for file in files)):
         yield "files"
-    elif not (
-        isinstance(items, list)
-        and all(
-            isinstance(item, dict)
-            and isinstance(item.get("hash"), str)
-            and isinstance(item.get("failed", 0), str | None)
-            and (
-                _is_count(item["parts"], len(files) - 1) and item["parts"] > 0
-                if "parts" in item
-                else item["failed"] is not None
-            )
-            for item in items
-        )
-    ):
+    elif not (isinstance(items, list) and all(_is_item(item, len(files) - 1) for item in items)):
         yield "items"
     if head is not None and not (
         _is_file(head)
@@ -153,6 +140,15 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         and _is_number(head.get("scale"))
     ):
         yield "head"
+
+
+def _is_item(item: Any, n_parts: int) -> bool:
+    return (
+        isinstance(item, dict)
+        and isinstance(item.get("hash"), str)
+        and isinstance(item.get("failed", 0), str | None)
+        and (_is_count(item["parts"], n_parts) and item["parts"] > 0 if "parts" in item else item["failed"] is not None)
+    )
 
 
 def _is_file(record: Any) -> bool:

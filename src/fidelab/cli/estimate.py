@@ -86,15 +86,13 @@ def model(
     sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
     geometry, native = _geometry(name, sizes)
     devices = [find_device(one) for one in device or ()]
-    # The formats shown by default: those that this model's caches can have
+    # by default those that this model's caches can have
+    latent = any(layer.latent for layer in geometry.kv)
+    shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent)]
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
-        [
-            KVSpec.parse(one)
-            for one in kv
-            or [name for name in _KV[1:] if not (name == "k16v8" and any(layer.latent for layer in geometry.kv))]
-        ],
+        [KVSpec.parse(one) for one in shown],
         parse_counts(context, "context"),
         parse_counts(batch, "batch"),
         devices,

@@ -41,19 +41,10 @@ def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
     table.add_column("size", justify="right", no_wrap=True)
     for row in rows:
         # Cells that fit into 80 columns; `--json` and `runs show` have the rest
-        table.add_row(
-            *map(
-                _plain_text,
-                (
-                    row.path,
-                    ", ".join(row.engines),
-                    row.reference,
-                    row.status if row.kind == "run" else f"{row.status} ({row.kind})",
-                    row.recommended,
-                    _mebibytes(row.bytes + sum(row.existing_captures().values())),
-                ),
-            )
-        )
+        status = row.status if row.kind == "run" else f"{row.status} ({row.kind})"
+        size = _mebibytes(row.bytes + sum(row.existing_captures().values()))
+        cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
+        table.add_row(*map(_plain_text, cells))
     open_console(400).print(table)
 
 

@@ -143,19 +143,14 @@ def start(
     with launch(planned, timeout, note) as launched:
         faults = faults_of(launched.findings)
         if as_json:
-            print(
-                json.dumps(
-                    {
-                        "server": asdict(launched.server),
-                        "seconds": launched.seconds,
-                        "first_start": not launched.earlier,
-                        "findings": [asdict(one) for one in launched.findings],
-                        "differences": list(faults),
-                    },
-                    indent=2,
-                ),
-                flush=True,
-            )
+            record = {
+                "server": asdict(launched.server),
+                "seconds": launched.seconds,
+                "first_start": not launched.earlier,
+                "findings": [asdict(one) for one in launched.findings],
+                "differences": list(faults),
+            }
+            print(json.dumps(record, indent=2), flush=True)
         else:
             _show(launched, detach and not faults)
         if faults:
@@ -289,18 +284,9 @@ def check_preset(
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
     if log is not None and not log.is_file():
         raise InputError(f"--log {log}: there is no such file")
-    server = (
-        next(
-            (
-                one
-                for one in records()
-                if (one.arm.get("name") == chosen.name and one.arm.get("engine") == chosen.engine_name)
-            ),
-            None,
-        )
-        if base_url is None
-        else None
-    )
+    here = records() if base_url is None else []
+    named = (chosen.name, chosen.engine_name)  # of a preset, perhaps started with other values
+    server = next((one for one in here if (one.arm.get("name"), one.arm.get("engine")) == named), None)
     if base_url is None and server is None:
         check(chosen, arm)
         told = f"{arm.name} can run here; it has no running server: {shell_line('fidelab', 'serve', 'start', name)}"

@@ -49,13 +49,8 @@ def list_engines(
             shown = ", ".join(f"{package} {version}" for package, version in place.versions.items())
             build = "" if place.build == "stock" else f" ({place.build})"
             total = len(place.kv_names)
-            cells = [
-                place.engine,
-                place.name,
-                f"{shown}{build}",
-                _device(place),
-                f"{total - len(place.refused)} of {total}" if place.refused else str(total or ""),
-            ]
+            formats = f"{total - len(place.refused)} of {total}" if place.refused else str(total or "")
+            cells = [place.engine, place.name, f"{shown}{build}", _device(place), formats]
         else:
             cells = [place.engine, place.problem if place.environment is None else place.name, "", "", ""]
         table.add_row(*map(Text, cells))

@@ -71,14 +71,10 @@ def import_refract(
         },
     )
     candidate = _arm(file, "candidate", name, axes=axes, composite=composite, wider_keys="k16v8")
-    kld = axes.get("kld")
-    if kld is None:
-        reason = "the file has no KLD"
-    else:
-        mean = kld.value("mean")
-        if mean is None:
-            reason = kld.reason or "the file has no mean KL"
-        else:
+    reason = "the file has no KLD"
+    if (kld := axes.get("kld")) is not None:
+        reason = kld.reason or "the file has no mean KL"
+        if (mean := kld.value("mean")) is not None:
             reason = f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
     verdict = judge(candidate, reason=reason)
     candidates = [candidate.model_copy(update={"verdict": verdict})]

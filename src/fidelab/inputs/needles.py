@@ -123,7 +123,7 @@ def build_prompt(
         done = at[index]
         places[index] = len(whole)
         whole += inserts[index]
-    ids, places = (*whole, *stretch.ids[done:]), places
+    ids = (*whole, *stretch.ids[done:])
     prompt = NeedlePrompt((*head, *ids, *tail), tuple(len(head) + place for place in places[: len(needles.codes)]))
     text = tokenizer.decode(prompt.ids)
     lowered = text.lower()

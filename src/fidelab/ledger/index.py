@@ -197,6 +197,7 @@ def _of_report(report: Report) -> dict[str, Any]:
         if arm.status in _FAULTS or any(bench.status is Status.FAILED for bench in arm.benches.values())
     ]
     advice = report.recommendation
+    bands = {arm.name: arm.verdict.band if arm.verdict else None for arm in report.candidates}
     return {
         "created": _utc(report.created.isoformat()),
         "model": report.reference.model,
@@ -206,11 +207,7 @@ def _of_report(report: Report) -> dict[str, Any]:
         "status": "failed" if faults else "ok",
         "problem": f"failed: {', '.join(dict.fromkeys(faults))}" if faults else "",
         "verdicts": {
-            arm.name: (
-                arm.status.value
-                if arm.status in NEEDS_REASON
-                else (arm.verdict.band if arm.verdict else None) or "no verdict"
-            )
+            arm.name: arm.status.value if arm.status in NEEDS_REASON else bands[arm.name] or "no verdict"
             for arm in report.candidates
         },
         "recommended": (advice.arm or "none") if advice is not None else "",

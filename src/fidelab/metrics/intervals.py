@@ -277,17 +277,11 @@ def paired_difference(
     if (a.den == b.den).all():  # the difference is one ratio itself, and no digits cancel
         sides, floors = (RatioItems(a.num - b.num, a.den, a.clusters).by_cluster(),), (-width, width)
     difference, n, estimate = scale * (ratio_a - ratio_b), len(sides[0].num), _Estimate.of(sides)
-    if proportion and bounds:
-        # Clusters lost and gained from b to a, of items at a bound, alike in size and a cluster each; else None
-        if len(a.num) != n or not (np.append(a.den, b.den) == a.den[0]).all():
-            counts = None
-        else:
-            if not all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):
-                counts = None
-            else:
-                counts = int((a.num < b.num).sum()), int((a.num > b.num).sum())
-    else:
-        counts = None
+    counts = None
+    # Clusters lost and gained from b to a, of items at a bound, alike in size and a cluster each
+    alike = proportion and len(a.num) == n and (np.append(a.den, b.den) == a.den[0]).all()
+    if bounds and alike and all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):
+        counts = int((a.num < b.num).sum()), int((a.num > b.num).sum())
     p = None if counts is None else mcnemar_exact(*counts)
     if estimate is None:
         return PairedDifference(difference, None, n, p)

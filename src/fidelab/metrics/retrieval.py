@@ -166,10 +166,8 @@ def retrieval_interval(cells: Cells, *, compat: str | None = None) -> Interval |
     count = min(_degradation(counted) * n, n)  # need not be whole
     most, least = reversed(binomial_interval(count, n))
     # Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot
-    low, high = (
-        100.0 * (1.0 - (len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0) * end)
-        for end in (most, least)
-    )
+    weight = len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0
+    low, high = (100.0 * (1.0 - weight * end) for end in (most, least))
     return min(low, score), max(high, score)
 
 

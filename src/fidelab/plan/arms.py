@@ -104,20 +104,14 @@ def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
     Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  A second kernel in the run moves a
     KLD by more than a good format does, so there all take them or none.  Arms that name an attention keep it.
     """
-    free = [
-        arm
-        for arm in arms
-        if (arm.engine == _HF and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options))
-    ]
+    ours = (arm for arm in arms if arm.engine == _HF and arm.device.startswith("cuda"))
+    free = [arm for arm in ours if ATTENTION not in dict(arm.options)]
     refusals = [f"{arm.name}: {reason}" for arm in free if (reason := hf_kernels.refusal(arm)) is not None]
     if not refusals:
         return list(arms), None
-    return [
-        replace(arm, options=tuple(sorted({**dict(arm.options), ATTENTION: hf_kernels.THEIRS}.items())))
-        if arm in free
-        else arm
-        for arm in arms
-    ], refusals[0]
+    chosen = {ATTENTION: hf_kernels.THEIRS}
+    theirs = [replace(arm, options=tuple(sorted({**dict(arm.options), **chosen}.items()))) for arm in free]
+    return [theirs[free.index(arm)] if arm in free else arm for arm in arms], refusals[0]
 
 
 def other_attention(reference: Arm, arm: Arm) -> str | None:

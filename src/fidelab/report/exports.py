@@ -60,9 +60,8 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
         for name, metric in metrics.items():
             results[task][f"{name},{_NO_FILTER}"] = metric.value
             interval = metric.interval
-            results[task][f"{name}_stderr,{_NO_FILTER}"] = (
-                "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
-            )
+            stderr = "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
+            results[task][f"{name}_stderr,{_NO_FILTER}"] = stderr
     model = public_name(arm.model)
     settings = f"model={model},kv={arm.kv_text}"
     return {

@@ -66,14 +66,8 @@ def draw_frontier(
         inside.append(text(min(at + 30, right), top - 5, f"reference {shorten(reference.name)}", "end"))
     if len(best) > 1:
         # The least KL that a given size buys: level up to the next size, then down
-        first, rest = best[0], best[1:]
-        inside.append(
-            element(
-                "path",
-                class_="step",
-                d=f"M{x(first.size):g} {y(first.mean):g}" + "".join(f"H{x(p.size):g}V{y(p.mean):g}" for p in rest),
-            )
-        )
+        steps = "".join(f"H{x(point.size):g}V{y(point.mean):g}" for point in best[1:])
+        inside.append(element("path", class_="step", d=f"M{x(best[0].size):g} {y(best[0].mean):g}{steps}"))
     labels = Labels(left, right, top, bottom, [(x(point.size), y(point.mean)) for point in points])
     for point in sorted(points, key=lambda point: (not point.chosen, point not in best, -point.mean, point.size)):
         at, level = x(point.size), y(point.mean)

@@ -52,9 +52,8 @@ def render_markdown(report: Report) -> str:
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         opening = f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
     else:
-        opening = (
-            f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
-        )
+        base = code_span(view.rows[0].name)
+        opening = f"{subject}, compared with the reference {base}{_protocol(report, view.text)}."
     parts = [
         *(_answer(view.answer) if view.answer else ()),
         opening,
@@ -81,16 +80,12 @@ def _protocol(report: Report, text: str) -> str:
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get(DECIDING))):
+        size = ""
         if "n_ctx" in kld:
             n_ctx = kld["n_ctx"]
             shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
-            if shortest is None:
-                size = " of the shortest context"
-            else:
-                others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
-                size = f" of {_setting(shortest)} tokens{others}"
-        else:
-            size = ""
+            others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+            size = " of the shortest context" if shortest is None else f" of {_setting(shortest)} tokens{others}"
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")

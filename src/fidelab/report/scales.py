@@ -71,9 +71,8 @@ class Scale:
                 fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
                 values = [value for value in fine if within[0] <= value <= within[1]]
             else:
-                values = [10.0**power for power in range(last, first - 1, -max(1, math.ceil((last - first) / most)))][
-                    ::-1
-                ]
+                decades = max(1, math.ceil((last - first) / most))
+                values = [10.0**power for power in range(last, first - 1, -decades)][::-1]
         else:
             step = round_step((self.high - self.low) / most)
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)

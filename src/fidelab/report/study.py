@@ -137,11 +137,8 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
     tables = []
     for part in dict.fromkeys(row.at.get(PART) for row in rows):
         own = tuple(row for row in rows if row.at.get(PART) == part)
-        columns = tuple(
-            name
-            for name in study.columns
-            if any(name in row.at or name in row.facts or row.metric(name) is not None for row in own)
-        )
+        there = {name for row in own for name in (*row.at, *row.facts)}
+        columns = tuple(n for n in study.columns if n in there or any(row.metric(n) is not None for row in own))
         headings = tuple(_heading(own, name) for name in columns)
         cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
         if not all(row.measured for row in own):

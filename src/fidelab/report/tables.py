@@ -138,10 +138,9 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
         "items": [format_count(row.measurement.n_items) for row in rows if whole],
         "failed": [format_count(row.measurement.n_failed) for row in rows if whole],
     }
-    facts: list[tuple[str, list[str]]] = []
     by_row = [row.cell.facts if row.cell else {} for row in rows]
-    for name in dict.fromkeys(name for facts in by_row for name in facts):
-        facts.append((one_line(name), [fact_of(facts.get(name)) for facts in by_row]))
+    shown = dict.fromkeys(name for facts in by_row for name in facts)
+    facts = [(one_line(name), [fact_of(facts.get(name)) for facts in by_row]) for name in shown]
     for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *facts):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[free(head, columns, " #")] = cells
@@ -182,15 +181,12 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
         yield heading(metric.name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
         if key in speeds and (key == speeds[0] or key in leading):
             head = RATIO if key == speeds[0] else f"{one_line(metric.name)}, {RATIO}"
-            yield (
-                head,
-                [
-                    ABSENT
-                    if row.base is None or not (row.valid and counts(row.base, row.at))
-                    else ratio_of(row.metric(key), row.base.metric(key, row.at))
-                    for row in rows
-                ],
+            bases = ((row, row.base) for row in rows)
+            firm = [base is not None and row.valid and counts(base, row.at) for row, base in bases]
+            others = (
+                row.base.metric(key, row.at) if row.base and ok else None for row, ok in zip(rows, firm, strict=True)
             )
+            yield head, [ratio_of(own, other) for own, other in zip(values, others, strict=True)]
 
 
 def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:

@@ -36,25 +36,15 @@ def adverse(arm: ArmRecord, reference: ArmRecord) -> tuple[Finding, ...]:
     (:attr:`~fidelab.results.measurement.Metric.null_value`).  Divergences always do; they are worse if the lower end
     lies in a worse band than the verdict.
     """
-    failed_tests: list[Finding] = []
-    for name, axis in arm.axes.items():
-        if name != DECIDING and axis.status is Status.FAILED:
-            failed_tests.append(
-                Finding(f"{one_line(name)} failed: {one_line(axis.reason or 'no reason was recorded')}")
-            )
-    other_runs: list[Finding] = []
+    failed = ((name, axis) for name, axis in arm.axes.items() if axis.status is Status.FAILED and name != DECIDING)
+    reasons = ((name, axis.reason or "no reason was recorded") for name, axis in failed)
+    others = [Finding(f"{one_line(name)} failed: {one_line(reason)}") for name, reason in reasons]
+    # of several whole runs the worst, if its mean KL lies in a worse band than the verdict, which is the first run's
     mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
     worst = max(mean.repeats, default=None) if mean is not None else None
     if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
-        other_runs.append(Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}"))
-    return (
-        *_worse_tests(arm),
-        *_worse_texts(arm),
-        *failed_tests,
-        *other_runs,
-        *_slower(arm, reference),
-        *_noise(arm),
-    )
+        others.append(Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}"))
+    return (*_worse_tests(arm), *_worse_texts(arm), *others, *_slower(arm, reference), *_noise(arm))
 
 
 def is_shown_worse(metric: Metric, band: Band | None) -> bool:

@@ -64,11 +64,8 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
         values["reference.kv"] = report.reference.kv_text
     if key.metric == OVER_CONTROL:
         named = {arm.name: arm.control for arm in report.candidates if key.role == "candidate"}.get(key.arm)
-        values["control.kv"] = (
-            control.kv_text
-            if (control := next((arm for arm in report.controls if arm.name == named), report.control))
-            else None
-        )
+        control = next((arm for arm in report.controls if arm.name == named), report.control)
+        values["control.kv"] = control.kv_text if control else None
     if key.role == "floor":
         values["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:

@@ -292,15 +292,13 @@ def _evidence(
         yield f"preliminary: {clusters}, at least {MIN_CLUSTERS} are needed to confirm"
     else:
         open_claims = [claim for claim in claims if not field.claim_holds(claim)]
-        undecided = "a larger candidate is undecided" if claims else "no non-inferiority test"
-        undecided = "too few tokens were encoded" if partly and claims else undecided
+        why = "a larger candidate is undecided" if claims else "no non-inferiority test"
+        why = "too few tokens were encoded" if partly and claims else why
         if open_claims:
             claim = open_claims[0]
             at = f" at {claim.context:,} tokens" if claim.context else ""
             most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
             why = f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
-        else:
-            why = undecided
         yield f"likely, not confirmed: {why}"
     if field.limits:
         yield f"limits: {_format_limits(field.limits)}"

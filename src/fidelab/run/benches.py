@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,22 +182,18 @@ class Benching(BenchPlan):
                 if kind == COLD and not evict(self._files(arm.arm)):
                     continue
                 planned = self._planned(arm, question, number)
-                shutil.rmtree(
-                    planned.folder, ignore_errors=True
-                )  # seconds of a process that is gone say nothing of this one
+                # seconds of a process that is gone say nothing of this one
+                shutil.rmtree(planned.folder, ignore_errors=True)
                 with self._worker(arm.arm, arm.role) as worker:
                     worker.ask([task_of(planned)])
                     outcome = worker.finish()
                 self._hear(arm, outcome)
-                if not is_complete(planned.folder, planned.key):
-                    self._faults[arm.role, question.name] = (
-                        _last(outcome.failed) or outcome.reason or absent(planned.folder)
-                    )
-                    start = {}
+                if is_complete(planned.folder, planned.key):
+                    first = float(_seconds(Capture(planned.folder))[0])
+                    starts[arm.role].append((kind, {**outcome.phases, "first token": first}))
                 else:
-                    start = {**outcome.phases, "first token": float(_seconds(Capture(planned.folder))[0])}
-                if parts := start:
-                    starts[arm.role].append((kind, parts))
+                    fault = _last(outcome.failed) or outcome.reason or absent(planned.folder)
+                    self._faults[arm.role, question.name] = fault
         return starts
 
     def _files(self, arm: Arm) -> list[Path]:
@@ -241,11 +237,8 @@ class Benching(BenchPlan):
             return Answers(question, None, status=Status.NOT_SUPPORTED, reason=reason)
         captures: list[Capture] = []
         for number in range(question.repeats):
-            planned = self._planned(arm, question, number)
-            try:
-                captures.append(Capture(planned.folder))
-            except CaptureError:
-                continue
+            with suppress(CaptureError):
+                captures.append(Capture(self._planned(arm, question, number).folder))
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
         if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")

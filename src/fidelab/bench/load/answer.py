@@ -61,17 +61,9 @@ def read_stream(
             if isinstance(found, dict) and found.get("error"):  # some servers answer errors with status 200
                 exchange.error, exchange.detail = "server", message_of(found)
             else:
-                what = (
-                    "one JSON object"
-                    if isinstance(found, dict)
-                    else "nothing"
-                    if not body.strip()
-                    else "something else"
-                )
-                exchange.error, exchange.detail = (
-                    "no-stream",
-                    f"the server answers with {what} instead of a stream of events",
-                )
+                what = "one JSON object" if isinstance(found, dict) else "something else" if body.strip() else "nothing"
+                exchange.error = "no-stream"
+                exchange.detail = f"the server answers with {what} instead of a stream of events"
         return
     pieces = list(accumulate(map(len, parts)))
     arrived = np.asarray(times)[np.searchsorted(pieces, ends)]
