@@ -197,8 +197,18 @@ class ForcedDecode(Axis):
         score = kl_score(rows, clusters, bound=bound)
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-        growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
-        jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
+        usable = ~rows.failed & np.isfinite(rows.kl)
+        kl, at, of = rows.kl[usable], positions[usable].astype(np.float64), clusters[usable]
+        centred = at - at.mean() if len(at) else at
+        growth, growth_ci, reach = None, None, None
+        if centred.any():
+            # centred, else prompts of other lengths lend it their mean
+            items = RatioItems(centred * (kl - kl.mean()), centred**2, of)
+            slope = float(items.num.sum() / items.den.sum())
+            start = float(kl.mean() - slope * at.mean())
+            reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
+            growth, growth_ci = _per_thousand(slope), ratio_interval(items, seed, transform=_per_thousand)
+        jumps = [jump for part in parts if (jump := change_point(part.kl)) is not None]
         bins = kl_by_position(positions, rows.kl, min(_BINS, int(positions.max()) + 1))
         middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
         return score.with_measurement(
@@ -253,26 +263,6 @@ def _compared(pair: Pair) -> Iterator[tuple[int, RowComparison]]:
 
 def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
-
-
-def _growth(
-    positions: NDArray[np.int64], rows: RowComparison, clusters: NDArray[np.int64], seed: int
-) -> tuple[float | None, tuple[float, float] | None, float | None]:
-    """Growth of KL per 1,000 tokens by least squares, its interval, and where the line reaches the limit.
-
-    See docs/metrics.md#forced-decode-kld.
-    """
-    usable = ~rows.failed & np.isfinite(rows.kl)
-    kl, at, of = rows.kl[usable], positions[usable].astype(np.float64), clusters[usable]
-    centred = at - at.mean() if len(at) else at
-    if not centred.any():
-        return None, None, None
-    items = RatioItems(centred * (kl - kl.mean()), centred**2, of)  # else prompts of other lengths lend it their mean
-    slope = float(items.num.sum() / items.den.sum())
-    start = float(kl.mean() - slope * at.mean())
-    reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
-    interval = ratio_interval(items, seed, transform=_per_thousand)
-    return _per_thousand(slope), interval, reach
 
 
 def _per_thousand(slope: float) -> float:

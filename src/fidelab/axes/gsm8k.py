@@ -121,7 +121,11 @@ class GSM8K(Axis):
         return len(load_problems(self.settings.data))
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        items = _read(pair)
+        items, notes = [], notes_of(pair.ref)
+        for r, t in pair.items:
+            gold = Decimal(notes[r]["gold"])
+            sides = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
+            items.append(_Item(r, notes[r]["id"], gold, *sides))
         usable = [item for item in items if not item.failed]
         known = [item for item in items if item.ref.ids]
         able = sum(item.ref.right for item in known)
@@ -191,16 +195,6 @@ class _Item:
         if self.ref.right == self.test.right:
             return "both right" if self.ref.right else "both wrong"
         return "lost" if self.ref.right else "gained"
-
-
-def _read(pair: Pair) -> list[_Item]:
-    items, notes = [], notes_of(pair.ref)
-    for r, t in pair.items:
-        note = notes[r]
-        gold = Decimal(note["gold"])
-        ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
-        items.append(_Item(r, note["id"], gold, ref, test))
-    return items
 
 
 def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:

@@ -248,7 +248,19 @@ class KLD(Axis):
     settings: KLDSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        sizes = self._sizes(inputs)
+        # Default contexts that the text or the model does not allow are left out
+        s, asked = self.settings, self._contexts()
+        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
+        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
+        if s.early:  # the whole text may be too short for a decision
+            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
+            sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
+        if s.n_ctx is None:
+            sizes = {
+                n_ctx: windows
+                for n_ctx, windows in sizes.items()
+                if n_ctx == asked[0] or (n_ctx * windows <= have and (limit is None or n_ctx <= limit))
+            }
         parts = {n_ctx: "" if len(sizes) == 1 else str(n_ctx) for n_ctx in sizes}
         requests: dict[str, Request] = {}
         for n_ctx, part in parts.items():
@@ -276,25 +288,6 @@ class KLD(Axis):
     def _window_count(self, n_ctx: int, windows: int) -> int:
         """Return the number of windows of a context, given the number of windows of the shortest one."""
         return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
-
-    def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
-        """Return the number of windows for each context, shortest first.
-
-        Default contexts that the text or the model does not allow are left out.
-        """
-        s, asked = self.settings, self._contexts()
-        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
-        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
-        if s.early:  # the whole text may be too short for a decision
-            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
-            sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
-        if s.n_ctx is not None:
-            return sizes
-        return {
-            n_ctx: windows
-            for n_ctx, windows in sizes.items()
-            if n_ctx == asked[0] or (n_ctx * windows <= have and (limit is None or n_ctx <= limit))
-        }
 
     def _cut(self, inputs: AxisInputs, part: str, n_ctx: int, windows: int) -> Prefill:
         from fidelab.inputs.corpus import make_windows

@@ -157,7 +157,14 @@ class PLAD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
-        plain = _unperturbed_answers(pair, cells)
+        # Both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts
+        request, notes = request_of(pair.ref, Generate), notes_of(pair.ref)
+        asked = {
+            n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
+        }
+        good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
+        answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
+        plain = [ref for ref, _ in answers], [test for _, test in answers]
         constant = _constant(*plain)
         counted = [] if constant else cells
         usable = [not (cell.failed or constant) for cell in cells]
@@ -259,17 +266,6 @@ def _cells(pair: Pair) -> list[_Cell]:
                 )
             )
     return cells
-
-
-def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts."""
-    request, notes = request_of(pair.ref, Generate), notes_of(pair.ref)
-    asked = {
-        n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
-    }
-    good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
-    answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
-    return [ref for ref, _ in answers], [test for _, test in answers]
 
 
 def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:

@@ -196,7 +196,11 @@ class Pool:
         if not read:
             return None
         readings = [reading for reading, _ in read]
-        means = {name: _mean(read, name) for name in ("output_rate", "kv_usage_mean", "running_mean")}
+        means = {}
+        for name in ("output_rate", "kv_usage_mean", "running_mean"):
+            known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
+            whole = sum(seconds for _, seconds in known)
+            means[name] = sum(value * seconds for value, seconds in known) / whole if whole else None
         peaks = {
             name: max(_known(getattr(reading, name) for reading in readings), default=None)
             for name in ("kv_usage_max", "running_max", "waiting_max")
@@ -212,13 +216,6 @@ class Pool:
         [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
         detail = next((exchange.detail for exchange in self.sent if exchange.error == kind and exchange.detail), "")
         return f"all {len(self.sent)} requests failed: {kind}" + (f" ({detail})" if detail else "")
-
-
-def _mean(read: Sequence[tuple[ServerReading, float]], name: str) -> float | None:
-    """Return the mean over the repeats that have a value, weighted by their seconds."""
-    known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
-    whole = sum(seconds for _, seconds in known)
-    return sum(value * seconds for value, seconds in known) / whole if whole else None
 
 
 def _known(values: Iterable[float | None]) -> list[float]:

@@ -69,15 +69,16 @@ class _LoadOptions(Options, panel="Load"):
     ignore_eos: _IgnoreEos = True
 
     def settings(self) -> dict[str, Any]:
-        named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "repeats", "ignore_eos")
         from fidelab.core.errors import UsageError
 
+        named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "repeats", "ignore_eos")
+        output = _single("--random-output-len", self.random_output_len)
         rate = _number("--request-rate", self.request_rate)
         if not rate > 0:
             raise UsageError(f"--request-rate {self.request_rate}: write requests per second above 0, or inf")
         return {
             **{name: getattr(self, name) for name in named},
-            "output": _single("--random-output-len", self.random_output_len),
+            "output": output,
             "request_rate": None if rate == float("inf") else rate,
         }
 
@@ -121,12 +122,10 @@ class _FigureOptions(Options, panel="Metrics"):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        # Parse targets: `["ttft:500,tpot:50"]` becomes {"ttft": 500, "tpot": 50}
-        goodput = self.goodput or []
         from fidelab.core.errors import UsageError
 
-        targets = {}
-        for word in " ".join(goodput).replace(",", " ").split():
+        targets = {}  # `["ttft:500,tpot:50"]` becomes {"ttft": 500, "tpot": 50}
+        for word in " ".join(self.goodput or []).replace(",", " ").split():
             metric, colon, limit = word.partition(":")
             if not colon or metric not in ("ttft", "tpot", "e2el"):
                 raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")

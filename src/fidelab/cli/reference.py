@@ -30,7 +30,34 @@ _PANEL_PAGES = {  # panel of --help: page
 
 def pages() -> dict[str, str]:
     """Return the Markdown of all reference pages by file name."""
-    return {**_command_pages(), **_file_pages(), "settings.md": _settings_page()}
+    # One page per panel of `fidelab --help`; other packages document their own commands
+    import typer
+
+    from fidelab.cli import app
+
+    root: Any = typer.main.get_command(app)
+    parts: dict[str, list[str]] = {panel: [] for panel in _PANEL_PAGES}
+    for name in root.list_commands(None):
+        command = root.commands[name]
+        parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
+    command_pages = {
+        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
+        for panel, page in _PANEL_PAGES.items()
+    }
+    from fidelab.axes import AXES
+    from fidelab.bench import BENCHES
+
+    settings = [
+        "# Settings of tests and benches",
+        _HEADER.strip(),
+        "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
+        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
+    ]
+    for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
+        for name in registry.built_in:
+            schema = registry.load(name).Settings.model_json_schema(by_alias=True)
+            settings += [f"## {kind} {name}", _fields_table(schema, "setting")]
+    return {**command_pages, **_file_pages(), "settings.md": "\n\n".join(settings) + "\n"}
 
 
 def with_harmless_options(guide: str) -> str:
@@ -46,23 +73,6 @@ def with_harmless_options(guide: str) -> str:
     ]
     text = "\n\n".join(tables)
     return f"{before}<!-- harmless options -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-
-
-def _command_pages() -> dict[str, str]:
-    """Return one page per panel of ``fidelab --help``; other packages document their own commands."""
-    import typer
-
-    from fidelab.cli import app
-
-    root: Any = typer.main.get_command(app)
-    parts: dict[str, list[str]] = {panel: [] for panel in _PANEL_PAGES}
-    for name in root.list_commands(None):
-        command = root.commands[name]
-        parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
-    return {
-        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
-        for panel, page in _PANEL_PAGES.items()
-    }
 
 
 def _command_sections(name: str, command: Any) -> Iterator[str]:
@@ -90,7 +100,12 @@ def _parameter_tables(command: Any) -> Iterator[str]:
         panel = "Arguments" if argument else parameter.rich_help_panel or "Options"
         text, default = _split_default(_strip_markup(parameter.help or ""))
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
-            default = _format_default(parameter)
+            if parameter.is_flag:
+                default = str(parameter.opts[0])
+            elif isinstance(parameter.default, list | tuple):
+                default = ", ".join(map(str, parameter.default))
+            else:
+                default = str(parameter.default)
         if argument:
             names = [parameter.metavar or parameter.name.upper()]
         else:
@@ -104,36 +119,10 @@ def _parameter_tables(command: Any) -> Iterator[str]:
         yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
 
 
-def _format_default(parameter: Any) -> str:
-    if parameter.is_flag:
-        return str(parameter.opts[0])
-    if isinstance(parameter.default, list | tuple):
-        return ", ".join(map(str, parameter.default))
-    return str(parameter.default)
-
-
 def _split_default(text: str) -> tuple[str, str | None]:
     """Split a help into its text and the value of its ``[default: …]``."""
     found = re.search(r" ?\[default: (.+?)\]$", text)
     return (text[: found.start()], found[1]) if found else (text, None)
-
-
-def _settings_page() -> str:
-    """Return the page with the settings of all axes and benches."""
-    from fidelab.axes import AXES
-    from fidelab.bench import BENCHES
-
-    parts = [
-        "# Settings of tests and benches",
-        _HEADER.strip(),
-        "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
-        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
-    ]
-    for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
-        for name in registry.built_in:
-            schema = registry.load(name).Settings.model_json_schema(by_alias=True)
-            parts += [f"## {kind} {name}", _fields_table(schema, "setting")]
-    return "\n\n".join(parts) + "\n"
 
 
 def _file_pages() -> dict[str, str]:

@@ -458,7 +458,12 @@ class KVSpec:
         sides = label.split("/")
         if len(sides) > 2:
             raise UsageError(f"KV format {text!r}: expected one name or K/V, found {len(sides)} parts")
-        parsed = [_parse_side(side, label) for side in sides]
+        parsed: list[tuple[FormatSpec, list[int]]] = []
+        for side in sides:
+            spec = FormatSpec.parse(side, label)
+            skipped = dict(spec.options).get("skip-layers")
+            items = () if skipped is None else skipped.split(",")
+            parsed.append((spec.without("skip-layers"), [layer for item in items for layer in _layers(item, label)]))
         (k, k_skip), (v, v_skip) = parsed[0], parsed[-1]
         return cls(label=label, k=k, v=v, skip_layers=tuple(sorted({*k_skip, *v_skip})))
 
@@ -476,13 +481,6 @@ class KVSpec:
     def content(self) -> dict[str, Any]:
         """The spec without its label, as fingerprints see it."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
-
-
-def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
-    spec = FormatSpec.parse(side, whole)
-    skipped = dict(spec.options).get("skip-layers")
-    items = () if skipped is None else skipped.split(",")
-    return spec.without("skip-layers"), [layer for item in items for layer in _layers(item, whole)]
 
 
 def _layers(item: str, whole: str) -> range:

@@ -35,6 +35,7 @@ def devices(unusable: Collection[str]) -> list[DoctorCheck]:
     checks = [guarded("cpu", "devices", _cpu), guarded("memory", "devices", _memory)]
     if "torch" in unusable:
         return checks
+    checks.append(guarded("torch", "devices", _torch))
     try:
         import torch
 
@@ -42,10 +43,8 @@ def devices(unusable: Collection[str]) -> list[DoctorCheck]:
     except Exception:  # the check of torch's build gives the reason
         count = 0
     if count == 0:
-        gpus = [DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
-    else:
-        gpus = [guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count)]
-    return [*checks, guarded("torch", "devices", _torch), *gpus]
+        return [*checks, DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
+    return [*checks, *(guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count))]
 
 
 def _cpu() -> DoctorCheck:

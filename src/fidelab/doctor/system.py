@@ -124,7 +124,18 @@ def _examined(system: System) -> Iterator[DoctorCheck]:
         )
     if len(gpus) > 1:
         yield from _peers_nvidia(system)
-        yield from _peers_amd(system)
+        # Checks of the links by the kernel's topology: XGMI, PCIe, or none
+        nodes = system.path("/sys/class/kfd/kfd/topology/nodes").glob("*")
+        devices = {node.name: node for node in nodes if _property(node, "simd_count") not in ("", "0")}
+        links = [link for node in devices.values() for kind in ("io", "p2p") for link in node.glob(f"{kind}_links/*")]
+        found = {_property(link, "type") for link in links if _property(link, "node_to") in devices}
+        if _XGMI in found:
+            yield _ok("peer access", "by XGMI")
+        elif _PCIE in found:
+            yield _ok("peer access", "over PCIe")
+        elif len(gpus) > 1:
+            remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
+            yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
     facts["CPU"] = ("AMX",) if re.search(r"^flags.*\bamx_tile\b", system.text("/proc/cpuinfo"), re.M) else ()
     firmware: list[str] = []
     for card in amd:
@@ -218,21 +229,6 @@ def _peers_nvidia(system: System) -> Iterator[DoctorCheck]:
         yield _warning("peer access", f"not between all GPUs: {why}", remedy)
     elif words:
         yield _ok("peer access", "between all GPUs")
-
-
-def _peers_amd(system: System) -> Iterator[DoctorCheck]:
-    """Yield checks of the links by the kernel's topology: XGMI, PCIe, or none."""
-    nodes = system.path("/sys/class/kfd/kfd/topology/nodes").glob("*")
-    gpus = {node.name: node for node in nodes if _property(node, "simd_count") not in ("", "0")}
-    links = [link for node in gpus.values() for kind in ("io", "p2p") for link in node.glob(f"{kind}_links/*")]
-    found = {_property(link, "type") for link in links if _property(link, "node_to") in gpus}
-    if _XGMI in found:
-        yield _ok("peer access", "by XGMI")
-    elif _PCIE in found:
-        yield _ok("peer access", "over PCIe")
-    elif len(gpus) > 1:
-        remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
-        yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
 
 
 def _property(folder: Path, name: str) -> str:

@@ -335,6 +335,10 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     kinds = {kind: float(cells[rows].mean()) for kind, rows in by_kind.items()}
     interval = ratio_interval(score, seed, transform=_percent, bounds=(LOWEST_CELL / 100, 1.0), proportion=True)
     drift = Definition("excess_drift", "ratio", "lower")
+    rows: list[tuple[str | float, ...]] = []
+    for kind, places in by_kind.items():
+        refs, tests = [drifts[place][2] for place in places], [drifts[place][3] for place in places]
+        rows.append((kind, len(places), float(np.mean(refs)), float(np.mean(tests)), kinds[kind]))
     record = Measurement(
         status=Status.OK,
         metrics=(
@@ -343,28 +347,20 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
             Definition("sign_test", "p")(sign_test(signed.by_cluster().num)),
             *(Definition(key_of(kind), "points", name=kind)(value) for kind, value in kinds.items()),
         ),
-        plots=(_kinds_plot(by_kind, drifts, kinds),),
+        plots=(
+            TablePlot(
+                title="Perturbations",
+                columns=("perturbation", "prompts", "reference's drift", "candidate's drift", "score"),
+                rows=tuple(rows),
+                note="drift: edits per token of the answer after a small change of the prompt",
+            ),
+        ),
         n_items=len(entries),
         n_failed=len(entries) - len(drifts),
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
     per_kind = (RefractLine(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
     return Recomputed(record, (RefractLine("PLAD score", stated, mean_score, mean_score), *per_kind))
-
-
-def _kinds_plot(
-    by_kind: dict[str, list[int]], drifts: Sequence[tuple[str, str, float, float]], scores: dict[str, float]
-) -> TablePlot:
-    rows: list[tuple[str | float, ...]] = []
-    for kind, places in by_kind.items():
-        refs, tests = [drifts[place][2] for place in places], [drifts[place][3] for place in places]
-        rows.append((kind, len(places), float(np.mean(refs)), float(np.mean(tests)), scores[kind]))
-    return TablePlot(
-        title="Perturbations",
-        columns=("perturbation", "prompts", "reference's drift", "candidate's drift", "score"),
-        rows=tuple(rows),
-        note="drift: edits per token of the answer after a small change of the prompt",
-    )
 
 
 def _percent(ratio: float) -> float:

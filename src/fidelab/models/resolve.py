@@ -79,7 +79,19 @@ def resolve(name: str) -> Model:
         InputError: If no model has that name, or it cannot be used. The message says what to do.
     """
     if name == "fake" or name.startswith("fake:"):
-        return _fake(name)
+        return Model(
+            name=name,
+            path=Path(name),
+            kind="fake",
+            weights=hashlib.sha256(name.encode()).hexdigest(),
+            revision=None,
+            vocab_size=256,
+            hidden_size=256,
+            max_positions=1 << 20,
+            parameters=0,
+            native="bf16",
+            architecture="fake",
+        )
     if name in embedded.NAMES:
         return _read_gguf(embedded.gguf_file(name), name, embedded.home(name) / "text")
     here = Path(name).expanduser()
@@ -171,22 +183,6 @@ def path(name: str, form: str = "hf") -> Path:
     if location is None or model.kind == "fake":
         raise InputError(f"{name} has no {form} form; pass the path of a .gguf file, or an embedded name")
     return location
-
-
-def _fake(name: str) -> Model:
-    return Model(
-        name=name,
-        path=Path(name),
-        kind="fake",
-        weights=hashlib.sha256(name.encode()).hexdigest(),
-        revision=None,
-        vocab_size=256,
-        hidden_size=256,
-        max_positions=1 << 20,
-        parameters=0,
-        native="bf16",
-        architecture="fake",
-    )
 
 
 def _read(

@@ -163,7 +163,14 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     Raises:
         InputError: If a file from the hub's cache does not have the hash under which it was stored.
     """
-    parts = [(path.relative_to(folder).as_posix(), _checked_sha256(path)) for path in files]
+    parts = []
+    for path in files:
+        # The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked
+        sha256 = file_sha256(path)
+        stored = path.resolve()
+        if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
+            raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
+        parts.append((path.relative_to(folder).as_posix(), sha256))
     parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     parts.append(("config.json", digest(canonical_json(config))))
@@ -175,15 +182,6 @@ def content_sha256(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     parts = ((file.relative_to(path).as_posix(), file_sha256(file)) for file in files if file.is_file())
     return digest(*(text for part in parts for text in part)) if path.exists() else ""
-
-
-def _checked_sha256(path: Path) -> str:
-    """The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked."""
-    sha256 = file_sha256(path)
-    stored = path.resolve()
-    if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
-        raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
-    return sha256
 
 
 def file_sha256(path: Path) -> str:

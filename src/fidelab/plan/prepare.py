@@ -82,8 +82,18 @@ def prepare(
     if pack is not None:
         check_model(pack, settings.model, tokenizer)
         pack.install(settings.captures_dir)
-    inputs = _inputs(settings, tokenizer)
-    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
+    converted = convert_weights(settings, convert)
+    experiment, limit = settings.experiment, settings.model.max_positions
+    if experiment.traffic is None:
+        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
+        text = load_text(experiment.text, tokenizer)
+        inputs = AxisInputs(tokenizer, text, load_prompts(prompts), limit)
+    else:
+        traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
+        asked = traffic_prompts(traffic) or load_prompts()
+        private = not experiment.keep_text
+        inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
+    plan = build_plan(converted, inputs, replicate)
     if inputs.traffic is not None:
         plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
     if only is None:
@@ -108,19 +118,6 @@ def require_packages(experiment: Experiment) -> None:
     if experiment.executor.name == "ray":
         needed |= {"ray"}
     require_all(needed, "this run")
-
-
-def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
-    """Text and prompts, or what a log of requests holds of both."""
-    experiment, limit = settings.experiment, settings.model.max_positions
-    if experiment.traffic is None:
-        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
-        text = load_text(experiment.text, tokenizer)
-        return AxisInputs(tokenizer, text, load_prompts(prompts), limit)
-    traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
-    asked = traffic_prompts(traffic) or load_prompts()
-    private = not experiment.keep_text
-    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
 
 
 def now() -> str:

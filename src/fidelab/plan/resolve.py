@@ -117,7 +117,19 @@ class _Resolver:
         self._model = self._find_model(experiment.model)
         self._axes = axes
         self._benches = benches
-        self._experiment = _fill(experiment, self._model, axes, benches)
+        reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
+        here = experiment.executor.name == "local"
+        self._experiment = experiment.model_copy(
+            update={
+                "reference": reference,
+                "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
+                "dtype": DTYPES[self._model.native] if experiment.dtype == "auto" else experiment.dtype,
+                "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
+                "device": _device(experiment.device, self._model) if here else _check_cluster_device(experiment.device),
+                "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
+                "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
+            }
+        )
         self._resolved: dict[str, ResolvedArm] = {}
         self._unsupported: dict[str, str] = {}
 
@@ -133,7 +145,18 @@ class _Resolver:
                 reference, engine_class(reference.engine), self._model, environment, self._pack.versions, borrowed=True
             )
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
-        _refuse_twins(candidates, self._resolved)
+        # Refuse what would be captured twice: the same arm, in environments of the same versions
+        names: set[str] = set()
+        twins: dict[str, str] = {}
+        for arm in candidates:
+            versions = self._resolved[arm.name].versions if arm.name in self._resolved else {}
+            fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
+            twin = twins.get(fingerprint)
+            if twin is not None or arm.name in names:
+                same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
+                raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
+            names.add(arm.name)
+            twins[fingerprint] = arm.name
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
@@ -346,7 +369,13 @@ class _Resolver:
         They are the reference's 32-bit twin, candidates on a kernel that quantizes no queries, and every candidate's
         format under exact attention, on the same weights.
         """
-        diagnostics = self._native_queries(candidates)
+        # Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none
+        experiment, diagnostics = self._experiment, dict[str, Arm]()
+        for config, arm in zip(experiment.candidates, candidates, strict=False):
+            options = engine_class(arm.engine).native_query_options(arm)
+            if options and arm.name not in self._unsupported:
+                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
+                diagnostics[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
             diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
@@ -359,16 +388,6 @@ class _Resolver:
         if any(role.startswith(EXACT) for role in diagnostics):
             diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
         return diagnostics
-
-    def _native_queries(self, candidates: Sequence[Arm]) -> dict[str, Arm]:
-        """Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none."""
-        experiment, found = self._experiment, dict[str, Arm]()
-        for config, arm in zip(experiment.candidates, candidates, strict=False):
-            options = engine_class(arm.engine).native_query_options(arm)
-            if options and arm.name not in self._unsupported:
-                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
-                found[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
-        return found
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
@@ -450,23 +469,6 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
     return config.model_copy(update={"kv": kv, "name": name})
 
 
-def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
-    """The experiment with every default and "auto" resolved, as the resolved file shows it."""
-    reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
-    here = experiment.executor.name == "local"
-    return experiment.model_copy(
-        update={
-            "reference": reference,
-            "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
-            "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
-            "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
-            "device": _device(experiment.device, model) if here else _check_cluster_device(experiment.device),
-            "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
-            "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
-        }
-    )
-
-
 def _device(asked: str, model: Model) -> str:
     if model.kind == "fake" or asked == "cpu" or (asked == "auto" and not gpu_files()):
         return "cpu"  # without torch, whose import takes a second
@@ -514,21 +516,6 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
         yield from experiment.cells
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
-
-
-def _refuse_twins(candidates: tuple[Arm, ...], resolved: Mapping[str, ResolvedArm]) -> None:
-    """Refuse what would be captured twice: the same arm, in environments of the same versions."""
-    names: set[str] = set()
-    prints: dict[str, str] = {}
-    for arm in candidates:
-        versions = resolved[arm.name].versions if arm.name in resolved else {}
-        fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
-        twin = prints.get(fingerprint)
-        if twin is not None or arm.name in names:
-            same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
-            raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
-        names.add(arm.name)
-        prints[fingerprint] = arm.name
 
 
 def _folder(path: Path, what: str) -> Path:

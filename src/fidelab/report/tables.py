@@ -165,7 +165,13 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     by_key = {metric.key: metric for row in rows for metric in row.metrics()}
     leading = {metric.key for row in rows for metric in row.metrics() if metric.headline}
     speeds = [key for key, metric in by_key.items() if metric.unit in SPEEDS]
-    joined = _percentiles(by_key)
+    # Metric → the percentiles of its stem (`ttft_p50` …), where there are several: they share a column
+    stems: dict[str, list[str]] = {}
+    for key in by_key:
+        if match := _PERCENTILE.fullmatch(key):
+            stems.setdefault(match[1], []).append(key)
+    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
+    joined = {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
     for key, metric in by_key.items():
         if key in joined:
             # The percentiles of a stem in one column, once: `TTFT p50/p95/p99`
@@ -183,20 +189,10 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
             head = RATIO if key == speeds[0] else f"{one_line(metric.name)}, {RATIO}"
             bases = ((row, row.base) for row in rows)
             firm = [base is not None and row.valid and counts(base, row.at) for row, base in bases]
-            others = (
+            rivals = (
                 row.base.metric(key, row.at) if row.base and ok else None for row, ok in zip(rows, firm, strict=True)
             )
-            yield head, [ratio_of(own, other) for own, other in zip(values, others, strict=True)]
-
-
-def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
-    """Metric → the percentiles of its stem (``ttft_p50`` …), where there are several: they share a column."""
-    stems: dict[str, list[str]] = {}
-    for key in metrics:
-        if match := _PERCENTILE.fullmatch(key):
-            stems.setdefault(match[1], []).append(key)
-    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
-    return {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
+            yield head, [ratio_of(own, rival) for own, rival in zip(values, rivals, strict=True)]
 
 
 def _repeats(row: _Row) -> str:

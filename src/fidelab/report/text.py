@@ -24,7 +24,7 @@ from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, ArmRow, Performance, View, build_view
+from fidelab.report.view import FIGURES, ArmRow, View, build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
@@ -88,7 +88,17 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for table in others:
         _print_titled(table, console)
     if view.performance is not None and view.performance.columns:
-        _print_performance(view.performance, console)
+        # Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's
+        rows = tuple(
+            (name, *map(str, figures))
+            for name, figures in zip(view.performance.names, view.performance.rows, strict=True)
+            if not all(figure.absent for figure in figures)
+        )
+        table = Others("performance", "", (NAME, *view.performance.columns), rows, 1)
+        _print_table(table, console, stacked=True)
+        if view.performance.note:
+            print_line(console, view.performance.note)
+        console.print()
     if details or not view.fidelity:
         _print_details(view, console)
     line("")
@@ -236,20 +246,6 @@ def _print_whole(shown: Others, console: Console) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- benches
-
-
-def _print_performance(speed: Performance, console: Console) -> None:
-    """Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's."""
-    rows = tuple(
-        (name, *map(str, figures))
-        for name, figures in zip(speed.names, speed.rows, strict=True)
-        if not all(figure.absent for figure in figures)
-    )
-    table = Others("performance", "", (NAME, *speed.columns), rows, 1)
-    _print_table(table, console, stacked=True)
-    if speed.note:
-        print_line(console, speed.note)
-    console.print()
 
 
 def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:

@@ -349,10 +349,6 @@ class Field:
         shares = [one for one in (certificate.claims if certificate else ()) if one.unit == "share"]
         if self.by_class:
             return any(one.state == "exceeded" for one in shares)
-        return self._shown_beyond_limit(arm)
-
-    def _shown_beyond_limit(self, arm: ArmRecord) -> bool:
-        """Whether the lower end of flips or of the net loss lies beyond the user's limit."""
         same, certificate = arm.axes[DECIDING].ci("top1", {}), arm.certificates.get(DECIDING)
         losses = [flips.ci[0] for flips in certificate.flips if flips.ci] if certificate else []
         ends = {"max_flips": None if same is None else 1 - same[1], "max_accuracy_loss": max(losses, default=None)}

@@ -312,7 +312,21 @@ class Asking:
                     asked = missing[received.index]
                     return comparer.compare(asked.axis, asked.folder, asked.base, received)
                 with self._lock:
-                    self._hear(job, missing, clocked, received)
+                    match received:
+                        case Progress(tokens=done, decoded=decoded):
+                            self._listener.progress(job, done)
+                            self.pace.part(clocked.part(done, decoded))
+                        case Opened(seconds=seconds):
+                            self._listener.opened(job, seconds)
+                            self.pace.step(clocked.rates.load)
+                            self.pace.capture(clocked.begin(0))
+                            self._event("opened", role=job.role, seconds=round(seconds, 3))
+                        case Captured(index=index, seconds=seconds):
+                            self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+                            clocked.ended(index, seconds)
+                            self.pace.capture(clocked.begin(index + 1))
+                        case ProbeFailed(index=index):
+                            self.pace.capture(clocked.begin(index + 1))
                 return None
 
             with self._lock:
@@ -404,23 +418,6 @@ class Asking:
             env={**thread_variables(job.arm.threads), **dict(job.arm.env)},
             about=job.resolved.about,
         )
-
-    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], clocked: _Clocked, received: Message) -> None:
-        match received:
-            case Progress(tokens=done, decoded=decoded):
-                self._listener.progress(job, done)
-                self.pace.part(clocked.part(done, decoded))
-            case Opened(seconds=seconds):
-                self._listener.opened(job, seconds)
-                self.pace.step(clocked.rates.load)
-                self.pace.capture(clocked.begin(0))
-                self._event("opened", role=job.role, seconds=round(seconds, 3))
-            case Captured(index=index, seconds=seconds):
-                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
-                clocked.ended(index, seconds)
-                self.pace.capture(clocked.begin(index + 1))
-            case ProbeFailed(index=index):
-                self.pace.capture(clocked.begin(index + 1))
 
 
 def task_of(planned: PlannedCapture, *, compared: bool = False) -> ProbeTask:

@@ -334,22 +334,20 @@ class _Trial:
                 length, prompt = self._prompt(length)
                 return length, self._retried(partial(self._stream, prompt))
             except Refused as error:
-                without = self._without(error)
+                # The contact without the refused field; `None` if it cannot be left out
+                contact, message = self._contact, str(error)
+                named = [name for name in contact.additions if name in message]
+                if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
+                    dropped = tuple(named) or contact.additions
+                    kept = tuple(name for name in contact.additions if name not in dropped)
+                    without = replace(contact, additions=kept, refused=(*contact.refused, *dropped))
+                elif contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
+                    without = replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
+                else:
+                    without = None
                 if without is None:
                     raise
                 self._contact = without
-
-    def _without(self, error: Refused) -> Contact | None:
-        """Return the contact without the refused field; ``None`` if it cannot be left out."""
-        contact, message = self._contact, str(error)
-        named = [name for name in contact.additions if name in message]
-        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
-            dropped = tuple(named) or contact.additions
-            kept = tuple(name for name in contact.additions if name not in dropped)
-            return replace(contact, additions=kept, refused=(*contact.refused, *dropped))
-        if contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
-            return replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
-        return None
 
     def _prompt(self, length: int) -> tuple[int, Tokens | str]:
         """Return a trial prompt, which is longer if the template by itself needs more."""
