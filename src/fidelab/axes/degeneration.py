@@ -37,7 +37,7 @@ from fidelab.results.plots import Curve, TablePlot, TextPair
 _MAX_SHOWN_ONSETS = 8  # onsets per arm for which the report shows the text
 _BEFORE, _AFTER = 48, 64  # tokens of that text before and after the onset
 _POINTS = 64  # points of the curve
-_CHANCE = 0.05
+_CHANCE = 0.05  # of McNemar's test; from here on, more prompts that get worse than better are no chance
 
 _EARLIER = Definition(
     "degenerate_earlier",

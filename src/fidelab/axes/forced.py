@@ -40,7 +40,7 @@ from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
-_BINS = 32
+_BINS = 32  # of positions in the curve
 _LIMIT = 0.01  # nats
 _HIGH = 0.95  # KL above this quantile counts as high
 _PATH, _KL = "path", "kl"

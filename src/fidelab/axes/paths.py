@@ -35,7 +35,7 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
 _TOKENS_AFTER_HIT = 9  # tokens after the last whole block of a prefix hit
-_CHUNK = 64
+_CHUNK = 64  # tokens per forward of the way "chunked", at most a quarter of the window
 _READ = 16  # tokens that are prefilled at once before the rest is decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 

@@ -49,7 +49,7 @@ _LATENCIES = {
     "itl": ("ITL", "Gaps between stream events that carry tokens"),
     "e2el": ("E2E", "From sending a request to its last token"),
 }
-_THRESHOLD = 0.05
+_THRESHOLD = 0.05  # relative gain of the output rate below which one more step of concurrency counts as saturated
 _PERCENTILES = (50, 95, 99)
 _MIN_BEYOND_PERCENTILE = 10  # values that must lie beyond a percentile if there are no repeats
 

@@ -13,8 +13,8 @@ from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
-_WIDTH = 100
-_NARROWEST = 60
+_WIDTH = 100  # columns at most, and where there is no terminal
+_NARROWEST = 60  # columns, also on narrower terminals
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
 _WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say

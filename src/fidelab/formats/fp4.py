@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 else:
     torch = late("torch")
 
-_TOP = 6.0
-_E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9
+_TOP = 6.0  # the largest E2M1 number
+_E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9  # the largest E4M3 number, and the smallest above 0
 _SMALLEST_FLOAT32 = 2.0**-149  # of float32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

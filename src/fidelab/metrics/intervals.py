@@ -58,7 +58,7 @@ Interval = tuple[float, float]
 Transform = Callable[[float], float]
 
 MIN_STUDENTIZED_CLUSTERS = 6
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # of clusters, as docs/metrics.md states
 # Where skew has to be expected: clusters that count as unseen in the tail, and the widening of Student's t.  Both are
 # the least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.

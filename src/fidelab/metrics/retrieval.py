@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
 _SPREAD = 1e-9  # points, accuracies: what rounding alone can make of values that agree
-_SWAPS = 2000
+_SWAPS = 2000  # draws that exchange both sides of a trial at random
 _DASHES = dict.fromkeys((0xAD, *range(0x2010, 0x2016), 0x2212, 0xFE63, 0xFF0D), "-") | {0x2019: "'"}
 _CLAUSE_END = re.compile(r"[.,;:!?\n]|\s-+\s|\bbut\b")
 _NOT = r"(?:\b(?:not|never|no|nor|neither|without|cannot)|n't)\b(?!\s+(?:only|just|merely)\b)"

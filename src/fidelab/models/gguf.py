@@ -24,13 +24,13 @@ from fidelab.models.hub import first_line
 ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9  # kinds of values that have a length
+_VERSIONS = (2, 3)  # of the file format that are read
 _MAX_ARRAY_ENTRIES = 1 << 24  # of an array of strings
 _MAX_TABLE_ROWS = 1 << 20  # of the tables of metadata and of tensors
 _MAX_KEPT_ARRAY = 4096  # longest array of numbers that is kept: those with a number per layer
 _MAX_DIMENSIONS = 8
-_ALIGNMENT = 32
+_ALIGNMENT = 32  # bytes, where the file states none: the default of the format
 
 # Pre-tokenizers that cut every digit off and then split as GPT-2 does.  Transformers builds plain GPT-2 for
 # these names: white space before a number would become other tokens than in llama.cpp and in the model's own

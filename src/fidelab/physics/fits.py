@@ -23,9 +23,9 @@ from fidelab.core.errors import InputError, UsageError, nearest_first
 Floats = NDArray[np.float64]
 HILL, AFFINE = ("smax", "b_half", "gamma"), ("a", "b", "c")
 _MAX_FILE_BYTES = 2**27
-_RESAMPLES = 400
+_RESAMPLES = 400  # of clusters, each of which is fitted again
 _MAX_STEPS = 30  # of a resample's fit; one that has not converged by then is left out, as others are
-_MIN_CLUSTERS = 3
+_MIN_CLUSTERS = 3  # with fewer there is no interval
 
 
 def read_points(path: Path) -> dict[str, list[Any]]:

@@ -12,8 +12,8 @@ from fidelab.report.scales import ChartAxis, round_step, scale_for
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
-_FAR_RATIO = 1.5
-_CROWD_SIZE = 12
+_FAR_RATIO = 1.5  # of the largest point: a line farther to the right would press the points together
+_CROWD_SIZE = 12  # points from which on only those with room next to them have a label
 
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:

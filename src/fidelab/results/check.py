@@ -37,7 +37,7 @@ Decision = Literal["GO", "NO-GO", "INCONCLUSIVE"]
 Tier = Literal["critical", "supporting", "advisory"]
 
 _LEVEL = 0.025  # one-sided: an end of a 95% interval
-_LARGEST_LOG = 700.0
+_LARGEST_LOG = 700.0  # exp of more than 709 overflows
 _MAX_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a practical size decides
 
 

@@ -40,7 +40,7 @@ LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "flips": "max_flips", "accuracy_loss": "
 """The limit that replaces the margin of a claim, by the claim's key."""
 _LEVEL = 0.99  # of the paired differences that strike a candidate
 _SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # of documents, as docs/metrics.md states
 MOSTLY_ENCODED = 0.9
 """Share of the tokens read by attention that a format has to encode before its loss is confirmed: a tenth of exact
 tokens hides no more than about a tenth of the loss."""

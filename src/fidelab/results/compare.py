@@ -58,8 +58,8 @@ _WORST_FIRST: Mapping[ChangeOutcome, int] = {
     **{"regressed": 0, "lost": 1, "cannot tell": 2},
     **{"improved": 4, "new": 5, "unchanged": 6},
 }
-_UNDIRECTED = 3
-_LARGEST_LOG = 700.0
+_UNDIRECTED = 3  # rank of a figure that has no better side
+_LARGEST_LOG = 700.0  # exp of more than 709 overflows
 _NO_REPEATS = "no repeats"
 _NO_SIDE = "neither side is better"
 _BOUND = "a lower bound"

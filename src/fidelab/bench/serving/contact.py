@@ -40,9 +40,9 @@ _PROMPT = 24  # tokens of the trial prompts; a template of the server's comes on
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # seed of the trial prompts: no load begins with the same tokens
 _QUESTION_TIMEOUT = 30.0  # seconds for a single request
-_ATTEMPTS = 3
+_ATTEMPTS = 3  # at an answer that breaks off now and then
 _CONNECT_SECONDS = 5.0  # seconds of attempts
-_NOT_TAKEN = (400, 422)
+_NOT_TAKEN = (400, 422)  # statuses of servers that do not take a field of a request
 _TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "*.jinja", "config.json", "generation_config.json"]
 _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
 

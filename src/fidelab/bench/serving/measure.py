@@ -28,7 +28,7 @@ from fidelab.results.measurement import Cell, Flag, Measurement
 _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
 )
-_ABOUT_REQUEST = (400, 413, 422)
+_ABOUT_REQUEST = (400, 413, 422)  # statuses that may mean a request beyond the server's length
 _EMPTY_STREAM_CAUSES = {"no-stream", "aborted", "server"}  # kinds of errors of a stream without content
 
 
