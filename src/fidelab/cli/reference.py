@@ -98,7 +98,9 @@ def _parameter_tables(command: Any) -> Iterator[str]:
             continue
         argument = not any(option.startswith("-") for option in parameter.opts)
         panel = "Arguments" if argument else parameter.rich_help_panel or "Options"
-        text, default = _split_default(_strip_markup(parameter.help or ""))
+        text, default = _strip_markup(parameter.help or ""), None
+        if found := re.search(r" ?\[default: (.+?)\]$", text):
+            text, default = text[: found.start()], found[1]
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
             if parameter.is_flag:
                 default = str(parameter.opts[0])
@@ -117,12 +119,6 @@ def _parameter_tables(command: Any) -> Iterator[str]:
         panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
     for panel in sorted(panels, key=lambda panel: panel != "Arguments"):
         yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
-
-
-def _split_default(text: str) -> tuple[str, str | None]:
-    """Split a help into its text and the value of its ``[default: …]``."""
-    found = re.search(r" ?\[default: (.+?)\]$", text)
-    return (text[: found.start()], found[1]) if found else (text, None)
 
 
 def _file_pages() -> dict[str, str]:
@@ -159,13 +155,9 @@ def _schema_page(title: str, about: str, models: Mapping[str, type[BaseModel]]) 
         inner = sorted((one, definition) for one, definition in schema.get("$defs", {}).items() if one not in seen)
         seen.update(one for one, _ in inner)
         for one, fields in [(name, schema), *inner]:
-            parts += [f"## {one}", *_about(fields), _fields_table(fields, "field")]
+            about = str(fields.get("description", "")).partition("\n\n")[0].replace("``", "`")
+            parts += [f"## {one}", _prose(about) if about else "", _fields_table(fields, "field")]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _about(schema: Schema) -> list[str]:
-    text = str(schema.get("description", "")).partition("\n\n")[0]
-    return [_prose(text.replace("``", "`"))] if text else []
 
 
 def _fields_table(schema: Schema, word: str) -> str:
@@ -208,13 +200,9 @@ def _type(field: Schema) -> str:
         inner = field.get("additionalProperties")
         return f"mapping to {_type(inner)}" if isinstance(inner, dict) and inner else "mapping"
     words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
-    return words.get(str(kind), "any") + _limits(field)
-
-
-def _limits(field: Schema) -> str:
-    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    found = [f"{sign} {field[key]:g}" for key, sign in words.items() if key in field]
-    return f" {', '.join(found)}" if found else ""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = ", ".join(f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field)
+    return f"{words.get(str(kind), 'any')} {limits}".rstrip()
 
 
 def _strip_markup(text: str) -> str:

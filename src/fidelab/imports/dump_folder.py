@@ -153,7 +153,11 @@ def open_folder(path: Path) -> DumpFolder:
                     "these are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the "
                     "whole row"
                 )
-    _refuse_alternating(path, [shapes[number] for number in numbers])
+    in_turn = [shapes[number] for number in numbers]
+    even, odd = set(in_turn[::2]), set(in_turn[1::2])
+    if len(in_turn) >= 4 and len(even) == len(odd) == 1 and even != odd:
+        a, b = (" × ".join(map(str, *side)) for side in (even, odd))
+        raise InputError(f"{path}: its {len(in_turn)} files are {a} and {b} in turn: {_DRAFT}")
     first = shapes[numbers[0]][1]
     other = next((number for number in numbers if shapes[number][1] != first), None)
     if other is not None:
@@ -206,13 +210,6 @@ _DRAFT = (
     "draft-head (multi-token prediction) rows are mixed in, which have other distributions; capture again without "
     "speculative decoding, or keep the main head's files (the even-numbered ones), renumbered from 0"
 )
-
-
-def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
-    even, odd = set(shapes[::2]), set(shapes[1::2])
-    if len(shapes) >= 4 and len(even) == len(odd) == 1 and even != odd:
-        a, b = (" × ".join(map(str, *side)) for side in (even, odd))
-        raise InputError(f"{path}: its {len(shapes)} files are {a} and {b} in turn: {_DRAFT}")
 
 
 def _open_file(path: Path) -> WindowFile:

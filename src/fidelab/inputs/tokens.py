@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -188,7 +188,10 @@ class _Remembered:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._store = _Store(cache_dir() / "tokens.sqlite3")
-        digests = [(path.relative_to(model.path).as_posix(), sha256_of(path)) for path in _described(model.path)]
+        # of the files that a tokenizer may be made from: all of the model's folder but its weights, in order
+        paths = sorted([*model.path.glob("*"), *model.path.glob("additional_chat_templates/*")])
+        files = [path for path in paths if path.is_file() and path.suffix not in _WEIGHTS]
+        digests = [(path.relative_to(model.path).as_posix(), sha256_of(path)) for path in files]
         libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2")]
         self._identity = json.dumps([digests, libraries, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
 
@@ -246,13 +249,6 @@ class _Remembered:
         answer = compute()
         self._store.write(key, json.dumps(answer))
         return answer
-
-
-def _described(folder: Path) -> Iterator[Path]:
-    """The files that a tokenizer may be made from: all of the model's folder but its weights, in order."""
-    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
-        if path.is_file() and path.suffix not in _WEIGHTS:
-            yield path
 
 
 class _Store:

@@ -266,7 +266,8 @@ def _evidence(
         if (same := kld.value("top1", {})) is not None:
             facts.append(f"same top token {100 * same:.1f}%")
     if share is not None:
-        facts.append(f"chosen in {_percent(share)} of resamples")
+        often = "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
+        facts.append(f"chosen in {often} of resamples")
     yield " · ".join(facts)
     for finding in against:
         yield f"but: {finding.text}"
@@ -277,7 +278,8 @@ def _evidence(
         yield f"encoded: {share:.0%} of the tokens that attention read{reached}"
     mean = kld.metric("mean", {})
     if mean is not None and len(mean.repeats) > 1:
-        yield f"{len(mean.repeats)} runs: KLD {_span(min(mean.repeats), max(mean.repeats))}"
+        ends = dict.fromkeys(format_nats(end) for end in (min(mean.repeats), max(mean.repeats)))
+        yield f"{len(mean.repeats)} runs: KLD {' to '.join(ends)}"
     if not any(field.gains) and best.name in field.sizes.sizes:
         yield f"no candidate saves anything, keep {one_line(field.sizes.base_name)}"
     if alternative is not None:
@@ -310,14 +312,6 @@ def _other_claims(arm: ArmRecord) -> Iterator[str]:
         if axis != DECIDING and certificate.state == "holds":
             for claim in certificate.claims:
                 yield f"{one_line(axis)} {claim.name} below {_amount(claim.margin, claim)}"
-
-
-def _span(low: float, high: float) -> str:
-    return format_nats(low) if format_nats(low) == format_nats(high) else f"{format_nats(low)} to {format_nats(high)}"
-
-
-def _percent(share: float) -> str:
-    return "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
 
 
 def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
@@ -400,18 +394,14 @@ def _rejection_reason(field: Field, n: int, best: ArmRecord | None, beaten: Domi
         by = field.sizes.sizes.get(beaten.by) == field.sizes.sizes.get(arm.name)
         return f"{one_line(beaten.by)} is {'as small' if by else 'smaller'} and closer"
     band = arm.verdict.band if arm.verdict else None
-    if best is None or band not in CLASSES[: 1 + _rank(best)]:
+    its = best.verdict.band if best is not None and best.verdict else None
+    if best is None or band not in (CLASSES[: 1 + CLASSES.index(its)] if its in CLASSES else CLASSES):
         return f"verdict {band}" if band else "not decided"
     if field.gains[field.arms.index(best)] and not field.gains[n]:
         return "safe to use, but saves nothing"
     if field.bytes[n] < field.sizes.sizes.get(best.name, math.inf):
         return f"hardly smaller than {one_line(best.name)}, and more than twice its KLD"
     return "also acceptable, but not smaller"
-
-
-def _rank(arm: ArmRecord) -> int:
-    band = arm.verdict.band if arm.verdict else None
-    return CLASSES.index(band) if band in CLASSES else len(CLASSES)
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:

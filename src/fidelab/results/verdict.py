@@ -72,7 +72,9 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
     because = (reason, *ruling.because[1:]) if reason and ruling.band is None else ruling.because
     # Remark that KLD includes the difference of two attention kernels, where no control measures it
     other_kernel: list[str] = []
-    kernel, other, control = (arm and _kernel(arm) for arm in (case.arm, case.reference, case.control))
+    # of engine hf, without variants: other engines choose by format and report it
+    sides = (arm if arm and arm.engine == "hf" else None for arm in (case.arm, case.reference, case.control))
+    kernel, other, control = (((arm and arm.ran and arm.ran.attention) or "").partition(" ")[0] for arm in sides)
     if kernel and other and kernel not in (other, control):
         where = f"attention is {kernel} here and {other} in the reference"
         other_kernel.append(f"{where}: the KLD holds the difference of these kernels")
@@ -167,12 +169,6 @@ def _change(log_ratio: float) -> str:
 
 
 _OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
-
-
-def _kernel(arm: ArmRecord) -> str | None:
-    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
-    attention = arm.ran.attention if arm.ran else None
-    return attention.split()[0] if arm.engine == "hf" and attention else None
 
 
 # ------------------------------------------------------------------------------------------------ the sentence
@@ -279,7 +275,9 @@ def _clauses(case: _Case) -> Iterator[str]:
             yield from _gain(case)
             yield from _reach(case)
     elif case.ruling is not None and case.ruling.at_worst is not None:
-        yield f"cannot tell: {_band_span(case.ruling)}, use more windows"
+        bands = (case.ruling.at_best or Band.EXCELLENT, case.ruling.at_worst or Band.FAIL)
+        span = " to ".join(dict.fromkeys(band.value.lower() for band in bands))
+        yield f"cannot tell: {span}, use more windows"
         yield from _gain(case)
         yield from _facts(case)
         yield from _few_clusters(case, case.ruling)
@@ -324,12 +322,6 @@ def _identical(case: _Case) -> str:
     if is_proven(arm):
         return "safe, the format ran and its output is identical to the reference's"
     return "identical output, not proven that the format ran"
-
-
-def _band_span(ruling: Ruling) -> str:
-    """Words for the bands that are still possible, such as ``excellent to fail``."""
-    best, worst = (band.value.lower() for band in (ruling.at_best or Band.EXCELLENT, ruling.at_worst or Band.FAIL))
-    return best if best == worst else f"{best} to {worst}"
 
 
 def _why_none(case: _Case) -> str:

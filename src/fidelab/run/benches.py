@@ -179,7 +179,9 @@ class Benching(BenchPlan):
                     continue
                 kind = COLD if number < cold else WARM
                 self._report(f"{question.bench}: {arm.arm.name}, {kind}")
-                if kind == COLD and not evict(self._files(arm.arm)):
+                path = Path(arm.arm.path)
+                folder = list(weight_files(path)) if kind == COLD and path.is_dir() else []
+                if kind == COLD and not evict([path] if path.is_file() else folder):
                     continue
                 planned = self._planned(arm, question, number)
                 # seconds of a process that is gone say nothing of this one
@@ -195,10 +197,6 @@ class Benching(BenchPlan):
                     fault = _last(outcome.failed) or outcome.reason or absent(planned.folder)
                     self._faults[arm.role, question.name] = fault
         return starts
-
-    def _files(self, arm: Arm) -> list[Path]:
-        path = Path(arm.path)
-        return [path] if path.is_file() else list(weight_files(path)) if path.is_dir() else []
 
     # --------------------------------------------------------------------------------------------- records
 
