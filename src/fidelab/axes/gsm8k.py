@@ -218,14 +218,10 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
 
 
-def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] | None]:
-    """Share and its Wilson interval."""
-    return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
-
-
 def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool, seed: int) -> tuple[Metric, ...]:
     """``weak``: the reference solves too few problems for a score."""
-    own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
+    n, right = len(usable), [sum(getattr(item, side).right for item in usable) for side in ("test", "ref")]
+    own, reference = ((k / n, wilson_interval(k, n)) if n else (None, None) for k in right)
     share, ends = (None, None) if weak else own
     lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
     interval = difference.interval

@@ -416,9 +416,11 @@ class KLD(Axis):
         if not named or score.bound:
             return
         mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
+        asked = ((pair, request_of(pair.ref, Prefill)) for pair in pairs)
+        structures = [structure_labels(p, [q.windows[r] for r, _ in p.items], q.first, q.last) for p, q in asked]
         labels = {
             DOMAIN: domains(score.clusters, {int(document): str(name) for document, name in named}),
-            STRUCTURE: np.concatenate([_structure(pair) for pair in pairs]),
+            STRUCTURE: np.concatenate(structures),
         }
         for coordinate, groups in labels.items():
             if len(groups) == len(rows):
@@ -502,11 +504,6 @@ def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
         later = sets[0]
         sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
     return [sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]
-
-
-def _structure(pair: Pair) -> NDArray[np.object_]:
-    request = request_of(pair.ref, Prefill)
-    return structure_labels(pair, [request.windows[r] for r, _ in pair.items], request.first, request.last)
 
 
 def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison]]:

@@ -313,9 +313,12 @@ class _HuggingFace:
         bos = self.library.bos_token_id
         ids = self.library("a")["input_ids"]
         plain = self.library("a", add_special_tokens=False)["input_ids"]
+        stops = {self.library.eos_token_id, self._end_of_turn()}
+        listed = getattr(self._generation, "eos_token_id", None)
+        stops.update(listed if isinstance(listed, list) else [listed])
         return {
             "bos_id": bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None,
-            "stop_ids": self._stop_ids(),
+            "stop_ids": tuple(sorted(stop for stop in stops if stop is not None)),
             "has_template": self._has_template,
             "is_fast": self._is_fast,
             "dated": "strftime_now" in str(self.library.chat_template),
@@ -366,13 +369,6 @@ class _HuggingFace:
         added = (i for i, token in self.library.added_tokens_decoder.items() if token.special)
         unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
         return frozenset((*self.library.all_special_ids, *added, *unnamed))
-
-    def _stop_ids(self) -> Tokens:
-        """EOS of the tokenizer and of the generation config, and the tokens that the template puts after an answer."""
-        ids = {self.library.eos_token_id, self._end_of_turn()}
-        listed = getattr(self._generation, "eos_token_id", None)
-        ids.update(listed if isinstance(listed, list) else [listed])
-        return tuple(sorted(i for i in ids if i is not None))
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts right after an assistant's answer, if it does."""

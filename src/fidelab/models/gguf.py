@@ -109,7 +109,13 @@ class _Cursor:
         layers = metadata.get(f"{metadata.get('general.architecture')}.block_count")
         if isinstance(layers, int) and layers > metadata.get("split.tensors.count", n_tensors):
             raise ValueError(f"it says {layers:,} layers, but holds {n_tensors:,} tensors")
-        table = [(self._text(), self._shape(), self._number("I"), self._number("Q")) for _ in range(n_tensors)]
+        table = []
+        for _ in range(n_tensors):
+            name, count = self._text(), self._number("I")
+            if count > _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {count} dimensions")
+            shape = tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
+            table.append((name, shape, self._number("I"), self._number("Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError("its alignment is not a positive number")
@@ -152,12 +158,6 @@ class _Cursor:
         size = self._number("Q")
         here = self._skip(size)
         return self._content[here : here + size].decode("utf-8")
-
-    def _shape(self) -> tuple[int, ...]:
-        count = self._number("I")
-        if count > _MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has {count} dimensions")
-        return tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

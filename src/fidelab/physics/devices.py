@@ -69,7 +69,8 @@ def devices() -> dict[str, Device]:
     Raises:
         InputError: If the user's table cannot be read, or a row of it is wrong.
     """
-    rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
+    shipped: dict[str, Any] = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
+    rows = {name: _device(name, row, "devices.yaml") for name, row in shipped.items()}
     own = user_table()
     return rows | {name: _device(name, row, str(own)) for name, row in _read(own).items()}
 
@@ -101,11 +102,6 @@ def device_of(told: str) -> Device | None:
 
     found = [name for name in table if padded_words(name) in padded_words(told)]
     return table[max(found, key=len)] if found else None  # what was measured on it has its full name
-
-
-def _shipped() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
-    return table
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -70,7 +70,12 @@ def render_junit(found: Check) -> str:
     NO-GO is a failure and INCONCLUSIVE an error, if they count. Otherwise the test is skipped.
     """
     suites = ElementTree.Element("testsuites", name="fidelab check")
-    _suite(suites, "rules", ((f"{r.arm}: {_place(r)}", r.decision, r.tier, _line(r)) for r in found.results))
+    rules = []
+    for r in found.results:
+        _, _, _, value, interval, limit = _cells(r)
+        line = "; ".join(filter(None, (f"{value} ({interval}), {limit}" if limit else "", r.reason)))
+        rules.append((f"{r.arm}: {_place(r)}", r.decision, r.tier, line))
+    _suite(suites, "rules", iter(rules))
     if found.baseline is not None:
         strict = not found.baseline.thresholds.allow_missing
         _suite(
@@ -129,12 +134,6 @@ def _cells(result: RuleResult) -> tuple[str, ...]:
 
 def _place(result: RuleResult) -> str:
     return f"{result.metric} {result.cell}".strip()
-
-
-def _line(result: RuleResult) -> str:
-    """The figure with its interval and limit, and why it is inconclusive."""
-    _, _, _, value, interval, limit = _cells(result)
-    return "; ".join(filter(None, (f"{value} ({interval}), {limit}" if limit else "", result.reason)))
 
 
 def _why(found: Check) -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.report.markdown import code_span
-from fidelab.results.measurement import Measurement, Metric, label
+from fidelab.results.measurement import Metric, label
 from fidelab.results.numbers import format_interval, heading, public_name
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
@@ -49,7 +49,8 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     tasks: dict[str, dict[str, Metric]] = {}
     counts: dict[str, dict[str, int]] = {}
     for name, measurement in {**arm.axes, **arm.benches}.items():
-        for task, metric in _tasks(name, measurement):
+        for metric in (metric for metric in measurement.metrics if metric.value is not None):
+            task = "_".join(filter(None, ("fidelab", _slug(name), _slug(label(metric.cell)))))
             tasks.setdefault(task, {})[metric.key] = metric
             if measurement.n_items is not None:
                 usable = measurement.n_items - (measurement.n_failed or 0)
@@ -92,12 +93,6 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
             },
         },
     }
-
-
-def _tasks(name: str, measurement: Measurement) -> Iterator[tuple[str, Metric]]:
-    for metric in measurement.metrics:
-        if metric.value is not None:
-            yield "_".join(filter(None, ("fidelab", _slug(name), _slug(label(metric.cell))))), metric
 
 
 def _slug(text: str) -> str:

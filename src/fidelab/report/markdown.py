@@ -14,7 +14,7 @@ from fidelab.report.cells import engines_of, fact_of
 from fidelab.report.summary import Performance
 from fidelab.report.tables import NAME, TextTable
 from fidelab.report.view import FIGURES, Answer, View, build_view
-from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
@@ -31,8 +31,10 @@ _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 def render_markdown(report: Report) -> str:
     """Render the section, which ends in a newline."""
     view = build_view(report)
+    rows = ((row, code_cell(row.name), (row.mark, *(row.cells[n] for n in view.kept))) for row in view.candidates)
+    cells = ((f"**{name}**" if row.chosen else name, *map(escaped, figures)) for row, name, figures in rows)
     verdicts = (
-        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, _cells(view)),
+        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, cells),
         _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
         *(escaped(line) for line in (*view.headlines, *view.partings)),
         *(part for table in view.beside for part in _titled(table)),
@@ -92,16 +94,11 @@ def _protocol(report: Report, text: str) -> str:
     for name in axes:
         measured = (arm.axes[name] for arm in report.candidates if name != DECIDING and name in arm.axes)
         if axis := next((axis for axis in measured if axis.measured), None):
-            parts.append(f"{code_span(name)}{_facts(axis)}")
+            words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
+            plain = (fact for fact, value in axis.facts.items() if fact_of(value) != ABSENT)
+            words += [f"{escaped(one_line(fact))} {_setting(axis.facts[fact])}" for fact in plain]
+            parts.append(": ".join(filter(None, (code_span(name), ", ".join(words)))))
     return f": {'; '.join(parts)}" if parts else ""
-
-
-def _facts(axis: Measurement) -> str:
-    """``: 10 items, n_predict 64``."""
-    words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
-    plain = (name for name, value in axis.facts.items() if fact_of(value) != ABSENT)
-    words += [f"{escaped(one_line(name))} {_setting(axis.facts[name])}" for name in plain]
-    return f": {', '.join(words)}" if words else ""
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -144,14 +141,6 @@ def _figure(text: str) -> str:
 def code_cell(text: str) -> str:
     """Return a code span in a cell of a table."""
     return code_span(text).replace("|", "\\|")
-
-
-def _cells(view: View) -> Iterator[tuple[str, ...]]:
-    """The rows of the main table."""
-    for row in view.candidates:
-        cells = (row.mark, *(row.cells[n] for n in view.kept))
-        name = code_cell(row.name)
-        yield (f"**{name}**" if row.chosen else name, *map(escaped, cells))
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -141,7 +141,9 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     by_row = [row.cell.facts if row.cell else {} for row in rows]
     shown = dict.fromkeys(name for facts in by_row for name in facts)
     facts = [(one_line(name), [fact_of(facts.get(name)) for facts in by_row]) for name in shown]
-    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *facts):
+    most = (max((len(metric.repeats) for metric in row.metrics()), default=0) for row in rows)
+    repeats = [str(n) if n else ABSENT for n in most]
+    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", repeats), *facts):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[free(head, columns, " #")] = cells
     if any(row.cell is not None and not row.cell.valid for row in rows):
@@ -193,11 +195,6 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
                 row.base.metric(key, row.at) if row.base and ok else None for row, ok in zip(rows, firm, strict=True)
             )
             yield head, [ratio_of(own, rival) for own, rival in zip(values, rivals, strict=True)]
-
-
-def _repeats(row: _Row) -> str:
-    most = max((len(metric.repeats) for metric in row.metrics()), default=0)
-    return str(most) if most else ABSENT
 
 
 def _doubts(row: _Row) -> Iterator[str]:

@@ -24,7 +24,7 @@ from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, ArmRow, View, build_view
+from fidelab.report.view import FIGURES, View, build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
@@ -207,7 +207,9 @@ def _print_details(view: View, console: Console) -> None:
         if table.key != "others":
             _print_titled(table, console)
     _print_benches(view, console)
-    sentences = shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity)
+    close = " (composite too close to call)"
+    rows = ((row, row.sentence + close * row.too_close) for row in view.candidates if view.fidelity)
+    sentences = shared((row.name, " · ".join((sentence, *row.others))) for row, sentence in rows)
     floor = (view.floor, view.control) if view.fidelity else ()
     risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
     note = (view.answer.note,) if view.answer and view.answer.command else ()
@@ -219,11 +221,6 @@ def _print_details(view: View, console: Console) -> None:
     for name, command in view.serve_commands:
         console.print(literal(f"  {name}:", console))
         console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
-
-
-def _sentence(row: ArmRow) -> str:
-    sentence = f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
-    return " · ".join((sentence, *row.others))
 
 
 def _print_titled(table: Others, console: Console) -> None:

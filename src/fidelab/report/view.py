@@ -336,7 +336,9 @@ def build_view(report: Report) -> View:
 def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
     """``smollm2-135m · Transformers (CPU)``; with benches alone, the measured quantity comes first."""
     what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
-    return what if fidelity or performance is None else f"{_capital(performance.measured)} · {what}"
+    if fidelity or performance is None:
+        return what
+    return f"{performance.measured[:1].upper()}{performance.measured[1:]} · {what}"
 
 
 def _subject(report: Report) -> str:
@@ -489,10 +491,6 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
     if len(sizes) == 1 and all(arm.ran is None or arm.ran.size for arm in arms):
         return f"Weights, {next(iter(sizes))} in each configuration"
     return ". ".join(f"Weights of {', '.join(names)}, {size}" for size, names in sizes.items())
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _windows_read(arms: Sequence[ArmRecord]) -> str:

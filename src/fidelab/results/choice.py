@@ -177,13 +177,9 @@ class Field:
     @cached_property
     def gains(self) -> list[str]:
         """Gain of each candidate over the base of savings: ``size``, ``speed``, or empty if none was measured."""
-        return [self._gain(arm) for arm in self.arms]
-
-    def _gain(self, arm: ArmRecord) -> str:
-        saving = self.sizes.saving(arm.name)
-        if saving is not None and saving > 0:
-            return "size"
-        return "speed" if is_faster(arm, self.reference) else ""
+        savings = [(arm, self.sizes.saving(arm.name)) for arm in self.arms]
+        smaller = [(arm, saving is not None and saving > 0) for arm, saving in savings]
+        return ["size" if small else "speed" if is_faster(arm, self.reference) else "" for arm, small in smaller]
 
     @cached_property
     def bytes(self) -> Floats:

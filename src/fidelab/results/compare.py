@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -78,7 +78,12 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
     limits = thresholds or Thresholds()
     sides = tabulate(baseline), tabulate(now)
     was, is_ = (side.metrics for side in sides)
-    axes = _axes(baseline, now, *sides)
+    lacking = ((place, reason) for place, reason in sides[1].reasons.items() if place in sides[0].reasons)
+    unmeasured = [f"{', '.join(place[1:])}: {reason}" for place, reason in lacking]
+    axes = {key.group for side in sides for key in side.metrics}
+    axes |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
+    asked = (report.settings.get("axes") for report in (baseline, now))
+    axes = axes.union(*(named for named in asked if isinstance(named, dict)))
     changes, refusals = [], _Refusals()
     alike = same_environment(baseline, now)
     for key, metric in {**is_, **was}.items():
@@ -103,7 +108,7 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
         changes=tuple(change for _, change in ordered),
         refused=tuple(refused),
         beside=tuple(environment_differences(baseline, now)),
-        unmeasured=tuple(_unmeasured(*sides)),
+        unmeasured=tuple(unmeasured),
     )
 
 
@@ -300,20 +305,6 @@ class _Refusals:
             Refusal(groups=tuple(groups), field=name, baseline=old, now=new, n_metrics=groups.total())
             for (name, _), (old, new, groups) in self.entries.items()
         ]
-
-
-def _axes(baseline: Report, now: Report, *sides: MetricTable) -> set[str]:
-    """Return the names of all axes and benches of either side."""
-    named = {key.group for side in sides for key in side.metrics}
-    named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
-    asked = (report.settings.get("axes") for report in (baseline, now))
-    return named.union(*(axes for axes in asked if isinstance(axes, dict)))
-
-
-def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
-    for place, reason in now.reasons.items():
-        if place in was.reasons:
-            yield f"{', '.join(place[1:])}: {reason}"
 
 
 def _question_sources(report: Report) -> dict[str, Any]:
