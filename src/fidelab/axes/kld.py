@@ -265,9 +265,13 @@ class KLD(Axis):
         requests: dict[str, Request] = {}
         for n_ctx, part in parts.items():
             whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
-            for cut, items in enumerate(
-                _nested([self._window_count(n_ctx, n) for n in self.settings.cuts], sizes[n_ctx])
-            ):
+            # a capture's windows, together with those of the earlier ones, are evenly spread
+            earlier = [self._window_count(n_ctx, n) for n in self.settings.cuts]
+            sets = [list(range(sizes[n_ctx]))]
+            for size in reversed(earlier):
+                later = sets[0]
+                sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
+            for cut, items in enumerate([sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]):
                 name = f"{part}+{cut}" if cut else part
                 if items:
                     some = whole if len(items) == sizes[n_ctx] else whole.select(items)
@@ -495,15 +499,6 @@ def _by_context(score: AxisScore) -> list[Metric]:
 def _cut_of(part: str) -> int:
     """Return the number of a context's capture, counted from 0; each further capture adds windows."""
     return int(part.partition("+")[2] or 0)
-
-
-def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Windows of each capture out of ``n``; a capture's windows with the earlier ones, ``sizes``, are evenly spread."""
-    sets = [list(range(n))]
-    for size in reversed(sizes):
-        later = sets[0]
-        sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
-    return [sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]
 
 
 def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison]]:

@@ -153,7 +153,15 @@ def write_atomically(path: str | Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(path)
+        form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
+        with os.scandir(path.parent) as entries:
+            remains = [path.with_name(entry.name) for entry in entries if form.fullmatch(entry.name)]
+        for unfinished in remains:
+            if unfinished.is_symlink() or not unfinished.is_file():
+                continue
+            with suppress(OSError), unfinished.open("rb") as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unfinished.unlink()
         try:
             if not _write_unnamed(path, text):
                 with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -212,19 +220,6 @@ def _write_locked(file: IO[str], text: str) -> None:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left of the same file."""
-    form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
-    with os.scandir(path.parent) as entries:
-        left = [path.with_name(entry.name) for entry in entries if form.fullmatch(entry.name)]
-    for unfinished in left:
-        if unfinished.is_symlink() or not unfinished.is_file():
-            continue
-        with suppress(OSError), unfinished.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unfinished.unlink()
 
 
 def sha256_of(path: Path) -> str:

@@ -155,7 +155,17 @@ class TileScorer:
             return
         has_goal = (targets >= 0) & (targets < p.vocab)
         pick = torch.from_numpy(np.where(has_goal, targets, 0)[:, None]).to(p.columns.device)
-        for q, (top1, *columns) in zip(tests, self._by_rows(p, tests, pick, kl_only), strict=True):
+        # The columns of `_columns`, of some rows at a time; on the CPU each thread has rows of its own
+        cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
+        size = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
+        buffers = _Buffers(6, min(size, n), step, self.device)
+
+        def compared(start: int) -> Tensor:
+            at = slice(start, start + size)
+            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_only)
+
+        by_rows = _numpy(torch.cat(_each(compared, range(0, n, size), self._threads if cpu else 1), 2))
+        for q, (top1, *columns) in zip(tests, by_rows, strict=True):
             rows = comparison_of(np.stack(columns), top1 == 1.0, np.full(len(targets), np.nan), has_goal)
             if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_only else 11]).all(0))).size:
                 # NaN, an infinity, tokens that are masked on both sides or have far other odds: the definition decides
@@ -164,18 +174,6 @@ class TileScorer:
                 for name, column in vars(found).items():
                     getattr(rows, name)[doubtful] = column
             yield rows
-
-    def _by_rows(self, p: _Logits, tests: Sequence[_Logits], pick: Tensor, kl_only: bool) -> NDArray[np.float64]:
-        """The columns of :func:`_columns`, of some rows at a time; on the CPU each thread has rows of its own."""
-        cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
-        rows = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
-        buffers = _Buffers(6, min(rows, n), step, self.device)
-
-        def compared(start: int) -> Tensor:
-            at = slice(start, start + rows)
-            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_only)
-
-        return _numpy(torch.cat(_each(compared, range(0, n, rows), self._threads if cpu else 1), 2))
 
 
 class _DeviceHead:

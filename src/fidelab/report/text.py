@@ -206,10 +206,27 @@ def _print_details(view: View, console: Console) -> None:
     for table in (*view.beside, *(table for table in view.tables if table.key in ("attribution", "cache-layers"))):
         if table.key != "others":
             _print_titled(table, console)
-    _print_benches(view, console)
+    for section in view.benches:
+        for shown in section.tables:
+            console.print(literal(shown.title, console, "bold"))
+            # An arm is named in its first row only; not at all where it is the report's only arm, which the title
+            # names
+            if len(view.rows) == 1 and shown.named > 1:
+                rows = tuple(row[1:] for row in shown.rows)
+                grouped = Others(shown.key, shown.title, shown.columns[1:], rows, shown.named - 1)
+            else:
+                above = [None, *(row[0] for row in shown.rows)]
+                rows = tuple(
+                    ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, shown.rows, strict=False)
+                )
+                grouped = Others(shown.key, shown.title, shown.columns, rows, shown.named)
+            _print_table(grouped, console)
+        for text in (*section.sources, *section.lines, *section.footnotes):
+            print_line(console, text)
+        console.print()
     close = " (composite too close to call)"
-    rows = ((row, row.sentence + close * row.too_close) for row in view.candidates if view.fidelity)
-    sentences = shared((row.name, " · ".join((sentence, *row.others))) for row, sentence in rows)
+    own = ((row, row.sentence + close * row.too_close) for row in view.candidates if view.fidelity)
+    sentences = shared((row.name, " · ".join((sentence, *row.others))) for row, sentence in own)
     floor = (view.floor, view.control) if view.fidelity else ()
     risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
     note = (view.answer.note,) if view.answer and view.answer.command else ()
@@ -254,28 +271,6 @@ def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> N
         rows = tuple(tuple(row[n] for n in kept) for row in shown.rows)
         columns = tuple(shown.columns[n] for n in kept)
         _print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
-
-
-def _print_benches(view: View, console: Console) -> None:
-    """The tables of each bench with their footnotes."""
-    for section in view.benches:
-        for table in section.tables:
-            console.print(literal(table.title, console, "bold"))
-            # An arm is named in its first row only; not at all where it is the report's only arm, which the title
-            # names
-            if len(view.rows) == 1 and table.named > 1:
-                rows = tuple(row[1:] for row in table.rows)
-                grouped = Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
-            else:
-                above = [None, *(row[0] for row in table.rows)]
-                rows = tuple(
-                    ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, table.rows, strict=False)
-                )
-                grouped = Others(table.key, table.title, table.columns, rows, table.named)
-            _print_table(grouped, console)
-        for line in (*section.sources, *section.lines, *section.footnotes):
-            print_line(console, line)
-        console.print()
 
 
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:

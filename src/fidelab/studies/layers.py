@@ -74,7 +74,12 @@ def compare_layers(
     pair = arms["reference"], arms["candidate"]
     fields: dict[str, Any] = {"columns": ("layer",), "sentences": tuple(_failures(arms))}
     if all(arm.measured for arm in pair):
-        curves = _curves(results)
+        base, tested = results["reference"], results["candidate"]
+        noises = ((base, results.get(FLOOR)), (tested, results.get(TWIN)))
+        floor, twin = (
+            None if other is None or other.status is not Status.OK else _compare(one, other) for one, other in noises
+        )
+        curves = _compare(base, tested), floor, twin
         if not np.any(curves[0].rms):
             arms["candidate"] = arms["candidate"].model_copy(update={"status": Status.IDENTICAL})
         found = findings(*curves)
@@ -244,16 +249,6 @@ def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, 
 
 
 # ------------------------------------------------------------------------------------------------ answers
-
-
-def _curves(results: dict[str, ArmResult]) -> tuple[LayerCurve, LayerCurve | None, LayerCurve | None]:
-    """Candidate against reference, the reference against itself, and the candidate against its twin."""
-    reference, candidate = results["reference"], results["candidate"]
-    noises = ((reference, results.get(FLOOR)), (candidate, results.get(TWIN)))
-    floor, twin = (
-        None if other is None or other.status is not Status.OK else _compare(one, other) for one, other in noises
-    )
-    return _compare(reference, candidate), floor, twin
 
 
 def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
