@@ -32,12 +32,12 @@ from fidelab.metrics.degeneration import (
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric, Unit, key_of
-from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
+from fidelab.results.plots import Curve, TablePlot, TextPair
 
 _MAX_SHOWN_ONSETS = 8  # onsets per arm for which the report shows the text
 _BEFORE, _AFTER = 48, 64  # tokens of that text before and after the onset
 _POINTS = 64  # points of the curve
-_CHANCE = 0.05
+_CHANCE = 0.05  # of McNemar's test; from here on, more prompts that get worse than better are no chance
 
 _EARLIER = Definition(
     "degenerate_earlier",
@@ -132,6 +132,11 @@ class Degeneration(Axis):
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items, usable = _judged(pair), answered(pair)
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
+        harmed = [item for item in good if item.harmed]
+        noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
+        spared = sum(item.spared for item in good)
+        more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
+        faults = (f"all its {len(good)} greedy texts degenerate within the first {EARLIER} tokens",)
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
@@ -140,7 +145,38 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
-        ).with_measurement(downgrades=_lowers(good), fails=_fails(good), reference_faults=_reference_faults(good))
+        ).with_measurement(
+            downgrades=(_sentence(harmed, len(good)),) if noise or more else (),
+            fails=_fails(good),
+            reference_faults=faults if good and all(_degenerates_early(item.ref) for item in good) else (),
+        )
+        degenerate = [item for item in good if item.test.onset]
+        ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
+        around = (_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
+
+        def cells(text: _Text) -> tuple[int | str | None, ...]:
+            onset = text.onset
+            return (len(text.ids), onset.at, onset.kind) if onset else (len(text.ids), None, "clean")
+
+        table = TablePlot(
+            title="Onset by prompt",
+            columns=("prompt", "reference tokens", "onset", "kind", "candidate tokens", "onset", "kind", "earlier"),
+            rows=tuple((i.number, *cells(i.ref), *cells(i.test), "yes" if i.harmed else "no") for i in good),
+            note=f"earlier: by more than {EARLIER} tokens. Small models loop in greedy decoding whatever their cache.",
+        )
+        most = int(pair.ref.manifest["settings"]["n_predict"])
+        lengths = sorted({round(n) for n in np.linspace(0, most, min(_POINTS, most) + 1)})
+        shares: list[float | None] = [None] * len(lengths)
+        if good:
+            shares = list(still_clean([item.test.onset for item in good], lengths).tolist())
+        curve = Curve(
+            key="degeneration-clean",
+            title="Share of prompts still clean",
+            x_label="generated tokens",
+            y_label="share of prompts",
+            x=tuple(map(float, lengths)),
+            y=tuple(shares),
+        )
         return score.with_measurement(
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
             cluster="prompt",
@@ -148,7 +184,7 @@ class Degeneration(Axis):
             reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
             if good
             else "",
-            plots=(_curve(good, pair), _table(good), *_texts(good, pair)),
+            plots=(curve, table, *texts("Around the onset", around)),
             facts=pair.ref.manifest["settings"],
         )
 
@@ -176,14 +212,6 @@ def _unended(ids: Sequence[int], stop: Sequence[int]) -> Sequence[int]:
 # --------------------------------------------------------------------------------------------- judgement
 
 
-def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
-    harmed = [item for item in items if item.harmed]
-    noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
-    spared = sum(item.spared for item in items)
-    more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
-    return (_sentence(harmed, len(items)),) if noise or more else ()
-
-
 def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
     """The reason for a failure: over half of the texts that the reference begins well degenerate at once."""
     sound = [item for item in items if not _degenerates_early(item.ref)]
@@ -192,12 +220,6 @@ def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
         f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
     )
     return (what,) if 2 * broken > len(sound) else ()
-
-
-def _reference_faults(items: Sequence[_Item]) -> tuple[str, ...]:
-    """Return that the reference is unusable if all its texts degenerate at once."""
-    broken = bool(items) and all(_degenerates_early(item.ref) for item in items)
-    return (f"all its {len(items)} greedy texts degenerate within the first {EARLIER} tokens",) if broken else ()
 
 
 def _degenerates_early(text: _Text) -> bool:
@@ -237,42 +259,6 @@ def _side(
     yield onset(float(np.median(onsets)) if onsets else None)
     yield after(ratio_estimate(lost), ratio_interval(lost, seed, bounds=(0.0, 1.0), proportion=True))
     yield length(float(np.median([len(text.ids) for text in texts])) if texts else None)
-
-
-def _curve(items: Sequence[_Item], pair: Pair) -> Curve:
-    most = int(pair.ref.manifest["settings"]["n_predict"])
-    lengths = sorted({round(n) for n in np.linspace(0, most, min(_POINTS, most) + 1)})
-    shares: list[float | None] = [None] * len(lengths)
-    if items:
-        shares = list(still_clean([item.test.onset for item in items], lengths).tolist())
-    return Curve(
-        key="degeneration-clean",
-        title="Share of prompts still clean",
-        x_label="generated tokens",
-        y_label="share of prompts",
-        x=tuple(map(float, lengths)),
-        y=tuple(shares),
-    )
-
-
-def _table(items: Sequence[_Item]) -> TablePlot:
-    def cells(text: _Text) -> tuple[int | str | None, ...]:
-        onset = text.onset
-        return (len(text.ids), onset.at, onset.kind) if onset else (len(text.ids), None, "clean")
-
-    return TablePlot(
-        title="Onset by prompt",
-        columns=("prompt", "reference tokens", "onset", "kind", "candidate tokens", "onset", "kind", "earlier"),
-        rows=tuple((i.number, *cells(i.ref), *cells(i.test), "yes" if i.harmed else "no") for i in items),
-        note=f"earlier: by more than {EARLIER} tokens. Small models loop in greedy decoding whatever their cache.",
-    )
-
-
-def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
-    """Text around some onsets, prompts that degenerate earlier first."""
-    degenerate = [item for item in items if item.test.onset]
-    ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
-    return texts("Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset))
 
 
 def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:

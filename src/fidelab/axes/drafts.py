@@ -33,14 +33,12 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
         return (), ()
     drafts, drafted, accepted = (int(facts[name]) for name in ("drafts", "drafted", "accepted"))
     metrics = acceptance(drafts, drafted, accepted)
-    return metrics, (Flag(kind=COUNTED, text=_format_drafts(str(facts["method"]), metrics)), _text(pair, forks))
-
-
-def _format_drafts(method: str, metrics: Sequence[Metric]) -> str:
-    if not metrics:
-        return f"speculation ({method}) drafted no token"
-    length, rate = (metric.value for metric in metrics)
-    return f"speculation ({method}): {length:.2f} tokens per verification, {rate:.0%} of the drafted tokens accepted"
+    text = f"speculation ({facts['method']}) drafted no token"
+    if metrics:
+        length, rate = (metric.value for metric in metrics)
+        accepted_share = f"{rate:.0%} of the drafted tokens accepted"
+        text = f"speculation ({facts['method']}): {length:.2f} tokens per verification, {accepted_share}"
+    return metrics, (Flag(kind=COUNTED, text=text), _text(pair, forks))
 
 
 def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:

@@ -40,7 +40,7 @@ from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
-_BINS = 32
+_BINS = 32  # of positions in the curve
 _LIMIT = 0.01  # nats
 _HIGH = 0.95  # KL above this quantile counts as high
 _PATH, _KL = "path", "kl"
@@ -197,8 +197,20 @@ class ForcedDecode(Axis):
         score = kl_score(rows, clusters, bound=bound)
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-        growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
-        jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
+        usable = ~rows.failed & np.isfinite(rows.kl)
+        kl, at, of = rows.kl[usable], positions[usable].astype(np.float64), clusters[usable]
+        centred = at - at.mean() if len(at) else at
+        growth, growth_ci, reach = None, None, None
+        if centred.any():
+            # centred, else prompts of other lengths lend it their mean
+            items = RatioItems(centred * (kl - kl.mean()), centred**2, of)
+            slope = float(items.num.sum() / items.den.sum())
+            start = float(kl.mean() - slope * at.mean())
+            reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
+            growth, growth_ci = _per_thousand(slope), ratio_interval(items, seed, transform=_per_thousand)
+        jumps = [jump for part in parts if (jump := change_point(part.kl)) is not None]
+        bins = kl_by_position(positions, rows.kl, min(_BINS, int(positions.max()) + 1))
+        middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
         return score.with_measurement(
             metrics=(
                 *(() if bound else (score.score(seed),)),
@@ -215,7 +227,17 @@ class ForcedDecode(Axis):
             ),
             cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
-            plots=(_curve(positions, rows.kl),),
+            plots=(
+                Curve(
+                    key="forced-kl",
+                    title="KL along the reference's text",
+                    x_label="generated token",
+                    y_label="mean KL, nats",
+                    x=tuple(middle.tolist()),
+                    y=tuple(mean or None for mean in bins.means),  # a logarithmic axis cannot show 0
+                    log_y=True,
+                ),
+            ),
             facts=pair.ref.manifest["settings"],
         )
 
@@ -243,39 +265,5 @@ def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
 
 
-def _growth(
-    positions: NDArray[np.int64], rows: RowComparison, clusters: NDArray[np.int64], seed: int
-) -> tuple[float | None, tuple[float, float] | None, float | None]:
-    """Growth of KL per 1,000 tokens by least squares, its interval, and where the line reaches the limit.
-
-    See docs/metrics.md#forced-decode-kld.
-    """
-    usable = ~rows.failed & np.isfinite(rows.kl)
-    kl, at, of = rows.kl[usable], positions[usable].astype(np.float64), clusters[usable]
-    centred = at - at.mean() if len(at) else at
-    if not centred.any():
-        return None, None, None
-    items = RatioItems(centred * (kl - kl.mean()), centred**2, of)  # else prompts of other lengths lend it their mean
-    slope = float(items.num.sum() / items.den.sum())
-    start = float(kl.mean() - slope * at.mean())
-    reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
-    interval = ratio_interval(items, seed, transform=_per_thousand)
-    return _per_thousand(slope), interval, reach
-
-
 def _per_thousand(slope: float) -> float:
     return 1000 * slope
-
-
-def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:
-    bins = kl_by_position(positions, kl, min(_BINS, int(positions.max()) + 1))
-    middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
-    return Curve(
-        key="forced-kl",
-        title="KL along the reference's text",
-        x_label="generated token",
-        y_label="mean KL, nats",
-        x=tuple(middle.tolist()),
-        y=tuple(mean or None for mean in bins.means),  # a logarithmic axis cannot show 0
-        log_y=True,
-    )

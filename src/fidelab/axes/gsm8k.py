@@ -121,7 +121,11 @@ class GSM8K(Axis):
         return len(load_problems(self.settings.data))
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        items = _read(pair)
+        items, notes = [], notes_of(pair.ref)
+        for r, t in pair.items:
+            gold = Decimal(notes[r]["gold"])
+            sides = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
+            items.append(_Item(r, notes[r]["id"], gold, *sides))
         usable = [item for item in items if not item.failed]
         known = [item for item in items if item.ref.ids]
         able = sum(item.ref.right for item in known)
@@ -193,16 +197,6 @@ class _Item:
         return "lost" if self.ref.right else "gained"
 
 
-def _read(pair: Pair) -> list[_Item]:
-    items, notes = [], notes_of(pair.ref)
-    for r, t in pair.items:
-        note = notes[r]
-        gold = Decimal(note["gold"])
-        ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
-        items.append(_Item(r, note["id"], gold, ref, test))
-    return items
-
-
 def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     """One side's answer; a failed item has no ids."""
     if capture.items[item]["failed"] is not None or "ids" not in capture.names(item):
@@ -211,42 +205,33 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     whole, text = written_text(capture, item), truncate_answer(answer_text(capture, item))
     value = extract_answer(text)
     unfinished = value is None and extract_answer(truncate_answer(whole)) is not None
-    length = _answer_length(capture, ids, len(truncate_answer(whole)), len(whole))
-    return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
-
-
-def _answer_length(capture: Capture, ids: Sequence[int], own: int, written: int) -> int | None:
-    """Number of tokens of the first ``own`` of ``written`` characters; ``None`` if the budget cut them."""
+    # The length is the number of tokens of the first `own` characters; `None` if the budget cut them
+    own = len(truncate_answer(whole))
     request = capture.request
-    if own < written:
+    length: int | None
+    if own < len(whole):
         ends = accumulate(len(capture.text([token])) for token in ids)
-        return next((n for n, end in enumerate(ends, 1) if end >= own), len(ids))
-    assert isinstance(request, Generate)
-    return None if len(ids) == request.max_tokens and ids[-1] not in request.stop else len(ids)
-
-
-def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] | None]:
-    """Share and its Wilson interval."""
-    return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
-
-
-def _length(usable: Sequence[_Item], seed: int) -> tuple[Metric, ...]:
-    """Length at equal answer; empty if no problem has one."""
-    same = [item for item in usable if item.ref.value is not None and item.ref.value == item.test.value]
-    lengths = [(item.test.length, item.ref.length) for item in same if item.test.length and item.ref.length]
-    if not lengths:
-        return ()
-    test, ref = (np.array(side, dtype=np.float64) for side in zip(*lengths, strict=True))
-    items = RatioItems(test, ref, np.arange(len(lengths)))
-    return (_LENGTH(ratio_estimate(items), ratio_interval(items, seed)),)
+        length = next((n for n, end in enumerate(ends, 1) if end >= own), len(ids))
+    else:
+        assert isinstance(request, Generate)
+        length = None if len(ids) == request.max_tokens and ids[-1] not in request.stop else len(ids)
+    return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
 
 
 def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool, seed: int) -> tuple[Metric, ...]:
     """``weak``: the reference solves too few problems for a score."""
-    own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
+    n, right = len(usable), [sum(getattr(item, side).right for item in usable) for side in ("test", "ref")]
+    own, reference = ((k / n, wilson_interval(k, n)) if n else (None, None) for k in right)
     share, ends = (None, None) if weak else own
     lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
     interval = difference.interval
+    same = [item for item in usable if item.ref.value is not None and item.ref.value == item.test.value]
+    lengths = [(item.test.length, item.ref.length) for item in same if item.test.length and item.ref.length]
+    length: tuple[Metric, ...] = ()  # at equal answer
+    if lengths:
+        test, ref = (np.array(side, dtype=np.float64) for side in zip(*lengths, strict=True))
+        items = RatioItems(test, ref, np.arange(len(lengths)))
+        length = (_LENGTH(ratio_estimate(items), ratio_interval(items, seed)),)
     return (
         SCORE(
             None if share is None else 100.0 * share,
@@ -261,7 +246,7 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: boo
         _LOST(lost),
         _RIGHT(sum(item.ref.right for item in usable)),
         _GAINED(gained),
-        *_length(usable, seed),
+        *length,
         _NO_NUMBER(sum(item.test.value is None for item in usable)),
         _REASONING(sum(item.test.unfinished for item in usable)),
     )

@@ -248,14 +248,30 @@ class KLD(Axis):
     settings: KLDSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
-        sizes = self._sizes(inputs)
+        # Default contexts that the text or the model does not allow are left out
+        s, asked = self.settings, self._contexts()
+        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
+        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
+        if s.early:  # the whole text may be too short for a decision
+            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
+            sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
+        if s.n_ctx is None:
+            sizes = {
+                n_ctx: windows
+                for n_ctx, windows in sizes.items()
+                if n_ctx == asked[0] or (n_ctx * windows <= have and (limit is None or n_ctx <= limit))
+            }
         parts = {n_ctx: "" if len(sizes) == 1 else str(n_ctx) for n_ctx in sizes}
         requests: dict[str, Request] = {}
         for n_ctx, part in parts.items():
             whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
-            for cut, items in enumerate(
-                _nested([self._window_count(n_ctx, n) for n in self.settings.cuts], sizes[n_ctx])
-            ):
+            # a capture's windows, together with those of the earlier ones, are evenly spread
+            earlier = [self._window_count(n_ctx, n) for n in self.settings.cuts]
+            sets = [list(range(sizes[n_ctx]))]
+            for size in reversed(earlier):
+                later = sets[0]
+                sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
+            for cut, items in enumerate([sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]):
                 name = f"{part}+{cut}" if cut else part
                 if items:
                     some = whole if len(items) == sizes[n_ctx] else whole.select(items)
@@ -277,25 +293,6 @@ class KLD(Axis):
         """Return the number of windows of a context, given the number of windows of the shortest one."""
         return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
 
-    def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
-        """Return the number of windows for each context, shortest first.
-
-        Default contexts that the text or the model does not allow are left out.
-        """
-        s, asked = self.settings, self._contexts()
-        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
-        have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
-        if s.early:  # the whole text may be too short for a decision
-            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
-            sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
-        if s.n_ctx is not None:
-            return sizes
-        return {
-            n_ctx: windows
-            for n_ctx, windows in sizes.items()
-            if n_ctx == asked[0] or (n_ctx * windows <= have and (limit is None or n_ctx <= limit))
-        }
-
     def _cut(self, inputs: AxisInputs, part: str, n_ctx: int, windows: int) -> Prefill:
         from fidelab.inputs.corpus import make_windows
 
@@ -304,6 +301,8 @@ class KLD(Axis):
         ids, vocab = np.asarray(inputs.tokenizer.encode(text.content)), len(inputs.tokenizer.pieces())
         numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
         named = tuple((document, name) for document in numbers if (name := text.domain_of(document)))
+        # The tokens that the rows `first` … `last` predict, as far as the window holds them
+        scored = (np.asarray(window[cut.first + 1 : cut.last + 2], dtype=np.int64) for window in cut.windows)
         return Prefill(
             axis=part_name(self.name, part),
             windows=cut.windows,
@@ -320,10 +319,7 @@ class KLD(Axis):
                 ("unit", cut.unit),
             ),
             notes=tuple(
-                canonical_json(
-                    {"unigram_nll": float(unigram_nll(ids, _scored(window, cut.first, cut.last), vocab).mean())}
-                )
-                for window in cut.windows
+                canonical_json({"unigram_nll": float(unigram_nll(ids, tokens, vocab).mean())}) for tokens in scored
             ),
         )
 
@@ -424,9 +420,11 @@ class KLD(Axis):
         if not named or score.bound:
             return
         mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
+        asked = ((pair, request_of(pair.ref, Prefill)) for pair in pairs)
+        structures = [structure_labels(p, [q.windows[r] for r, _ in p.items], q.first, q.last) for p, q in asked]
         labels = {
             DOMAIN: domains(score.clusters, {int(document): str(name) for document, name in named}),
-            STRUCTURE: np.concatenate([_structure(pair) for pair in pairs]),
+            STRUCTURE: np.concatenate(structures),
         }
         for coordinate, groups in labels.items():
             if len(groups) == len(rows):
@@ -443,11 +441,6 @@ class KLD(Axis):
             return ()
         items = RatioItems.of(values[known], 1.0, score.clusters[known])
         return (KLD_METRICS["compat"](ratio_estimate(items), ratio_interval(items, seed)),)
-
-
-def _scored(window: Sequence[int], first: int, last: int) -> NDArray[np.int64]:
-    """The tokens that the rows ``first`` … ``last`` predict, as far as the window holds them."""
-    return np.asarray(window[first + 1 : last + 2], dtype=np.int64)
 
 
 def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:
@@ -506,20 +499,6 @@ def _by_context(score: AxisScore) -> list[Metric]:
 def _cut_of(part: str) -> int:
     """Return the number of a context's capture, counted from 0; each further capture adds windows."""
     return int(part.partition("+")[2] or 0)
-
-
-def _nested(sizes: Sequence[int], n: int) -> list[list[int]]:
-    """Windows of each capture out of ``n``; a capture's windows with the earlier ones, ``sizes``, are evenly spread."""
-    sets = [list(range(n))]
-    for size in reversed(sizes):
-        later = sets[0]
-        sets.insert(0, [later[i] for i in spread(len(later), (min(size, len(later)) - 0.5) / len(later))])
-    return [sorted({*now} - {*before}) for before, now in pairwise(([], *sets))]
-
-
-def _structure(pair: Pair) -> NDArray[np.object_]:
-    request = request_of(pair.ref, Prefill)
-    return structure_labels(pair, [request.windows[r] for r, _ in pair.items], request.first, request.last)
 
 
 def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison]]:

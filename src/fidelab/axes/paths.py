@@ -23,7 +23,7 @@ from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSet
 from fidelab.axes.rows import compare_item
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import WAYS, Request, Served, Tokens
+from fidelab.captures.requests import WAYS, Request, Served
 from fidelab.core import Estimator, Status
 from fidelab.core.errors import CaptureError, InputError
 from fidelab.metrics.divergence import parting
@@ -35,7 +35,7 @@ from fidelab.results.plots import Curve
 _COLD = "cold"
 _BLOCK = 128  # tokens: a multiple of the blocks of all engines
 _TOKENS_AFTER_HIT = 9  # tokens after the last whole block of a prefix hit
-_CHUNK = 64
+_CHUNK = 64  # tokens per forward of the way "chunked", at most a quarter of the window
 _READ = 16  # tokens that are prefilled at once before the rest is decoded
 _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
@@ -136,7 +136,19 @@ class Paths(Axis):
 
         s = self.settings
         cut = make_windows(inputs.tokenizer, inputs.text, s.n_ctx, s.windows, "full")
-        tails = _other_prompts(inputs, max(s.others))
+        n = max(s.others)
+        ids = inputs.tokenizer.encode(inputs.text.content)
+        lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
+        if sum(lengths) > len(ids):
+            raise InputError(
+                f"paths: {n} other requests need {sum(lengths)} tokens, but text {inputs.text.name} has {len(ids)}: "
+                "fewer axes.paths.others or a longer text"
+            )
+        ends_of, end = [], len(ids)
+        for length in lengths:
+            ends_of.append(tuple(ids[end - length : end]))
+            end -= length
+        tails = tuple(ends_of)
         asked: dict[str, Request] = {}
         for part, way, size, first, n_others in self._plan():
             asked[part] = Served(
@@ -244,22 +256,6 @@ class Paths(Axis):
         return self._own[key]
 
 
-def _other_prompts(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
-    """Return prompts for the other requests, each of a different length, from the end of the text."""
-    ids = inputs.tokenizer.encode(inputs.text.content)
-    lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
-    if sum(lengths) > len(ids):
-        raise InputError(
-            f"paths: {n} other requests need {sum(lengths)} tokens, but text {inputs.text.name} has {len(ids)}: "
-            "fewer axes.paths.others or a longer text"
-        )
-    tails, end = [], len(ids)
-    for length in lengths:
-        tails.append(tuple(ids[end - length : end]))
-        end -= length
-    return tuple(tails)
-
-
 def _unproven(capture: Capture) -> tuple[Status, str] | None:
     """Return why the rows of a capture do not count (way unsupported, or not proven by counters), else ``None``."""
     facts = capture.manifest["facts"]
@@ -299,28 +295,20 @@ def _first_divergent_rows(own: Mapping[str, Floats], twins: Mapping[str, Floats]
     tails = {part: _tail(kl) for part, kl in own.items()}
     found = {}
     for part, kl in own.items():
-        noise = (
-            max(_MIN_ALLOWANCE, _MARGIN * _tail(twins[part]))
-            if part in twins
-            else _noise_of_other_families(part, tails)
-        )
+        if part in twins:
+            noise = max(_MIN_ALLOWANCE, _MARGIN * _tail(twins[part]))
+        else:
+            # One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of
+            # another family does not excuse this one. Families that equal the cold prefill are left out.
+            families: dict[str, list[float]] = {}
+            for other, tail in tails.items():
+                families.setdefault(other.partition("-")[0], []).append(tail)
+            middles = [median(values) for family, values in families.items() if family != part.partition("-")[0]]
+            shown = [middle for middle in middles if middle > _MIN_ALLOWANCE]
+            noise = max(_MIN_ALLOWANCE_WITHOUT_TWIN, _MARGIN * median_low(shown) if shown else 0.0)
         if (at := parting(kl, max(noise, cost))) is not None:
             found[part] = at
     return found
-
-
-def _noise_of_other_families(part: str, tails: Mapping[str, float]) -> float:
-    """Cost of rounding noise on the ways of other families than this one, nats.
-
-    One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of another family
-    does not excuse this one.  Families that equal the cold prefill are left out.
-    """
-    families: dict[str, list[float]] = {}
-    for other, tail in tails.items():
-        families.setdefault(other.partition("-")[0], []).append(tail)
-    middles = [median(values) for family, values in families.items() if family != part.partition("-")[0]]
-    noise = [middle for middle in middles if middle > _MIN_ALLOWANCE]
-    return max(_MIN_ALLOWANCE_WITHOUT_TWIN, _MARGIN * median_low(noise) if noise else 0.0)
 
 
 def _cell(

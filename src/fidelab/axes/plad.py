@@ -37,7 +37,7 @@ from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ig
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_share
-from fidelab.results.plots import TablePlot, TextPair, Texts
+from fidelab.results.plots import TablePlot, TextPair
 
 _MAX_SHOWN_CELLS = 8  # cells per arm for which the report shows the answers
 _MAX_SHOWN_TOKENS = 96  # tokens shown of each answer
@@ -157,7 +157,14 @@ class PLAD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
-        plain = _unperturbed_answers(pair, cells)
+        # Both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts
+        request, notes = request_of(pair.ref, Generate), notes_of(pair.ref)
+        asked = {
+            n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
+        }
+        good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
+        answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
+        plain = [ref for ref, _ in answers], [test for _, test in answers]
         constant = _constant(*plain)
         counted = [] if constant else cells
         usable = [not (cell.failed or constant) for cell in cells]
@@ -174,7 +181,21 @@ class PLAD(Axis):
         ).with_measurement(fails=constant)
         asked = pair.ref.manifest["settings"]
         summary = _Summary.of(counted, seed)
-        skipped = _skipped(pair.ref)
+        # For each perturbation the number of prompts that it does not change
+        names = [note["perturbation"] for note in notes_of(pair.ref)]
+        settings = pair.ref.manifest["settings"]
+        skipped = {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
+        moved = [cell for cell in counted if not cell.failed and cell.excess > 0]
+        shown = sorted(moved, key=lambda cell: -cell.excess)[:_MAX_SHOWN_CELLS]
+        pairs = (
+            TextPair(
+                label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
+                reference=_two_answers(pair.ref, *cell.ref),
+                candidate=_two_answers(pair.test, *cell.test),
+                note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
+            )
+            for cell in shown
+        )
         return score.with_measurement(
             metrics=(
                 score.score(seed),
@@ -189,7 +210,7 @@ class PLAD(Axis):
             cluster="prompt",
             summary="" if summary.test is None else f"drift {format_share(summary.test)}",
             reference_summary="" if summary.ref is None else f"drift {format_share(summary.ref)}",
-            plots=(_table(counted, skipped, seed), *_texts(pair, counted)),
+            plots=(_table(counted, skipped, seed), *texts("Largest excess drift", pairs)),
             facts={name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
             n_failed=sum(cell.failed for cell in cells),
         )
@@ -247,17 +268,6 @@ def _cells(pair: Pair) -> list[_Cell]:
     return cells
 
 
-def _unperturbed_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return both sides' answers to the unperturbed prompts, without failed ones and duplicate prompts."""
-    request, notes = request_of(pair.ref, Generate), notes_of(pair.ref)
-    asked = {
-        n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
-    }
-    good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
-    answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
-    return [ref for ref, _ in answers], [test for _, test in answers]
-
-
 def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
     """Return the reason for a failure if the candidate's answers do not depend on the prompt."""
     what = (
@@ -270,13 +280,6 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
     """Return the share of prompts whose two answers have almost no tokens in common."""
     return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
-
-
-def _skipped(ref: Capture) -> dict[str, int]:
-    """Return for each perturbation the number of prompts that it does not change."""
-    names = [note["perturbation"] for note in notes_of(ref)]
-    settings = ref.manifest["settings"]
-    return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
 
 
 @dataclass(frozen=True)
@@ -336,22 +339,6 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
         note="drift: how much of the answer changes when the prompt does; excess: the candidate's minus the "
         "reference's, with its 95% interval; skipped: the perturbation changes nothing in the prompt",
     )
-
-
-def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
-    """Return the answers with the largest excess drift."""
-    moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
-    shown = sorted(moved, key=lambda cell: -cell.excess)[:_MAX_SHOWN_CELLS]
-    pairs = (
-        TextPair(
-            label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
-            reference=_two_answers(pair.ref, *cell.ref),
-            candidate=_two_answers(pair.test, *cell.test),
-            note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
-        )
-        for cell in shown
-    )
-    return texts("Largest excess drift", pairs)
 
 
 def _two_answers(capture: Capture, plain: Sequence[int], perturbed: Sequence[int]) -> str:

@@ -43,7 +43,20 @@ def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
         shares[place] = base, cand
     lengths = sorted({trial.length for trial in trials})
     positions = sorted({trial.position for trial in trials})
-    plots: list[Plot] = [_heatmap(shares, lengths, positions), _table(shares, lengths, style)]
+    rows = []
+    for length in lengths:
+        sides = np.array([both for (of, _), both in shares.items() if of == length]).reshape(-1, 2)
+        base, cand = sides.mean(axis=0).tolist() if len(sides) else (None, None)
+        difference = None if base is None or cand is None else 100 * (cand - base)
+        rows.append((length, f"{int((sides[:, 0] > 0).sum())} of {len(sides)}", base, cand, difference))
+    asked = "as a sentence to complete" if style == "cloze" else "as a question"
+    table = TablePlot(
+        title="Accuracy by prompt length",
+        columns=("length (tokens)", "informative cells", "reference", "candidate", "difference (points)"),
+        rows=tuple(rows),
+        note=f"Share of needles found, asked {asked} (style {style}).",
+    )
+    plots: list[Plot] = [_heatmap(shares, lengths, positions), table]
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
         shown = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ANSWERS else f"first {_MAX_SHOWN_ANSWERS} of {len(lost)}"
@@ -74,22 +87,6 @@ def _heatmap(
         high=1.0,
         grids=(grid("reference", 0), grid("candidate", 1), grid("difference", None)),
         note="Share of needles found; no difference where the reference found none: such cells do not count.",
-    )
-
-
-def _table(shares: Mapping[NeedlePlace, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
-    rows = []
-    for length in lengths:
-        sides = np.array([both for (of, _), both in shares.items() if of == length]).reshape(-1, 2)
-        base, cand = sides.mean(axis=0).tolist() if len(sides) else (None, None)
-        difference = None if base is None or cand is None else 100 * (cand - base)
-        rows.append((length, f"{int((sides[:, 0] > 0).sum())} of {len(sides)}", base, cand, difference))
-    asked = "as a sentence to complete" if style == "cloze" else "as a question"
-    return TablePlot(
-        title="Accuracy by prompt length",
-        columns=("length (tokens)", "informative cells", "reference", "candidate", "difference (points)"),
-        rows=tuple(rows),
-        note=f"Share of needles found, asked {asked} (style {style}).",
     )
 
 

@@ -161,21 +161,18 @@ def compare_many(
     """
     n = len(targets)
     whole = [(test, t) for test, t in tests if item_rows(ref, item) == item_rows(test, t) == n > 0]
-    sides = [_states(capture, index) for capture, index in ((ref, item), *whole)]
+    sides: list[States] = []
+    for capture, index in ((ref, item), *whole):
+        if capture.estimator is not Estimator.HIDDEN or capture.head is None:
+            raise CaptureError(f"capture {capture.folder} holds no hidden states with a head")
+        states = capture.floats(index, str(Estimator.HIDDEN), 0, item_rows(capture, index))
+        head, width = _head(capture.head), states.shape[1]
+        if head.weight.shape[1] != width:
+            what = f"hidden states of item {index} are {width} wide, and its head {head.weight.shape[1]}"
+            raise CaptureError(f"capture {capture.folder}: {what}; delete it and capture again")
+        sides.append((states, head))
     found = iter((scorer or _cpu_scorer()).compare(sides[0], sides[1:], targets, kl_only=kl_only))
     return [next(found) if test in whole else _none(n) for test in tests]
-
-
-def _states(capture: Capture, item: int) -> States:
-    """Return the states ``[n, d]`` of an item, and the head that belongs to them."""
-    if capture.estimator is not Estimator.HIDDEN or capture.head is None:
-        raise CaptureError(f"capture {capture.folder} holds no hidden states with a head")
-    states = capture.floats(item, str(Estimator.HIDDEN), 0, item_rows(capture, item))
-    head, width = _head(capture.head), states.shape[1]
-    if head.weight.shape[1] != width:
-        what = f"hidden states of item {item} are {width} wide, and its head {head.weight.shape[1]}"
-        raise CaptureError(f"capture {capture.folder}: {what}; delete it and capture again")
-    return states, head
 
 
 class NumpyScorer:

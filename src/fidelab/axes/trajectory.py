@@ -39,7 +39,7 @@ from fidelab.metrics.agreement import (
     trajectory_score,
 )
 from fidelab.results.measurement import Definition
-from fidelab.results.plots import Curve, TextPair, Texts
+from fidelab.results.plots import Curve, TextPair
 
 _MAX_SHOWN_DIVERGENCES = 16  # divergences per arm for which the report shows the text
 _BEFORE, _AFTER = 32, 48  # tokens of that text before and after the divergence
@@ -123,6 +123,20 @@ class Trajectory(Axis):
         ]
         speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
+        # The text of the divergences with the largest margins, since near ties say less
+        ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))
+        shown = (
+            divergence_texts(
+                fork.item,
+                fork.at,
+                fork.margin,
+                prompt=pair.ref.text(pair.ref.request.items()[fork.item][-_BEFORE:]),
+                shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
+                reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
+                candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
+            )
+            for fork in ranked[:_MAX_SHOWN_DIVERGENCES]
+        )
         return score.with_measurement(
             metrics=(
                 score.score(seed),
@@ -133,7 +147,10 @@ class Trajectory(Axis):
                 define["score_refract"](trajectory_score(good, compat="refract")),
                 *speculation,
             ),
-            plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
+            plots=(
+                survival_plot(survival_curve(good, asked["n_predict"]).tolist()),
+                *texts("First divergences", shown),
+            ),
             cluster="prompt",
             flags=flags,
             summary=f"{sum(p.first_divergence is None for p in good)} of {len(good)} unchanged" if good else "",
@@ -171,12 +188,6 @@ def survival_plot(shares: Sequence[float]) -> Curve:
     )
 
 
-def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
-    """Return the text of the divergences with the largest margins, since near ties say less."""
-    ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_MAX_SHOWN_DIVERGENCES]
-    return texts("First divergences", (_text(pair, fork) for fork in ranked))
-
-
 def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPair:
     """Return the texts of both sides around the token ``at`` at which prompt ``item`` diverges.
 
@@ -187,18 +198,6 @@ def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPai
         label=f"prompt {item}, token {at}: {'one side ends' if ended else f'margin {margin:.3g} nats'}",
         tag="ended" if ended else "near tie" if margin < NEAR_TIE else "real",
         **sides,
-    )
-
-
-def _text(pair: Pair, fork: _Fork) -> TextPair:
-    return divergence_texts(
-        fork.item,
-        fork.at,
-        fork.margin,
-        prompt=pair.ref.text(pair.ref.request.items()[fork.item][-_BEFORE:]),
-        shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
-        reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
-        candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
     )
 
 

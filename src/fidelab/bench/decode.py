@@ -28,7 +28,7 @@ from fidelab.bench.base import (
     unsteady,
 )
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
-from fidelab.results.measurement import Definition, Flag, Measurement, Metric
+from fidelab.results.measurement import Definition, Flag, Measurement
 from fidelab.results.speculation import acceptance
 
 ISOLATED = Definition(
@@ -105,29 +105,24 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
 
     what = f"depth {asked.tokens} × {asked.batch}"
     rate = decode_rate_isolated(whole.seconds)
-    drafts, said = _drafts(whole, what)
-    metrics = [ISOLATED.repeated(total_rates(rate), cell=at), *drafts]
-    flags = (*unsteady(what, rate.steady, facts.loads), *said)
+    metrics, flags = [ISOLATED.repeated(total_rates(rate), cell=at)], [*unsteady(what, rate.steady, facts.loads)]
+    # The draft counts that the engine reported while decoding
+    if counted := [fact["speculation"] for fact in whole.facts if "speculation" in fact]:
+        drafts, drafted, accepted = (
+            sum(int(each[key]) for each in counted) for key in ("drafts", "drafted", "accepted")
+        )
+        metrics += acceptance(drafts, drafted, accepted, cell=at)
+        tokens = f"{accepted:,} of {drafted:,} drafted tokens accepted"
+        text = f"{what}: {tokens}, after random tokens; real text gives other rates"
+        flags.append(Flag(kind="speculation", text=text))
     if alone is not None and alone.seconds is not None:
         first = alone.seconds[:, 0]
         subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], first, asked.n)
         if subtracted is not None:
             metrics.append(BY_SUBTRACTION.repeated(total_rates(subtracted), cell=at))
         if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
-            flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
+            flags.append(Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
     return CellResult(whole.cell(at, flags, n=asked.n), tuple(metrics))
-
-
-def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
-    """Return the draft counts that the engine reported while decoding; empty without speculation."""
-    counted = [fact["speculation"] for fact in whole.facts if "speculation" in fact]
-    if not counted:
-        return (), ()
-    drafts, drafted, accepted = (sum(int(each[key]) for each in counted) for key in ("drafts", "drafted", "accepted"))
-    text = (
-        f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, after random tokens; real text gives other rates"
-    )
-    return acceptance(drafts, drafted, accepted, cell=whole.at("depth")), (Flag(kind="speculation", text=text),)
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:

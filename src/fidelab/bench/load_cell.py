@@ -196,7 +196,11 @@ class Pool:
         if not read:
             return None
         readings = [reading for reading, _ in read]
-        means = {name: _mean(read, name) for name in ("output_rate", "kv_usage_mean", "running_mean")}
+        means = {}
+        for name in ("output_rate", "kv_usage_mean", "running_mean"):
+            known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
+            whole = sum(seconds for _, seconds in known)
+            means[name] = sum(value * seconds for value, seconds in known) / whole if whole else None
         peaks = {
             name: max(_known(getattr(reading, name) for reading in readings), default=None)
             for name in ("kv_usage_max", "running_max", "waiting_max")
@@ -212,13 +216,6 @@ class Pool:
         [(kind, _)] = Counter(exchange.error for exchange in self.sent).most_common(1)
         detail = next((exchange.detail for exchange in self.sent if exchange.error == kind and exchange.detail), "")
         return f"all {len(self.sent)} requests failed: {kind}" + (f" ({detail})" if detail else "")
-
-
-def _mean(read: Sequence[tuple[ServerReading, float]], name: str) -> float | None:
-    """Return the mean over the repeats that have a value, weighted by their seconds."""
-    known = [(value, seconds) for reading, seconds in read if (value := getattr(reading, name)) is not None]
-    whole = sum(seconds for _, seconds in known)
-    return sum(value * seconds for value, seconds in known) / whole if whole else None
 
 
 def _known(values: Iterable[float | None]) -> list[float]:
@@ -296,7 +293,14 @@ def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
         flags=flags,
         facts=whole.facts(),
     )
-    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), _repeats(asked, drives)))
+    # For each metric its value in each repeat, without metrics that some repeat lacks
+    if len(drives) < 2:
+        repeats = {}
+    else:
+        pools = [Pool(asked, [drive]) for drive in drives]
+        rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
+        repeats = {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
+    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), repeats))
 
 
 def why_invalid(cell: Cell) -> str:
@@ -304,15 +308,6 @@ def why_invalid(cell: Cell) -> str:
     if cell.status is not Status.OK:
         return f"{cell.status.replace('_', ' ')}: {cell.reason}"
     return "" if cell.valid else f"invalid: {'; '.join(flag.text for flag in cell.flags if flag.kind in SPOILS)}"
-
-
-def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float, ...]]:
-    """Return for each metric its value in each repeat, without metrics that some repeat lacks."""
-    if len(drives) < 2:
-        return {}
-    pools = [Pool(asked, [drive]) for drive in drives]
-    rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
-    return {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
 
 
 # ----------------------------------------------------------------------------------------------------------- flags

@@ -49,7 +49,7 @@ _LATENCIES = {
     "itl": ("ITL", "Gaps between stream events that carry tokens"),
     "e2el": ("E2E", "From sending a request to its last token"),
 }
-_THRESHOLD = 0.05
+_THRESHOLD = 0.05  # relative gain of the output rate below which one more step of concurrency counts as saturated
 _PERCENTILES = (50, 95, 99)
 _MIN_BEYOND_PERCENTILE = 10  # values that must lie beyond a percentile if there are no repeats
 
@@ -126,7 +126,14 @@ def serving_measurement(loads: Sequence[CellResult], facts: Mapping[str, Any], *
     """
     every = [*loads, *_saturations(loads)]
     measurement = joined(every, TITLE, **{"status": Status.OK, **outcome}, facts=dict(facts))
-    return complete(measurement, [_head(loads)], _plots(loads))
+
+    def height(metric: Metric) -> tuple[float, ...]:
+        load = (float(metric.cell.get(name, 0)) for name in ("concurrency", "rate"))
+        return (-float(metric.cell["context"]), *load)
+
+    valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
+    rates = [metric for load in valid for metric in load.metrics if metric.key == OUTPUT_RATE.key]
+    return complete(measurement, [max(rates, key=height, default=None)], _plots(loads))
 
 
 def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
@@ -154,18 +161,6 @@ def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, Cell
     names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
     for load in loads:
         yield {name: load.cell.at[name] for name in names}, load
-
-
-def _head(loads: Sequence[CellResult]) -> Metric | None:
-    """Return the output rate at the smallest context and the highest valid load."""
-
-    def height(metric: Metric) -> tuple[float, ...]:
-        load = (float(metric.cell.get(name, 0)) for name in ("concurrency", "rate"))
-        return (-float(metric.cell["context"]), *load)
-
-    valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
-    rates = [metric for load in valid for metric in load.metrics if metric.key == OUTPUT_RATE.key]
-    return max(rates, key=height, default=None)
 
 
 # ------------------------------------------------------------------------------------------------------ plots

@@ -78,7 +78,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
     blobs: list[bytes | memoryview] = []
     offset = 0
     for name, array in tensors.items():
-        raw, kind = _raw(name, array)
+        plain = array.bits if isinstance(array, BFloat16) else array
+        little = plain.dtype.newbyteorder("<")
+        kind = "BF16" if isinstance(array, BFloat16) else _NAMES.get(little)
+        if kind is None:
+            raise CaptureError(f"array {name!r} is of type {plain.dtype}, which a safetensors file cannot hold")
+        raw = np.asarray(plain, dtype=little, order="C")  # little-endian, contiguous
         header[name] = {"dtype": kind, "shape": list(raw.shape), "data_offsets": [offset, offset + raw.nbytes]}
         offset += raw.nbytes
         blobs.append(raw.reshape(-1).view(np.uint8).data)
@@ -90,16 +95,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
             file.write(piece)
             sha.update(piece)
     return sha.hexdigest(), 8 + len(text) + offset
-
-
-def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
-    """Return a little-endian, contiguous array of the same shape, and the format's name of its type."""
-    plain = array.bits if isinstance(array, BFloat16) else array
-    little = plain.dtype.newbyteorder("<")
-    kind = "BF16" if isinstance(array, BFloat16) else _NAMES.get(little)
-    if kind is None:
-        raise CaptureError(f"array {name!r} is of type {plain.dtype}, which a safetensors file cannot hold")
-    return np.asarray(plain, dtype=little, order="C"), kind
 
 
 @dataclass(frozen=True)

@@ -46,61 +46,45 @@ class Pair:
         for name in sorted({*expected, *actual}):
             if expected.get(name) != actual.get(name):
                 raise MismatchError(f"{where}: {name} {actual.get(name)!r} is not {expected.get(name)!r}")
-        _check_vocabulary(ref, test, where)
+        if ref.vocabulary != test.vocabulary:
+            for index, (a, b) in enumerate(zip(ref.pieces(), test.pieces(), strict=False)):
+                if a != b:
+                    raise MismatchError(f"{where}: vocabulary differs: token {index} is {b!r}, in the reference {a!r}")
         if (ref.estimator is Estimator.TOPK) != (test.estimator is Estimator.TOPK):
             raise MismatchError(
                 f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} "
                 "(top-k gives only a lower bound)"
             )
-        _check_id_kind(ref, test, where)
+        # Generated text that is tokenized again need not give the ids that were generated
+        ref_ids, test_ids = _ids(ref), _ids(test)
+        if ref_ids != test_ids:
+            raise MismatchError(
+                f"{where}: generated ids that are {test_ids} cannot be paired with {ref_ids} ones: compare servers "
+                "that both return token ids, or neither"
+            )
         whole = Prefill | Served | RoundedWeights
         if isinstance(ref.request, whole) and isinstance(test.request, whole):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
             if rows != other:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
-        return cls(ref, test, _match_items(ref, test, where, subset))
-
-
-def _check_id_kind(ref: Capture, test: Capture, where: str) -> None:
-    """Check how both sides got their ids.
-
-    Generated text that is tokenized again need not give the ids that were generated.
-    """
-    ref_ids, test_ids = _ids(ref), _ids(test)
-    if ref_ids != test_ids:
-        raise MismatchError(
-            f"{where}: generated ids that are {test_ids} cannot be paired with {ref_ids} ones: compare servers that "
-            "both return token ids, or neither"
-        )
+        if not subset and len(ref.items) != len(test.items):
+            noun = "windows" if ref.manifest["kind"] in ("prefill", "served") else "items"
+            raise MismatchError(f"{where}: {len(test.items)} {noun} are not {len(ref.items)}")
+        if subset:
+            place = {item["hash"]: index for index, item in enumerate(ref.items)}
+            pairs = [(place.get(item["hash"], -1), index) for index, item in enumerate(test.items)]
+        else:
+            pairs = [(index, index) for index in range(len(ref.items))]
+        for r, t in pairs:
+            if r < 0 or ref.items[r]["hash"] != test.items[t]["hash"]:
+                raise MismatchError(f"{where}: tokens of item {t} differ (another text, tokenizer, or template)")
+        return cls(ref, test, tuple(pairs))
 
 
 def _ids(capture: Capture) -> str:
     """Return ``returned`` if the engine returned the ids, or ``retokenized`` if they come from its text."""
     generated = capture.manifest["kind"] == "generate"
     return str(capture.manifest["ran"].get("ids") or _RETURNED) if generated else _RETURNED
-
-
-def _check_vocabulary(ref: Capture, test: Capture, where: str) -> None:
-    if ref.vocabulary == test.vocabulary:
-        return
-    for index, (a, b) in enumerate(zip(ref.pieces(), test.pieces(), strict=False)):
-        if a != b:
-            raise MismatchError(f"{where}: vocabulary differs: token {index} is {b!r}, in the reference {a!r}")
-
-
-def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple[tuple[int, int], ...]:
-    if not subset and len(ref.items) != len(test.items):
-        noun = "windows" if ref.manifest["kind"] in ("prefill", "served") else "items"
-        raise MismatchError(f"{where}: {len(test.items)} {noun} are not {len(ref.items)}")
-    if subset:
-        place = {item["hash"]: index for index, item in enumerate(ref.items)}
-        pairs = [(place.get(item["hash"], -1), index) for index, item in enumerate(test.items)]
-    else:
-        pairs = [(index, index) for index in range(len(ref.items))]
-    for r, t in pairs:
-        if r < 0 or ref.items[r]["hash"] != test.items[t]["hash"]:
-            raise MismatchError(f"{where}: tokens of item {t} differ (another text, tokenizer, or template)")
-    return tuple(pairs)
 
 
 def comparability_key(capture: Capture) -> dict[str, Any]:

@@ -173,7 +173,9 @@ class Capture:
         shape, is_float = _shape(array), _is_float(array)
         match name.rpartition(".")[2]:
             case "ids":
-                good = len(shape) == 1 and _is_whole(array) and _are_ids(np.asarray(array))
+                ids = np.asarray(array)
+                good = len(shape) == 1 and _is_whole(array) and len(ids) <= _MAX_ANSWER_IDS
+                good = good and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
             case "topk_ids":
                 good = len(shape) == 2 and _is_whole(array)
             case "hidden" | "logprobs" | "topk_logprobs":
@@ -379,10 +381,6 @@ def _shape(array: Array) -> tuple[int, ...]:
     return array.bits.shape if isinstance(array, BFloat16) else array.shape
 
 
-def _are_ids(ids: NDArray[Any]) -> bool:
-    return len(ids) <= _MAX_ANSWER_IDS and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
-
-
 def _is_float(array: Array) -> bool:
     return isinstance(array, BFloat16) or array.dtype.kind == "f"
 
@@ -413,16 +411,10 @@ def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
     return sha256_of(path)
 
 
-def _stand_ins() -> dict[str, int]:
-    """Return the character that stands for each byte: the byte's own if it is printable, else the next from U+0100
-    on.
-    """
-    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_STAND_INS = _stand_ins()
+# The character that stands for each byte: the byte's own if it is printable, else the next from U+0100 on.
+_PLAIN = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+_STAND_INS = {chr(byte): byte for byte in _PLAIN} | {chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class Detokenizer:

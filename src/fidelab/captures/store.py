@@ -41,9 +41,13 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
     going: list[Path] = []
     needed: set[str] = set()
     now, foreign = time.time(), False
-    for folder in _folders(store):
+    if not store.is_dir():
+        raise InputError(f"{store} is not a folder of captures; name one with --captures-dir")
+    for folder in find_captures(store):
         try:
-            capture = _open(folder)
+            # Open a capture to copy; a missing head does not count as damage, since it can still be copied
+            capture = Capture(folder, verify=False)
+            capture.verify()
         except OtherSchemaError:
             foreign = True
             continue
@@ -60,7 +64,10 @@ def collect_garbage(store: Path, *, doomed: Collection[Path] = (), dry_run: bool
         unused = [p for p in sorted(store.glob(f"{kind}/*")) if form.fullmatch(p.name) and p.name not in needed]
         going += [p for p in unused if now - p.stat().st_mtime > _UNREFERENCED_SECONDS]
     going += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
-    removed = [(path, _size(path)) for path in going]
+    removed = [
+        (path, sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size)
+        for path in going
+    ]
     if not dry_run:
         for path in going:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -199,22 +206,5 @@ def copy_capture(capture: Capture, folder: Path, key: Mapping[str, Any], asked: 
         raise
 
 
-def _folders(store: Path) -> Iterator[Path]:
-    if not store.is_dir():
-        raise InputError(f"{store} is not a folder of captures; name one with --captures-dir")
-    return find_captures(store)
-
-
-def _open(folder: Path) -> Capture:
-    """Open a capture to copy; a missing head does not count as damage, since it can still be copied."""
-    capture = Capture(folder, verify=False)
-    capture.verify()
-    return capture
-
-
 def _is_capture_folder(folder: Path, store: Path) -> bool:
     return folder.parent.parent == store and _CAPTURE_NAME.fullmatch(folder.name) is not None
-
-
-def _size(path: Path) -> int:
-    return sum(p.stat().st_size for p in path.rglob("*") if p.is_file()) if path.is_dir() else path.stat().st_size

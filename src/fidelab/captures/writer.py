@@ -285,15 +285,11 @@ def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, 
     with _temporary_path(store / "heads", "head") as temporary:
         sha, size = write_tensors(temporary, arrays)
         target = temporary.with_name(f"{sha[:24]}.safetensors")
-        if _has_content(target, sha, size):
+        if target.is_file() and target.stat().st_size == size and sha256_of(target) == sha:
             target.touch()  # garbage collection spares recently used files
         else:
             temporary.replace(target)
     return {"file": target.name, "sha256": sha, "bytes": size, "softcap": softcap, "scale": scale}
-
-
-def _has_content(path: Path, sha256: str, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size and sha256_of(path) == sha256
 
 
 def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str]) -> None:

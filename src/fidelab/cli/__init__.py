@@ -154,13 +154,23 @@ def _run() -> int:
     guard_streams()
     sweep()
     os.environ |= waiting_variables(os.environ)  # read when torch is first imported
-    _show_fetches()
+    import logging
+
+    logger = logging.getLogger("fidelab")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     try:
         code = app(prog_name="fidelab", standalone_mode=False)
     except FidelabError as error:
         code = _fault(str(error))
     except _FlagError as error:
-        code = _usage(error)
+        refused: Any = error  # a flag or a command; without any command, typer has printed the help already
+        text = refused.format_message().strip().rstrip(".")
+        context = getattr(refused, "ctx", None)
+        code = _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
@@ -183,25 +193,6 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
-def _show_fetches() -> None:
-    """Log slow steps, such as fetching and converting a model, on standard error."""
-    import logging
-
-    logger = logging.getLogger("fidelab")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-
-
 def _fault(text: str) -> int:
     print(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}", file=sys.stderr)
     return 2
-
-
-def _usage(error: Any) -> int:
-    """Report a flag or a command that typer refused; without any command, typer has printed the help already."""
-    text = error.format_message().strip().rstrip(".")
-    context = getattr(error, "ctx", None)
-    return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

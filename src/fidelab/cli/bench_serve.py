@@ -69,11 +69,17 @@ class _LoadOptions(Options, panel="Load"):
     ignore_eos: _IgnoreEos = True
 
     def settings(self) -> dict[str, Any]:
+        from fidelab.core.errors import UsageError
+
         named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "repeats", "ignore_eos")
+        output = _single("--random-output-len", self.random_output_len)
+        rate = _number("--request-rate", self.request_rate)
+        if not rate > 0:
+            raise UsageError(f"--request-rate {self.request_rate}: write requests per second above 0, or inf")
         return {
             **{name: getattr(self, name) for name in named},
-            "output": _single("--random-output-len", self.random_output_len),
-            "request_rate": _rate(self.request_rate),
+            "output": output,
+            "request_rate": None if rate == float("inf") else rate,
         }
 
 
@@ -116,7 +122,15 @@ class _FigureOptions(Options, panel="Metrics"):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        return {"goodput": _targets(self.goodput or [])}
+        from fidelab.core.errors import UsageError
+
+        targets = {}  # `["ttft:500,tpot:50"]` becomes {"ttft": 500, "tpot": 50}
+        for word in " ".join(self.goodput or []).replace(",", " ").split():
+            metric, colon, limit = word.partition(":")
+            if not colon or metric not in ("ttft", "tpot", "e2el"):
+                raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")
+            targets[metric] = _number("--goodput", limit)
+        return {"goodput": targets}
 
 
 class _RunOptions(RunsOptions, panel="Run"):
@@ -196,28 +210,6 @@ def _number(flag: str, text: str) -> float:
         raise UsageError(f"{flag} {text.strip()!r}: not a number") from None
 
 
-def _rate(text: str) -> float | None:
-    from fidelab.core.errors import UsageError
-
-    rate = _number("--request-rate", text)
-    if not rate > 0:
-        raise UsageError(f"--request-rate {text}: write requests per second above 0, or inf")
-    return None if rate == float("inf") else rate
-
-
-def _targets(goodput: list[str]) -> dict[str, float]:
-    """Parse targets: ``["ttft:500,tpot:50"]`` becomes {"ttft": 500, "tpot": 50}."""
-    from fidelab.core.errors import UsageError
-
-    targets = {}
-    for word in " ".join(goodput).replace(",", " ").split():
-        metric, colon, limit = word.partition(":")
-        if not colon or metric not in ("ttft", "tpot", "e2el"):
-            raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")
-        targets[metric] = _number("--goodput", limit)
-    return targets
-
-
 # ------------------------------------------------------------------------------------------------- the run
 
 
@@ -234,7 +226,11 @@ def _run(
     try:
         key = server.api_key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**server.settings(), **load.settings(), **figures.settings(), **run.settings())
-        keeper = Keeper(run.output_dir, _command(key), CellLines(), name=run.name, kv=run.kv)
+        # The command that repeats the run, without the API key
+        words = [word.replace(key, "KEY") if key else word for word in sys.argv[1:]]
+        from fidelab.core import shell_line
+
+        keeper = Keeper(run.output_dir, shell_line("fidelab", *words), CellLines(), name=run.name, kv=run.kv)
         serving = measure_serving(settings, key, watch=keeper)
     except BaseException as error:
         if keeper is not None and keeper.report is not None and keeper.folder is not None:
@@ -265,14 +261,6 @@ def _gate(serving: Measurement) -> None:
     exit_on(faults)
     if serving.status != "ok":
         raise typer.Exit(1)
-
-
-def _command(key: str | None) -> str:
-    """Return the command that repeats the run, without the API key."""
-    words = [word.replace(key, "KEY") if key else word for word in sys.argv[1:]]
-    from fidelab.core import shell_line
-
-    return shell_line("fidelab", *words)
 
 
 def _in_flags(text: str) -> str:

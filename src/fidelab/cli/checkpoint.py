@@ -65,7 +65,15 @@ def _show(outcome: checkpoints.Audit) -> None:
     )
     for finding in outcome.findings:
         print()
-        _show_finding(finding, width)
+        known = checkpoints.RULES[finding.rule]
+        _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.", width)
+        _paragraph("run time", f"{known.symptom}.", width)
+        _paragraph("to do", f"{known.command}.", width)
+        if len(finding.tensors) > 2:
+            more = len(finding.tensors) - _MAX_NAMES
+            names = [*finding.tensors[:_MAX_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
+            for place, name in enumerate(names):
+                print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
     reasons: dict[str, list[str]] = {}
     for what, why in outcome.unchecked.items():
         reasons.setdefault(why, []).append(what)
@@ -76,18 +84,6 @@ def _show(outcome: checkpoints.Audit) -> None:
         said = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
         _paragraph("not checked", said, width)
     print(f"verdict: {outcome.verdict}")
-
-
-def _show_finding(finding: checkpoints.Finding, width: int) -> None:
-    known = checkpoints.RULES[finding.rule]
-    _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.", width)
-    _paragraph("run time", f"{known.symptom}.", width)
-    _paragraph("to do", f"{known.command}.", width)
-    if len(finding.tensors) > 2:
-        more = len(finding.tensors) - _MAX_NAMES
-        names = [*finding.tensors[:_MAX_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
-        for place, name in enumerate(names):
-            print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
 
 
 def _paragraph(label: str, text: str, width: int) -> None:

@@ -123,20 +123,14 @@ class Commands(typer.Typer):
                 if get_origin(hint) is Annotated:
                     _name_value(argument, *get_args(hint)[:2])
             function.__annotations__ = hints  # otherwise typer would evaluate the annotations' text again
-            text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
+            # each paragraph in one line, since the terminal wraps it; indented lines are examples and stay as they are
+            paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+            lines = (text if text[:1] == " " else text.replace("\n", " ") for text in paragraphs)
+            text = settings.pop("help", None) or "\n\n".join(lines)
             cls = type("_Brief", (_Command,), {"brief": brief}) if brief else _Command
             return register(name, cls=cls, help=text, **settings)(function)
 
         return declare
-
-
-def _unwrap(docstring: str) -> str:
-    """Join each paragraph to one line, since the terminal wraps it.
-
-    Indented lines are examples and stay as they are.
-    """
-    paragraphs = inspect.cleandoc(docstring).split("\n\n")
-    return "\n\n".join(text if text[:1] == " " else text.replace("\n", " ") for text in paragraphs)
 
 
 def _name_value(argument: str, hint: Any, declared: Any) -> None:

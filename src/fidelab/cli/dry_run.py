@@ -61,7 +61,16 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
     prepared = planned(experiment, convert=False)
     planning = time.monotonic() - began
     expected = prepared.estimate()
-    plan = {**_plan(prepared, expected), **_times(expected, planning)}
+    plan = {
+        **_plan(prepared, expected),
+        **{
+            "seconds": round(expected.seconds + planning, 1),
+            "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},
+            "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
+            "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
+            "sources": expected.sources,
+        },
+    }
     if n_looks(prepared.settings) > 1:
         most = round(prepared.estimate(whole=True).seconds + planning, 1)
         plan |= {"windows": windows_of(prepared.plan), "seconds_at_most": most}
@@ -75,6 +84,8 @@ def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]
+    # The engines that are not installed here, each with the remedy
+    problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
     return {
         "jobs": [
             {
@@ -88,30 +99,13 @@ def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
         ],
         "not_supported": dict(settings.unsupported),
         "unavailable": dict(prepared.plan.unavailable),
-        "remarks": [*prepared.plan.remarks, *_not_installed(prepared)],
+        "remarks": [*prepared.plan.remarks, *[f"{problem}; planned without asking it" for problem in sorted(problems)]],
         "follows": leading,
         "not_counted": [name for name in leading if type(settings.axes[name]).foreseen is Axis.foreseen],
         "tokens": sum(job.tokens for job in expected.jobs),
         "disk_bytes": needed_bytes(prepared.plan),
         "conversion_bytes": conversion_bytes(prepared.plan),
         "captures_dir": str(settings.captures_dir),
-    }
-
-
-def _not_installed(prepared: Prepared) -> list[str]:
-    """Return the engines that are not installed here, each with the remedy."""
-    problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
-    return [f"{problem}; planned without asking it" for problem in sorted(problems)]
-
-
-def _times(expected: Estimate, planning: float) -> dict[str, Any]:
-    """Return the expected time by kind of work, planning included."""
-    return {
-        "seconds": round(expected.seconds + planning, 1),
-        "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},
-        "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
-        "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
-        "sources": expected.sources,
     }
 
 

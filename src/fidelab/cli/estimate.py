@@ -86,10 +86,13 @@ def model(
     sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
     geometry, native = _geometry(name, sizes)
     devices = [find_device(one) for one in device or ()]
+    # by default those that this model's caches can have
+    latent = any(layer.latent for layer in geometry.kv)
+    shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent)]
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
         KVSpec.parse(reference),
-        [KVSpec.parse(one) for one in kv or _offered(geometry)],
+        [KVSpec.parse(one) for one in shown],
         parse_counts(context, "context"),
         parse_counts(batch, "batch"),
         devices,
@@ -99,11 +102,6 @@ def model(
         print_json(found)
     else:
         _show(found)
-
-
-def _offered(geometry: Geometry) -> Sequence[str]:
-    """Return the formats shown by default: those that this model's caches can have."""
-    return [name for name in _KV[1:] if not (name == "k16v8" and any(layer.latent for layer in geometry.kv))]
 
 
 def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:

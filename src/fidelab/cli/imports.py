@@ -47,7 +47,23 @@ def refract(
 
     imported = IMPORTS.load("refract")(report, runs.output_dir, name=name, seed=bootstrap.seed, command=command_line())
     if not as_json:
-        _show_comparison(imported)
+        # Print the file's figures next to those by REFRACT's definition and by fidelab's
+        from fidelab.imports.refract import AXIS
+        from fidelab.report.text import print_line, print_table
+        from fidelab.results.numbers import ABSENT, one_line
+        from fidelab.results.plots import TablePlot
+
+        plot = imported.report.candidates[0].axes[AXIS].plots[0]
+        assert isinstance(plot, TablePlot)
+        console = open_console()
+
+        def cell(value: str | float | None) -> str:
+            if value is None:
+                return ABSENT
+            return one_line(value) if isinstance(value, str) else f"{value:.4f}"
+
+        print_line(console, plot.title, "bold")
+        print_table(console, plot.columns, [[cell(value) for value in row] for row in plot.rows])
     _finish(imported, as_json=as_json)
 
 
@@ -139,23 +155,3 @@ def _finish(imported: Imported, *, as_json: bool) -> None:
     for line in imported.notes:
         note(f"fidelab: {one_line(line)}")
     show_report(imported.report, as_json=as_json, folder=imported.folder)
-
-
-def _show_comparison(imported: Imported) -> None:
-    """Print the file's figures next to those by REFRACT's definition and by fidelab's."""
-    from fidelab.imports.refract import AXIS
-    from fidelab.report.text import print_line, print_table
-    from fidelab.results.numbers import ABSENT, one_line
-    from fidelab.results.plots import TablePlot
-
-    plot = imported.report.candidates[0].axes[AXIS].plots[0]
-    assert isinstance(plot, TablePlot)
-    console = open_console()
-
-    def cell(value: str | float | None) -> str:
-        if value is None:
-            return ABSENT
-        return one_line(value) if isinstance(value, str) else f"{value:.4f}"
-
-    print_line(console, plot.title, "bold")
-    print_table(console, plot.columns, [[cell(value) for value in row] for row in plot.rows])

@@ -61,12 +61,6 @@ def _title(job: PlannedJob) -> str:
     return job.role if job.role.partition(":")[0] in ("reference", "floor", "twin") else job.arm.name
 
 
-def _ending(job: PlannedJob, result: ArmResult) -> str:
-    seconds = result.timing.get("seconds")
-    took = f" in {seconds:.0f} s" if seconds else ""
-    return f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else "")
-
-
 class _Lines:
     """Prints a line at the start and end of each job, and one every half minute in between."""
 
@@ -116,7 +110,9 @@ class _Lines:
         return f"{duration(_remaining_seconds(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        self._print(_ending(job, result))
+        seconds = result.timing.get("seconds")
+        took = f" in {seconds:.0f} s" if seconds else ""
+        self._print(f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else ""))
 
     def bench(self, text: str, done: int, total: int) -> None:
         now = time.monotonic()

@@ -30,7 +30,34 @@ _PANEL_PAGES = {  # panel of --help: page
 
 def pages() -> dict[str, str]:
     """Return the Markdown of all reference pages by file name."""
-    return {**_command_pages(), **_file_pages(), "settings.md": _settings_page()}
+    # One page per panel of `fidelab --help`; other packages document their own commands
+    import typer
+
+    from fidelab.cli import app
+
+    root: Any = typer.main.get_command(app)
+    parts: dict[str, list[str]] = {panel: [] for panel in _PANEL_PAGES}
+    for name in root.list_commands(None):
+        command = root.commands[name]
+        parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
+    command_pages = {
+        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
+        for panel, page in _PANEL_PAGES.items()
+    }
+    from fidelab.axes import AXES
+    from fidelab.bench import BENCHES
+
+    settings = [
+        "# Settings of tests and benches",
+        _HEADER.strip(),
+        "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
+        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
+    ]
+    for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
+        for name in registry.built_in:
+            schema = registry.load(name).Settings.model_json_schema(by_alias=True)
+            settings += [f"## {kind} {name}", _fields_table(schema, "setting")]
+    return {**command_pages, **_file_pages(), "settings.md": "\n\n".join(settings) + "\n"}
 
 
 def with_harmless_options(guide: str) -> str:
@@ -46,23 +73,6 @@ def with_harmless_options(guide: str) -> str:
     ]
     text = "\n\n".join(tables)
     return f"{before}<!-- harmless options -->\n\n{text}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-
-
-def _command_pages() -> dict[str, str]:
-    """Return one page per panel of ``fidelab --help``; other packages document their own commands."""
-    import typer
-
-    from fidelab.cli import app
-
-    root: Any = typer.main.get_command(app)
-    parts: dict[str, list[str]] = {panel: [] for panel in _PANEL_PAGES}
-    for name in root.list_commands(None):
-        command = root.commands[name]
-        parts[command.rich_help_panel] += _command_sections(f"fidelab {name}", command)
-    return {
-        f"{page}.md": f"# Commands: {panel[0].lower()}{panel[1:]}\n\n{_HEADER}\n" + "\n\n".join(parts[panel]) + "\n"
-        for panel, page in _PANEL_PAGES.items()
-    }
 
 
 def _command_sections(name: str, command: Any) -> Iterator[str]:
@@ -88,52 +98,27 @@ def _parameter_tables(command: Any) -> Iterator[str]:
             continue
         argument = not any(option.startswith("-") for option in parameter.opts)
         panel = "Arguments" if argument else parameter.rich_help_panel or "Options"
-        text, default = _split_default(_strip_markup(parameter.help or ""))
+        text, default = _strip_markup(parameter.help or ""), None
+        if found := re.search(r" ?\[default: (.+?)\]$", text):
+            text, default = text[: found.start()], found[1]
         if default is None and parameter.show_default and parameter.default not in (None, False, (), []):
-            default = _format_default(parameter)
-        names = [parameter.metavar or parameter.name.upper()] if argument else _flag_names(parameter)
-        about = _about_value(_with_flags(text), default)
+            if parameter.is_flag:
+                default = str(parameter.opts[0])
+            elif isinstance(parameter.default, list | tuple):
+                default = ", ".join(map(str, parameter.default))
+            else:
+                default = str(parameter.default)
+        if argument:
+            names = [parameter.metavar or parameter.name.upper()]
+        else:
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
+            long = [option for option in parameter.opts if option.startswith("--")] or parameter.opts
+            names = [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
+        # Mark the options in a help as code, so that lines do not break within them
+        about = _about_value(re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text), default)
         panels.setdefault(panel, []).append(_row(" ".join(f"`{name}`" for name in names), about))
     for panel in sorted(panels, key=lambda panel: panel != "Arguments"):
         yield f"| {panel.lower()} | |\n|---|---|\n" + "\n".join(panels[panel])
-
-
-def _flag_names(parameter: Any) -> list[str]:
-    value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
-    long = [option for option in parameter.opts if option.startswith("--")] or parameter.opts
-    return [f"{long[0]}{value}", *(o for o in parameter.opts if o != long[0]), *parameter.secondary_opts]
-
-
-def _format_default(parameter: Any) -> str:
-    if parameter.is_flag:
-        return str(parameter.opts[0])
-    if isinstance(parameter.default, list | tuple):
-        return ", ".join(map(str, parameter.default))
-    return str(parameter.default)
-
-
-def _split_default(text: str) -> tuple[str, str | None]:
-    """Split a help into its text and the value of its ``[default: …]``."""
-    found = re.search(r" ?\[default: (.+?)\]$", text)
-    return (text[: found.start()], found[1]) if found else (text, None)
-
-
-def _settings_page() -> str:
-    """Return the page with the settings of all axes and benches."""
-    from fidelab.axes import AXES
-    from fidelab.bench import BENCHES
-
-    parts = [
-        "# Settings of tests and benches",
-        _HEADER.strip(),
-        "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
-        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
-    ]
-    for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
-        for name in registry.built_in:
-            schema = registry.load(name).Settings.model_json_schema(by_alias=True)
-            parts += [f"## {kind} {name}", _fields_table(schema, "setting")]
-    return "\n\n".join(parts) + "\n"
 
 
 def _file_pages() -> dict[str, str]:
@@ -170,13 +155,9 @@ def _schema_page(title: str, about: str, models: Mapping[str, type[BaseModel]]) 
         inner = sorted((one, definition) for one, definition in schema.get("$defs", {}).items() if one not in seen)
         seen.update(one for one, _ in inner)
         for one, fields in [(name, schema), *inner]:
-            parts += [f"## {one}", *_about(fields), _fields_table(fields, "field")]
+            about = str(fields.get("description", "")).partition("\n\n")[0].replace("``", "`")
+            parts += [f"## {one}", _prose(about) if about else "", _fields_table(fields, "field")]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _about(schema: Schema) -> list[str]:
-    text = str(schema.get("description", "")).partition("\n\n")[0]
-    return [_prose(text.replace("``", "`"))] if text else []
 
 
 def _fields_table(schema: Schema, word: str) -> str:
@@ -219,13 +200,9 @@ def _type(field: Schema) -> str:
         inner = field.get("additionalProperties")
         return f"mapping to {_type(inner)}" if isinstance(inner, dict) and inner else "mapping"
     words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
-    return words.get(str(kind), "any") + _limits(field)
-
-
-def _limits(field: Schema) -> str:
-    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    found = [f"{sign} {field[key]:g}" for key, sign in words.items() if key in field]
-    return f" {', '.join(found)}" if found else ""
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    limits = ", ".join(f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field)
+    return f"{words.get(str(kind), 'any')} {limits}".rstrip()
 
 
 def _strip_markup(text: str) -> str:
@@ -239,11 +216,6 @@ def _prose(text: str) -> str:
     pieces = re.split(r"(`[^`]*`)", text.replace("\n", " "))
     text = "".join(piece if piece[:1] == "`" else re.sub(r"([<*\[\]])", r"\\\1", piece) for piece in pieces)
     return re.sub(r"docs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](../\1.md\2)", text)
-
-
-def _with_flags(text: str) -> str:
-    """Mark the options in a help as code, so that lines do not break within them."""
-    return re.sub(r"(?<![\w`'-])(--[a-z][\w-]*)", r"`\1`", text)
 
 
 def _about_value(text: str, default: str | None, *, required: bool = False) -> str:

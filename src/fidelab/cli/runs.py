@@ -40,7 +40,11 @@ def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
         table.add_column(name, overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(_plain_text, _cells(row)))
+        # Cells that fit into 80 columns; `--json` and `runs show` have the rest
+        status = row.status if row.kind == "run" else f"{row.status} ({row.kind})"
+        size = _mebibytes(row.bytes + sum(row.existing_captures().values()))
+        cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
+        table.add_row(*map(_plain_text, cells))
     open_console(400).print(table)
 
 
@@ -85,18 +89,6 @@ def _entry(row: LedgerRow) -> dict[str, Any]:
         "captures": {path: held.get(path) for path in row.captures},
         "capture_bytes": sum(held.values()),
     }
-
-
-def _cells(row: LedgerRow) -> tuple[str, ...]:
-    """Return cells that fit into 80 columns; ``--json`` and ``runs show`` have the rest."""
-    return (
-        row.path,
-        ", ".join(row.engines),
-        row.reference,
-        row.status if row.kind == "run" else f"{row.status} ({row.kind})",
-        row.recommended,
-        _mebibytes(row.bytes + sum(row.existing_captures().values())),
-    )
 
 
 def _plain_text(text: str) -> Any:

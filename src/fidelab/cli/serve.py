@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.engines.server_settings import Finding
     from fidelab.environments.launch import Launched
-    from fidelab.environments.servers import Served
 
 _LOG = "; --log names its output"
 _SERVE = "serve."  # prefix of an option that only the server has
@@ -80,7 +79,8 @@ class PresetOptions(options.Options, panel="Preset"):
         given = {"python": self.python, "pythonpath": self.pythonpath}
         place = {key: value for key, value in given.items() if value}
         if place:
-            preset = preset.model_copy(update={"engine": preset.engine.model_copy(update={**place, **_folders(place)})})
+            folders = {"pythonpath": tuple(place["pythonpath"])} if "pythonpath" in place else {}
+            preset = preset.model_copy(update={"engine": preset.engine.model_copy(update={**place, **folders})})
         if not found.own:
             words = {(key, str(value)) for key, value in place.items() if isinstance(value, str)}
             words |= {("pythonpath", folder) for folder in self.pythonpath or []}
@@ -88,10 +88,6 @@ class PresetOptions(options.Options, panel="Preset"):
             words |= {(key.removeprefix(_SERVE), value) for key, value in changes.get("engine_args", {}).items()}
             check_trust(preset, read_yaml(found.path), found.path, Trust(trusted, words))
         return preset
-
-
-def _folders(place: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {"pythonpath": tuple(place["pythonpath"])} if "pythonpath" in place else {}
 
 
 def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
@@ -148,7 +144,14 @@ def start(
     with launch(planned, timeout, note) as launched:
         faults = faults_of(launched.findings)
         if as_json:
-            print(json.dumps(_record(launched, faults), indent=2), flush=True)
+            record = {
+                "server": asdict(launched.server),
+                "seconds": launched.seconds,
+                "first_start": not launched.earlier,
+                "findings": [asdict(one) for one in launched.findings],
+                "differences": list(faults),
+            }
+            print(json.dumps(record, indent=2), flush=True)
         else:
             _show(launched, detach and not faults)
         if faults:
@@ -282,7 +285,9 @@ def check_preset(
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
     if log is not None and not log.is_file():
         raise InputError(f"--log {log}: there is no such file")
-    server = next((one for one in records() if _is_of(one, chosen)), None) if base_url is None else None
+    here = records() if base_url is None else []
+    named = (chosen.name, chosen.engine_name)  # of a preset, perhaps started with other values
+    server = next((one for one in here if (one.arm.get("name"), one.arm.get("engine")) == named), None)
     if base_url is None and server is None:
         check(chosen, arm)
         told = f"{arm.name} can run here; it has no running server: {shell_line('fidelab', 'serve', 'start', name)}"
@@ -298,11 +303,6 @@ def check_preset(
     else:
         show_findings(found)
     exit_on(faults, untold)
-
-
-def _is_of(server: Served, preset: Preset) -> bool:
-    """Return whether a running server was started from this preset, perhaps with other values."""
-    return server.arm.get("name") == preset.name and server.arm.get("engine") == preset.engine_name
 
 
 # ------------------------------------------------------------------------------------------------------- output
@@ -341,13 +341,3 @@ def _show(launched: Launched, detached: bool) -> None:
     if detached:
         stop = shell_line("fidelab", "serve", "stop", server.name)
         print(f"it still runs as process {server.pid}; end it with: {stop}", flush=True)
-
-
-def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:
-    return {
-        "server": asdict(launched.server),
-        "seconds": launched.seconds,
-        "first_start": not launched.earlier,
-        "findings": [asdict(one) for one in launched.findings],
-        "differences": list(faults),
-    }

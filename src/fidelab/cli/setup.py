@@ -48,7 +48,9 @@ def list_engines(
         if place.problem is None:
             shown = ", ".join(f"{package} {version}" for package, version in place.versions.items())
             build = "" if place.build == "stock" else f" ({place.build})"
-            cells = [place.engine, place.name, f"{shown}{build}", _device(place), _formats(place)]
+            total = len(place.kv_names)
+            formats = f"{total - len(place.refused)} of {total}" if place.refused else str(total or "")
+            cells = [place.engine, place.name, f"{shown}{build}", _device(place), formats]
         else:
             cells = [place.engine, place.problem if place.environment is None else place.name, "", "", ""]
         table.add_row(*map(Text, cells))
@@ -229,11 +231,6 @@ def _size(folder: Path) -> int:
 
 def _device(place: Installed) -> str:
     return place.about.device.replace("hip", "rocm") if place.about else ""
-
-
-def _formats(place: Installed) -> str:
-    total = len(place.kv_names)
-    return f"{total - len(place.refused)} of {total}" if place.refused else str(total or "")
 
 
 def _record(place: Installed) -> dict[str, Any]:

@@ -153,7 +153,15 @@ def write_atomically(path: str | Path, text: str) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(path)
+        form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
+        with os.scandir(path.parent) as entries:
+            remains = [path.with_name(entry.name) for entry in entries if form.fullmatch(entry.name)]
+        for unfinished in remains:
+            if unfinished.is_symlink() or not unfinished.is_file():
+                continue
+            with suppress(OSError), unfinished.open("rb") as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                unfinished.unlink()
         try:
             if not _write_unnamed(path, text):
                 with temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -212,19 +220,6 @@ def _write_locked(file: IO[str], text: str) -> None:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())
-
-
-def _remove_unfinished(path: Path) -> None:
-    """Remove what killed processes left of the same file."""
-    form = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]+\.tmp")
-    with os.scandir(path.parent) as entries:
-        left = [path.with_name(entry.name) for entry in entries if form.fullmatch(entry.name)]
-    for unfinished in left:
-        if unfinished.is_symlink() or not unfinished.is_file():
-            continue
-        with suppress(OSError), unfinished.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            unfinished.unlink()
 
 
 def sha256_of(path: Path) -> str:
@@ -453,7 +448,12 @@ class KVSpec:
         sides = label.split("/")
         if len(sides) > 2:
             raise UsageError(f"KV format {text!r}: expected one name or K/V, found {len(sides)} parts")
-        parsed = [_parse_side(side, label) for side in sides]
+        parsed: list[tuple[FormatSpec, list[int]]] = []
+        for side in sides:
+            spec = FormatSpec.parse(side, label)
+            skipped = dict(spec.options).get("skip-layers")
+            items = () if skipped is None else skipped.split(",")
+            parsed.append((spec.without("skip-layers"), [layer for item in items for layer in _layers(item, label)]))
         (k, k_skip), (v, v_skip) = parsed[0], parsed[-1]
         return cls(label=label, k=k, v=v, skip_layers=tuple(sorted({*k_skip, *v_skip})))
 
@@ -471,13 +471,6 @@ class KVSpec:
     def content(self) -> dict[str, Any]:
         """The spec without its label, as fingerprints see it."""
         return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
-
-
-def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
-    spec = FormatSpec.parse(side, whole)
-    skipped = dict(spec.options).get("skip-layers")
-    items = () if skipped is None else skipped.split(",")
-    return spec.without("skip-layers"), [layer for item in items for layer in _layers(item, whole)]
 
 
 def _layers(item: str, whole: str) -> range:

@@ -80,7 +80,17 @@ class SequenceBytes:
         groups: dict[tuple[int, int, int, int | None], StoreBytes] = {}
         for store in stores:
             known = groups.get(store.places)
-            groups[store.places] = store if known is None else _added(known, store)
+            if known is None:
+                groups[store.places] = store
+            else:
+                emulated = known.packed_token is not None or store.packed_token is not None
+                groups[store.places] = replace(
+                    known,
+                    encoded_token=known.encoded_token + store.encoded_token,
+                    exact_token=known.exact_token + store.exact_token,
+                    packed_token=known.token_bytes(packed=True) + store.token_bytes(packed=True) if emulated else None,
+                    fitted=known.fitted + store.fitted,
+                )
         return cls(tuple(groups.values()), state)
 
     def token_bytes(self, *, packed: bool = False) -> float:
@@ -104,14 +114,3 @@ class SequenceBytes:
         """
         period = min(math.lcm(*(store.block for store in self.stores)), _MAX_PERIOD) if self.stores else 1
         return max(self.bytes_of_sequence(n, packed=packed) for n in range(max(0, n_tokens - period + 1), n_tokens + 1))
-
-
-def _added(a: StoreBytes, b: StoreBytes) -> StoreBytes:
-    emulated = a.packed_token is not None or b.packed_token is not None
-    return replace(
-        a,
-        encoded_token=a.encoded_token + b.encoded_token,
-        exact_token=a.exact_token + b.exact_token,
-        packed_token=a.token_bytes(packed=True) + b.token_bytes(packed=True) if emulated else None,
-        fitted=a.fitted + b.fitted,
-    )

@@ -35,7 +35,16 @@ def devices(unusable: Collection[str]) -> list[DoctorCheck]:
     checks = [guarded("cpu", "devices", _cpu), guarded("memory", "devices", _memory)]
     if "torch" in unusable:
         return checks
-    return [*checks, guarded("torch", "devices", _torch), *_gpus()]
+    checks.append(guarded("torch", "devices", _torch))
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception:  # the check of torch's build gives the reason
+        count = 0
+    if count == 0:
+        return [*checks, DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
+    return [*checks, *(guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count))]
 
 
 def _cpu() -> DoctorCheck:
@@ -79,18 +88,6 @@ def _torch() -> DoctorCheck:
     remedy = "update the GPU driver" if hip or cuda else "install torch built for this GPU (pytorch.org)"
     detail = f"{version}, {built}; cannot use the GPU that is here{why}"
     return DoctorCheck("torch", "devices", "warning", detail, remedy)
-
-
-def _gpus() -> list[DoctorCheck]:
-    try:
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    except Exception:  # the check of torch's build gives the reason
-        count = 0
-    if count == 0:
-        return [DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
-    return [guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count)]
 
 
 def _gpu(torch: Any, index: int) -> DoctorCheck:

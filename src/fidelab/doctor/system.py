@@ -91,10 +91,16 @@ def examine_system(system: System | None = None) -> list[DoctorCheck]:
 
 
 def _examined(system: System) -> Iterator[DoctorCheck]:
-    cards = dict(_displays(system))
+    # Address and vendor of the PCI devices that draw or compute: GPUs
+    displays: list[tuple[str, str]] = []
+    for device in sorted(system.path("/sys/bus/pci/devices").glob("*")):
+        if _read(device / "class").startswith(("0x03", "0x12")):
+            displays.append((device.name, _read(device / "vendor")))
+    cards = dict(displays)
     nvidia, amd = (sorted(n for n, v in cards.items() if v == vendor) for vendor in (_NVIDIA, _AMD))
     facts: dict[str, tuple[str, ...]] = {}
-    driver = _nvidia_driver(system)
+    match = re.search(r"Kernel Module.*?\s(\d{3}(?:\.\d+)+)\s", system.text("/proc/driver/nvidia/version") + "\n")
+    driver = match[1] if match else ""
     rocm = system.text("/opt/rocm/.info/version").partition("-")[0]
     if driver or nvidia:
         yield _check_nvidia(system, driver)
@@ -111,12 +117,31 @@ def _examined(system: System) -> Iterator[DoctorCheck]:
         detail = f"{gpu.name}, {kind}, {gpu.total / 1024:.1f} GiB, {gpu.used / 1024:.1f} GiB in use"
         yield _ok(f"gpu {index}", detail)
     if not gpus:
-        yield _none(cards)
+        yield (
+            _warning("gpu", "there is one, and no tool of its driver reports it", "install or load its driver")
+            if set(cards.values()) & {_NVIDIA, _AMD}
+            else _ok("gpu", "none")
+        )
     if len(gpus) > 1:
         yield from _peers_nvidia(system)
-        yield from _peers_amd(system)
+        # Checks of the links by the kernel's topology: XGMI, PCIe, or none
+        nodes = system.path("/sys/class/kfd/kfd/topology/nodes").glob("*")
+        devices = {node.name: node for node in nodes if _property(node, "simd_count") not in ("", "0")}
+        links = [link for node in devices.values() for kind in ("io", "p2p") for link in node.glob(f"{kind}_links/*")]
+        found = {_property(link, "type") for link in links if _property(link, "node_to") in devices}
+        if _XGMI in found:
+            yield _ok("peer access", "by XGMI")
+        elif _PCIE in found:
+            yield _ok("peer access", "over PCIe")
+        elif len(gpus) > 1:
+            remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
+            yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
     facts["CPU"] = ("AMX",) if re.search(r"^flags.*\bamx_tile\b", system.text("/proc/cpuinfo"), re.M) else ()
-    facts["MES firmware"] = tuple(_firmware(system, amd))
+    firmware: list[str] = []
+    for card in amd:
+        with suppress(ValueError):
+            firmware.append(str(int(system.text(f"/sys/bus/pci/devices/{card}/fw_version/mes_fw_version"), 16) & 0xFFF))
+    facts["MES firmware"] = tuple(firmware)
     yield from _known_bad_checks(system, facts, dict(_environments(system)))
 
 
@@ -132,19 +157,6 @@ def _broken(name: str, detail: str, remedy: str) -> DoctorCheck:
     return DoctorCheck(name, _GROUP, "broken", one_line(detail), remedy, needed=True)
 
 
-def _none(cards: Mapping[str, str]) -> DoctorCheck:
-    if set(cards.values()) & {_NVIDIA, _AMD}:
-        return _warning("gpu", "there is one, and no tool of its driver reports it", "install or load its driver")
-    return _ok("gpu", "none")
-
-
-def _displays(system: System) -> Iterator[tuple[str, str]]:
-    """Yield address and vendor of the PCI devices that draw or compute: GPUs."""
-    for device in sorted(system.path("/sys/bus/pci/devices").glob("*")):
-        if _read(device / "class").startswith(("0x03", "0x12")):
-            yield device.name, _read(device / "vendor")
-
-
 def _read(file: Path) -> str:
     try:
         return file.read_text("utf-8", "replace").strip("\0 \n")
@@ -153,11 +165,6 @@ def _read(file: Path) -> str:
 
 
 # --- drivers and GPUs
-
-
-def _nvidia_driver(system: System) -> str:
-    match = re.search(r"Kernel Module.*?\s(\d{3}(?:\.\d+)+)\s", system.text("/proc/driver/nvidia/version") + "\n")
-    return match[1] if match else ""
 
 
 def _check_nvidia(system: System, driver: str) -> DoctorCheck:
@@ -207,12 +214,6 @@ def _amd_gpus(system: System, cards: Iterable[str]) -> Iterator[_GPU]:
         yield _GPU(name, kind, int(total) >> 20, int(used or 0) >> 20)
 
 
-def _firmware(system: System, cards: Iterable[str]) -> Iterator[str]:
-    for card in cards:
-        with suppress(ValueError):
-            yield str(int(system.text(f"/sys/bus/pci/devices/{card}/fw_version/mes_fw_version"), 16) & 0xFFF)
-
-
 # --- ways between GPUs
 
 
@@ -228,21 +229,6 @@ def _peers_nvidia(system: System) -> Iterator[DoctorCheck]:
         yield _warning("peer access", f"not between all GPUs: {why}", remedy)
     elif words:
         yield _ok("peer access", "between all GPUs")
-
-
-def _peers_amd(system: System) -> Iterator[DoctorCheck]:
-    """Yield checks of the links by the kernel's topology: XGMI, PCIe, or none."""
-    nodes = system.path("/sys/class/kfd/kfd/topology/nodes").glob("*")
-    gpus = {node.name: node for node in nodes if _property(node, "simd_count") not in ("", "0")}
-    links = [link for node in gpus.values() for kind in ("io", "p2p") for link in node.glob(f"{kind}_links/*")]
-    found = {_property(link, "type") for link in links if _property(link, "node_to") in gpus}
-    if _XGMI in found:
-        yield _ok("peer access", "by XGMI")
-    elif _PCIE in found:
-        yield _ok("peer access", "over PCIe")
-    elif len(gpus) > 1:
-        remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
-        yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
 
 
 def _property(folder: Path, name: str) -> str:

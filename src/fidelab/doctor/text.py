@@ -13,8 +13,8 @@ from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
-_WIDTH = 100
-_NARROWEST = 60
+_WIDTH = 100  # columns at most, and where there is no terminal
+_NARROWEST = 60  # columns, also on narrower terminals
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
 _WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
@@ -68,18 +68,15 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
         yield status, group, f"{len(good)} of {len(checks)} work{': ' if good else ''}{', '.join(names)}"
     rest = [check for check in checks if not (together and check.status == "ok")]
     if group.startswith("KV formats"):
-        yield from _refused(group, [check for check in rest if check.status == "missing"])
+        # Group the formats of an engine that cannot run here: one row for each reason
+        checks = [check for check in rest if check.status == "missing"]
+        for why, names in by_reason({check.name: check.detail for check in checks}).items():
+            yield "missing", group, f"{', '.join(names)}: {why}"
         rest = [check for check in rest if check.status != "missing"]
     for check in rest:
         yield check.status, check.label, check.detail
         if check.remedy:
             yield "", "", f"-> {check.remedy}"
-
-
-def _refused(group: str, checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
-    """Group the formats of an engine that cannot run here: one row for each reason."""
-    for why, names in by_reason({check.name: check.detail for check in checks}).items():
-        yield "missing", group, f"{', '.join(names)}: {why}"
 
 
 def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:

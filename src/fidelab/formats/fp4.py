@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 else:
     torch = late("torch")
 
-_TOP = 6.0
-_E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9
+_TOP = 6.0  # the largest E2M1 number
+_E4M3_TOP, _E4M3_SMALLEST = 448.0, 2.0**-9  # the largest E4M3 number, and the smallest above 0
 _SMALLEST_FLOAT32 = 2.0**-149  # of float32
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -76,7 +76,12 @@ class Float4(Format):
         """Packed codes and the blocks' scales."""
         blocks = grouped(x.float(), self.size)
         stored = self.block_scales(blocks, scale)
-        codes = _nearest(blocks / self.widen(stored, scale))
+        # Codes count in steps of 0.5 up to 2, then of 1 up to 4, then of 2: the smallest of the three counts holds
+        t = blocks / self.widen(stored, scale)
+        magnitude = torch.nan_to_num(t.abs(), nan=0.0).clamp_max(_TOP)
+        fine, coarse = (2 * magnitude).round(), (magnitude / 2).round() + 4
+        code = torch.minimum(torch.minimum(fine, magnitude.round() + 2), coarse).to(torch.uint8)
+        codes = code | t.signbit().to(torch.uint8) << 3
         return ((codes[..., ::2] | codes[..., 1::2] << 4).flatten(-2), stored)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
@@ -157,17 +162,6 @@ class MXFloat4(Float4):
         bits = stored.int() << 23
         bits = torch.where(stored == 0, 1 << 22, torch.where(stored == 255, 0x7FC00000, bits))  # 2^-127; NaN
         return bits.view(torch.float32).unsqueeze(-1)
-
-
-def _nearest(t: Tensor) -> Tensor:
-    """Codes uint8 of the nearest E2M1 numbers, of two equally near the even code.  NaN gives 0.
-
-    Codes count in steps of 0.5 up to 2, then of 1 up to 4, then of 2: the smallest of the three counts holds.
-    """
-    magnitude = torch.nan_to_num(t.abs(), nan=0.0).clamp_max(_TOP)
-    fine, coarse = (2 * magnitude).round(), (magnitude / 2).round() + 4
-    code = torch.minimum(torch.minimum(fine, magnitude.round() + 2), coarse).to(torch.uint8)
-    return code | t.signbit().to(torch.uint8) << 3
 
 
 @cache

@@ -159,17 +159,13 @@ class Float8(Format):
         return scale
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _unless_zero(amax: Tensor, scale: Tensor) -> Tensor:
     return torch.where(amax == 0, 1.0, scale)
 
 
 def _widen(codes: Tensor, stored: torch.dtype, dtype: torch.dtype) -> Tensor:
     """Codes uint8 → their values in ``dtype``."""
-    if codes.device.type == "cpu" and _name(stored) in _TABLE_IS_FASTER:
+    if codes.device.type == "cpu" and str(stored).removeprefix("torch.") in _TABLE_IS_FASTER:
         # int32 indices: index_select is several times faster than table[codes.long()].
         return _table(stored, dtype).index_select(0, codes.reshape(-1).int()).view(codes.shape)
     return codes.view(stored).to(dtype)

@@ -95,7 +95,11 @@ def names_of(
             plain = FormatSpec.parse(name)
             behind = FormatSpec(plain.name, tuple(sorted((*plain.options, *rotation.items()))))
             decoded.append((str(behind), (content.double() @ matrix * root).float()))
-    candidates = [(name, _rounded(content, values.dtype)) for name, content in decoded]
+    if values.dtype == torch.float32:
+        candidates = decoded
+    else:  # to nearest; values beyond the range become the largest number
+        top = torch.finfo(values.dtype).max
+        candidates = [(name, content.clamp(-top, top).to(values.dtype)) for name, content in decoded]
     if exact:
         return [name for name, decoded in candidates if equal_bits(decoded, values)]
     errors = [(float((decoded.double() - values.double()).abs().sum()), name) for name, decoded in candidates]
@@ -269,12 +273,6 @@ def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str
         groups = -(-dim // size)
         if form == [(byte, groups * size // 2), (byte, groups)] and (scale is None or name == "nvfp4"):
             yield f"{name}[scale=per-tensor]" if scale is not None else name, partial(_float4, name, size)
-
-
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 → ``dtype``, to nearest; values beyond the range become the largest number."""
-    top = torch.finfo(dtype).max
-    return values if dtype == torch.float32 else values.clamp(-top, top).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------ floats

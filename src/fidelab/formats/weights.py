@@ -37,7 +37,7 @@ from fidelab.formats.scale import finite_amax
 
 _CHUNK_VALUES = 1 << 22  # values that are rounded at once: some 100 MB of intermediate results
 _GROUP = "128"
-_SUPER_BLOCK = 256
+_SUPER_BLOCK = 256  # values, of the k-quants
 # bytes of a super-block, and what takes the place of the format where super-blocks do not divide a row
 _K_QUANTS = {
     "q2_k": (84, "iq4_nl"),

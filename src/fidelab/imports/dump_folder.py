@@ -139,8 +139,25 @@ def open_folder(path: Path) -> DumpFolder:
         file = _open_file(path / f"{number}.safetensors")
         shapes[number] = file.shape
         kinds.setdefault(file.kind, number)
-        _check_sums(file)
-    _refuse_alternating(path, [shapes[number] for number in numbers])
+        # Refuse rows that are not log-probabilities; rows with NaN are skipped here, and counted as failed later
+        n = file.shape[0]
+        for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED_ROWS)}):
+            scores = file.rows(row, row + 1)[0].astype(np.float64)
+            peak = scores.max()
+            if not np.isfinite(peak):
+                continue
+            total = float(peak + np.log(np.exp(scores - peak).sum()))
+            if abs(total) > _SUM_TOLERANCE[file.kind]:
+                raise InputError(
+                    f"{file.path}: row {row} of {KEY!r} is not normalised (log of its sum is {total:.3g}, not 0): "
+                    "these are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the "
+                    "whole row"
+                )
+    in_turn = [shapes[number] for number in numbers]
+    even, odd = set(in_turn[::2]), set(in_turn[1::2])
+    if len(in_turn) >= 4 and len(even) == len(odd) == 1 and even != odd:
+        a, b = (" × ".join(map(str, *side)) for side in (even, odd))
+        raise InputError(f"{path}: its {len(in_turn)} files are {a} and {b} in turn: {_DRAFT}")
     first = shapes[numbers[0]][1]
     other = next((number for number in numbers if shapes[number][1] != first), None)
     if other is not None:
@@ -195,13 +212,6 @@ _DRAFT = (
 )
 
 
-def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
-    even, odd = set(shapes[::2]), set(shapes[1::2])
-    if len(shapes) >= 4 and len(even) == len(odd) == 1 and even != odd:
-        a, b = (" × ".join(map(str, *side)) for side in (even, odd))
-        raise InputError(f"{path}: its {len(shapes)} files are {a} and {b} in turn: {_DRAFT}")
-
-
 def _open_file(path: Path) -> WindowFile:
     if not path.is_file():
         raise InputError(f"{path}: cannot be read: it is not a regular file")
@@ -233,22 +243,6 @@ def _open_file(path: Path) -> WindowFile:
     if values.shape[1] > _MAX_VOCABULARY:
         raise InputError(f"{path}: tensor {KEY!r} has {values.shape[1]:,} ids per row, more than any vocabulary")
     return WindowFile(path, array, kind)
-
-
-def _check_sums(file: WindowFile) -> None:
-    """Refuse rows that are not log-probabilities; rows with NaN are skipped here, and counted as failed later."""
-    n = file.shape[0]
-    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED_ROWS)}):
-        scores = file.rows(row, row + 1)[0].astype(np.float64)
-        peak = scores.max()
-        if not np.isfinite(peak):
-            continue
-        total = float(peak + np.log(np.exp(scores - peak).sum()))
-        if abs(total) > _SUM_TOLERANCE[file.kind]:
-            raise InputError(
-                f"{file.path}: row {row} of {KEY!r} is not normalised (log of its sum is {total:.3g}, not 0): these "
-                "are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the whole row"
-            )
 
 
 def _pickled(path: Path) -> str:

@@ -187,6 +187,8 @@ def _axis(key: Key, ref: NDArray[np.float64], test: NDArray[np.float64], seed: i
     right, left = (RatioItems.of(side, 1.0, items) for side in (test, ref))
     difference = paired_difference(right, left, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
     flips = flip_counts(ref, test, items)
+    errors = [side.std(ddof=1) / math.sqrt(n) for side in (ref, test)] if n > 1 else [0.0]
+    error = math.hypot(*errors)
     return Measurement(
         status=Status.IDENTICAL if (ref == test).all() else Status.OK,
         title=f"{key[0]}, {key[2]}" + (f" ({key[1]})" if key[1] != "none" else ""),
@@ -198,19 +200,11 @@ def _axis(key: Key, ref: NDArray[np.float64], test: NDArray[np.float64], seed: i
             _ACCURACY(float(test.mean())),
             _REFERENCE(float(ref.mean())),
             _P(flips.p),
-            _UNPAIRED(_unpaired(ref, test)),
+            _UNPAIRED(None if error == 0.0 else math.erfc(abs(test.mean() - ref.mean()) / error / math.sqrt(2))),
             _LOST(flips.harmful),
             _GAINED(flips.beneficial),
         ),
     )
-
-
-def _unpaired(ref: NDArray[np.float64], test: NDArray[np.float64]) -> float | None:
-    """The p-value of a z-test of two means with their standard errors, as if other items had been asked."""
-    n = len(ref)
-    errors = [side.std(ddof=1) / math.sqrt(n) for side in (ref, test)] if n > 1 else [0.0]
-    error = math.hypot(*errors)
-    return None if error == 0.0 else math.erfc(abs(test.mean() - ref.mean()) / error / math.sqrt(2))
 
 
 def _summarize(name: str, axis: Measurement, certificate: Certificate) -> str:

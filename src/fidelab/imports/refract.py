@@ -49,9 +49,34 @@ def import_refract(
     lines = [line for part in measured.values() for line in part.lines] + summary
     notes = _notes(file, measured, lines)
     axes = {axis: part.record for axis, part in measured.items()}
-    axes[AXIS] = Measurement(status=Status.OK, plots=(_comparison(lines),), facts=_facts(file, notes))
+    words = {True: "yes", False: "no", None: ""}
+    notes_of_axes = [
+        note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()
+    ]
+    axes[AXIS] = Measurement(
+        status=Status.OK,
+        plots=(
+            TablePlot(
+                title="REFRACT's figures, computed again",
+                columns=("figure", "in the file", "REFRACT's definition", "fidelab's definition", "file agrees"),
+                rows=tuple((line.name, line.stated, line.again, line.ours, words[line.agrees]) for line in lines),
+                note="the two columns in the middle come from what the file holds per prompt, cell and chunk",
+            ),
+        ),
+        facts={
+            "notes": list(notes),
+            "REFRACT's notes": notes_of_axes,
+            "REFRACT's diagnosis": [line.text() for line in file.root["diagnosis"].items()],
+            "REFRACT's floor score": file.detail["floor_score"].number(),
+        },
+    )
     candidate = _arm(file, "candidate", name, axes=axes, composite=composite, wider_keys="k16v8")
-    verdict = judge(candidate, reason=_why_no_bound(axes.get("kld")))
+    reason = "the file has no KLD"
+    if (kld := axes.get("kld")) is not None:
+        reason = kld.reason or "the file has no mean KL"
+        if (mean := kld.value("mean")) is not None:
+            reason = f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
+    verdict = judge(candidate, reason=reason)
     candidates = [candidate.model_copy(update={"verdict": verdict})]
     report, folder = write_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
     return Imported(report, folder, notes)
@@ -61,15 +86,6 @@ def _arm(file: RefractFile, side: str, name: str | None = None, **fields: Any) -
     kv = file.kv(side)
     name = name or (kv.text if kv else file.root[side].text())
     return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv, **fields)
-
-
-def _why_no_bound(kld: Measurement | None) -> str:
-    if kld is None:
-        return "the file has no KLD"
-    mean = kld.value("mean")
-    if mean is None:
-        return kld.reason or "the file has no mean KL"
-    return f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
 
 
 def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[RefractLine], Composite | None]:
@@ -95,16 +111,6 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     return lines, Composite.model_validate({"value": own.value, "axes": list(own_scores), "band": band})
 
 
-def _comparison(lines: list[RefractLine]) -> TablePlot:
-    words = {True: "yes", False: "no", None: ""}
-    return TablePlot(
-        title="REFRACT's figures, computed again",
-        columns=("figure", "in the file", "REFRACT's definition", "fidelab's definition", "file agrees"),
-        rows=tuple((line.name, line.stated, line.again, line.ours, words[line.agrees]) for line in lines),
-        note="the two columns in the middle come from what the file holds per prompt, cell and chunk",
-    )
-
-
 def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[RefractLine]) -> tuple[str, ...]:
     notes = [
         f"{line.name}: the file says {_format_score(line.stated)}, its own data give {_format_score(line.again)}"
@@ -125,18 +131,6 @@ def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[Re
 
 def _format_score(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
-
-
-def _facts(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
-    notes_of_axes = [
-        note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()
-    ]
-    return {
-        "notes": list(notes),
-        "REFRACT's notes": notes_of_axes,
-        "REFRACT's diagnosis": [line.text() for line in file.root["diagnosis"].items()],
-        "REFRACT's floor score": file.detail["floor_score"].number(),
-    }
 
 
 def _source(file: RefractFile, measured: Mapping[str, Recomputed]) -> Source:

@@ -99,11 +99,20 @@ def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
         "median_first_divergence": median,
         "score_refract": refract_score,
     }
+    rows = tuple(
+        (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
+        for prompt, pair in zip(prompts, pairs, strict=True)
+        for text in (prompt["prompt"].text(),)
+    )
+    columns = ("prompt", "category", "equal tokens", "reference's tokens", "candidate's tokens", "text")
     record = Measurement(
         status=Status.OK if usable.any() else Status.FAILED,
         reason=None if usable.any() else "no prompt has a token on either side",
         metrics=tuple(metrics_of(figures, TRAJECTORY_METRICS)),
-        plots=(survival_plot(survival_curve(pairs).tolist()), _prompts_plot(prompts, pairs)),
+        plots=(
+            survival_plot(survival_curve(pairs).tolist()),
+            TablePlot(title="Trajectory by prompt", columns=columns, rows=rows),
+        ),
         n_items=len(pairs),
         n_failed=int((~usable).sum()),
         facts={"n_predict": n_predict},
@@ -147,16 +156,6 @@ def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> 
         return ()
     shown = ", ".join(wrong[:5]) + (" …" if len(wrong) > 5 else "")
     return (f"lengths stated for {len(wrong)} of {len(pairs)} prompts are not those of their token ids: {shown}",)
-
-
-def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePlot:
-    rows = tuple(
-        (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
-        for prompt, pair in zip(prompts, pairs, strict=True)
-        for text in (prompt["prompt"].text(),)
-    )
-    columns = ("prompt", "category", "equal tokens", "reference's tokens", "candidate's tokens", "text")
-    return TablePlot(title="Trajectory by prompt", columns=columns, rows=rows)
 
 
 # -------------------------------------------------------------------------------------------------- kld
@@ -336,6 +335,10 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     kinds = {kind: float(cells[rows].mean()) for kind, rows in by_kind.items()}
     interval = ratio_interval(score, seed, transform=_percent, bounds=(LOWEST_CELL / 100, 1.0), proportion=True)
     drift = Definition("excess_drift", "ratio", "lower")
+    rows: list[tuple[str | float, ...]] = []
+    for kind, places in by_kind.items():
+        refs, tests = [drifts[place][2] for place in places], [drifts[place][3] for place in places]
+        rows.append((kind, len(places), float(np.mean(refs)), float(np.mean(tests)), kinds[kind]))
     record = Measurement(
         status=Status.OK,
         metrics=(
@@ -344,28 +347,20 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
             Definition("sign_test", "p")(sign_test(signed.by_cluster().num)),
             *(Definition(key_of(kind), "points", name=kind)(value) for kind, value in kinds.items()),
         ),
-        plots=(_kinds_plot(by_kind, drifts, kinds),),
+        plots=(
+            TablePlot(
+                title="Perturbations",
+                columns=("perturbation", "prompts", "reference's drift", "candidate's drift", "score"),
+                rows=tuple(rows),
+                note="drift: edits per token of the answer after a small change of the prompt",
+            ),
+        ),
         n_items=len(entries),
         n_failed=len(entries) - len(drifts),
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
     per_kind = (RefractLine(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
     return Recomputed(record, (RefractLine("PLAD score", stated, mean_score, mean_score), *per_kind))
-
-
-def _kinds_plot(
-    by_kind: dict[str, list[int]], drifts: Sequence[tuple[str, str, float, float]], scores: dict[str, float]
-) -> TablePlot:
-    rows: list[tuple[str | float, ...]] = []
-    for kind, places in by_kind.items():
-        refs, tests = [drifts[place][2] for place in places], [drifts[place][3] for place in places]
-        rows.append((kind, len(places), float(np.mean(refs)), float(np.mean(tests)), scores[kind]))
-    return TablePlot(
-        title="Perturbations",
-        columns=("perturbation", "prompts", "reference's drift", "candidate's drift", "score"),
-        rows=tuple(rows),
-        note="drift: edits per token of the answer after a small change of the prompt",
-    )
 
 
 def _percent(ratio: float) -> float:

@@ -91,7 +91,10 @@ def make_windows(
         begins = _spread(_slots(documents, len(ids), n_ctx, first + 1), len(ids), n_ctx, n_windows)
     bos = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     if by_document:
-        units = tuple(_document_units(text, starts, begin + first, begin + last) for begin in begins)
+        # the document of each predicted token; beyond the text its last document
+        ends = (range(begin + first + 1, begin + last + 2) for begin in begins)
+        predicted = ((starts[min(row, len(starts) - 1)] for row in rows) for rows in ends)
+        units = tuple(tuple(bisect.bisect_right(text.doc_starts, start) for start in window) for window in predicted)
     else:
         block = max(1, round(n_windows ** (1 / 3)), n_ctx // step)
         units = tuple((i // block,) * (last - first + 1) for i in range(n_windows))
@@ -197,9 +200,3 @@ def _rows(protocol: Protocol, n_ctx: int) -> tuple[int, int]:
             return 1, n_ctx - 2
         case "sliding":
             return 0, n_ctx - 1
-
-
-def _document_units(text: Text, starts: Tokens, first: int, last: int) -> Tokens:
-    """Return the document of each predicted token, first + 1 … last + 1; its last document beyond the text."""
-    predicted = (min(row + 1, len(starts) - 1) for row in range(first, last + 1))
-    return tuple(bisect.bisect_right(text.doc_starts, starts[token]) for token in predicted)

@@ -150,14 +150,9 @@ def generate_paragraphs(seed: int = 0) -> Iterator[str]:
         chosen = []
         for _ in range(rng.randint(4, 7)):
             recent.append(rng.choice([one for one in _grammar()["sentence"] if one not in recent]))
-            chosen.append(_fill(recent[-1], rng))
+            text = _ARTICLE.sub(r"\1n ", _SLOT.sub(lambda slot: _fill_slot(slot[1], rng), recent[-1]))
+            chosen.append(text[0].upper() + text[1:])
         yield " ".join(chosen)
-
-
-def _fill(template: str, rng: random.Random) -> str:
-    """Replace every slot, correct articles, and capitalize the first letter."""
-    text = _ARTICLE.sub(r"\1n ", _SLOT.sub(lambda slot: _fill_slot(slot[1], rng), template))
-    return text[0].upper() + text[1:]
 
 
 def _fill_slot(name: str, rng: random.Random) -> str:

@@ -8,7 +8,6 @@ docs/metrics.md#retrieval.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,23 +114,25 @@ def build_prompt(
         )
     stretch = haystack.stretch(length, room, trial, trials)
     at = [stretch.nearest(min(max(share * length - len(head), 0), room)) for share in shares]
-    ids, places = _insert(stretch.ids, inserts, at)
-    prompt = NeedlePrompt((*head, *ids, *tail), tuple(len(head) + place for place in places[: len(needles.codes)]))
-    _read_back(tokenizer, prompt.ids, lines, needles)
-    return prompt
-
-
-def _insert(ids: Tokens, inserts: Sequence[Tokens], at: Sequence[int]) -> tuple[Tokens, list[int]]:
-    """Put sequences before the indices ``at``, and return where each begins afterwards."""
+    # Put sequences before the indices `at`, and return where each begins afterwards
     whole: list[int] = []
     places = [0] * len(inserts)
     done = 0
     for index in sorted(range(len(inserts)), key=lambda i: at[i]):
-        whole += ids[done : at[index]]
+        whole += stretch.ids[done : at[index]]
         done = at[index]
         places[index] = len(whole)
         whole += inserts[index]
-    return (*whole, *ids[done:]), places
+    ids = (*whole, *stretch.ids[done:])
+    prompt = NeedlePrompt((*head, *ids, *tail), tuple(len(head) + place for place in places[: len(needles.codes)]))
+    text = tokenizer.decode(prompt.ids)
+    lowered = text.lower()
+    for line, code in zip(lines, (*needles.codes, *needles.wrong), strict=True):
+        if line not in text:
+            raise InputError(f"the tokenizer of {tokenizer.model.name} does not give the sentence {line!r} back")
+        if lowered.count(code.lower()) != 1:
+            raise InputError(f"the haystack itself holds the code {code}: use another text or seed")
+    return prompt
 
 
 def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens, Tokens]:
@@ -151,13 +152,3 @@ def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens
     if style == "question":
         asked = f"Question: What {be} the rare paint color{s}?\nAnswer:"
     return bos, tokenizer.encode(f"\n\n{asked}")
-
-
-def _read_back(tokenizer: Tokenizer, ids: Tokens, lines: Sequence[str], needles: Needles) -> None:
-    text = tokenizer.decode(ids)
-    lowered = text.lower()
-    for line, code in zip(lines, (*needles.codes, *needles.wrong), strict=True):
-        if line not in text:
-            raise InputError(f"the tokenizer of {tokenizer.model.name} does not give the sentence {line!r} back")
-        if lowered.count(code.lower()) != 1:
-            raise InputError(f"the haystack itself holds the code {code}: use another text or seed")

@@ -57,16 +57,12 @@ def _from_json(place: str, number: int, record: Any) -> Prompt:
         messages: Any = [{"role": "user", "content": record["prompt"]}]
     else:
         messages = record["messages"]
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    listed = messages if isinstance(messages, list) else []
+    texts = [one.get(key) if isinstance(one, dict) else None for one in listed for key in ("role", "content")]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
         raise InputError(f"{place}: a prompt is text, messages are a list of objects with text in 'role' and 'content'")
     return Prompt(
         id=str(record.get("id", number)),
         kind=str(record.get("kind", "user")),
         messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
-    )
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), str) and value[key] for key in ("role", "content")
     )

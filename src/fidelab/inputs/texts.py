@@ -59,7 +59,16 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     if name == "domains":
         return domains_text(tokenizer)
     if name == "wikitext-2":
-        content = _wikitext()
+        # WikiText-2's raw test text; the hub stores its lines as rows, blank lines without their blank
+        from fidelab.models.hub import dataset_file
+
+        try:
+            file = dataset_file(*_WIKITEXT)
+        except InputError as error:
+            raise InputError(f"{error}: the raw test text, wiki.test.raw, does as well") from error
+        read = require("pyarrow.parquet", "WikiText-2 from the hub").read_table  # without types
+        lines = read(file, columns=["text"]).column("text").to_pylist()
+        content = "".join(line or " \n" for line in lines)
     elif name == "default":
         content = "\n".join(read_utf8(DATA / name, "text") for name in _BUNDLED)
     else:
@@ -69,27 +78,10 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
         content = read_utf8(path, "text")
     if not content.strip():
         raise InputError(f"text {name} is empty")
-    return Text(name, content, _documents(content), hashlib.sha256(content.encode()).hexdigest())
-
-
-def _documents(content: str) -> tuple[int, ...]:
     starts = tuple(match.start() for match in _WIKI_TITLE.finditer(content))
     if not starts and content.startswith("# "):
         starts = tuple(match.start() for match in _MARKDOWN_TITLE.finditer(content))
-    return starts if len(starts) > 1 else ()
-
-
-def _wikitext() -> str:
-    """Return WikiText-2's raw test text; the hub stores its lines as rows, blank lines without their blank."""
-    from fidelab.models.hub import dataset_file
-
-    try:
-        file = dataset_file(*_WIKITEXT)
-    except InputError as error:
-        raise InputError(f"{error}: the raw test text, wiki.test.raw, does as well") from error
-    read = require("pyarrow.parquet", "WikiText-2 from the hub").read_table  # without types
-    lines = read(file, columns=["text"]).column("text").to_pylist()
-    return "".join(line or " \n" for line in lines)
+    return Text(name, content, starts if len(starts) > 1 else (), hashlib.sha256(content.encode()).hexdigest())
 
 
 def domains_text(tokenizer: Tokenizer | None) -> Text:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -188,7 +188,10 @@ class _Remembered:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._store = _Store(cache_dir() / "tokens.sqlite3")
-        digests = [(path.relative_to(model.path).as_posix(), sha256_of(path)) for path in _described(model.path)]
+        # of the files that a tokenizer may be made from: all of the model's folder but its weights, in order
+        paths = sorted([*model.path.glob("*"), *model.path.glob("additional_chat_templates/*")])
+        files = [path for path in paths if path.is_file() and path.suffix not in _WEIGHTS]
+        digests = [(path.relative_to(model.path).as_posix(), sha256_of(path)) for path in files]
         libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2")]
         self._identity = json.dumps([digests, libraries, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
 
@@ -246,13 +249,6 @@ class _Remembered:
         answer = compute()
         self._store.write(key, json.dumps(answer))
         return answer
-
-
-def _described(folder: Path) -> Iterator[Path]:
-    """The files that a tokenizer may be made from: all of the model's folder but its weights, in order."""
-    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
-        if path.is_file() and path.suffix not in _WEIGHTS:
-            yield path
 
 
 class _Store:
@@ -314,9 +310,15 @@ class _HuggingFace:
             ) from error
 
     def facts(self) -> dict[str, Any]:
+        bos = self.library.bos_token_id
+        ids = self.library("a")["input_ids"]
+        plain = self.library("a", add_special_tokens=False)["input_ids"]
+        stops = {self.library.eos_token_id, self._end_of_turn()}
+        listed = getattr(self._generation, "eos_token_id", None)
+        stops.update(listed if isinstance(listed, list) else [listed])
         return {
-            "bos_id": self._bos_id(),
-            "stop_ids": self._stop_ids(),
+            "bos_id": bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None,
+            "stop_ids": tuple(sorted(stop for stop in stops if stop is not None)),
             "has_template": self._has_template,
             "is_fast": self._is_fast,
             "dated": "strftime_now" in str(self.library.chat_template),
@@ -367,19 +369,6 @@ class _HuggingFace:
         added = (i for i, token in self.library.added_tokens_decoder.items() if token.special)
         unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
         return frozenset((*self.library.all_special_ids, *added, *unnamed))
-
-    def _bos_id(self) -> int | None:
-        bos = self.library.bos_token_id
-        ids = self.library("a")["input_ids"]
-        plain = self.library("a", add_special_tokens=False)["input_ids"]
-        return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
-
-    def _stop_ids(self) -> Tokens:
-        """EOS of the tokenizer and of the generation config, and the tokens that the template puts after an answer."""
-        ids = {self.library.eos_token_id, self._end_of_turn()}
-        listed = getattr(self._generation, "eos_token_id", None)
-        ids.update(listed if isinstance(listed, list) else [listed])
-        return tuple(sorted(i for i in ids if i is not None))
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts right after an assistant's answer, if it does."""

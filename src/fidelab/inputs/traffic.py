@@ -72,7 +72,10 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
         InputError: If no text has a length: it is shorter than the template, or the tokenizer never gives it.
     """
     rng = np.random.default_rng(seed)
-    words = _single_token_words(tokenizer)
+    # Words that are one token after a space; common English ones where the vocabulary has none
+    pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
+    own = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
+    words = tuple(own) if len(own) >= 64 else _english()
 
     def measure(text: str) -> int:
         return len(tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
@@ -81,7 +84,13 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
     if lengths and min(lengths) < least:
         what = "the chat template alone takes" if chat else "the shortest text takes"
         raise InputError(f"a prompt of {min(lengths)} tokens cannot be made: {what} {least} tokens")
-    starts = _starts(tokenizer, words, len(lengths), rng)
+    count = len(lengths)
+    by_token: dict[int, str] = {}
+    for index in rng.permutation(len(words)):
+        if len(by_token) >= count:
+            break
+        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
+    starts = list(by_token.values()) or [words[0]]
     return tuple(
         _fill_to_length(start, length, words, measure, rng)
         for start, length in zip(cycle(starts), lengths, strict=False)
@@ -94,23 +103,6 @@ def _english() -> tuple[str, ...]:
     text = (DATA / "prose.md").read_text("utf-8")
     words = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
     return tuple(sorted(words))
-
-
-def _single_token_words(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Words that are one token after a space; common English ones where the vocabulary has none."""
-    pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
-    words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
-    return tuple(words) if len(words) >= 64 else _english()
-
-
-def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
-    """At most ``count`` words whose first tokens differ."""
-    by_token: dict[int, str] = {}
-    for index in rng.permutation(len(words)):
-        if len(by_token) >= count:
-            break
-        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
-    return list(by_token.values()) or [words[0]]
 
 
 def _fill_to_length(

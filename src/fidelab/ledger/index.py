@@ -20,7 +20,7 @@ from fidelab.captures.manifest import MANIFEST
 from fidelab.captures.store import collect_garbage
 from fidelab.core import Status, read_file, strict_json
 from fidelab.core.errors import FidelabError, InputError
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, OUTCOMES, REPORT, RunFolder
 from fidelab.results.study import STUDY
 from fidelab.results.table import arms
@@ -197,6 +197,7 @@ def _of_report(report: Report) -> dict[str, Any]:
         if arm.status in _FAULTS or any(bench.status is Status.FAILED for bench in arm.benches.values())
     ]
     advice = report.recommendation
+    bands = {arm.name: arm.verdict.band if arm.verdict else None for arm in report.candidates}
     return {
         "created": _utc(report.created.isoformat()),
         "model": report.reference.model,
@@ -205,15 +206,12 @@ def _of_report(report: Report) -> dict[str, Any]:
         "engines": tuple(dict.fromkeys(arm.engine for arm in records)),
         "status": "failed" if faults else "ok",
         "problem": f"failed: {', '.join(dict.fromkeys(faults))}" if faults else "",
-        "verdicts": {arm.name: _verdict(arm) for arm in report.candidates},
+        "verdicts": {
+            arm.name: arm.status.value if arm.status in NEEDS_REASON else bands[arm.name] or "no verdict"
+            for arm in report.candidates
+        },
         "recommended": (advice.arm or "none") if advice is not None else "",
     }
-
-
-def _verdict(arm: ArmRecord) -> str:
-    if arm.status in NEEDS_REASON:
-        return arm.status.value
-    return (arm.verdict.band if arm.verdict else None) or "no verdict"
 
 
 def _captures(place: Path) -> dict[str, int]:

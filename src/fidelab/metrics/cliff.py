@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 
 PER_BIT = 0.1
 """Nats per token and removed bit that make a cliff: where KLD's band FAIL begins."""
-_LEVEL = (0.025, 0.975)
+_LEVEL = (0.025, 0.975)  # both ends of a 95% interval
 _MIN_CLUSTERS = 3  # clusters
 
 

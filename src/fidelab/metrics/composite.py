@@ -68,14 +68,8 @@ def harmonic_mean(scores: Sequence[float]) -> float | None:
     """
     if not scores:
         return None
-    return float(_harmonic(np.asarray(scores, dtype=np.float64)[None, :])[0])
-
-
-def _harmonic(scores: Floats) -> Floats:
-    """Row-wise harmonic means of ``[R, k]``."""
-    positive = np.where(scores <= 0, 1.0, scores)  # keeps the division quiet; replaced below
-    means: Floats = np.where((scores <= 0).any(axis=1), 0.0, scores.shape[1] / (1.0 / positive).sum(axis=1))
-    return np.where(np.isnan(scores).any(axis=1), np.nan, means)
+    own = np.asarray(scores, dtype=np.float64)
+    return math.nan if np.isnan(own).any() else 0.0 if (own <= 0).any() else float(len(own) / (1.0 / own).sum())
 
 
 @dataclass(frozen=True)
@@ -122,25 +116,21 @@ def composite(
         return CompositeScore(None, None, None, False, missing)
     interval = None
     if not math.isnan(value):
-        interval = _composite_interval(measured, intervals or {})
+        intervals = intervals or {}
+        if any(axis not in intervals for axis in measured):
+            interval = None
+        else:
+            rows = [(intervals[axis][0], score, intervals[axis][1]) for axis, score in measured.items()]
+            most, x, least = (1.0 / np.maximum(np.array(column), _MIN_SCORE) for column in zip(*rows, strict=True))
+            high = x.sum() - math.hypot(*np.maximum(x - least, 0.0))
+            low = x.sum() + math.hypot(*np.maximum(most - x, 0.0))
+            ends = (len(x) / low, len(x) / high)
+            interval = (0.0 if min(low for low, _, _ in rows) <= 0 else ends[0]), min(ends[1], 100.0)
     if missing:
         return CompositeScore(value, interval, None, False, missing)
     table = BANDS[bands]
     close = interval is not None and table.band(interval[0]) != table.band(interval[1])
     return CompositeScore(value, interval, table.band(value), close, missing)
-
-
-def _composite_interval(
-    scores: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
-) -> tuple[float, float] | None:
-    if any(axis not in intervals for axis in scores):
-        return None
-    rows = [(intervals[axis][0], score, intervals[axis][1]) for axis, score in scores.items()]
-    most, x, least = (1.0 / np.maximum(np.array(column), _MIN_SCORE) for column in zip(*rows, strict=True))
-    high = x.sum() - math.hypot(*np.maximum(x - least, 0.0))
-    low = x.sum() + math.hypot(*np.maximum(most - x, 0.0))
-    ends = (len(x) / low, len(x) / high)
-    return (0.0 if min(low for low, _, _ in rows) <= 0 else ends[0]), min(ends[1], 100.0)
 
 
 # --------------------------------------------------------------------------------------------- verdict

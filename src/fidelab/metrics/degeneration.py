@@ -38,6 +38,7 @@ EARLIER = 32  # tokens: a smaller difference does not count
 _CYCLES = 3  # a line that comes twice is not a loop
 _FLOOR_SHARE = 0.5  # of a reference text's median distinct-token ratio
 _NOISE_NATS = 30.0  # a text that follows the language model gets there once in e^30 / length
+# Of the medians after and before, of the one after, of Pettitt's test.
 _JUMP_RATIO, _JUMP_NATS, _JUMP_P = 10.0, 0.1, 1e-3
 
 

@@ -297,7 +297,10 @@ class _Work:
         if self._kl_alone:
             columns[6:] = np.nan
         else:
-            columns[10] = _shared_top(ref, test)
+            # Share, per row `[n, V]`, of the `TOP` largest of one side that are among those of the other
+            count = min(TOP, ref.shape[1])
+            shared = _top(ref, count)[:, :, None] == _top(test, count)[:, None, :]
+            columns[10] = np.asarray(shared.any(axis=-1).mean(axis=-1))
             columns[7:10] = self._other_divergences(p, q, sum_p, sum_q, columns[0])
         return best_p == best_q, np.nan if whole is None else np.exp(log_softmax(whole)[:, vocab:]).sum(axis=-1)
 
@@ -333,13 +336,6 @@ class _Work:
 def _dot(weights: Floats, scores: Floats, work: Floats) -> Floats:
     """``Σ_x weight·score`` of each row.  Not by ``einsum``, which holds the interpreter's lock while it computes."""
     return np.asarray(np.multiply(weights, scores, out=work).sum(axis=-1))
-
-
-def _shared_top(ref: NDArray[Any], test: NDArray[Any]) -> Floats:
-    """Share, per row ``[n, V]``, of the :data:`TOP` largest of one side that are among those of the other."""
-    count = min(TOP, ref.shape[1])
-    shared = _top(ref, count)[:, :, None] == _top(test, count)[:, None, :]
-    return np.asarray(shared.any(axis=-1).mean(axis=-1))
 
 
 def _top(scores: NDArray[Any], count: int) -> NDArray[np.intp]:
@@ -435,7 +431,10 @@ def compare_topk(
     columns = np.full((6, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides, margin
     top1 = np.zeros(len(targets), dtype=bool)
     for row, target in enumerate(targets.tolist()):
-        p, q = ({k: v for k, v in zip(*side, strict=True) if k >= 0} for side in _row_of(ref, test, row))
+        p, q = (
+            {k: v for k, v in zip(*side, strict=True) if k >= 0}
+            for side in [(ids[row].tolist(), logprobs[row].tolist()) for ids, logprobs in (ref, test)]
+        )
         columns[3:5, row] = -p.get(target, math.nan), -q.get(target, math.nan)
         if not (p and q):
             continue
@@ -460,12 +459,6 @@ def compare_topk(
             ("cut", "right_ref", "right_test", "reverse_kl", "jsd", "tv", "chi2", "overlap"), np.full(len(kl), np.nan)
         ),
     )
-
-
-def _row_of(
-    ref: tuple[NDArray[Any], NDArray[Any]], test: tuple[NDArray[Any], NDArray[Any]], row: int
-) -> list[tuple[list[int], list[float]]]:
-    return [(ids[row].tolist(), logprobs[row].tolist()) for ids, logprobs in (ref, test)]
 
 
 def _likeliest(reported: Mapping[int, float]) -> int:

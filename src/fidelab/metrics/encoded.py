@@ -6,7 +6,7 @@ See docs/metrics.md#share-of-tokens-encoded.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from fidelab.core.sequence import encoded_tokens
 
@@ -54,7 +54,9 @@ def context_of_share(
         contexts = np.arange(1, size + 1)
         begin, end = first * contexts // n_ctx, contexts - (n_ctx - 1 - last)  # rows begin ≤ p < end
         known = end > begin
-        sums = _prefix_sums(size, sinks, tail, block)
+        read = np.arange(1, size + 1)
+        shares = np.maximum(0, read - sinks - tail) // block * block / read
+        sums = np.concatenate([[0.0], np.cumsum(shares)])
         means = np.zeros(size)
         means[known] = (sums[end[known]] - sums[begin[known]]) / (end - begin)[known]
         reached = np.flatnonzero(means >= share)
@@ -62,10 +64,3 @@ def context_of_share(
             return int(contexts[reached[0]])
         size *= 2
     return None
-
-
-def _prefix_sums(size: int, sinks: int, tail: int, block: int) -> NDArray[np.float64]:
-    """Sums of the shares of the rows before each position, ``[size + 1]``."""
-    read = np.arange(1, size + 1)
-    shares = np.maximum(0, read - sinks - tail) // block * block / read
-    return np.concatenate([[0.0], np.cumsum(shares)])

@@ -58,7 +58,7 @@ Interval = tuple[float, float]
 Transform = Callable[[float], float]
 
 MIN_STUDENTIZED_CLUSTERS = 6
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # of clusters, as docs/metrics.md states
 # Where skew has to be expected: clusters that count as unseen in the tail, and the widening of Student's t.  Both are
 # the least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.
@@ -140,13 +140,6 @@ def resample_weights(n_clusters: int, n_resamples: int = _RESAMPLES, seed: int =
     rng = np.random.default_rng([seed, n_clusters])
     draws = rng.multinomial(n_clusters, np.full(n_clusters, 1.0 / n_clusters), size=n_resamples)
     return draws.astype(np.float64)
-
-
-def _weights(resamples: Floats | int, n_clusters: int) -> Floats:
-    weights = resample_weights(n_clusters, seed=resamples) if isinstance(resamples, int) else resamples
-    if weights.shape[1] != n_clusters:
-        raise ValueError(f"resamples of {weights.shape[1]} clusters do not fit {n_clusters} clusters")
-    return weights
 
 
 # ------------------------------------------------------------------------------------------- one sample
@@ -284,7 +277,11 @@ def paired_difference(
     if (a.den == b.den).all():  # the difference is one ratio itself, and no digits cancel
         sides, floors = (RatioItems(a.num - b.num, a.den, a.clusters).by_cluster(),), (-width, width)
     difference, n, estimate = scale * (ratio_a - ratio_b), len(sides[0].num), _Estimate.of(sides)
-    counts = _discordant(a, b, bounds, n) if proportion and bounds else None
+    counts = None
+    # Clusters lost and gained from b to a, of items at a bound, alike in size and a cluster each
+    alike = proportion and len(a.num) == n and (np.append(a.den, b.den) == a.den[0]).all()
+    if bounds and alike and all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):
+        counts = int((a.num < b.num).sum()), int((a.num > b.num).sum())
     p = None if counts is None else mcnemar_exact(*counts)
     if estimate is None:
         return PairedDifference(difference, None, n, p)
@@ -377,7 +374,8 @@ def _mean_interval(estimate: _Estimate, resamples: Floats | int, level: float, *
     if cost and estimate.value > 0:
         (least, most), cap = _log_t(estimate, level), _log_t(estimate, level, _CAP_REACH)[1]
     else:
-        (least, most), cap = _student_t(estimate, level), math.inf
+        reach = critical_value(estimate.n, level) * estimate.error
+        (least, most), cap = (estimate.value - reach, estimate.value + reach), math.inf
     return (lo if math.isfinite(lo) else least), min(hi if math.isfinite(hi) else most, cap)
 
 
@@ -392,7 +390,17 @@ def _share_interval(
     if estimate.n >= MIN_STUDENTIZED_CLUSTERS:
         lo, hi = _bootstrap_t(estimate, resamples, level, (True, True))
     else:
-        lo, hi = _logit_t(estimate, bounds, level)
+        # Student's t on the logit scale, wider; infinite for a difference and where a cluster lies at a bound
+        floor, ceiling = bounds
+        side, width = estimate.sides[0], ceiling - floor
+        if len(estimate.sides) > 1 or (side.num == floor * side.den).any() or (side.num == ceiling * side.den).any():
+            lo, hi = -math.inf, math.inf
+        else:
+            share = (estimate.value - floor) / width
+            t = _SKEW_REACH * critical_value(estimate.n, level)
+            reach = t * estimate.error / width / (share * (1 - share))
+            lo, hi = special.expit(special.logit(share) + np.array([-reach, reach])).tolist()
+            lo, hi = floor + width * lo, floor + width * hi
     return max(lo, least), min(hi, most)
 
 
@@ -401,7 +409,10 @@ def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, ske
     n = estimate.n
     if n < MIN_STUDENTIZED_CLUSTERS:
         return -math.inf, math.inf
-    t = estimate.t(_weights(resamples, n))
+    weights = resample_weights(n, seed=resamples) if isinstance(resamples, int) else resamples
+    if weights.shape[1] != n:
+        raise ValueError(f"resamples of {weights.shape[1]} clusters do not fit {n} clusters")
+    t = estimate.t(weights)
     low, high = ((1 - level) / 2 * (n / (n + _SKEW_CLUSTERS) if end else 1.0) for end in skewed)
     # order statistics: between a finite and an infinite one nothing can be interpolated
     return (
@@ -427,29 +438,11 @@ def critical_value(n: int, level: float = 0.95, *, cost: bool = False, upper: bo
     return wider if upper else (t + wider) / 2
 
 
-def _student_t(estimate: _Estimate, level: float) -> Interval:
-    reach = critical_value(estimate.n, level) * estimate.error
-    return estimate.value - reach, estimate.value + reach
-
-
 def _log_t(estimate: _Estimate, level: float, reach: float = _SKEW_REACH) -> Interval:
     """Student's t on the log scale, ``reach`` times as wide."""
     t = reach * critical_value(estimate.n, level)
     factor = math.exp(min(t * estimate.error / estimate.value, _LARGEST_LOG))
     return estimate.value / factor, estimate.value * factor
-
-
-def _logit_t(estimate: _Estimate, bounds: Interval, level: float) -> Interval:
-    """Student's t on the logit scale, wider; infinite for a difference and where a cluster lies at a bound."""
-    floor, ceiling = bounds
-    side, width = estimate.sides[0], ceiling - floor
-    if len(estimate.sides) > 1 or (side.num == floor * side.den).any() or (side.num == ceiling * side.den).any():
-        return -math.inf, math.inf
-    share = (estimate.value - floor) / width
-    t = _SKEW_REACH * critical_value(estimate.n, level)
-    reach = t * estimate.error / width / (share * (1 - share))
-    lo, hi = special.expit(special.logit(share) + np.array([-reach, reach])).tolist()
-    return floor + width * lo, floor + width * hi
 
 
 def _gaffke(estimate: _Estimate, bounds: Interval, seed: int, level: float) -> Interval:
@@ -476,15 +469,6 @@ def _count(items: RatioItems, floor: float, ceiling: float, n: int) -> int | Non
         return n if top.all() else 0
     one_each = len(items.num) == n and (items.den == items.den[0]).all()
     return int(top.sum()) if one_each and (top | bottom).all() else None
-
-
-def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple[int, int] | None:
-    """Clusters lost and gained from b to a, of items at a bound, alike in size and a cluster each; else None."""
-    if len(a.num) != n or not (np.append(a.den, b.den) == a.den[0]).all():
-        return None
-    if not all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):
-        return None
-    return int((a.num < b.num).sum()), int((a.num > b.num).sum())
 
 
 def discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 STEADY = 0.05  # what the last three repeats of a steady measurement may differ by, relative
-_LAST = 3
+_LAST = 3  # repeats that decide whether a measurement is steady
 
 
 @dataclass(frozen=True)

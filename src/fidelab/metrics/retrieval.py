@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
 _SPREAD = 1e-9  # points, accuracies: what rounding alone can make of values that agree
-_SWAPS = 2000
+_SWAPS = 2000  # draws that exchange both sides of a trial at random
 _DASHES = dict.fromkeys((0xAD, *range(0x2010, 0x2016), 0x2212, 0xFE63, 0xFF0D), "-") | {0x2019: "'"}
 _CLAUSE_END = re.compile(r"[.,;:!?\n]|\s-+\s|\bbut\b")
 _NOT = r"(?:\b(?:not|never|no|nor|neither|without|cannot)|n't)\b(?!\s+(?:only|just|merely)\b)"
@@ -165,7 +165,9 @@ def retrieval_interval(cells: Cells, *, compat: str | None = None) -> Interval |
         return None
     count = min(_degradation(counted) * n, n)  # need not be whole
     most, least = reversed(binomial_interval(count, n))
-    low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
+    # Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot
+    weight = len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0
+    low, high = (100.0 * (1.0 - weight * end) for end in (most, least))
     return min(low, score), max(high, score)
 
 
@@ -187,8 +189,3 @@ def accuracy_difference(cells: Cells, seed: int = 0) -> PairedDifference:
 def _degradation(cells: Cells) -> float:
     base, cand = cells.accuracies()
     return float(np.maximum(0.0, base - cand).mean())
-
-
-def _weight(cells: Cells, compat: str | None) -> float:
-    """Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot."""
-    return len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0

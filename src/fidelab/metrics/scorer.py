@@ -92,7 +92,19 @@ class TileScorer:
                 except RuntimeError as error:  # OutOfMemoryError is one
                     if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                         raise
-                    self._shrink(rows, len(sides), error)
+                    cpu = self.device.type == "cpu"
+                    if rows > 1 and self._heads:
+                        self._tile_rows = rows // 2 * len(sides)
+                        self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
+                    elif cpu:
+                        raise MemoryError(
+                            f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}"
+                        ) from error
+                    else:
+                        self._say(f"{self.device} is out of memory: scoring continues on the CPU")
+                        self.device, (self._tile_rows, self._tile_bytes) = torch.device("cpu"), _CPU_TILE
+                        self._heads.clear()
+                    torch.cuda.empty_cache()
                     continue
                 for part, one in zip(parts, found, strict=True):
                     part.append(one)
@@ -108,20 +120,6 @@ class TileScorer:
             free = _free_memory()
         each = len(head.weight) * 4 * sides
         return max(1, min(self._tile_rows // sides, min(self._tile_bytes, free // _FREE_SHARE) // each))
-
-    def _shrink(self, rows: int, sides: int, error: RuntimeError) -> None:
-        """Continue with smaller tiles, or on the CPU if one row is already too large."""
-        cpu = self.device.type == "cpu"
-        if rows > 1 and self._heads:
-            self._tile_rows = rows // 2 * sides
-            self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
-        elif cpu:
-            raise MemoryError(f"scoring: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
-        else:
-            self._say(f"{self.device} is out of memory: scoring continues on the CPU")
-            self.device, (self._tile_rows, self._tile_bytes) = torch.device("cpu"), _CPU_TILE
-            self._heads.clear()
-        torch.cuda.empty_cache()
 
     def _tile(self, sides: Sequence[States], targets: NDArray[np.int64], kl_only: bool) -> list[RowComparison]:
         """Compare the other sides with the first of them."""
@@ -157,7 +155,17 @@ class TileScorer:
             return
         has_goal = (targets >= 0) & (targets < p.vocab)
         pick = torch.from_numpy(np.where(has_goal, targets, 0)[:, None]).to(p.columns.device)
-        for q, (top1, *columns) in zip(tests, self._by_rows(p, tests, pick, kl_only), strict=True):
+        # The columns of `_columns`, of some rows at a time; on the CPU each thread has rows of its own
+        cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
+        size = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
+        buffers = _Buffers(6, min(size, n), step, self.device)
+
+        def compared(start: int) -> Tensor:
+            at = slice(start, start + size)
+            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_only)
+
+        by_rows = _numpy(torch.cat(_each(compared, range(0, n, size), self._threads if cpu else 1), 2))
+        for q, (top1, *columns) in zip(tests, by_rows, strict=True):
             rows = comparison_of(np.stack(columns), top1 == 1.0, np.full(len(targets), np.nan), has_goal)
             if (doubtful := np.flatnonzero(~np.isfinite(columns[: 6 if kl_only else 11]).all(0))).size:
                 # NaN, an infinity, tokens that are masked on both sides or have far other odds: the definition decides
@@ -166,18 +174,6 @@ class TileScorer:
                 for name, column in vars(found).items():
                     getattr(rows, name)[doubtful] = column
             yield rows
-
-    def _by_rows(self, p: _Logits, tests: Sequence[_Logits], pick: Tensor, kl_only: bool) -> NDArray[np.float64]:
-        """The columns of :func:`_columns`, of some rows at a time; on the CPU each thread has rows of its own."""
-        cpu, n, step = self.device.type == "cpu", *p.columns.shape[1:]
-        rows = max(1, (_CPU_PART if cpu else _DEVICE_PART) // step)
-        buffers = _Buffers(6, min(rows, n), step, self.device)
-
-        def compared(start: int) -> Tensor:
-            at = slice(start, start + rows)
-            return _columns(p.part(at), [q.part(at) for q in tests], pick[at], buffers, kl_only)
-
-        return _numpy(torch.cat(_each(compared, range(0, n, rows), self._threads if cpu else 1), 2))
 
 
 class _DeviceHead:

@@ -83,7 +83,18 @@ def check_room(target: Path, size: int) -> None:
 
 def _convert(file: Path, text: Path, scratch: Path) -> Path:
     config = hf_config(file, scratch)
-    model, wanted, loaders = _parameters(file, config)
+    import torch
+    import transformers
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+    header = read_header(file)
+    with torch.device("meta"):  # the model without content
+        auto: Any = transformers.AutoModelForCausalLM
+        model: Any = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
+    wanted = {name: value for name, value in model.state_dict().items() if name not in tied}
+    load = _by_conversions if is_gguf_arch_supported(header.architecture) else _by_processor
+    loaders = load(file, header, model)
     size = sum(value.nbytes for value in wanted.values())
     _log.info("converting %s to %s of safetensors (once)", file, *format_bytes(size))
     out = scratch / "safetensors"
@@ -94,22 +105,6 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
             shutil.copy(path, out)
     _write(out / "model.safetensors", model, wanted, loaders)
     return out
-
-
-def _parameters(file: Path, config: Any) -> tuple[Any, dict[str, Tensor], dict[str, Loader]]:
-    """The model without content, its parameters in the shapes and the type that they shall have, and their readers."""
-    import torch
-    import transformers
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
-
-    header = read_header(file)
-    with torch.device("meta"):
-        auto: Any = transformers.AutoModelForCausalLM
-        model: Any = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
-    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    wanted = {name: value for name, value in model.state_dict().items() if name not in tied}
-    loaders = _by_conversions if is_gguf_arch_supported(header.architecture) else _by_processor
-    return model, wanted, loaders(file, header, model)
 
 
 def _write(target: Path, model: Any, parameters: Mapping[str, Tensor], loaders: Mapping[str, Loader]) -> None:

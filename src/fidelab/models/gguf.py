@@ -24,13 +24,13 @@ from fidelab.models.hub import first_line
 ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9  # kinds of values that have a length
+_VERSIONS = (2, 3)  # of the file format that are read
 _MAX_ARRAY_ENTRIES = 1 << 24  # of an array of strings
 _MAX_TABLE_ROWS = 1 << 20  # of the tables of metadata and of tensors
 _MAX_KEPT_ARRAY = 4096  # longest array of numbers that is kept: those with a number per layer
 _MAX_DIMENSIONS = 8
-_ALIGNMENT = 32
+_ALIGNMENT = 32  # bytes, where the file states none: the default of the format
 
 # Pre-tokenizers that cut every digit off and then split as GPT-2 does.  Transformers builds plain GPT-2 for
 # these names: white space before a number would become other tokens than in llama.cpp and in the model's own
@@ -109,28 +109,31 @@ class _Cursor:
         layers = metadata.get(f"{metadata.get('general.architecture')}.block_count")
         if isinstance(layers, int) and layers > metadata.get("split.tensors.count", n_tensors):
             raise ValueError(f"it says {layers:,} layers, but holds {n_tensors:,} tensors")
-        table = [(self._text(), self._shape(), self._number("I"), self._number("Q")) for _ in range(n_tensors)]
+        table = []
+        for _ in range(n_tensors):
+            name, count = self._text(), self._number("I")
+            if count > _MAX_DIMENSIONS:
+                raise ValueError(f"a tensor has {count} dimensions")
+            shape = tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
+            table.append((name, shape, self._number("I"), self._number("Q")))
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError("its alignment is not a positive number")
         start = -(-self._at // alignment) * alignment
         tensors = tuple(StoredTensor(name, shape, type_, start + offset) for name, shape, type_, offset in table)
         for tensor in tensors:
-            self._check_end(tensor)
+            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+            size = 0  # of a type that is newer than the package
+            if tensor.type in (known := GGMLQuantizationType.__members__.values()):
+                per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
+                values = 1
+                for n in tensor.shape:
+                    values *= n
+                size = values // per_block * block_bytes
+            if tensor.offset + size > len(self._content):
+                raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
         return Header(metadata, tensors, max(0, len(self._content) - start))
-
-    def _check_end(self, tensor: StoredTensor) -> None:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        size = 0  # of a type that is newer than the package
-        if tensor.type in (known := GGMLQuantizationType.__members__.values()):
-            per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
-            values = 1
-            for n in tensor.shape:
-                values *= n
-            size = values // per_block * block_bytes
-        if tensor.offset + size > len(self._content):
-            raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
 
     def _number(self, code: str) -> Any:
         [value] = struct.unpack_from(f"<{code}", self._content, self._at)
@@ -155,12 +158,6 @@ class _Cursor:
         size = self._number("Q")
         here = self._skip(size)
         return self._content[here : here + size].decode("utf-8")
-
-    def _shape(self) -> tuple[int, ...]:
-        count = self._number("I")
-        if count > _MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has {count} dimensions")
-        return tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -207,7 +204,13 @@ def _write_text(file: Path, scratch: Path) -> Path:
         architecture, vocabulary, special = get_gguf_tokenizer(str(file))
         backend, more = convert_gguf_tokenizer(architecture, vocabulary)
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **special, **more)
-        _split_digits(tokenizer, vocabulary.get("pre_tokenizer_type"))
+        # Have the tokenizer split digits where the file's pre-tokenizer does
+        from tokenizers import pre_tokenizers
+
+        if vocabulary.get("pre_tokenizer_type") in _DIGITS_THEN_GPT2:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
         tokenizer.save_pretrained(out)
     except Exception as error:  # readers of damaged files fail in many ways
         _reraise_disk(error)
@@ -257,13 +260,3 @@ def _reraise_disk(error: Exception) -> None:
     """Raise an error of the disk again, which ``build_once`` explains."""
     if isinstance(error, OSError) and error.errno is not None:
         raise error
-
-
-def _split_digits(tokenizer: Any, pre_tokenizer: str | None) -> None:
-    """Have the tokenizer split digits where the file's pre-tokenizer does."""
-    from tokenizers import pre_tokenizers
-
-    if pre_tokenizer in _DIGITS_THEN_GPT2:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )

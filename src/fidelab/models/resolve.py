@@ -79,7 +79,19 @@ def resolve(name: str) -> Model:
         InputError: If no model has that name, or it cannot be used. The message says what to do.
     """
     if name == "fake" or name.startswith("fake:"):
-        return _fake(name)
+        return Model(
+            name=name,
+            path=Path(name),
+            kind="fake",
+            weights=hashlib.sha256(name.encode()).hexdigest(),
+            revision=None,
+            vocab_size=256,
+            hidden_size=256,
+            max_positions=1 << 20,
+            parameters=0,
+            native="bf16",
+            architecture="fake",
+        )
     if name in embedded.NAMES:
         return _read_gguf(embedded.gguf_file(name), name, embedded.home(name) / "text")
     here = Path(name).expanduser()
@@ -175,22 +187,6 @@ def path(name: str, form: str = embedded.CONVERTED) -> Path:
     return location
 
 
-def _fake(name: str) -> Model:
-    return Model(
-        name=name,
-        path=Path(name),
-        kind="fake",
-        weights=hashlib.sha256(name.encode()).hexdigest(),
-        revision=None,
-        vocab_size=256,
-        hidden_size=256,
-        max_positions=1 << 20,
-        parameters=0,
-        native="bf16",
-        architecture="fake",
-    )
-
-
 def _read(
     folder: Path,
     name: str,
@@ -200,7 +196,15 @@ def _read(
     gguf: Path | None = None,
 ) -> Model:
     if not (folder / "config.json").is_file():
-        raise InputError(_no_config(folder, name))
+        inside = sorted(file.name for file in folder.glob("*.gguf"))
+        if inside:
+            no_config = f"{name} has no config.json but GGUF files: pass one of them, for example {folder / inside[0]}"
+        else:
+            where = "" if str(folder) == name else f" ({folder})"
+            no_config = (
+                f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
+            )
+        raise InputError(no_config)
     if (odd := next(filter(_is_special, sorted(folder.iterdir())), None)) is not None:
         raise InputError(f"{odd} is a pipe or a device; a model folder holds regular files")
     config = read_json(folder / "config.json")
@@ -218,6 +222,7 @@ def _read(
             "fetch the model again"
         )
     named = config.get("architectures")
+    values = (place.get(key) for place in (text, config) for key in ("dtype", "torch_dtype"))
     return Model(
         name=name,
         path=folder,
@@ -228,7 +233,7 @@ def _read(
         hidden_size=hidden,
         max_positions=_first(text, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
         parameters=size.parameters,
-        native="f16" if _dtype(config, text) == "float16" else "bf16",
+        native="f16" if str(next(filter(None, values), "")).removeprefix("torch.") == "float16" else "bf16",
         architecture=str(named[0] if named and isinstance(named, list) else config.get("model_type", "unknown")),
         layers=layers,
         kv_heads=_first(text, "num_key_value_heads") or heads,
@@ -275,14 +280,6 @@ def _read_gguf(file: Path, name: str, text: Path | None = None) -> Model:
     )
 
 
-def _no_config(folder: Path, name: str) -> str:
-    inside = sorted(file.name for file in folder.glob("*.gguf"))
-    if inside:
-        return f"{name} has no config.json but GGUF files: pass one of them, for example {folder / inside[0]}"
-    where = "" if str(folder) == name else f" ({folder})"
-    return f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
-
-
 def _is_special(path: Path) -> bool:
     """Neither a file nor a folder, links followed; a link to nothing is left to whoever needs it."""
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -298,8 +295,3 @@ def _required(folder: Path, config: dict[str, Any], *keys: str) -> int:
     if value is None:
         raise InputError(f"{folder / 'config.json'} has no {keys[0]}: it does not describe a language model")
     return value
-
-
-def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
-    values = (place.get(key) for place in (text, config) for key in ("dtype", "torch_dtype"))
-    return str(next(filter(None, values), "")).removeprefix("torch.")

@@ -69,7 +69,14 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     """
     index = folder / INDEX
     if index.is_file():
-        return _indexed(index)
+        names = sorted(set(read_index(index).values()))
+        missing = [name for name in names if not (index.parent / name).is_file()]
+        if missing:
+            raise InputError(
+                f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
+                f"the first is {missing[0]}; fetch the model again"
+            )
+        return tuple(index.parent / name for name in names)
     single = folder / "model.safetensors"
     files = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
     if files:
@@ -98,17 +105,6 @@ def read_index(index: Path) -> dict[str, str]:
         if pure.is_absolute() or ".." in pure.parts or ":" in name:
             raise InputError(f"{index} names a file outside its folder ({name!r}); do not use this checkpoint")
     return shards
-
-
-def _indexed(index: Path) -> tuple[Path, ...]:
-    names = sorted(set(read_index(index).values()))
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise InputError(
-            f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
-            f"the first is {missing[0]}; fetch the model again"
-        )
-    return tuple(index.parent / name for name in names)
 
 
 @dataclass(frozen=True)
@@ -167,7 +163,14 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     Raises:
         InputError: If a file from the hub's cache does not have the hash under which it was stored.
     """
-    parts = [(path.relative_to(folder).as_posix(), _checked_sha256(path)) for path in files]
+    parts = []
+    for path in files:
+        # The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked
+        sha256 = file_sha256(path)
+        stored = path.resolve()
+        if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
+            raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
+        parts.append((path.relative_to(folder).as_posix(), sha256))
     parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     parts.append(("config.json", digest(canonical_json(config))))
@@ -179,15 +182,6 @@ def content_sha256(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     parts = ((file.relative_to(path).as_posix(), file_sha256(file)) for file in files if file.is_file())
     return digest(*(text for part in parts for text in part)) if path.exists() else ""
-
-
-def _checked_sha256(path: Path) -> str:
-    """The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked."""
-    sha256 = file_sha256(path)
-    stored = path.resolve()
-    if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
-        raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
-    return sha256
 
 
 def file_sha256(path: Path) -> str:

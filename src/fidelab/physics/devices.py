@@ -69,7 +69,8 @@ def devices() -> dict[str, Device]:
     Raises:
         InputError: If the user's table cannot be read, or a row of it is wrong.
     """
-    rows = {name: _device(name, row, "devices.yaml") for name, row in _shipped().items()}
+    shipped: dict[str, Any] = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
+    rows = {name: _device(name, row, "devices.yaml") for name, row in shipped.items()}
     own = user_table()
     return rows | {name: _device(name, row, str(own)) for name, row in _read(own).items()}
 
@@ -95,22 +96,12 @@ def device_of(told: str) -> Device | None:
         InputError: As :func:`devices`.
     """
     table = devices()
-    found = _rows_of(told, table)
-    return table[max(found, key=len)] if found else None  # what was measured on it has its full name
-
-
-def _rows_of(told: str, table: Mapping[str, Any]) -> list[str]:
-    """The rows whose names a device's contains as whole words."""
 
     def padded_words(text: str) -> str:
         return f" {' '.join(re.findall(r'[a-z0-9]+', text.lower()))} "
 
-    return [name for name in table if padded_words(name) in padded_words(told)]
-
-
-def _shipped() -> dict[str, Any]:
-    table: dict[str, Any] = yaml.safe_load(files("fidelab.physics").joinpath("devices.yaml").read_text("utf-8"))
-    return table
+    found = [name for name in table if padded_words(name) in padded_words(told)]
+    return table[max(found, key=len)] if found else None  # what was measured on it has its full name
 
 
 def _read(path: Path) -> dict[str, Any]:

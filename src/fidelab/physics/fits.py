@@ -23,9 +23,9 @@ from fidelab.core.errors import InputError, UsageError, nearest_first
 Floats = NDArray[np.float64]
 HILL, AFFINE = ("smax", "b_half", "gamma"), ("a", "b", "c")
 _MAX_FILE_BYTES = 2**27
-_RESAMPLES = 400
+_RESAMPLES = 400  # of clusters, each of which is fitted again
 _MAX_STEPS = 30  # of a resample's fit; one that has not converged by then is left out, as others are
-_MIN_CLUSTERS = 3
+_MIN_CLUSTERS = 3  # with fewer there is no interval
 
 
 def read_points(path: Path) -> dict[str, list[Any]]:
@@ -38,19 +38,19 @@ def read_points(path: Path) -> dict[str, list[Any]]:
     """
     try:
         text = read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
-        rows = _json_rows(text) if path.suffix.lower() == ".json" else [*csv.DictReader(io.StringIO(text))]
+        if path.suffix.lower() == ".json":
+            content = strict_json(text, not_finite=float)
+            if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
+                rows = [*_decode_rows(content)]
+            else:
+                rows = content if isinstance(content, list) else []
+        else:
+            rows = [*csv.DictReader(io.StringIO(text))]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"{path}: {error}") from None
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{path} has no rows: a fit takes CSV with a heading, a JSON list of objects, or a report")
     return {str(name): [row.get(name) for row in rows] for name in rows[0]}
-
-
-def _json_rows(text: str) -> list[Any]:
-    content = strict_json(text, not_finite=float)
-    if isinstance(content, dict) and str(content.get("schema", "")).startswith("fidelab.report/"):
-        return [*_decode_rows(content)]
-    return content if isinstance(content, list) else []
 
 
 def _decode_rows(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -51,7 +51,15 @@ def model_geometry(source: Path, name: str = "") -> Geometry:
         transformers = require("transformers", user)
         require("torch", user)
         config = transformers.AutoConfig.from_pretrained(file.parent, trust_remote_code=False, local_files_only=True)
-        if lacks := _lacks(words, config):
+        # Fields that every shape needs and that the file lacks: the class would use its defaults
+        inner = words.get("text_config")
+        own = {**words, **(inner if isinstance(inner, Mapping) else {})}
+        text = config.get_text_config()
+        if lacks := [
+            key
+            for key in ("num_hidden_layers", "hidden_size")
+            if not {key, text.attribute_map.get(key, key)} & own.keys()
+        ]:
             raise _cannot(file, f"it lacks {', '.join(lacks)}")
         return _built(config, name or str(source))
     except FidelabError:
@@ -117,16 +125,6 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
             raise _cannot(file, f"{key} is {value:,}, at most {most:,} are read")
 
 
-def _lacks(words: Mapping[str, Any], config: PretrainedConfig) -> list[str]:
-    """Fields that every shape needs and that the file lacks: the class would use its defaults."""
-    inner = words.get("text_config")
-    own = {**words, **(inner if isinstance(inner, Mapping) else {})}
-    text = config.get_text_config()
-    return [
-        key for key in ("num_hidden_layers", "hidden_size") if not {key, text.attribute_map.get(key, key)} & own.keys()
-    ]
-
-
 def _built(config: PretrainedConfig, name: str) -> Geometry:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
@@ -149,7 +147,18 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
         tables.pop(id(head.weight), None)  # one matrix for both is multiplied with in every step
     idle = total - sum(language.values()) + sum(tables.values())
     experts = [p for key, p in named.items() if ".experts." in key and id(p) in language]
-    n_experts, active = _experts(text, bool(experts))
+    n_experts, active = 0, 0
+    if experts:
+        counts = [getattr(text, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts")]
+        n = next((count for count in counts if isinstance(count, int) and 0 < count < _MAX_EXPERTS), None)
+        each = next((k for k in (getattr(text, key, None) for key in _ACTIVE) if isinstance(k, int) and k > 0), None)
+        if n is None or each is None:
+            raise InputError(
+                f"{text.model_type}: the configuration does not say "
+                f"{'how many experts there are' if n is None else 'how many experts a token takes'} "
+                f"({'num_local_experts' if n is None else _ACTIVE[0]})"
+            )
+        n_experts, active = n, min(each, n)
     latent = getattr(text, "kv_lora_rank", None) is not None
     images = getattr(text, "cross_attention_layers", ())  # attend to an image, and there is none
     layers = [x for n, x in enumerate(cache.layers) if not isinstance(x, DummyLayer) and n not in images]
@@ -185,23 +194,3 @@ def _states(layer: Any) -> Iterator[Any]:
     for name in ("conv_states", "recurrent_states"):
         held = getattr(layer, name, None)
         yield from (state for state in (held.values() if isinstance(held, Mapping) else [held]) if state is not None)
-
-
-def _experts(text: PretrainedConfig, has_experts: bool) -> tuple[int, int]:
-    """Return the number of routed experts per layer, and how many of them a token uses.
-
-    Raises:
-        InputError: If the configuration does not give these numbers.
-    """
-    if not has_experts:
-        return 0, 0
-    counts = [getattr(text, key, None) for key in ("num_local_experts", "n_routed_experts", "num_experts")]
-    n = next((count for count in counts if isinstance(count, int) and 0 < count < _MAX_EXPERTS), None)
-    active = next((k for k in (getattr(text, key, None) for key in _ACTIVE) if isinstance(k, int) and k > 0), None)
-    if n is None or active is None:
-        raise InputError(
-            f"{text.model_type}: the configuration does not say "
-            f"{'how many experts there are' if n is None else 'how many experts a token takes'} "
-            f"({'num_local_experts' if n is None else _ACTIVE[0]})"
-        )
-    return n, min(active, n)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from fidelab.core import KVSpec
@@ -38,7 +39,7 @@ def overview(
             "kv_layers": [
                 {"layers": n, "heads": layer.heads, "k_dim": layer.k_dim, "v_dim": layer.v_dim, "window": layer.window}
                 | ({"latent": True} if layer.latent else {})
-                for layer, n in _counted(geometry.kv)
+                for layer, n in Counter(geometry.kv).items()
             ],
             "parameters": geometry.parameters,
             "read_parameters": geometry.read_parameters(1),
@@ -67,14 +68,6 @@ def overview(
         ],
         "devices": [_check_memory(model, everything, contexts, batches, device, memory) for device in devices],
     }
-
-
-def _counted(layers: Sequence[Any]) -> Iterator[tuple[Any, int]]:
-    """Each different layer and how often it occurs."""
-    counts: dict[Any, int] = {}
-    for layer in layers:
-        counts[layer] = counts.get(layer, 0) + 1
-    yield from counts.items()
 
 
 def _cell(

@@ -21,13 +21,6 @@ from fidelab.physics.shapes import Geometry
 _MAX_TOKENS = 2**40
 
 
-def _pair(kv: KVSpec, native: str) -> KVSpec:
-    """``k16v8`` written out: keys in the model's own 16 bits, values in FP8."""
-    if kv.label != "k16v8":
-        return kv
-    return KVSpec(kv.label, FormatSpec(native), FormatSpec("fp8_e4m3"), kv.skip_layers)
-
-
 @dataclass(frozen=True)
 class Model:
     """Model as it is run: its shape, bits per weight, number of devices, 16-bit type, and an engine's overhead.
@@ -76,7 +69,12 @@ class Model:
         return self._sequences[kv]
 
     def _stores(self, kv: KVSpec) -> Iterator[StoreBytes]:
-        pair = _pair(kv, self.native)
+        # `k16v8` written out: keys in the model's own 16 bits, values in FP8
+        pair = (
+            kv
+            if kv.label != "k16v8"
+            else KVSpec(kv.label, FormatSpec(self.native), FormatSpec("fp8_e4m3"), kv.skip_layers)
+        )
         k, v, wide = create(pair.k), create(pair.v), create(FormatSpec(self.native))
         width = wide.token_bytes(1)
         for index, whole in enumerate(self.geometry.kv):

@@ -103,11 +103,14 @@ def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
     Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  A second kernel in the run moves a
     KLD by more than a good format does, so there all take them or none.  Arms that name an attention keep it.
     """
-    free = [arm for arm in arms if _chooses(arm)]
+    ours = (arm for arm in arms if engine_class(arm.engine).shares_attention and arm.device.startswith("cuda"))
+    free = [arm for arm in ours if ATTENTION not in dict(arm.options)]
     refusals = [f"{arm.name}: {reason}" for arm in free if (reason := hf_kernels.refusal(arm)) is not None]
     if not refusals:
         return list(arms), None
-    return [_with_option(arm, ATTENTION, hf_kernels.THEIRS) if arm in free else arm for arm in arms], refusals[0]
+    chosen = {ATTENTION: hf_kernels.THEIRS}
+    theirs = [replace(arm, options=tuple(sorted({**dict(arm.options), **chosen}.items()))) for arm in free]
+    return [theirs[free.index(arm)] if arm in free else arm for arm in arms], refusals[0]
 
 
 def other_attention(reference: Arm, arm: Arm) -> str | None:
@@ -119,12 +122,3 @@ def other_attention(reference: Arm, arm: Arm) -> str | None:
         return None
     asked, base = (dict(one.options).get(ATTENTION) for one in (arm, reference))
     return (asked or AUTO) if asked != base else None
-
-
-def _chooses(arm: Arm) -> bool:
-    shares = engine_class(arm.engine).shares_attention
-    return shares and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options)
-
-
-def _with_option(arm: Arm, key: str, value: str) -> Arm:
-    return replace(arm, options=tuple(sorted({**dict(arm.options), key: value}.items())))

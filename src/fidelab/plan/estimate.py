@@ -69,7 +69,13 @@ def work_of(request: Request, model: Model) -> Work:
     match request:
         case Generate():
             written = len(lengths) * request.max_tokens
-            forwards = _batches(lengths, request.batch) * request.max_tokens
+            # Number of batches of engines that pad: prompts of similar length go together
+            batches, size, shortest = 0, 0, 0
+            for length in sorted(lengths):
+                if not batches or size >= request.batch or length > shortest + max(32, shortest // 2):
+                    batches, size, shortest = batches + 1, 0, length
+                size += 1
+            forwards = batches * request.max_tokens
         case Forced():
             written = forwards = sum(map(len, request.continuations))
             read = sum(map(len, request.prompts))
@@ -86,16 +92,6 @@ def work_of(request: Request, model: Model) -> Work:
     # Per token 2 · parameters operations, and for attention 4 · d · layers per token before it: half a sequence.
     attention = 2 * mean * model.hidden_size * (model.layers or 0)
     return Work(read, written, forwards, 1 + attention / (2 * model.parameters) if model.parameters else 1.0)
-
-
-def _batches(lengths: Sequence[int], most: int) -> int:
-    """Number of batches of engines that pad: prompts of similar length go together."""
-    batches, size, shortest = 0, 0, 0
-    for length in sorted(lengths):
-        if not batches or size >= most or length > shortest + max(32, shortest // 2):
-            batches, size, shortest = batches + 1, 0, length
-        size += 1
-    return batches
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,18 @@ def prepare(
     if pack is not None:
         check_model(pack, settings.model, tokenizer)
         pack.install(settings.captures_dir)
-    inputs = _inputs(settings, tokenizer)
-    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
+    converted = convert_weights(settings, convert)
+    experiment, limit = settings.experiment, settings.model.max_positions
+    if experiment.traffic is None:
+        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
+        text = load_text(experiment.text, tokenizer)
+        inputs = AxisInputs(tokenizer, text, load_prompts(prompts), limit)
+    else:
+        traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
+        asked = traffic_prompts(traffic) or load_prompts()
+        private = not experiment.keep_text
+        inputs = AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
+    plan = build_plan(converted, inputs, replicate)
     if inputs.traffic is not None:
         plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
     if only is None:
@@ -114,19 +124,6 @@ def require_packages(experiment: Experiment) -> None:
 def _needs_extra(engine: str) -> bool:
     """Whether an engine imports packages of an extra; an unknown engine is refused later."""
     return engine in ENGINES.names() and bool(getattr(ENGINES.load(engine), "needs", ()))
-
-
-def _inputs(settings: Settings, tokenizer: Tokenizer) -> AxisInputs:
-    """Text and prompts, or what a log of requests holds of both."""
-    experiment, limit = settings.experiment, settings.model.max_positions
-    if experiment.traffic is None:
-        prompts = None if experiment.prompts == "default" else Path(experiment.prompts)
-        text = load_text(experiment.text, tokenizer)
-        return AxisInputs(tokenizer, text, load_prompts(prompts), limit)
-    traffic = load_traffic(Path(experiment.traffic), tokenizer, skip_bad=experiment.skip_bad)
-    asked = traffic_prompts(traffic) or load_prompts()
-    private = not experiment.keep_text
-    return AxisInputs(tokenizer, traffic_text(traffic), asked, limit, traffic, private=private)
 
 
 def now() -> str:

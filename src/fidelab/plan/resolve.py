@@ -118,19 +118,57 @@ class _Resolver:
         self._model = self._find_model(experiment.model)
         self._axes = axes
         self._benches = benches
-        self._experiment = _fill(experiment, self._model, axes, benches)
+        reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
+        here = experiment.executor.name == "local"
+        self._experiment = experiment.model_copy(
+            update={
+                "reference": reference,
+                "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
+                "dtype": DTYPES[self._model.native] if experiment.dtype == "auto" else experiment.dtype,
+                "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
+                "device": _device(experiment.device, self._model) if here else _check_cluster_device(experiment.device),
+                "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
+                "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
+            }
+        )
         self._resolved: dict[str, ResolvedArm] = {}
         self._unsupported: dict[str, str] = {}
 
     def settings(self) -> Settings:
         experiment = self._experiment
-        reference = self._arm(experiment.reference) if self._pack is None else self._borrowed(self._pack)
+        if self._pack is None:
+            reference = self._arm(experiment.reference)
+        else:
+            # The arm of a packed reference, which nothing here runs
+            reference = self._pack.arm
+            environment = self._engines.ask(self._experiment.engine).environment
+            self._resolved[reference.name] = ResolvedArm(
+                reference, engine_class(reference.engine), self._model, environment, self._pack.versions, borrowed=True
+            )
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
-        _refuse_twins(candidates, self._resolved)
+        # Refuse what would be captured twice: the same arm, in environments of the same versions
+        names: set[str] = set()
+        twins: dict[str, str] = {}
+        for arm in candidates:
+            versions = self._resolved[arm.name].versions if arm.name in self._resolved else {}
+            fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
+            twin = twins.get(fingerprint)
+            if twin is not None or arm.name in names:
+                same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
+                raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
+            names.add(arm.name)
+            twins[fingerprint] = arm.name
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
-        _refuse_namesakes([reference, *([control] if control else []), *controls.values(), *candidates])
+        # Refuse two different arms of one name: reports refer to arms by name
+        arms = [reference, *([control] if control else []), *controls.values(), *candidates]
+        prints: dict[str, str] = {}
+        for arm in arms:
+            if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
+                raise UsageError(
+                    f"two different configurations are named {arm.name!r}; give one of them another 'name'"
+                )
         if reference.name in self._unsupported:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
@@ -163,15 +201,6 @@ class _Resolver:
         if name not in self._models:
             self._models[name] = resolve(name)
         return self._models[name]
-
-    def _borrowed(self, pack: Pack) -> Arm:
-        """The arm of a packed reference, which nothing here runs."""
-        arm = pack.arm
-        environment = self._engines.ask(self._experiment.engine).environment
-        self._resolved[arm.name] = ResolvedArm(
-            arm, engine_class(arm.engine), self._model, environment, pack.versions, borrowed=True
-        )
-        return arm
 
     def _candidate(self, config: ArmConfig) -> Arm:
         """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
@@ -225,7 +254,14 @@ class _Resolver:
         elif draft and (unlike := _other_vocabulary(draft, model)):
             verdict = Support(False, unlike)
         else:
-            verdict = self._verdict(arm, answers)
+            # For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for
+            # options that it does not have
+            if not self._runs_on_cluster(arm):
+                verdict = answers.verdict(arm)
+            else:
+                with contextlib.suppress(EngineError):
+                    answers.supports(arm)
+                verdict = Support(True)
             if not verdict.ok and self._experiment.force:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
@@ -247,18 +283,6 @@ class _Resolver:
             unasked=self._runs_on_cluster(arm),
         )
         return arm
-
-    def _verdict(self, arm: Arm, answers: EngineAnswers) -> Support:
-        """Whether an arm may run, as far as can be determined here.
-
-        For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for options
-        that it does not have.
-        """
-        if not self._runs_on_cluster(arm):
-            return answers.verdict(arm)
-        with contextlib.suppress(EngineError):
-            answers.supports(arm)
-        return Support(True)
 
     def _runs_on_cluster(self, arm: Arm) -> bool:
         """Whether an arm runs on a device that this machine does not have."""
@@ -346,7 +370,13 @@ class _Resolver:
         They are the reference's 32-bit twin, candidates on a kernel that quantizes no queries, and every candidate's
         format under exact attention, on the same weights.
         """
-        diagnostics = self._native_queries(candidates)
+        # Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none
+        experiment, diagnostics = self._experiment, dict[str, Arm]()
+        for config, arm in zip(experiment.candidates, candidates, strict=False):
+            options = engine_class(arm.engine).native_query_options(arm)
+            if options and arm.name not in self._unsupported:
+                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
+                diagnostics[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
             diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
@@ -359,16 +389,6 @@ class _Resolver:
         if any(role.startswith(EXACT) for role in diagnostics):
             diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
         return diagnostics
-
-    def _native_queries(self, candidates: Sequence[Arm]) -> dict[str, Arm]:
-        """Candidates whose engine may quantize queries, on a kernel that does not; cells of a grid have none."""
-        experiment, found = self._experiment, dict[str, Arm]()
-        for config, arm in zip(experiment.candidates, candidates, strict=False):
-            options = engine_class(arm.engine).native_query_options(arm)
-            if options and arm.name not in self._unsupported:
-                changed = {"name": f"{arm.name} (16-bit queries)", "engine_args": {**config.engine_args, **options}}
-                found[f"{QUERIES}:{arm.name}"] = self._arm(config.model_copy(update=changed))
-        return found
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
@@ -450,23 +470,6 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
     return config.model_copy(update={"kv": kv, "name": name})
 
 
-def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
-    """The experiment with every default and "auto" resolved, as the resolved file shows it."""
-    reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
-    here = experiment.executor.name == "local"
-    return experiment.model_copy(
-        update={
-            "reference": reference,
-            "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
-            "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
-            "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
-            "device": _device(experiment.device, model) if here else _check_cluster_device(experiment.device),
-            "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
-            "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
-        }
-    )
-
-
 def _device(asked: str, model: Model) -> str:
     if model.kind == "fake" or asked == "cpu" or (asked == "auto" and not gpu_files()):
         return "cpu"  # without torch, whose import takes a second
@@ -514,29 +517,6 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
         yield from experiment.cells
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
-
-
-def _refuse_twins(candidates: tuple[Arm, ...], resolved: Mapping[str, ResolvedArm]) -> None:
-    """Refuse what would be captured twice: the same arm, in environments of the same versions."""
-    names: set[str] = set()
-    prints: dict[str, str] = {}
-    for arm in candidates:
-        versions = resolved[arm.name].versions if arm.name in resolved else {}
-        fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
-        twin = prints.get(fingerprint)
-        if twin is not None or arm.name in names:
-            same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
-            raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
-        names.add(arm.name)
-        prints[fingerprint] = arm.name
-
-
-def _refuse_namesakes(arms: Sequence[Arm]) -> None:
-    """Refuse two different arms of one name: reports refer to arms by name."""
-    prints: dict[str, str] = {}
-    for arm in arms:
-        if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
-            raise UsageError(f"two different configurations are named {arm.name!r}; give one of them another 'name'")
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -176,20 +176,18 @@ class Pack:
             }
             if wrong := next((name for name, (a, b) in what.items() if a != b), None):
                 raise CaptureError(f"{self.place}: {part} has another {wrong} than the manifest; fetch the pack again")
-            self._check_head(part, capture)
+            if capture.head is not None:
+                weight = TensorFile(capture.head.path).get("weight")
+                _, width = (weight if not hasattr(weight, "bits") else weight.bits).shape
+                widths = {capture.array_shape(i, "hidden")[1] for i in range(len(capture.items)) if capture.names(i)}
+                if widths - {width}:
+                    raise CaptureError(
+                        f"{self.place}: the output head does not fit the states of {part}; fetch the pack again"
+                    )
         if len(arms) != 1:
             raise CaptureError(
                 f"{self.place}: its captures are of {len(arms)} configurations, not one; fetch the pack again"
             )
-
-    def _check_head(self, part: str, capture: Capture) -> None:
-        if capture.head is None:
-            return
-        weight = TensorFile(capture.head.path).get("weight")
-        _, width = (weight if not hasattr(weight, "bits") else weight.bits).shape
-        widths = {capture.array_shape(i, "hidden")[1] for i in range(len(capture.items)) if capture.names(i)}
-        if widths - {width}:
-            raise CaptureError(f"{self.place}: the output head does not fit the states of {part}; fetch the pack again")
 
     def check_tokenizer(self, vocabulary: Vocabulary, pieces: list[str], sample: str) -> None:
         """Refuse a model that reads the windows' token ids as other text.

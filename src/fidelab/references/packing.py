@@ -13,7 +13,7 @@ from fidelab.core.paths import expand
 from fidelab.core.scratch import scratch
 from fidelab.engines.base import engine_class
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.models import Model, hub, quantized_as, resolve
+from fidelab.models import hub, quantized_as, resolve
 from fidelab.references.borrow import HUB, split_place
 from fidelab.references.pack import FOLDERS, sample_digest, write_pack
 from fidelab.results.measurement import DECIDING
@@ -80,13 +80,19 @@ def _contents(
     captures = {part: Capture(path) for part, path in parts.items()}
     for capture in captures.values():
         capture.manifest |= {name: _public(capture.manifest[name]) for name in ("ran", "facts")}
+    if not (formats := quantized_as(model)):
+        weights = ""
+    else:
+        converted = model.kind == "gguf" and engine_class(reference.arm.engine).checkpoint_format != "gguf"
+        dequantized = converted or formats in engine_class(reference.arm.engine).dequantizes
+        weights = f"{'dequantized from' if dequantized else 'quantized as'} {formats}"
     found = {
         "created": report.created,
         "fidelab_version": fidelab.__version__,
         "model": _public(str(experiment.model)),
         "checkpoint_sha256": model.weights,
         "machine": facts.machine(),
-        "weights": _weights(model, reference.arm.engine),
+        "weights": weights,
         "axes": {name: experiment.axes[name] for name in axes if any(p.partition(".")[0] == name for p in parts)},
         "noise": {name: found for name, found in report.floor.items() if name in axes and found.measured},
         "difference": difference,
@@ -105,12 +111,3 @@ def _public(value: Any) -> Any:
             return without_folders(value)
         case _:
             return value
-
-
-def _weights(model: Model, engine: str) -> str:
-    """Describe formats below 16 bits of a checkpoint, and whether the engine computes with 16-bit copies."""
-    if not (formats := quantized_as(model)):
-        return ""
-    converted = model.kind == "gguf" and engine_class(engine).checkpoint_format != "gguf"
-    dequantized = converted or formats in engine_class(engine).dequantizes
-    return f"{'dequantized from' if dequantized else 'quantized as'} {formats}"

@@ -70,7 +70,12 @@ def render_junit(found: Check) -> str:
     NO-GO is a failure and INCONCLUSIVE an error, if they count. Otherwise the test is skipped.
     """
     suites = ElementTree.Element("testsuites", name="fidelab check")
-    _suite(suites, "rules", ((f"{r.arm}: {_place(r)}", r.decision, r.tier, _line(r)) for r in found.results))
+    rules = []
+    for r in found.results:
+        _, _, _, value, interval, limit = _cells(r)
+        line = "; ".join(filter(None, (f"{value} ({interval}), {limit}" if limit else "", r.reason)))
+        rules.append((f"{r.arm}: {_place(r)}", r.decision, r.tier, line))
+    _suite(suites, "rules", iter(rules))
     if found.baseline is not None:
         strict = not found.baseline.thresholds.allow_missing
         _suite(
@@ -113,33 +118,22 @@ def _suite(suites: ElementTree.Element, name: str, cases: Iterator[tuple[str, De
 def _cells(result: RuleResult) -> tuple[str, ...]:
     """One cell per column."""
     tier = "" if result.tier == "critical" else f" ({result.tier})"
+    limits = (("min", result.min), ("max", result.max))
+    share = result.unit == "share"
     return (
         f"{result.decision}{tier}",
         one_line(result.arm),
         one_line(_place(result)),
         format_figure(result.value, result.unit),
         format_interval(result.ci, result.unit),
-        _limit(result),
+        ", ".join(
+            f"{name} {f'{100 * limit:g}%' if share else f'{limit:,.6g}'}" for name, limit in limits if limit is not None
+        ),
     )
 
 
 def _place(result: RuleResult) -> str:
     return f"{result.metric} {result.cell}".strip()
-
-
-def _limit(result: RuleResult) -> str:
-    """``max 0.01``, ``min 97%``."""
-    limits = (("min", result.min), ("max", result.max))
-    share = result.unit == "share"
-    return ", ".join(
-        f"{name} {f'{100 * limit:g}%' if share else f'{limit:,.6g}'}" for name, limit in limits if limit is not None
-    )
-
-
-def _line(result: RuleResult) -> str:
-    """The figure with its interval and limit, and why it is inconclusive."""
-    _, _, _, value, interval, limit = _cells(result)
-    return "; ".join(filter(None, (f"{value} ({interval}), {limit}" if limit else "", result.reason)))
 
 
 def _why(found: Check) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 
 from rich.console import Console
-from rich.table import Table
 
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
@@ -44,7 +43,19 @@ def render_diff(diff: Diff, console: Console) -> None:
         line(f"not compared: {refusal}", "red")
     shown = _rows(diff)
     if shown:
-        console.print(_table(shown, console))
+        table = simple_table()
+        table.add_column("outcome", no_wrap=True)
+        table.add_column("metric", overflow="fold")
+        for name in ("baseline\nnow", "change"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for change in shown:
+            outcome, arm, place, old, new, changed = _cells(change)
+            table.add_row(
+                literal(outcome, console, _STYLES.get(change.outcome, "")),
+                literal(f"{arm}: {place}", console),
+                *(literal(figure, console) for figure in (f"{old}\n{new}", changed.replace(" (", "\n(", 1))),
+            )
+        console.print(table)
     for text in _missing(diff):
         line(text)
     line(_summary(diff), "bold")
@@ -71,22 +82,6 @@ def render_diff_markdown(diff: Diff) -> str:
 
 def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {escaped(line)}" for line in lines)
-
-
-def _table(rows: Iterable[MetricChange], console: Console) -> Table:
-    table = simple_table()
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("metric", overflow="fold")
-    for name in ("baseline\nnow", "change"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for change in rows:
-        outcome, arm, place, old, new, changed = _cells(change)
-        table.add_row(
-            literal(outcome, console, _STYLES.get(change.outcome, "")),
-            literal(f"{arm}: {place}", console),
-            *(literal(figure, console) for figure in (f"{old}\n{new}", changed.replace(" (", "\n(", 1))),
-        )
-    return table
 
 
 # --------------------------------------------------------------------------------------------------------- strings

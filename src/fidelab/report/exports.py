@@ -10,7 +10,7 @@ import yaml
 
 from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.report.markdown import code_span
-from fidelab.results.measurement import Measurement, Metric, label
+from fidelab.results.measurement import Metric, label
 from fidelab.results.numbers import format_interval, heading, public_name
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
@@ -49,7 +49,8 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     tasks: dict[str, dict[str, Metric]] = {}
     counts: dict[str, dict[str, int]] = {}
     for name, measurement in {**arm.axes, **arm.benches}.items():
-        for task, metric in _tasks(name, measurement):
+        for metric in (metric for metric in measurement.metrics if metric.value is not None):
+            task = "_".join(filter(None, ("fidelab", _slug(name), _slug(label(metric.cell)))))
             tasks.setdefault(task, {})[metric.key] = metric
             if measurement.n_items is not None:
                 usable = measurement.n_items - (measurement.n_failed or 0)
@@ -59,7 +60,9 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
         results[task] = {"alias": task, "name": task}
         for name, metric in metrics.items():
             results[task][f"{name},{_NO_FILTER}"] = metric.value
-            results[task][f"{name}_stderr,{_NO_FILTER}"] = _stderr(metric)
+            interval = metric.interval
+            stderr = "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
+            results[task][f"{name}_stderr,{_NO_FILTER}"] = stderr
     model = public_name(arm.model)
     settings = f"model={model},kv={arm.kv_text}"
     return {
@@ -92,20 +95,9 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     }
 
 
-def _tasks(name: str, measurement: Measurement) -> Iterator[tuple[str, Metric]]:
-    for metric in measurement.metrics:
-        if metric.value is not None:
-            yield "_".join(filter(None, ("fidelab", _slug(name), _slug(label(metric.cell))))), metric
-
-
 def _slug(text: str) -> str:
     """A part of a task's name or a metric's: without commas and blanks."""
     return re.sub(r"\W+", "_", text).strip("_")
-
-
-def _stderr(metric: Metric) -> float | str:
-    interval = metric.interval
-    return "N/A" if interval is None else (interval[1] - interval[0]) / _STDERRS
 
 
 # --------------------------------------------------------------------------------------------------- the hub

@@ -8,12 +8,12 @@ from types import MappingProxyType
 from fidelab.report.cells import Estimate
 from fidelab.report.charts import Chart, ChartSize, ShadedBand, draw_frame, element, text
 from fidelab.report.labels import Labels, shorten
-from fidelab.report.scales import ChartAxis, Scale, round_step, scale_for
+from fidelab.report.scales import ChartAxis, round_step, scale_for
 from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
-_FAR_RATIO = 1.5
-_CROWD_SIZE = 12
+_FAR_RATIO = 1.5  # of the largest point: a line farther to the right would press the points together
+_CROWD_SIZE = 12  # points from which on only those with room next to them have a label
 
 
 def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
@@ -65,7 +65,9 @@ def draw_frontier(
         inside.append(element("line", class_="upright", x1=at, x2=at, y1=top, y2=bottom))
         inside.append(text(min(at + 30, right), top - 5, f"reference {shorten(reference.name)}", "end"))
     if len(best) > 1:
-        inside.append(element("path", class_="step", d=_stairs(best, x, y)))
+        # The least KL that a given size buys: level up to the next size, then down
+        steps = "".join(f"H{x(point.size):g}V{y(point.mean):g}" for point in best[1:])
+        inside.append(element("path", class_="step", d=f"M{x(best[0].size):g} {y(best[0].mean):g}{steps}"))
     labels = Labels(left, right, top, bottom, [(x(point.size), y(point.mean)) for point in points])
     for point in sorted(points, key=lambda point: (not point.chosen, point not in best, -point.mean, point.size)):
         at, level = x(point.size), y(point.mean)
@@ -86,9 +88,3 @@ def draw_frontier(
     return draw_frame(
         size, x, y, x_axis, y_axis.label, inside, bands=bands, rules=rules, name_rules=True, x_ticks=most, y_ticks=8
     )
-
-
-def _stairs(best: Sequence[FrontierPoint], x: Scale, y: Scale) -> str:
-    """The least KL that a given size buys: level up to the next size, then down."""
-    first, rest = best[0], best[1:]
-    return f"M{x(first.size):g} {y(first.mean):g}" + "".join(f"H{x(p.size):g}V{y(p.mean):g}" for p in rest)

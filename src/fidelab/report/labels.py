@@ -62,12 +62,9 @@ class Labels:
             for at, anchor in ((x + away, "start"), (x - away, "end")):
                 begin = at if anchor == "start" else at - width
                 box = (begin, y + shift - 7, begin + width, y + shift + 7)
-                if self._free(box):
+                left, top, right, bottom = box
+                inside = left >= self.left and right <= self.right and top >= self.top - 7 and bottom <= self.bottom + 7
+                if inside and all(right <= a or left >= c or bottom <= b or top >= d for a, b, c, d in self.taken):
                     self.taken.append(box)
                     return round(at, 1), round(y + shift + 4, 1), anchor
         return None
-
-    def _free(self, box: tuple[float, float, float, float]) -> bool:
-        left, top, right, bottom = box
-        inside = left >= self.left and right <= self.right and top >= self.top - 7 and bottom <= self.bottom + 7
-        return inside and all(right <= a or left >= c or bottom <= b or top >= d for a, b, c, d in self.taken)

@@ -14,7 +14,7 @@ from fidelab.report.cells import engines_of, fact_of
 from fidelab.report.summary import Performance
 from fidelab.report.tables import NAME, TextTable
 from fidelab.report.view import FIGURES, Answer, View, build_view
-from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
 
@@ -31,8 +31,10 @@ _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 def render_markdown(report: Report) -> str:
     """Render the section, which ends in a newline."""
     view = build_view(report)
+    rows = ((row, code_cell(row.name), (row.mark, *(row.cells[n] for n in view.kept))) for row in view.candidates)
+    cells = ((f"**{name}**" if row.chosen else name, *map(escaped, figures)) for row, name, figures in rows)
     verdicts = (
-        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, _cells(view)),
+        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, cells),
         _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
         *(escaped(line) for line in (*view.headlines, *view.partings)),
         *(part for table in view.beside for part in _titled(table)),
@@ -44,9 +46,19 @@ def render_markdown(report: Report) -> str:
         *(f"failed: {escaped(line)}" for line in view.failures),
         *map(escaped, (*view.modified, *view.engine_remarks)),
     )
+    engines = escaped(engines_of((report.reference, *report.candidates)))
+    n = len(view.candidates) if view.fidelity else len(view.rows)
+    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
+    if view.performance is not None and not view.fidelity:
+        what = view.performance.measured
+        compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
+        opening = f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
+    else:
+        base = code_span(view.rows[0].name)
+        opening = f"{subject}, compared with the reference {base}{_protocol(report, view.text)}."
     parts = [
         *(_answer(view.answer) if view.answer else ()),
-        _opening(report, view),
+        opening,
         _bullets(warnings),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
@@ -64,50 +76,29 @@ def _answer(answer: Answer) -> Iterator[str]:
     yield _code_block(answer.command) if answer.command else ""
 
 
-def _opening(report: Report, view: View) -> str:
-    """Subject of the run, with its text and protocol, in one sentence."""
-    engines = escaped(engines_of((report.reference, *report.candidates)))
-    n = len(view.candidates) if view.fidelity else len(view.rows)
-    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(public_name(view.rows[0].model))} on {engines}"
-    if view.performance is not None and not view.fidelity:
-        what = view.performance.measured
-        compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
-        return f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
-    return f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
-
-
 def _protocol(report: Report, text: str) -> str:
     """Text and windows, and the facts of the other axes, as far as the settings name them."""
     settings = report.settings
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get(DECIDING))):
-        size = _windows_of(kld["n_ctx"]) if "n_ctx" in kld else ""
+        size = ""
+        if "n_ctx" in kld:
+            n_ctx = kld["n_ctx"]
+            shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
+            others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+            size = " of the shortest context" if shortest is None else f" of {_setting(shortest)} tokens{others}"
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     for name in axes:
         measured = (arm.axes[name] for arm in report.candidates if name != DECIDING and name in arm.axes)
         if axis := next((axis for axis in measured if axis.measured), None):
-            parts.append(f"{code_span(name)}{_facts(axis)}")
+            words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
+            plain = (fact for fact, value in axis.facts.items() if fact_of(value) != ABSENT)
+            words += [f"{escaped(one_line(fact))} {_setting(axis.facts[fact])}" for fact in plain]
+            parts.append(": ".join(filter(None, (code_span(name), ", ".join(words)))))
     return f": {'; '.join(parts)}" if parts else ""
-
-
-def _facts(axis: Measurement) -> str:
-    """``: 10 items, n_predict 64``."""
-    words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
-    plain = (name for name, value in axis.facts.items() if fact_of(value) != ABSENT)
-    words += [f"{escaped(one_line(name))} {_setting(axis.facts[name])}" for name in plain]
-    return f": {', '.join(words)}" if words else ""
-
-
-def _windows_of(n_ctx: Any) -> str:
-    """Windows are counted at the shortest context."""
-    shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
-    if shortest is None:
-        return " of the shortest context"
-    others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
-    return f" of {_setting(shortest)} tokens{others}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -150,14 +141,6 @@ def _figure(text: str) -> str:
 def code_cell(text: str) -> str:
     """Return a code span in a cell of a table."""
     return code_span(text).replace("|", "\\|")
-
-
-def _cells(view: View) -> Iterator[tuple[str, ...]]:
-    """The rows of the main table."""
-    for row in view.candidates:
-        cells = (row.mark, *(row.cells[n] for n in view.kept))
-        name = code_cell(row.name)
-        yield (f"**{name}**" if row.chosen else name, *map(escaped, cells))
 
 
 def _bullets(lines: Iterable[str]) -> str:

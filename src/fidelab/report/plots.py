@@ -176,7 +176,21 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
     size = FULL if any(any(curve.names) for _, curve in kept) else WIDE
     curves = [curve for _, curve in kept]
     noisy = report if first.kl else None
-    return _drawing(lines, _abscissa(curves), _ordinate(curves), caption.strip(), legend, size, noisy)
+    # Few lengths or loads: ticks at these, logarithmic where they are far apart, 0 then at the low end
+    values = sorted({at for curve in curves for at in curve.x})
+    label, log = curves[0].x_label, any(curve.log_x for curve in curves)
+    exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
+    exact = exact and not curves[0].kl  # these are means over bins
+    if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
+        abscissa = ChartAxis(label, log=log)
+    else:
+        above = [value for value in values if value > 0]
+        ticks = tuple((value, format_tokens(int(value))) for value in values) if exact else ()
+        if log or above[-1] / above[0] >= LOG_FROM:
+            abscissa = ChartAxis(label, log=True, low=above[0] / 4 if len(above) < len(values) else None, at=ticks)
+        else:
+            abscissa = ChartAxis(label, low=0.0, high=1.04 * above[-1], at=ticks)
+    return _drawing(lines, abscissa, _ordinate(curves), caption.strip(), legend, size, noisy)
 
 
 def _drawing(
@@ -202,21 +216,6 @@ def _drawing(
     ]
     first = lines[0].curve
     return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))
-
-
-def _abscissa(curves: Sequence[Curve]) -> ChartAxis:
-    """Few lengths or loads: ticks at these, logarithmic where they are far apart, 0 then at the low end."""
-    values = sorted({at for curve in curves for at in curve.x})
-    label, log = curves[0].x_label, any(curve.log_x for curve in curves)
-    exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
-    exact = exact and not curves[0].kl  # these are means over bins
-    if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
-        return ChartAxis(label, log=log)
-    above = [value for value in values if value > 0]
-    ticks = tuple((value, format_tokens(int(value))) for value in values) if exact else ()
-    if log or above[-1] / above[0] >= LOG_FROM:
-        return ChartAxis(label, log=True, low=above[0] / 4 if len(above) < len(values) else None, at=ticks)
-    return ChartAxis(label, low=0.0, high=1.04 * above[-1], at=ticks)
 
 
 def _ordinate(curves: Sequence[Curve]) -> ChartAxis:

@@ -63,7 +63,20 @@ class Scale:
 
     def ticks(self, most: int) -> tuple[Tick, ...]:
         """Return at most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
-        values = self._round_values(most)
+        if self.log:
+            first = math.ceil(math.log10(self.low) - 1e-9)
+            last = math.floor(math.log10(self.high) + 1e-9)
+            if last - first < 2:
+                within = (self.low * (1 - 1e-9), self.high * (1 + 1e-9))
+                fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+                values = [value for value in fine if within[0] <= value <= within[1]]
+            else:
+                decades = max(1, math.ceil((last - first) / most))
+                values = [10.0**power for power in range(last, first - 1, -decades)][::-1]
+        else:
+            step = round_step((self.high - self.low) / most)
+            first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+            values = [round(step * n, 12) for n in range(first, last + 1)]
         plain = not self.log or min(values, default=1.0) >= _MIN_PLAIN_TICK
         return tuple(Tick(self(value), self._label(value, plain)) for value in values)
 
@@ -77,19 +90,6 @@ class Scale:
                 kept.append(Tick(at, label))
                 limit = at - half - LETTER
         return tuple(reversed(kept))
-
-    def _round_values(self, most: int) -> list[float]:
-        if self.log:
-            first = math.ceil(math.log10(self.low) - 1e-9)
-            last = math.floor(math.log10(self.high) + 1e-9)
-            if last - first < 2:
-                within = (self.low * (1 - 1e-9), self.high * (1 + 1e-9))
-                fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
-                return [value for value in fine if within[0] <= value <= within[1]]
-            return [10.0**power for power in range(last, first - 1, -max(1, math.ceil((last - first) / most)))][::-1]
-        step = round_step((self.high - self.low) / most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [round(step * n, 12) for n in range(first, last + 1)]
 
     def _label(self, value: float, plain: bool = True) -> str:
         if self.percent:

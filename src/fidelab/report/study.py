@@ -137,8 +137,10 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
     tables = []
     for part in dict.fromkeys(row.at.get(PART) for row in rows):
         own = tuple(row for row in rows if row.at.get(PART) == part)
-        columns = tuple(name for name in study.columns if any(_has(row, name) for row in own))
-        headings = tuple(_heading(own, name) for name in columns)
+        there = {name for row in own for name in (*row.at, *row.facts)}
+        columns = tuple(n for n in study.columns if n in there or any(row.metric(n) is not None for row in own))
+        found = ((n, next((metric for row in own if (metric := row.metric(n)) is not None), None)) for n in columns)
+        headings = tuple(name if metric is None else heading(metric.name, metric.unit) for name, metric in found)
         cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
         if not all(row.measured for row in own):
             columns, headings = (*columns, _OUTCOME), (*headings, _OUTCOME)
@@ -151,15 +153,6 @@ def _failures(study: Study) -> list[str]:
     """Reasons of rows without figures, a line each, unless the table has them."""
     lost = (row for row in study.rows if not (row.measured or "why" in row.facts))
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
-
-
-def _has(row: StudyRow, name: str) -> bool:
-    return name in row.at or name in row.facts or row.metric(name) is not None
-
-
-def _heading(rows: Sequence[StudyRow], name: str) -> str:
-    metric = next((metric for row in rows if (metric := row.metric(name)) is not None), None)
-    return name if metric is None else heading(metric.name, metric.unit)
 
 
 def _cell(row: StudyRow, name: str) -> str:

@@ -196,7 +196,9 @@ def other_tests_table(report: Report) -> TextTable | None:
             columns[f"{head}{over}"] = [(one_line(base) if n == 0 else "") or ABSENT, *own]
     if not columns:
         return None
-    if _shows_composite(report):
+    composites = [arm.composite for arm in report.candidates if arm.composite is not None]
+    chosen = report.settings.get("bands", "fidelab") != "fidelab"
+    if bool(composites) and (chosen or any(composite.band is not None for composite in composites)):
         columns["composite"] = [
             ABSENT,
             *(ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms),
@@ -254,13 +256,6 @@ def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> s
     if metric is not None or axis is None:
         return str(estimate_of(metric))
     return STATUS[axis.status] if first else ABSENT
-
-
-def _shows_composite(report: Report) -> bool:
-    """All axes of a composite were measured, or a band table other than the default was requested."""
-    composites = [arm.composite for arm in report.candidates if arm.composite is not None]
-    chosen = report.settings.get("bands", "fidelab") != "fidelab"
-    return bool(composites) and (chosen or any(composite.band is not None for composite in composites))
 
 
 def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:

@@ -138,7 +138,12 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
         "items": [format_count(row.measurement.n_items) for row in rows if whole],
         "failed": [format_count(row.measurement.n_failed) for row in rows if whole],
     }
-    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
+    by_row = [row.cell.facts if row.cell else {} for row in rows]
+    shown = dict.fromkeys(name for facts in by_row for name in facts)
+    facts = [(one_line(name), [fact_of(facts.get(name)) for facts in by_row]) for name in shown]
+    most = (max((len(metric.repeats) for metric in row.metrics()), default=0) for row in rows)
+    repeats = [str(n) if n else ABSENT for n in most]
+    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", repeats), *facts):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[free(head, columns, " #")] = cells
     if any(row.cell is not None and not row.cell.valid for row in rows):
@@ -162,55 +167,34 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     by_key = {metric.key: metric for row in rows for metric in row.metrics()}
     leading = {metric.key for row in rows for metric in row.metrics() if metric.headline}
     speeds = [key for key, metric in by_key.items() if metric.unit in SPEEDS]
-    joined = _percentiles(by_key)
+    # Metric → the percentiles of its stem (`ttft_p50` …), where there are several: they share a column
+    stems: dict[str, list[str]] = {}
+    for key in by_key:
+        if match := _PERCENTILE.fullmatch(key):
+            stems.setdefault(match[1], []).append(key)
+    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
+    joined = {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
     for key, metric in by_key.items():
         if key in joined:
-            yield from _tails([by_key[one] for one in joined[key]], metric, rows)
+            # The percentiles of a stem in one column, once: `TTFT p50/p95/p99`
+            tails = [by_key[one] for one in joined[key]]
+            if metric.key == tails[0].key:
+                others = [tail.name.rpartition(" ")[2] for tail in tails[1:]]
+                found = [[row.metric(tail.key) for tail in tails] for row in rows]
+                cells = ["/".join(estimate_of(one).value for one in each) if any(each) else ABSENT for each in found]
+                yield heading("/".join((tails[0].name, *others)), metric.unit), cells
             continue
         values = [row.metric(key) for row in rows]
         mib = metric.unit == "bytes" and any(m is not None and (m.value or 0) >= MIB for m in values)
         yield heading(metric.name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
         if key in speeds and (key == speeds[0] or key in leading):
             head = RATIO if key == speeds[0] else f"{one_line(metric.name)}, {RATIO}"
-            yield head, [_ratio(row, key) for row in rows]
-
-
-def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
-    """Metric → the percentiles of its stem (``ttft_p50`` …), where there are several: they share a column."""
-    stems: dict[str, list[str]] = {}
-    for key in metrics:
-        if match := _PERCENTILE.fullmatch(key):
-            stems.setdefault(match[1], []).append(key)
-    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
-    return {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
-
-
-def _tails(tails: Sequence[Metric], metric: Metric, rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """The percentiles of a stem in one column, once: ``TTFT p50/p95/p99``."""
-    if metric.key != tails[0].key:
-        return
-    others = [tail.name.rpartition(" ")[2] for tail in tails[1:]]
-    found = [[row.metric(tail.key) for tail in tails] for row in rows]
-    cells = ["/".join(estimate_of(one).value for one in each) if any(each) else ABSENT for each in found]
-    yield heading("/".join((tails[0].name, *others)), metric.unit), cells
-
-
-def _ratio(row: _Row, key: str) -> str:
-    if row.base is None or not (row.valid and counts(row.base, row.at)):
-        return ABSENT
-    return ratio_of(row.metric(key), row.base.metric(key, row.at))
-
-
-def _repeats(row: _Row) -> str:
-    most = max((len(metric.repeats) for metric in row.metrics()), default=0)
-    return str(most) if most else ABSENT
-
-
-def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """(heading, cells) of the facts of cells that are a single word or number."""
-    by_row = [row.cell.facts if row.cell else {} for row in rows]
-    for name in dict.fromkeys(name for facts in by_row for name in facts):
-        yield one_line(name), [fact_of(facts.get(name)) for facts in by_row]
+            bases = ((row, row.base) for row in rows)
+            firm = [base is not None and row.valid and counts(base, row.at) for row, base in bases]
+            rivals = (
+                row.base.metric(key, row.at) if row.base and ok else None for row, ok in zip(rows, firm, strict=True)
+            )
+            yield head, [ratio_of(own, rival) for own, rival in zip(values, rivals, strict=True)]
 
 
 def _doubts(row: _Row) -> Iterator[str]:

@@ -24,7 +24,7 @@ from fidelab.report.cells import STATUS, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, Answer, ArmRow, Performance, View, build_view
+from fidelab.report.view import FIGURES, View, build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
@@ -58,12 +58,27 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     view = build_view(report)
     line = partial(print_line, console)
     line(" · ".join((view.title, *view.facts)), "bold")
-    _print_failures(view, console, folder)
+    if view.failures:
+        print_line(console, "failed or not measurable:", "red")
+        for failure in view.failures:
+            print_line(console, f"  {failure}")
+    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
+    if folder is not None and failed and (folder / "logs").exists():
+        print_path(console, "what the workers printed", folder / "logs")
     for remark in view.engine_remarks:
         line(remark, "yellow")
     if view.answer is not None:
         line("")
-        _print_answer(view.answer, console)
+        # `Use q8_0` and its evidence, in two columns where there is room
+        first, *rest = view.answer.facts or ("",)
+        indent = max(_INDENT_COLUMNS, len(view.answer.head) + 2)
+        if indent > 24 or console.width < 60:
+            print_line(console, view.answer.head, "bold")
+            indent, rest = 2, [first, *rest]
+        else:
+            console.print(_hanging(f"{view.answer.head:<{indent}}{first}", indent, console, len(view.answer.head)))
+        for fact in filter(None, rest):
+            console.print(_hanging(f"{'':{indent}}{fact}", indent, console))
     if view.candidates and view.fidelity:
         line("")
         _print_candidates(view, console)
@@ -73,7 +88,17 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for table in others:
         _print_titled(table, console)
     if view.performance is not None and view.performance.columns:
-        _print_performance(view.performance, console)
+        # Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's
+        rows = tuple(
+            (name, *map(str, figures))
+            for name, figures in zip(view.performance.names, view.performance.rows, strict=True)
+            if not all(figure.absent for figure in figures)
+        )
+        table = Others("performance", "", (NAME, *view.performance.columns), rows, 1)
+        _print_table(table, console, stacked=True)
+        if view.performance.note:
+            print_line(console, view.performance.note)
+        console.print()
     if details or not view.fidelity:
         _print_details(view, console)
     line("")
@@ -94,29 +119,6 @@ def _shown_path(path: Path) -> str:
 def _print_labelled(label: str, text: str, console: Console) -> None:
     """A line that is not wrapped, so that it can be copied."""
     console.print(literal(f"{label:<7} {text}", console), soft_wrap=True)
-
-
-def _print_failures(view: View, console: Console, folder: Path | None) -> None:
-    if view.failures:
-        print_line(console, "failed or not measurable:", "red")
-        for failure in view.failures:
-            print_line(console, f"  {failure}")
-    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
-    if folder is not None and failed and (folder / "logs").exists():
-        print_path(console, "what the workers printed", folder / "logs")
-
-
-def _print_answer(answer: Answer, console: Console) -> None:
-    """``Use q8_0`` and its evidence, in two columns where there is room."""
-    first, *rest = answer.facts or ("",)
-    indent = max(_INDENT_COLUMNS, len(answer.head) + 2)
-    if indent > 24 or console.width < 60:
-        print_line(console, answer.head, "bold")
-        indent, rest = 2, [first, *rest]
-    else:
-        console.print(_hanging(f"{answer.head:<{indent}}{first}", indent, console, len(answer.head)))
-    for fact in filter(None, rest):
-        console.print(_hanging(f"{'':{indent}}{fact}", indent, console))
 
 
 def _hanging(text: str, indent: int, console: Console, bold: int = 0) -> Text:
@@ -169,7 +171,9 @@ def _candidates(
     table.add_column(view.subject, no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     for name in kept:
-        table.add_column(literal(_two_lines(name), console), no_wrap=True)
+        # Break a heading that is longer than its cells before its last word, so that the table fits 80 columns
+        first, _, last = name.rpartition(" ")
+        table.add_column(literal(f"{first}\n{last}" if len(name) > _LONG_HEADING else name, console), no_wrap=True)
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
@@ -182,12 +186,6 @@ def _candidates(
             *((literal(row.why, console),) if reasons else ()),
         )
     return table
-
-
-def _two_lines(heading: str) -> str:
-    """Break a heading that is longer than its cells before its last word, so that the table fits 80 columns."""
-    first, _, last = heading.rpartition(" ")
-    return f"{first}\n{last}" if len(heading) > _LONG_HEADING else heading
 
 
 # ---------------------------------------------------------------------------------------------------------- details
@@ -208,8 +206,27 @@ def _print_details(view: View, console: Console) -> None:
     for table in (*view.beside, *(table for table in view.tables if table.key in ("attribution", "cache-layers"))):
         if table.key != "others":
             _print_titled(table, console)
-    _print_benches(view, console)
-    sentences = shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity)
+    for section in view.benches:
+        for shown in section.tables:
+            console.print(literal(shown.title, console, "bold"))
+            # An arm is named in its first row only; not at all where it is the report's only arm, which the title
+            # names
+            if len(view.rows) == 1 and shown.named > 1:
+                rows = tuple(row[1:] for row in shown.rows)
+                grouped = Others(shown.key, shown.title, shown.columns[1:], rows, shown.named - 1)
+            else:
+                above = [None, *(row[0] for row in shown.rows)]
+                rows = tuple(
+                    ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, shown.rows, strict=False)
+                )
+                grouped = Others(shown.key, shown.title, shown.columns, rows, shown.named)
+            _print_table(grouped, console)
+        for text in (*section.sources, *section.lines, *section.footnotes):
+            print_line(console, text)
+        console.print()
+    close = " (composite too close to call)"
+    own = ((row, row.sentence + close * row.too_close) for row in view.candidates if view.fidelity)
+    sentences = shared((row.name, " · ".join((sentence, *row.others))) for row, sentence in own)
     floor = (view.floor, view.control) if view.fidelity else ()
     risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
     note = (view.answer.note,) if view.answer and view.answer.command else ()
@@ -221,11 +238,6 @@ def _print_details(view: View, console: Console) -> None:
     for name, command in view.serve_commands:
         console.print(literal(f"  {name}:", console))
         console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
-
-
-def _sentence(row: ArmRow) -> str:
-    sentence = f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
-    return " · ".join((sentence, *row.others))
 
 
 def _print_titled(table: Others, console: Console) -> None:
@@ -250,20 +262,6 @@ def _print_whole(shown: Others, console: Console) -> None:
 # ---------------------------------------------------------------------------------------------------------- benches
 
 
-def _print_performance(speed: Performance, console: Console) -> None:
-    """Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's."""
-    rows = tuple(
-        (name, *map(str, figures))
-        for name, figures in zip(speed.names, speed.rows, strict=True)
-        if not all(figure.absent for figure in figures)
-    )
-    table = Others("performance", "", (NAME, *speed.columns), rows, 1)
-    _print_table(table, console, stacked=True)
-    if speed.note:
-        print_line(console, speed.note)
-    console.print()
-
-
 def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:
     """A table; columns that do not fit follow below, after the same names."""
     table, dropped = _narrowed(shown, console, stacked=stacked)
@@ -273,27 +271,6 @@ def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> N
         rows = tuple(tuple(row[n] for n in kept) for row in shown.rows)
         columns = tuple(shown.columns[n] for n in kept)
         _print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
-
-
-def _print_benches(view: View, console: Console) -> None:
-    """The tables of each bench with their footnotes."""
-    for section in view.benches:
-        for table in section.tables:
-            console.print(literal(table.title, console, "bold"))
-            _print_table(_grouped(table, alone=len(view.rows) == 1), console)
-        for line in (*section.sources, *section.lines, *section.footnotes):
-            print_line(console, line)
-        console.print()
-
-
-def _grouped(table: Others, *, alone: bool) -> Others:
-    """An arm is named in its first row only; not at all where it is the report's only arm, which the title names."""
-    if alone and table.named > 1:
-        rows = tuple(row[1:] for row in table.rows)
-        return Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
-    above = [None, *(row[0] for row in table.rows)]
-    rows = tuple(("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, table.rows, strict=False))
-    return Others(table.key, table.title, table.columns, rows, table.named)
 
 
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:

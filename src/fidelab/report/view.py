@@ -336,7 +336,9 @@ def build_view(report: Report) -> View:
 def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
     """``smollm2-135m · Transformers (CPU)``; with benches alone, the measured quantity comes first."""
     what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
-    return what if fidelity or performance is None else f"{_capital(performance.measured)} · {what}"
+    if fidelity or performance is None:
+        return what
+    return f"{performance.measured[:1].upper()}{performance.measured[1:]} · {what}"
 
 
 def _subject(report: Report) -> str:
@@ -399,6 +401,8 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
     judged = arm.verdict if role == "candidate" else None
     chosen = judged is not None and found is not None and found.arm == arm.name
     sentence = _sentence(arm, report.reference)
+    # The facts that set the band; not the reason why an arm did not run, which its sentence says
+    facts = arm.verdict.because if arm.verdict is not None else ()
     return ArmRow(
         role=role,
         name=one_line(arm.name),
@@ -416,7 +420,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         size=_saved(sizes.saving(arm.name)) if role == "candidate" else Estimate(),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
         sentence=sentence,
-        because=_because(arm),
+        because=tuple(one_line(fact) for fact in facts if arm.measured or fact != arm.reason),
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         text=text_of(kld),
@@ -489,10 +493,6 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
     return ". ".join(f"Weights of {', '.join(names)}, {size}" for size, names in sizes.items())
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _windows_read(arms: Sequence[ArmRecord]) -> str:
     """``windows read: 8 by a and b, 32 by c``; empty where all arms read as many."""
     read: dict[int, list[str]] = {}
@@ -543,12 +543,6 @@ def _key(role: str, arm: ArmRecord) -> str:
     if arm.verdict is not None and arm.verdict.band is not None:
         return arm.verdict.band.lower()
     return {Status.OK: "none", Status.IDENTICAL: "identical"}.get(arm.status, "broken")
-
-
-def _because(arm: ArmRecord) -> tuple[str, ...]:
-    """The facts that set the band; not the reason why an arm did not run, which its sentence says."""
-    facts = arm.verdict.because if arm.verdict is not None else ()
-    return tuple(one_line(fact) for fact in facts if arm.measured or fact != arm.reason)
 
 
 def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:

@@ -36,14 +36,20 @@ def adverse(arm: ArmRecord, reference: ArmRecord) -> tuple[Finding, ...]:
     (:attr:`~fidelab.results.measurement.Metric.null_value`).  Divergences always do; they are worse if the lower end
     lies in a worse band than the verdict.
     """
-    return (
-        *_worse_tests(arm),
-        *_worse_texts(arm),
-        *_failed_tests(arm),
-        *_other_runs(arm),
-        *_slower(arm, reference),
-        *_noise(arm),
-    )
+    failed = ((name, axis) for name, axis in arm.axes.items() if axis.status is Status.FAILED and name != DECIDING)
+    reasons = ((name, axis.reason or "no reason was recorded") for name, axis in failed)
+    others = [Finding(f"{one_line(name)} failed: {one_line(reason)}") for name, reason in reasons]
+    # of several whole runs the worst, if its mean KL lies in a worse band than the verdict, which is the first run's
+    mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
+    worst = max(mean.repeats, default=None) if mean is not None else None
+    if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
+        others.append(Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}"))
+    slowest = next(iter(rate_ratios(arm, reference)), None)
+    if slowest is not None and slowest.ratio < EQUAL_RATE_SHARE:
+        rates = f"{format_amount(slowest.own)} of {format_amount(slowest.other)} tok/s"
+        text = f"slower: {slowest.ratio:.2f}× the reference in {one_line(slowest.where)} ({rates})"
+        others.append(Finding(text, fidelity=False))
+    return (*_worse_tests(arm), *_worse_texts(arm), *others, *_noise(arm))
 
 
 def is_shown_worse(metric: Metric, band: Band | None) -> bool:
@@ -93,28 +99,6 @@ def _worse_texts(arm: ArmRecord) -> Iterator[Finding]:
             kind = one_line(str(metric.cell[DOMAIN]))
             span = "" if metric.interval is None else f" ({format_span(metric.interval)})"
             yield Finding(f"{kind} is {found.value.lower()}: KLD {format_nats(metric.value)}{span}")
-
-
-def _failed_tests(arm: ArmRecord) -> Iterator[Finding]:
-    for name, axis in arm.axes.items():
-        if name != DECIDING and axis.status is Status.FAILED:
-            yield Finding(f"{one_line(name)} failed: {one_line(axis.reason or 'no reason was recorded')}")
-
-
-def _other_runs(arm: ArmRecord) -> Iterator[Finding]:
-    """The worst of several whole runs, if its mean KL lies in a worse band than the verdict (the first run's)."""
-    mean, band = arm.deciding.metric("mean", {}) if arm.deciding is not None else None, _band(arm)
-    worst = max(mean.repeats, default=None) if mean is not None else None
-    if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
-        yield Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}")
-
-
-def _slower(arm: ArmRecord, reference: ArmRecord) -> Iterator[Finding]:
-    """The largest loss of speed, if a rate is more than 5% below the reference's."""
-    worst = next(iter(rate_ratios(arm, reference)), None)
-    if worst is not None and worst.ratio < EQUAL_RATE_SHARE:
-        rates = f"{format_amount(worst.own)} of {format_amount(worst.other)} tok/s"
-        yield Finding(f"slower: {worst.ratio:.2f}× the reference in {one_line(worst.where)} ({rates})", fidelity=False)
 
 
 def _noise(arm: ArmRecord) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ Decision = Literal["GO", "NO-GO", "INCONCLUSIVE"]
 Tier = Literal["critical", "supporting", "advisory"]
 
 _LEVEL = 0.025  # one-sided: an end of a 95% interval
-_LARGEST_LOG = 700.0
+_LARGEST_LOG = 700.0  # exp of more than 709 overflows
 _MAX_SPREADS = 1e5  # in the distance to a limit: beyond it, no sample of a practical size decides
 
 
@@ -195,23 +195,22 @@ def check(
     faults = diff.faults() if diff else []
     open_ = diff.undecided() if diff else []
     against: Decision | None = None if diff is None else "NO-GO" if faults else "INCONCLUSIVE" if open_ else "GO"
+    critical = [against, *(result.decision for result in results if result.tier == "critical")]
+    decision: Decision
+    if "NO-GO" in critical:
+        decision = "NO-GO"
+    else:
+        doubted = any(result.tier == "supporting" and result.decision == "NO-GO" for result in results)
+        decision = "INCONCLUSIVE" if doubted or "INCONCLUSIVE" in critical else "GO"
     return Check(
         run_id=report.run_id,
         created=report.created,
-        decision=_combined_decision(results, against),
+        decision=decision,
         results=results,
         baseline=diff,
         baseline_decision=against,
         reasons=(*faults, *open_),
     )
-
-
-def _combined_decision(results: Sequence[RuleResult], against: Decision | None) -> Decision:
-    critical = [against, *(result.decision for result in results if result.tier == "critical")]
-    if "NO-GO" in critical:
-        return "NO-GO"
-    doubted = any(result.tier == "supporting" and result.decision == "NO-GO" for result in results)
-    return "INCONCLUSIVE" if doubted or "INCONCLUSIVE" in critical else "GO"
 
 
 # ------------------------------------------------------------------------------------------------------- one rule
@@ -385,16 +384,14 @@ def _size(arm: ArmRecord, key: Key, metric: Metric, evidence: _Evidence, limit: 
     room = abs(limit - value)
     if metric.unit == "share" and value in (0.0, 1.0):
         return clusters_to_agree(room) if room > 1 / _MAX_SPREADS else None
-    if (sd := _document_spread(arm, key)) is None:
+    # Standard deviation between documents of the mean KL, where the record has sums by document
+    if (key.group, key.metric) != (DECIDING, "mean"):
+        document_spread = None
+    else:
+        sums = document_sums(arm)
+        spread = ratio_spread(RatioItems.of(sums.kl, sums.positions, sums.documents)) if sums else None
+        document_spread = spread.sd if spread else None
+    if (sd := document_spread) is None:
         reach = high - value if limit > value else value - low
         sd = reach * math.sqrt(n) / critical_value(n, cost=cost, upper=limit > value)
     return clusters_to_certify(sd, room, _LEVEL, POWER, cost=cost) if sd < _MAX_SPREADS * room else None
-
-
-def _document_spread(arm: ArmRecord, key: Key) -> float | None:
-    """Standard deviation between documents of the mean KL, where the record has sums by document."""
-    if (key.group, key.metric) != (DECIDING, "mean"):
-        return None
-    sums = document_sums(arm)
-    spread = ratio_spread(RatioItems.of(sums.kl, sums.positions, sums.documents)) if sums else None
-    return spread.sd if spread else None

@@ -40,7 +40,7 @@ LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "flips": "max_flips", "accuracy_loss": "
 """The limit that replaces the margin of a claim, by the claim's key."""
 _LEVEL = 0.99  # of the paired differences that strike a candidate
 _SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
-_RESAMPLES = 2000
+_RESAMPLES = 2000  # of documents, as docs/metrics.md states
 MOSTLY_ENCODED = 0.9
 """Share of the tokens read by attention that a format has to encode before its loss is confirmed: a tenth of exact
 tokens hides no more than about a tenth of the loss."""
@@ -118,9 +118,13 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
     if name == "max_kld":
         return ""
     least = name.startswith("min")
+    same = arm.axes[DECIDING].ci("top1", {})
+    # The upper end of the net loss of correct top tokens, a share; of several contexts the largest
+    certificate = arm.certificates.get(DECIDING)
+    ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
     found = {
-        "max_flips": _flips(arm),
-        "max_accuracy_loss": _net_loss(arm),
+        "max_flips": None if same is None else 1 - same[0],
+        "max_accuracy_loss": max(ends, default=None),
         "min_saving": saving,
         "min_tokens_per_s": lowest_rate(arm),
     }[name]
@@ -130,24 +134,6 @@ def _missed_limit(name: str, limit: float, arm: ArmRecord, saving: float | None)
         return ""
     shown = f"{found:,.3g}" if name == "min_tokens_per_s" else f"{100 * found:.2g}%"
     return f"{LIMITS[name]} {shown}" if least else f"{LIMITS[name]} up to {shown}"
-
-
-def _other_upper_end(arm: ArmRecord) -> float:
-    """Return the largest upper end of the mean KLs of other tests that the bands judge, nats; 0 without any."""
-    return max((metric.interval[1] if metric.interval else math.inf for _, _, metric in arm.banded), default=0.0)
-
-
-def _flips(arm: ArmRecord) -> float | None:
-    """Return the upper end of the share of flips."""
-    same = arm.axes[DECIDING].ci("top1", {})
-    return None if same is None else 1 - same[0]
-
-
-def _net_loss(arm: ArmRecord) -> float | None:
-    """Return the upper end of the net loss of correct top tokens, a share; of several contexts the largest."""
-    certificate = arm.certificates.get(DECIDING)
-    ends = [flips.ci[1] for flips in certificate.flips if flips.ci] if certificate else []
-    return max(ends, default=None)
 
 
 # ------------------------------------------------------------------------------------------------- choosing
@@ -191,13 +177,9 @@ class Field:
     @cached_property
     def gains(self) -> list[str]:
         """Gain of each candidate over the base of savings: ``size``, ``speed``, or empty if none was measured."""
-        return [self._gain(arm) for arm in self.arms]
-
-    def _gain(self, arm: ArmRecord) -> str:
-        saving = self.sizes.saving(arm.name)
-        if saving is not None and saving > 0:
-            return "size"
-        return "speed" if is_faster(arm, self.reference) else ""
+        savings = [(arm, self.sizes.saving(arm.name)) for arm in self.arms]
+        smaller = [(arm, saving is not None and saving > 0) for arm, saving in savings]
+        return ["size" if small else "speed" if is_faster(arm, self.reference) else "" for arm, small in smaller]
 
     @cached_property
     def bytes(self) -> Floats:
@@ -284,7 +266,11 @@ class Field:
             sums = document_sums(arm)
             shift = np.zeros(n_rows) if sums is None else (drawn := self._means(sums, sums.kl)) - drawn[0]
             mean[:, n] = kld.value + shift
-            upper[:, n] = np.maximum(kld.interval[1] + shift, _other_upper_end(arm))
+            # The largest upper end of the mean KLs of other tests that the bands judge, nats; 0 without any
+            upper[:, n] = np.maximum(
+                kld.interval[1] + shift,
+                max((metric.interval[1] if metric.interval else math.inf for _, _, metric in arm.banded), default=0.0),
+            )
             eligible[:, n] = upper[:, n] < KL_EDGES[-1] if self.by_class else True
             if "max_kld" in self.limits:
                 eligible[:, n] &= upper[:, n] <= self.limits["max_kld"]
@@ -359,10 +345,6 @@ class Field:
         shares = [one for one in (certificate.claims if certificate else ()) if one.unit == "share"]
         if self.by_class:
             return any(one.state == "exceeded" for one in shares)
-        return self._shown_beyond_limit(arm)
-
-    def _shown_beyond_limit(self, arm: ArmRecord) -> bool:
-        """Whether the lower end of flips or of the net loss lies beyond the user's limit."""
         same, certificate = arm.axes[DECIDING].ci("top1", {}), arm.certificates.get(DECIDING)
         losses = [flips.ci[0] for flips in certificate.flips if flips.ci] if certificate else []
         ends = {"max_flips": None if same is None else 1 - same[1], "max_accuracy_loss": max(losses, default=None)}

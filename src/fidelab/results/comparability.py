@@ -63,7 +63,9 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     if key.group != CACHE and not key.group.startswith(BENCH):
         values["reference.kv"] = report.reference.kv_text
     if key.metric == OVER_CONTROL:
-        values["control.kv"] = control.kv_text if (control := _control(report, key)) else None
+        named = {arm.name: arm.control for arm in report.candidates if key.role == "candidate"}.get(key.arm)
+        control = next((arm for arm in report.controls if arm.name == named), report.control)
+        values["control.kv"] = control.kv_text if control else None
     if key.role == "floor":
         values["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
@@ -86,12 +88,6 @@ def _shorten(value: Any) -> str:
         return "not recorded"
     text = value if isinstance(value, str) else canonical_json(value)
     return text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[: _MAX_SHOWN_LENGTH - 1]}…"
-
-
-def _control(report: Report, key: Key) -> ArmRecord | None:
-    """Return the control that an arm's excess refers to."""
-    named = {arm.name: arm.control for arm in report.candidates if key.role == "candidate"}.get(key.arm)
-    return next((arm for arm in report.controls if arm.name == named), report.control)
 
 
 def _concerns(name: str, group: str, groups: Set[str]) -> bool:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -58,8 +58,8 @@ _WORST_FIRST: Mapping[ChangeOutcome, int] = {
     **{"regressed": 0, "lost": 1, "cannot tell": 2},
     **{"improved": 4, "new": 5, "unchanged": 6},
 }
-_UNDIRECTED = 3
-_LARGEST_LOG = 700.0
+_UNDIRECTED = 3  # rank of a figure that has no better side
+_LARGEST_LOG = 700.0  # exp of more than 709 overflows
 _NO_REPEATS = "no repeats"
 _NO_SIDE = "neither side is better"
 _BOUND = "a lower bound"
@@ -78,7 +78,12 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
     limits = thresholds or Thresholds()
     sides = tabulate(baseline), tabulate(now)
     was, is_ = (side.metrics for side in sides)
-    axes = _axes(baseline, now, *sides)
+    lacking = ((place, reason) for place, reason in sides[1].reasons.items() if place in sides[0].reasons)
+    unmeasured = [f"{', '.join(place[1:])}: {reason}" for place, reason in lacking]
+    axes = {key.group for side in sides for key in side.metrics}
+    axes |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
+    asked = (report.settings.get("axes") for report in (baseline, now))
+    axes = axes.union(*(named for named in asked if isinstance(named, dict)))
     changes, refusals = [], _Refusals()
     alike = same_environment(baseline, now)
     for key, metric in {**is_, **was}.items():
@@ -103,7 +108,7 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
         changes=tuple(change for _, change in ordered),
         refused=tuple(refused),
         beside=tuple(environment_differences(baseline, now)),
-        unmeasured=tuple(_unmeasured(*sides)),
+        unmeasured=tuple(unmeasured),
     )
 
 
@@ -162,6 +167,15 @@ def _judge(
     if better is None:
         doubt = _BOUND if was.bound or now.bound else _NO_SIDE
         verdict = verdict if basis == "equal" else "cannot tell"
+    if was.better is None:
+        allowed = ""
+    else:
+        parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
+        if allowance.absolute:
+            points = was.unit in ("points", "share")
+            amount = allowance.absolute * (100 if was.unit == "share" else 1)
+            parts.append(f"{amount:g} {'points' if points else was.unit}")
+        allowed = " + ".join(parts) or "none"
     return MetricChange(
         **key._asdict(),
         name=was.name,
@@ -172,7 +186,7 @@ def _judge(
         change=estimate,
         ci=interval,
         relative=relative,
-        allowed=_format_allowance(allowance, was),
+        allowed=allowed,
         basis=basis,
         outcome=verdict,
         counts=better is not None,
@@ -250,17 +264,6 @@ def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: s
     )
 
 
-def _format_allowance(allowance: Allowance, metric: Metric) -> str:
-    if metric.better is None:
-        return ""
-    parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
-    if allowance.absolute:
-        points = metric.unit in ("points", "share")
-        amount = allowance.absolute * (100 if metric.unit == "share" else 1)
-        parts.append(f"{amount:g} {'points' if points else metric.unit}")
-    return " + ".join(parts) or "none"
-
-
 def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[float, float]:
     """Sort key, worst first: the outcome, then the rise of the cost as a multiple of the allowance."""
     rank = _WORST_FIRST[change.outcome]
@@ -302,20 +305,6 @@ class _Refusals:
             Refusal(groups=tuple(groups), field=name, baseline=old, now=new, n_metrics=groups.total())
             for (name, _), (old, new, groups) in self.entries.items()
         ]
-
-
-def _axes(baseline: Report, now: Report, *sides: MetricTable) -> set[str]:
-    """Return the names of all axes and benches of either side."""
-    named = {key.group for side in sides for key in side.metrics}
-    named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
-    asked = (report.settings.get("axes") for report in (baseline, now))
-    return named.union(*(axes for axes in asked if isinstance(axes, dict)))
-
-
-def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
-    for place, reason in now.reasons.items():
-        if place in was.reasons:
-            yield f"{', '.join(place[1:])}: {reason}"
 
 
 def _question_sources(report: Report) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def _differences(arm: ArmRecord, reference: ArmRecord, ran: RuntimeRecord, base:
         yield f"KV cache {one_line(arm.kv_text)}"
     for name, value in own.items():
         if name not in skipped and _differ(value, theirs.get(name)):
-            yield f"{one_line(name.replace('_', ' '))} {_short(value)}"
+            text = ("off", "on")[value] if isinstance(value, bool) else one_line(str(value))[:40]
+            yield f"{one_line(name.replace('_', ' '))} {text}"
 
 
 def _differ(own: Any, other: Any) -> bool:
@@ -87,9 +88,3 @@ def _differ(own: Any, other: Any) -> bool:
     if all(numbers):
         return bool(abs(own - other) > _SAME_SIZE * max(abs(own), abs(other)))
     return bool(own != other)
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return one_line(str(value))[:40]

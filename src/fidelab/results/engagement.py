@@ -8,7 +8,7 @@ from typing import Any
 from fidelab.core import Arm, Status
 from fidelab.results.outcomes import ArmResult
 
-_BYTES_TOLERANCE = 1e-3
+_BYTES_TOLERANCE = 1e-3  # of the bytes per token that the formats take
 _REFUTED = "refuted: "
 _QUESTIONS = ("received", "stored", "named")  # of the proof of engagement, in the order of reasons
 

@@ -266,7 +266,8 @@ def _evidence(
         if (same := kld.value("top1", {})) is not None:
             facts.append(f"same top token {100 * same:.1f}%")
     if share is not None:
-        facts.append(f"chosen in {_percent(share)} of resamples")
+        often = "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
+        facts.append(f"chosen in {often} of resamples")
     yield " · ".join(facts)
     for finding in against:
         yield f"but: {finding.text}"
@@ -277,7 +278,8 @@ def _evidence(
         yield f"encoded: {share:.0%} of the tokens that attention read{reached}"
     mean = kld.metric("mean", {})
     if mean is not None and len(mean.repeats) > 1:
-        yield f"{len(mean.repeats)} runs: KLD {_span(min(mean.repeats), max(mean.repeats))}"
+        ends = dict.fromkeys(format_nats(end) for end in (min(mean.repeats), max(mean.repeats)))
+        yield f"{len(mean.repeats)} runs: KLD {' to '.join(ends)}"
     if not any(field.gains) and best.name in field.sizes.sizes:
         yield f"no candidate saves anything, keep {one_line(field.sizes.base_name)}"
     if alternative is not None:
@@ -292,9 +294,13 @@ def _evidence(
         yield f"preliminary: {clusters}, at least {MIN_CLUSTERS} are needed to confirm"
     else:
         open_claims = [claim for claim in claims if not field.claim_holds(claim)]
-        undecided = "a larger candidate is undecided" if claims else "no non-inferiority test"
-        undecided = "too few tokens were encoded" if partly and claims else undecided
-        why = _claim(open_claims[0]) if open_claims else undecided
+        why = "a larger candidate is undecided" if claims else "no non-inferiority test"
+        why = "too few tokens were encoded" if partly and claims else why
+        if open_claims:
+            claim = open_claims[0]
+            at = f" at {claim.context:,} tokens" if claim.context else ""
+            most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
+            why = f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
         yield f"likely, not confirmed: {why}"
     if field.limits:
         yield f"limits: {_format_limits(field.limits)}"
@@ -308,14 +314,6 @@ def _other_claims(arm: ArmRecord) -> Iterator[str]:
                 yield f"{one_line(axis)} {claim.name} below {_amount(claim.margin, claim)}"
 
 
-def _span(low: float, high: float) -> str:
-    return format_nats(low) if format_nats(low) == format_nats(high) else f"{format_nats(low)} to {format_nats(high)}"
-
-
-def _percent(share: float) -> str:
-    return "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
-
-
 def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
     limit = field.limits.get(LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
     if claim.key == "mean_kl":
@@ -326,19 +324,10 @@ def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
 def _amount(value: float, claim: CertificateClaim) -> str:
     if claim.unit == "nats":
         return f"{value:.2g} nats" if value >= 1e-4 else f"{format_nats(value)} nats"
-    return f"{100 * value:.2g}%" if claim.key == "flips" else _points(value)
-
-
-def _points(value: float) -> str:
+    if claim.key == "flips":
+        return f"{100 * value:.2g}%"
     text = f"{100 * value:.2g}"
     return f"{text} point{'' if text == '1' else 's'}"
-
-
-def _claim(claim: CertificateClaim) -> str:
-    """``mean KL at 2,048 tokens up to 0.013 nats, margin 0.01 nats``."""
-    at = f" at {claim.context:,} tokens" if claim.context else ""
-    most = "has no interval" if claim.ci is None else f"up to {_amount(claim.ci[1], claim)}"
-    return f"{claim.name}{at} {most}, margin {_amount(claim.margin, claim)}"
 
 
 def _risks(arm: ArmRecord) -> Iterator[str]:
@@ -388,37 +377,31 @@ def _rejection_reason(field: Field, n: int, best: ArmRecord | None, beaten: Domi
     if field.why_not[n]:
         return field.why_not[n]
     if not field.choices.eligible[0, n]:
-        return _not_eligible(field, arm)
+        mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
+        if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
+            return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
+        if arm.verdict is not None and arm.verdict.band == "FAIL":
+            return "verdict FAIL"
+        means = [("", mean), *((f"{one_line(name)} ", metric) for name, _, metric in arm.banded)]
+        ends = [
+            (metric.interval[1], what) for what, metric in means if metric is not None and metric.interval is not None
+        ]
+        end, what = max(ends, default=(0.0, ""))
+        if end >= KL_EDGES[-1]:
+            return f"not decided, {what}KLD up to {format_nats(end, digits=2)} nats"
+        return "an accuracy loss beyond the margin is shown"
     if beaten is not None:
         by = field.sizes.sizes.get(beaten.by) == field.sizes.sizes.get(arm.name)
         return f"{one_line(beaten.by)} is {'as small' if by else 'smaller'} and closer"
     band = arm.verdict.band if arm.verdict else None
-    if best is None or band not in CLASSES[: 1 + _rank(best)]:
+    its = best.verdict.band if best is not None and best.verdict else None
+    if best is None or band not in (CLASSES[: 1 + CLASSES.index(its)] if its in CLASSES else CLASSES):
         return f"verdict {band}" if band else "not decided"
     if field.gains[field.arms.index(best)] and not field.gains[n]:
         return "safe to use, but saves nothing"
     if field.bytes[n] < field.sizes.sizes.get(best.name, math.inf):
         return f"hardly smaller than {one_line(best.name)}, and more than twice its KLD"
     return "also acceptable, but not smaller"
-
-
-def _rank(arm: ArmRecord) -> int:
-    band = arm.verdict.band if arm.verdict else None
-    return CLASSES.index(band) if band in CLASSES else len(CLASSES)
-
-
-def _not_eligible(field: Field, arm: ArmRecord) -> str:
-    mean, limit = arm.axes[DECIDING].metric("mean", {}), field.limits.get("max_kld")
-    if limit is not None and mean is not None and mean.interval is not None and mean.interval[1] > limit:
-        return f"mean KLD up to {format_nats(mean.interval[1], digits=2)} nats"
-    if arm.verdict is not None and arm.verdict.band == "FAIL":
-        return "verdict FAIL"
-    means = [("", mean), *((f"{one_line(name)} ", metric) for name, _, metric in arm.banded)]
-    ends = [(metric.interval[1], what) for what, metric in means if metric is not None and metric.interval is not None]
-    end, what = max(ends, default=(0.0, ""))
-    if end >= KL_EDGES[-1]:
-        return f"not decided, {what}KLD up to {format_nats(end, digits=2)} nats"
-    return "an accuracy loss beyond the margin is shown"
 
 
 def _more(arms: Sequence[ArmRecord]) -> str:

@@ -502,7 +502,10 @@ class Report(Document):
         try:
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
-            raise InputError(f"{path}: {_first_fault(error)}") from error
+            faults = error.errors(include_url=False)
+            place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise InputError(f"{path}: {place:.300}: {faults[0]['msg']:.1000}{more}") from error
 
     def write(self, path: str | Path) -> Path:
         """Write the file in one step: readers see either the old file or the whole new one.
@@ -534,13 +537,6 @@ def _in_this_schema(path: Path, text: str) -> str:
     if schema != SCHEMA:
         raise InputError(f"{path}: has schema {schema!r}; this fidelab reads {SCHEMA!r}")
     return text
-
-
-def _first_fault(error: ValidationError) -> str:
-    faults = error.errors(include_url=False)
-    place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{place:.300}: {faults[0]['msg']:.1000}{more}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fidelab.core.errors import UsageError
-from fidelab.results.measurement import Cell, Definition, Measurement, Metric, label
+from fidelab.results.measurement import Definition, Measurement, Metric, label
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import NEEDS_REASON
 
@@ -100,9 +100,14 @@ def _add(
         if measurement.status in NEEDS_REASON:
             table.reasons[*place, group] = measurement.reason or ""
         for shape in measurement.cells:
-            if why := _unusable(shape):
+            doubts = "; ".join(flag.text for flag in shape.flags)
+            why = "" if shape.valid else f"the cell is invalid{': ' if doubts else ''}{doubts}"
+            if why := (shape.reason or "") if shape.status in NEEDS_REASON else why:
                 table.reasons[*place, group, label(shape.at)] = why
-        for metric in (*measurement.metrics, *_failed(measurement)):
+        failed: list[Metric] = []
+        if measurement.n_failed is not None:
+            failed.append(_FAILED(measurement.n_failed))
+        for metric in (*measurement.metrics, *failed):
             cell = measurement.cell(metric.cell)
             if metric.value is None or (cell is not None and not cell.valid):
                 continue
@@ -112,21 +117,9 @@ def _add(
             table.metrics[key] = flagged if prefix else _with_caveat(flagged)
 
 
-def _unusable(cell: Cell) -> str:
-    if cell.status in NEEDS_REASON:
-        return cell.reason or ""
-    why = "; ".join(flag.text for flag in cell.flags)
-    return "" if cell.valid else f"the cell is invalid{': ' if why else ''}{why}"
-
-
 def _with_caveat(metric: Metric) -> Metric:
     sure = metric.exact or metric.ci or metric.caveat
     return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
-
-
-def _failed(measurement: Measurement) -> Iterator[Metric]:
-    if measurement.n_failed is not None:
-        yield _FAILED(measurement.n_failed)
 
 
 # -------------------------------------------------------------------------------------------------- data frame

@@ -70,6 +70,14 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
         return Verdict.model_validate({"because": (arm.reason or "no full-vocabulary KLD",), **common})
     ruling = case.ruling or Ruling(None, (reason,))
     because = (reason, *ruling.because[1:]) if reason and ruling.band is None else ruling.because
+    # Remark that KLD includes the difference of two attention kernels, where no control measures it
+    other_kernel: list[str] = []
+    # of engine hf, without variants: other engines choose by format and report it
+    sides = (arm if arm and arm.engine == "hf" else None for arm in (case.arm, case.reference, case.control))
+    kernel, other, control = (((arm and arm.ran and arm.ran.attention) or "").partition(" ")[0] for arm in sides)
+    if kernel and other and kernel not in (other, control):
+        where = f"attention is {kernel} here and {other} in the reference"
+        other_kernel.append(f"{where}: the KLD holds the difference of these kernels")
     return Verdict.model_validate(
         {
             "band": ruling.band,
@@ -77,7 +85,7 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
             "at_worst": ruling.at_worst,
             "preliminary": ruling.preliminary,
             "by_kld": ruling.by_kld,
-            "because": (*because, *_other_kernel(case)),
+            "because": (*because, *other_kernel),
             **common,
         }
     )
@@ -163,20 +171,6 @@ def _change(log_ratio: float) -> str:
 _OPPOSED = (DECIDING, "mean"), ("perplexity", "ln_ratio")
 
 
-def _other_kernel(case: _Case) -> Iterator[str]:
-    """Remark that KLD includes the difference of two attention kernels, where no control measures it."""
-    kernel, other, control = (arm and _kernel(arm) for arm in (case.arm, case.reference, case.control))
-    if kernel and other and kernel not in (other, control):
-        where = f"attention is {kernel} here and {other} in the reference"
-        yield f"{where}: the KLD holds the difference of these kernels"
-
-
-def _kernel(arm: ArmRecord) -> str | None:
-    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
-    attention = arm.ran.attention if arm.ran else None
-    return attention.split()[0] if arm.engine == "hf" and attention else None
-
-
 # ------------------------------------------------------------------------------------------------ the sentence
 
 
@@ -209,13 +203,24 @@ class _Case:
         if report is None:
             return case
         controls = (*((report.control,) if report.control else ()), *report.controls)
+        # The longest measured context in tokens: by the axis' facts, else by the settings
+        contexts = kld.facts.get("contexts") or [kld.facts]
+        reaches = [n for each in contexts if isinstance(n := each.get("n_ctx"), int)]
+        axes = report.settings.get("axes") or {}
+        asked = (axes.get(DECIDING) or {}).get("n_ctx")
+        kv = arm.kv
+        if kv is None or is_native(kv.k.name):
+            native_keys = None
+        else:
+            others = ((other, other.kv) for other in report.candidates if other.kv is not None)
+            native_keys = next((other for other, its in others if is_native(its.k.name) and its.v == kv.v), None)
         return replace(
             case,
             report=report,
             reference=report.reference,
             control=next((control for control in controls if control.name == arm.control), None),
-            native_keys=_native_keys(arm, report),
-            n_ctx=_longest(kld, report),
+            native_keys=native_keys,
+            n_ctx=max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None),
         )
 
     @property
@@ -253,23 +258,6 @@ class _Case:
         return None if ruling is None or ruling.band is None else ruling.band.value
 
 
-def _native_keys(arm: ArmRecord, report: Report) -> ArmRecord | None:
-    kv = arm.kv
-    if kv is None or is_native(kv.k.name):
-        return None
-    others = ((other, other.kv) for other in report.candidates if other.kv is not None)
-    return next((other for other, its in others if is_native(its.k.name) and its.v == kv.v), None)
-
-
-def _longest(kld: Measurement, report: Report) -> int | None:
-    """The longest measured context in tokens: by the axis' facts, else by the settings."""
-    contexts = kld.facts.get("contexts") or [kld.facts]
-    reaches = [n for each in contexts if isinstance(n := each.get("n_ctx"), int)]
-    axes = report.settings.get("axes") or {}
-    asked = (axes.get(DECIDING) or {}).get("n_ctx")
-    return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
-
-
 def _clauses(case: _Case) -> Iterator[str]:
     """Return the advice on the candidate, then further remarks, the most useful first."""
     arm, band, reason = case.arm, case.band, one_line(case.reason) or "no reason was recorded"
@@ -287,7 +275,9 @@ def _clauses(case: _Case) -> Iterator[str]:
             yield from _gain(case)
             yield from _reach(case)
     elif case.ruling is not None and case.ruling.at_worst is not None:
-        yield f"cannot tell: {_band_span(case.ruling)}, use more windows"
+        bands = (case.ruling.at_best or Band.EXCELLENT, case.ruling.at_worst or Band.FAIL)
+        span = " to ".join(dict.fromkeys(band.value.lower() for band in bands))
+        yield f"cannot tell: {span}, use more windows"
         yield from _gain(case)
         yield from _facts(case)
         yield from _few_clusters(case, case.ruling)
@@ -304,7 +294,15 @@ def _clauses(case: _Case) -> Iterator[str]:
         yield f"{advice}{' (preliminary)' if case.ruling.preliminary else ''}, {first}"
         yield from others
         yield from _remedy(case)
-        yield from _doubts(case, case.ruling)
+        # Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves
+        # out
+        cut = case.kld.value("cut", {})
+        yield from _few_clusters(case, case.ruling)
+        if case.ruling.at_best is not None:
+            more = "" if case.ruling.preliminary else ", use more windows"
+            yield f"inconclusive between {case.ruling.at_best.value} and {case.band}{more}"
+        if cut is not None and cut >= _MUCH_CUT:
+            yield f"KLD leaves out {cut:.2%} of the probability, of tokens that one vocabulary lacks"
         yield from _gain(case)
         yield from _changes(case.kld)
         yield from _worst(case.kld)
@@ -324,12 +322,6 @@ def _identical(case: _Case) -> str:
     if is_proven(arm):
         return "safe, the format ran and its output is identical to the reference's"
     return "identical output, not proven that the format ran"
-
-
-def _band_span(ruling: Ruling) -> str:
-    """Words for the bands that are still possible, such as ``excellent to fail``."""
-    best, worst = (band.value.lower() for band in (ruling.at_best or Band.EXCELLENT, ruling.at_worst or Band.FAIL))
-    return best if best == worst else f"{best} to {worst}"
 
 
 def _why_none(case: _Case) -> str:
@@ -371,17 +363,6 @@ def _span(interval: tuple[float, float]) -> str:
     if high < _MIN_SHOWN_NATS:
         return "below 0.0001" if high else "0"
     return format_span(interval) if low >= _MIN_SHOWN_NATS else f"{low:.5f}–{format_kld(high, digits=2)}"
-
-
-def _doubts(case: _Case, ruling: Ruling) -> Iterator[str]:
-    """Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves out."""
-    cut = case.kld.value("cut", {})
-    yield from _few_clusters(case, ruling)
-    if ruling.at_best is not None:
-        more = "" if ruling.preliminary else ", use more windows"
-        yield f"inconclusive between {ruling.at_best.value} and {case.band}{more}"
-    if cut is not None and cut >= _MUCH_CUT:
-        yield f"KLD leaves out {cut:.2%} of the probability, of tokens that one vocabulary lacks"
 
 
 def _few_clusters(case: _Case, ruling: Ruling) -> Iterator[str]:
@@ -440,7 +421,9 @@ def _reach(case: _Case) -> Iterator[str]:
 def _remedy(case: _Case) -> Iterator[str]:
     """Cause of the loss and what to try, where the loss is large or mostly the control's."""
     bad, (k_native, v_native) = case.band in ("DEGRADED", "FAIL"), case.native
-    if _hidden_by_control(case):
+    # Whether the control, which should cost nothing, costs as much as the candidate
+    mean, control = case.mean, case.control_mean
+    if mean is not None and control is not None and control >= mean > 0:
         named = one_line(case.control.name) if case.control else "it"
         yield (
             f"the control loses as much ({named}: KLD {format_nats(case.control_mean)}): the kernel's noise hides what "
@@ -473,9 +456,3 @@ def _remedy(case: _Case) -> Iterator[str]:
 def _mostly_control(case: _Case) -> bool:
     mean, control = case.mean, case.control_mean
     return mean is not None and control is not None and mean > control > mean / 2 > 0
-
-
-def _hidden_by_control(case: _Case) -> bool:
-    """Whether the control, which should cost nothing, costs as much as the candidate."""
-    mean, control = case.mean, case.control_mean
-    return mean is not None and control is not None and control >= mean > 0

@@ -9,7 +9,7 @@ from typing import Any
 from fidelab.config.experiment import validate
 from fidelab.engines import DEFAULT
 from fidelab.results.record import Report
-from fidelab.run.runner import Listener, ProgressReporter, Silent
+from fidelab.run.runner import ProgressReporter, Silent
 
 
 def compare(
@@ -55,14 +55,12 @@ def compare(
     call = ", ".join([repr(model), *(f"{name}={value!r}" for name, value in fields.items())])
     experiment = validate({"model": model, **fields}, "compare")
     return execute_all(
-        experiment, command=f"fidelab.compare({call})", watch=lambda _number, _runs: _listener(progress)
+        experiment,
+        command=f"fidelab.compare({call})",
+        watch=lambda _number, _runs: (
+            Silent() if not progress else ProgressReporter(progress if callable(progress) else _Lines().tell)
+        ),
     )[0]
-
-
-def _listener(progress: bool | Callable[[str, float], None]) -> Listener:
-    if not progress:
-        return Silent()
-    return ProgressReporter(progress if callable(progress) else _Lines().tell)
 
 
 class _Lines:

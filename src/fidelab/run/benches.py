@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,27 +179,24 @@ class Benching(BenchPlan):
                     continue
                 kind = COLD if number < cold else WARM
                 self._report(f"{question.bench}: {arm.arm.name}, {kind}")
-                if kind == COLD and not evict(self._files(arm.arm)):
+                path = Path(arm.arm.path)
+                folder = list(weight_files(path)) if kind == COLD and path.is_dir() else []
+                if kind == COLD and not evict([path] if path.is_file() else folder):
                     continue
-                if parts := self._start(arm, question, number):
-                    starts[arm.role].append((kind, parts))
+                planned = self._planned(arm, question, number)
+                # seconds of a process that is gone say nothing of this one
+                shutil.rmtree(planned.folder, ignore_errors=True)
+                with self._worker(arm.arm, arm.role) as worker:
+                    worker.ask([task_of(planned)])
+                    outcome = worker.finish()
+                self._hear(arm, outcome)
+                if is_complete(planned.folder, planned.key):
+                    first = float(_seconds(Capture(planned.folder))[0])
+                    starts[arm.role].append((kind, {**outcome.phases, "first token": first}))
+                else:
+                    fault = _last(outcome.failed) or outcome.reason or absent(planned.folder)
+                    self._faults[arm.role, question.name] = fault
         return starts
-
-    def _start(self, arm: ArmResult, question: Question, number: int) -> dict[str, float]:
-        planned = self._planned(arm, question, number)
-        shutil.rmtree(planned.folder, ignore_errors=True)  # seconds of a process that is gone say nothing of this one
-        with self._worker(arm.arm, arm.role) as worker:
-            worker.ask([task_of(planned)])
-            outcome = worker.finish()
-        self._hear(arm, outcome)
-        if not is_complete(planned.folder, planned.key):
-            self._faults[arm.role, question.name] = _last(outcome.failed) or outcome.reason or absent(planned.folder)
-            return {}
-        return {**outcome.phases, "first token": float(_seconds(Capture(planned.folder))[0])}
-
-    def _files(self, arm: Arm) -> list[Path]:
-        path = Path(arm.path)
-        return [path] if path.is_file() else list(weight_files(path)) if path.is_dir() else []
 
     # --------------------------------------------------------------------------------------------- records
 
@@ -236,7 +233,10 @@ class Benching(BenchPlan):
         reason = self._served(arm.arm, question.bench) or question.impossible
         if reason:
             return Answers(question, None, status=Status.NOT_SUPPORTED, reason=reason)
-        captures = list(self._stored(arm, question))
+        captures: list[Capture] = []
+        for number in range(question.repeats):
+            with suppress(CaptureError):
+                captures.append(Capture(self._planned(arm, question, number).folder))
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
         if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")
@@ -246,14 +246,6 @@ class Benching(BenchPlan):
         warmups = self._warmups.get((arm.role, question.name), 0)
         facts = tuple(capture.manifest["facts"] for capture in captures)
         return Answers(question, seconds, warmups, captures[-1].manifest["ran"], facts=facts)
-
-    def _stored(self, arm: ArmResult, question: Question) -> Iterator[Capture]:
-        for number in range(question.repeats):
-            planned = self._planned(arm, question, number)
-            try:
-                yield Capture(planned.folder)
-            except CaptureError:
-                continue
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Measure load on the server of an arm; ``None`` if this bench is another, or no server has the arm."""

@@ -252,7 +252,17 @@ def answer(text: str) -> str:
         del os.environ[_VISIBLE]
     job = decode(ticket["job"].encode())
     assert isinstance(job, Job)
-    _end_orphans()
+    ended: dict[int, str] = {}
+    for folder in _PROC.glob("[0-9]*"):
+        pid = int(folder.name)
+        name = _identity(pid)
+        if name and (owner := _owner(pid)) and not _lives(owner):
+            with suppress(OSError):  # it has ended, or is another user's
+                os.kill(pid, signal.SIGKILL)
+                ended[pid] = name
+    end = time.monotonic() + _PROCESS_END_SECONDS
+    while any(_identity(pid) == name for pid, name in ended.items()) and time.monotonic() < end:
+        time.sleep(0.05)
     variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
     if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
         return json.dumps(to_json(refused))
@@ -291,21 +301,6 @@ def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> Jo
 
 
 # ---------------------------------------------------------------------------------- what lost jobs left
-
-
-def _end_orphans() -> None:
-    """End this user's processes that belong to a process of a cluster that is gone, and wait until they are, too."""
-    ended: dict[int, str] = {}
-    for folder in _PROC.glob("[0-9]*"):
-        pid = int(folder.name)
-        name = _identity(pid)
-        if name and (owner := _owner(pid)) and not _lives(owner):
-            with suppress(OSError):  # it has ended, or is another user's
-                os.kill(pid, signal.SIGKILL)
-                ended[pid] = name
-    end = time.monotonic() + _PROCESS_END_SECONDS
-    while any(_identity(pid) == name for pid, name in ended.items()) and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def _owner(pid: int) -> str:
@@ -357,7 +352,10 @@ class RayCluster:
         if not self._own:
             return
         _reach(address)
-        _silence_ray(ray)
+        # Keep Ray from writing `(raylet)` lines between ours: it has no setting for those on lost workers
+        inner = ray._private.worker
+        if hasattr(inner, "listen_error_messages"):
+            inner.listen_error_messages = lambda *_: None
         start: Any = ray.init
         own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 80 << 20, "num_cpus": usable_cores()}
         try:
@@ -374,7 +372,20 @@ class RayCluster:
         has = max((node.get("GPU", 0) for node in nodes), default=0)
         if needs.gpus > has:
             raise UsageError(f"it needs {needs.gpus:g} GPUs, and no node of the Ray cluster has more than {has:g}")
-        asked = {"num_cpus": _cpus(needs, nodes), "num_gpus": needs.gpus, "max_retries": 0, "max_calls": 1}
+        # A node has for a job with GPUs the share of its CPUs that these are of its GPUs. Ray takes whole numbers
+        # above 1.
+        if needs.gpus:
+            able = [node for node in nodes if node.get("GPU", 0) >= needs.gpus]
+            room = min((node.get("CPU", 1) * needs.gpus / node["GPU"] for node in able), default=1)
+        else:
+            room = max((node.get("CPU", 1) for node in nodes), default=1)
+        cpus = min(needs.cpus, room)
+        asked = {
+            "num_cpus": math.floor(cpus) if cpus >= 1 else math.floor(cpus * 1000) / 1000,
+            "num_gpus": needs.gpus,
+            "max_retries": 0,
+            "max_calls": 1,
+        }
         return _RayJob(self._ray, self._ray.remote(**asked)(task).remote(text))
 
     def has_gpu(self) -> bool:
@@ -386,27 +397,6 @@ class RayCluster:
         self.closed = True
         if self._own:
             self._ray.shutdown()
-
-
-def _cpus(needs: Needs, nodes: Sequence[Mapping[str, float]]) -> float:
-    """The CPUs that a job reserves: those it needs, but no more than a node has for it, lest GPUs stay idle.
-
-    A node has for a job with GPUs the share of its CPUs that these are of its GPUs.  Ray takes whole numbers above 1.
-    """
-    if needs.gpus:
-        able = [node for node in nodes if node.get("GPU", 0) >= needs.gpus]
-        room = min((node.get("CPU", 1) * needs.gpus / node["GPU"] for node in able), default=1)
-    else:
-        room = max((node.get("CPU", 1) for node in nodes), default=1)
-    cpus = min(needs.cpus, room)
-    return math.floor(cpus) if cpus >= 1 else math.floor(cpus * 1000) / 1000
-
-
-def _silence_ray(ray: Any) -> None:
-    """Keep Ray from writing ``(raylet)`` lines between ours: it has no setting for those on lost workers."""
-    inner = ray._private.worker
-    if hasattr(inner, "listen_error_messages"):
-        inner.listen_error_messages = lambda *_: None
 
 
 def _reach(address: str) -> None:

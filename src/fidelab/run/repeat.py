@@ -7,7 +7,7 @@ counts its replicates from 100 k, so no two runs share a capture, and a run that
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -173,16 +173,11 @@ def _repeated(found: Sequence[Measurement | None]) -> Measurement:
 
 def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]) -> Measurement:
     merged = _repeated(found)
-    return merged.model_copy(update={"flags": (*merged.flags, *_flags(axis, merged, found, arms))})
-
-
-def _flags(
-    axis: str, merged: Measurement, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]
-) -> Iterator[Flag]:
-    """Describe the spread of an axis' headline figures, and the runs in which it has no result."""
+    # Describe the spread of an axis' headline figures, and the runs in which it has no result
+    flags: list[Flag] = []
     for metric in merged.headlines:
         if len(metric.repeats) > 1:
-            yield Flag(kind="spread", text=f"{axis} {_spread(metric)}")
+            flags.append(Flag(kind="spread", text=f"{axis} {_spread(metric)}"))
     lost: dict[str, list[str]] = {}
     for number, (one, arm) in enumerate(zip(found, arms, strict=True), 1):
         end = arm if one is None else one
@@ -190,7 +185,8 @@ def _flags(
             lost.setdefault(end.reason or "it has no result", []).append(str(number))
     for reason, runs in lost.items():
         which = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}"
-        yield Flag(kind=_LOST, text=f"{axis} failed in {which} of {len(arms)}: {reason}")
+        flags.append(Flag(kind=_LOST, text=f"{axis} failed in {which} of {len(arms)}: {reason}"))
+    return merged.model_copy(update={"flags": (*merged.flags, *flags)})
 
 
 def _spread(metric: Metric) -> str:

@@ -22,7 +22,6 @@ from fidelab.engines.base import engine_class, one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.models import Model
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
@@ -313,7 +312,21 @@ class Asking:
                     asked = missing[received.index]
                     return comparer.compare(asked.axis, asked.folder, asked.base, received)
                 with self._lock:
-                    self._hear(job, missing, clocked, received)
+                    match received:
+                        case Progress(tokens=done, decoded=decoded):
+                            self._listener.progress(job, done)
+                            self.pace.part(clocked.part(done, decoded))
+                        case Opened(seconds=seconds):
+                            self._listener.opened(job, seconds)
+                            self.pace.step(clocked.rates.load)
+                            self.pace.capture(clocked.begin(0))
+                            self._event("opened", role=job.role, seconds=round(seconds, 3))
+                        case Captured(index=index, seconds=seconds):
+                            self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+                            clocked.ended(index, seconds)
+                            self.pace.capture(clocked.begin(index + 1))
+                        case ProbeFailed(index=index):
+                            self.pace.capture(clocked.begin(index + 1))
                 return None
 
             with self._lock:
@@ -385,7 +398,10 @@ class Asking:
         return linked([with_probes(self._settings, one, self._later) for one in (job, *others)])[0]
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
-        store, tokenizer = self._settings.captures_dir, self._tokenizer(job.resolved.model)
+        # The arm's own tokenizer: a checkpoint may have more or fewer tokens than the reference's
+        if job.resolved.model.path not in self._tokenizers:
+            self._tokenizers[job.resolved.model.path] = Tokenizer.load(job.resolved.model)
+        store, tokenizer = self._settings.captures_dir, self._tokenizers[job.resolved.model.path]
         vocabulary = tokenizer.vocabulary()
         store_vocabulary(store, vocabulary, tokenizer.pieces())
         compared = False
@@ -402,29 +418,6 @@ class Asking:
             env={**thread_variables(job.arm.threads), **dict(job.arm.env)},
             about=job.resolved.about,
         )
-
-    def _tokenizer(self, model: Model) -> Tokenizer:
-        """The arm's own tokenizer: a checkpoint may have more or fewer tokens than the reference's."""
-        if model.path not in self._tokenizers:
-            self._tokenizers[model.path] = Tokenizer.load(model)
-        return self._tokenizers[model.path]
-
-    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], clocked: _Clocked, received: Message) -> None:
-        match received:
-            case Progress(tokens=done, decoded=decoded):
-                self._listener.progress(job, done)
-                self.pace.part(clocked.part(done, decoded))
-            case Opened(seconds=seconds):
-                self._listener.opened(job, seconds)
-                self.pace.step(clocked.rates.load)
-                self.pace.capture(clocked.begin(0))
-                self._event("opened", role=job.role, seconds=round(seconds, 3))
-            case Captured(index=index, seconds=seconds):
-                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
-                clocked.ended(index, seconds)
-                self.pace.capture(clocked.begin(index + 1))
-            case ProbeFailed(index=index):
-                self.pace.capture(clocked.begin(index + 1))
 
 
 def task_of(planned: PlannedCapture, *, compared: bool = False) -> ProbeTask:

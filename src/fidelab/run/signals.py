@@ -64,7 +64,13 @@ def interrupts_raise() -> Iterator[None]:
         return
 
     def lost(unraisable: Any) -> None:
-        number = _signal_of(unraisable)
+        # The signal whose handler raised an exception that was lost; `None` for other exceptions
+        number: int | None
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            number = signal.SIGINT
+        else:
+            code = unraisable.exc_value.code if isinstance(unraisable.exc_value, SystemExit) else None
+            number = code - 128 if isinstance(code, int) and 128 < code < 128 + signal.NSIG else None
         if number is None:
             hook(unraisable)
         else:  # later: raised here, it would be lost, too
@@ -79,11 +85,3 @@ def interrupts_raise() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         sys.unraisablehook = hook
-
-
-def _signal_of(unraisable: Any) -> int | None:
-    """The signal whose handler raised an exception that was lost; ``None`` for other exceptions."""
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        return signal.SIGINT
-    code = unraisable.exc_value.code if isinstance(unraisable.exc_value, SystemExit) else None
-    return code - 128 if isinstance(code, int) and 128 < code < 128 + signal.NSIG else None

@@ -146,7 +146,17 @@ class Scorer:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
-        return Measured(result, status, reason, scores, failures, self._broken(result, scores))
+        # No usable item, such as no token at all, where the reference has usable output
+        broken: dict[str, tuple[str, ...]] = {}
+        for name, score in scores.items():
+            if name == DECIDING or score.usable.any() or score.not_measurable:
+                continue
+            reference = [item for capture in self._reference[name].values() for item in capture.items]
+            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
+            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
+            if reasons and any(item["failed"] is None for item in reference):
+                broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
+        return Measured(result, status, reason, scores, failures, broken)
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -163,19 +173,6 @@ class Scorer:
             return None
         pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
         return f"{pair} keep different numbers, but their KL is exactly 0 {where}: one of them did not reach attention"
-
-    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> dict[str, tuple[str, ...]]:
-        """No usable item, such as no token at all, where the reference has usable output."""
-        broken: dict[str, tuple[str, ...]] = {}
-        for name, score in scores.items():
-            if name == DECIDING or score.usable.any() or score.not_measurable:
-                continue
-            reference = [item for capture in self._reference[name].values() for item in capture.items]
-            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
-            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
-            if reasons and any(item["failed"] is None for item in reference):
-                broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
-        return broken
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]

@@ -12,7 +12,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.axes.base import Axis, load_axis
+from fidelab.axes.base import load_axis
 from fidelab.axes.rows import NumpyScorer, compare_many, figures_of, item_rows
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -118,21 +118,16 @@ def _compare(asked: Asked, scorer: Scorer) -> Iterator[tuple[int, int, dict[str,
     """Number of the test, its item, and the columns of its rows."""
     axis, ref = load_axis(asked.axis, asked.settings), Capture(asked.ref, verify=False)
     pairs = [Pair.match(ref, Capture(folder, verify=False), subset=partial) for folder, partial in asked.tests]
-    for item, some, targets in _by_item(axis, pairs):
-        rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, targets, scorer)
-        for (k, t), comparison in zip(some, rows, strict=True):
-            yield k, t, figures_of(comparison)
-
-
-def _by_item(axis: Axis, pairs: Iterable[Pair]) -> Iterator[tuple[int, list[tuple[int, int]], NDArray[np.int64]]]:
-    """Items of the reference, with the numbers of the pairs that have them and their test items, and their targets."""
-    some: dict[int, list[tuple[int, int]]] = {}
+    tests: dict[int, list[tuple[int, int]]] = {}
     after: dict[int, NDArray[np.int64]] = {}
     for k, pair in enumerate(pairs):
         for r, t, targets in axis.compared(pair):
-            some.setdefault(r, []).append((k, t))
+            tests.setdefault(r, []).append((k, t))
             after[r] = targets
-    return ((r, some[r], after[r]) for r in some)
+    for item, some in tests.items():
+        rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, after[item], scorer)
+        for (k, t), comparison in zip(some, rows, strict=True):
+            yield k, t, figures_of(comparison)
 
 
 if __name__ == "__main__":

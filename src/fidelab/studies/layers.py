@@ -74,7 +74,12 @@ def compare_layers(
     pair = arms["reference"], arms["candidate"]
     fields: dict[str, Any] = {"columns": ("layer",), "sentences": tuple(_failures(arms))}
     if all(arm.measured for arm in pair):
-        curves = _curves(results)
+        base, tested = results["reference"], results["candidate"]
+        noises = ((base, results.get(FLOOR)), (tested, results.get(TWIN)))
+        floor, twin = (
+            None if other is None or other.status is not Status.OK else _compare(one, other) for one, other in noises
+        )
+        curves = _compare(base, tested), floor, twin
         if not np.any(curves[0].rms):
             arms["candidate"] = arms["candidate"].model_copy(update={"status": Status.IDENTICAL})
         found = findings(*curves)
@@ -177,7 +182,22 @@ def findings(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | Non
         "bar": "added",
         "rows": tuple(rows),
         "sentences": tuple(_sentences(curve, rows, parting.begins, first)),
-        "curves": tuple(_curve(name, x, values) for name, values in named.items()) if len(x) > 1 else (),
+        "curves": tuple(
+            Curve(
+                key="errors",
+                title="Relative error by layer",
+                x_label="layer",
+                y_label="relative error",
+                x=x,
+                y=tuple(float(value) if np.isfinite(value) else None for value in values),
+                log_y=True,
+                series=name,
+                caption="Logarithmic; values of exactly 0 are not drawn.",
+            )
+            for name, values in named.items()
+        )
+        if len(x) > 1
+        else (),
     }
 
 
@@ -187,20 +207,6 @@ def _errors(curve: LayerCurve, place: int, prefix: str = "") -> list[Metric]:
         Definition(prefix + name, "", "lower", f"relative error, {_ABOUT[name]}")(getattr(curve, field)[place])
         for name, field in _CURVE.items()
     ]
-
-
-def _curve(name: str, x: tuple[float, ...], values: NDArray[np.float64]) -> Curve:
-    return Curve(
-        key="errors",
-        title="Relative error by layer",
-        x_label="layer",
-        y_label="relative error",
-        x=x,
-        y=tuple(float(value) if np.isfinite(value) else None for value in values),
-        log_y=True,
-        series=name,
-        caption="Logarithmic; values of exactly 0 are not drawn.",
-    )
 
 
 def _noise(floor: LayerCurve | None, twin: LayerCurve | None) -> LayerCurve | None:
@@ -243,16 +249,6 @@ def _sentences(curve: LayerCurve, rows: Sequence[StudyRow], begins: int | None, 
 
 
 # ------------------------------------------------------------------------------------------------ answers
-
-
-def _curves(results: dict[str, ArmResult]) -> tuple[LayerCurve, LayerCurve | None, LayerCurve | None]:
-    """Candidate against reference, the reference against itself, and the candidate against its twin."""
-    reference, candidate = results["reference"], results["candidate"]
-    noises = ((reference, results.get(FLOOR)), (candidate, results.get(TWIN)))
-    floor, twin = (
-        None if other is None or other.status is not Status.OK else _compare(one, other) for one, other in noises
-    )
-    return _compare(reference, candidate), floor, twin
 
 
 def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:

@@ -353,21 +353,17 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            _stop(process)
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(_GRACE_SECONDS)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
             raise Interrupted(folder, "fidelab reproduce") from None
     seconds = round(time.monotonic() - began, 3)
     row = _row(stage, _reason(own / "log.txt", code) if code else "", seconds, command=words, exit_code=code)
     write_atomically(own / "stage.json", row.model_dump_json(indent=2, exclude_defaults=True) + "\n")
     return row
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
-    try:
-        process.wait(_GRACE_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _reason(log: Path, code: int) -> str:
@@ -426,7 +422,12 @@ def _measured_study(
     resolved: Resolved, folder: Path, ended: Mapping[str, StudyRow], facts: Mapping[str, Any], command: str
 ) -> Study:
     outputs = {name: _output(folder, name) for name, row in ended.items() if row.status is not Status.NOT_SUPPORTED}
-    source, differences = resolved.source, (*resolved.differences, *_versions(resolved))
+    lines = []
+    for name, pinned in resolved.pins.packages.items():
+        found = metadata.version(name) if util.find_spec(name) else "none"
+        if found.partition("+")[0] != pinned:
+            lines.append(f"{name}: {found} here, {pinned} pinned")
+    source, differences = resolved.source, (*resolved.differences, *lines)
     said = (
         source.url and f"Expected: {source.title}, {source.url}",
         source.setup and f"Measured there on: {source.setup}",
@@ -469,13 +470,3 @@ def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str,
         metrics=tuple(metrics),
         facts={**({"unit": figure.unit} if figure.unit else {}), **({"why": reason} if reason else {})},
     )
-
-
-def _versions(resolved: Resolved) -> list[str]:
-    """Pinned values that differ here."""
-    lines = []
-    for name, pinned in resolved.pins.packages.items():
-        found = metadata.version(name) if util.find_spec(name) else "none"
-        if found.partition("+")[0] != pinned:
-            lines.append(f"{name}: {found} here, {pinned} pinned")
-    return lines

@@ -205,7 +205,17 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
                     say(f"{stage} {last['done']}/{last['of']}" if "of" in last else str(stage))
             process.wait()
         finally:
-            _end(process)
+            # End the worker with all that it started, also where a second Ctrl-C interrupts
+            try:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait(_GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if "done" in last and process.returncode == 0:
         done: dict[str, Any] = last["done"]
         return done
@@ -213,20 +223,6 @@ def _worker(environment: Environment, work: Path, say: Callable[[str], None]) ->
     if process.returncode == 2 and "failed" in last:
         raise InputError(str(reason))
     raise EngineError(f"{_TOOL}: {reason}; resume with --resume; log: {log}")
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the worker with all that it started, also where a second Ctrl-C interrupts."""
-    try:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(_GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _check_plan(planned: checkpoints.Plan, made: Path) -> None:

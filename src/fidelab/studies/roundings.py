@@ -460,7 +460,16 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
     counts = ", ".join(f"{chosen.count(name)} × {name}" for name in dict.fromkeys(chosen))
     size = f" in {plan.size / 2**20:.1f} MiB" if plan.unit == "bytes" else ""
     yield f"Plan of {plan.bits:.3f} bits per value{size}: {counts}."
-    yield from _placed(plan.formats)
+    # Which groups get which format, a sentence each: `int8: down_proj of layers 0–3, 7; q_proj of layer 2.`
+    found: dict[str, dict[str, list[int]]] = {}
+    for group, name in plan.formats.items():
+        parts = group.split(".")
+        layers = [int(part) for part in parts if part.isdecimal()]
+        kind = "" if parts[-1].isdecimal() else parts[-1]
+        found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
+    for name, kinds in found.items():
+        words = (f"{kind}{' of ' if kind and layers else ''}{format_layers(layers)}" for kind, layers in kinds.items())
+        yield f"{one_line(name)}: {'; '.join(words)}."
     there = format_kld(plan.measured_there.value("kld"))
     yield (
         f"It costs {_cost(plan.measured)} on windows that it was not chosen on. On the others its rows add up to "
@@ -490,16 +499,3 @@ def _format_size_difference(more: float, unit: str) -> str:
 def _cost(found: Measurement) -> str:
     interval = found.ci("kld")
     return f"{format_kld(found.value('kld'))} nats{'' if interval is None else f' ({format_span(interval)})'}"
-
-
-def _placed(formats: Mapping[str, str]) -> Iterator[str]:
-    """Which groups get which format, a sentence each: ``int8: down_proj of layers 0–3, 7; q_proj of layer 2.``"""
-    found: dict[str, dict[str, list[int]]] = {}
-    for group, name in formats.items():
-        parts = group.split(".")
-        layers = [int(part) for part in parts if part.isdecimal()]
-        kind = "" if parts[-1].isdecimal() else parts[-1]
-        found.setdefault(name, {}).setdefault(one_line(kind), []).extend(layers)
-    for name, kinds in found.items():
-        words = (f"{kind}{' of ' if kind and layers else ''}{format_layers(layers)}" for kind, layers in kinds.items())
-        yield f"{one_line(name)}: {'; '.join(words)}."

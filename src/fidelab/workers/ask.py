@@ -74,7 +74,19 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
         case "kv_names":
             return kv_names(engine)
         case "formats":
-            return _formats(engine, fields.get("store"))
+            store = fields.get("store")
+            now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
+            if not store or now is None:
+                return _refusals(engine)
+            kept = Path(store) / f"{engine.name}-{digest(sys.prefix)[:16]}.json"
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged
+                record = json.loads(kept.read_text("utf-8"))
+                if record["state"] == now:
+                    return {str(name): str(why) for name, why in record["formats"].items()}
+            formats = _refusals(engine)
+            with contextlib.suppress(OutputError):  # a cache that is read-only or full
+                write_atomically(kept, json.dumps({"state": now, "formats": formats}))
+            return formats
         case "about":
             target = build(engine.packages)
             return {
@@ -101,22 +113,6 @@ def kv_names(engine: type[Engine]) -> list[str]:
     """Return the KV formats that may be written for an engine: its own, and ``k16v8`` if it has both halves."""
     names = [str(name) for name in engine.kv_names()]
     return [*names, K16V8] if engine.separate_kv and "fp8_e4m3" in names and K16V8 not in names else names
-
-
-def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
-    """Return refusals by format.  Importing an engine takes seconds, so they are cached until something changes."""
-    now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
-    if not store or now is None:
-        return _refusals(engine)
-    kept = Path(store) / f"{engine.name}-{digest(sys.prefix)[:16]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged
-        record = json.loads(kept.read_text("utf-8"))
-        if record["state"] == now:
-            return {str(name): str(why) for name, why in record["formats"].items()}
-    formats = _refusals(engine)
-    with contextlib.suppress(OutputError):  # a cache that is read-only or full
-        write_atomically(kept, json.dumps({"state": now, "formats": formats}))
-    return formats
 
 
 def _refusals(engine: type[Engine]) -> dict[str, str]:

@@ -120,7 +120,12 @@ class _Parts:
 
 def main() -> int:
     """Answer on standard input and output. Returns the exit code."""
-    _watch_crashes()
+    # Faulthandler writes the traceback and raises the signal again. The signal is ignored, so that the faulty
+    # instruction runs once more; the kernel then ends the process and logs the fault, which it does not do for a
+    # signal that has a handler.
+    for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
     outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
     return serve(sys.stdin.buffer, outbox, sys.stderr, on_end=_exit_orphaned)
@@ -155,18 +160,6 @@ def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[
     return 0
 
 
-def _watch_crashes() -> None:
-    """Have a crash recorded: the Python function in the worker's log, the library in the kernel's.
-
-    faulthandler writes the traceback and raises the signal again.  The signal is ignored, so that the faulty
-    instruction runs once more; the kernel then ends the process and logs the fault, which it does not do for a signal
-    that has a handler.
-    """
-    for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE):
-        signal.signal(number, signal.SIG_IGN)
-    faulthandler.enable()
-
-
 def _work(job: Job, outbox: _Outbox, further: Further, replies: Replies) -> None:
     started = time.monotonic()
     os.environ.update(job.env)
@@ -182,7 +175,17 @@ def _work(job: Job, outbox: _Outbox, further: Further, replies: Replies) -> None
     phases = {"import": adapter + engine.phases.pop("import", 0.0), **engine.phases}
     loaded = resident_bytes()
     if job.sample_text:
-        _check_tokenizer(engine, job)
+        # Refuse an engine whose token ids of the sample text are not those that the requests were made with
+        sample, actual = list(job.sample_ids), engine.tokenize(job.sample_text)
+        if sample != actual:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b),
+                min(len(sample), len(actual)),
+            )
+            raise EngineError(
+                f"the engine's tokenizer differs from the model's at token {at} of a sample; results could not be "
+                "compared"
+            )
     outbox.send(Opened(time.monotonic() - started, phases))
     answering = _Answering(engine, arm, job, {"variables": variables, "loaded_host_bytes": loaded}, outbox, replies)
     tasks = job.tasks
@@ -240,7 +243,14 @@ class _Answering:
         try:
             answer = self._answered(request, writer)
             if answer.head is not None:
-                writer.head(self._head(answer))
+                # Record of the answer's head. A head with the arrays of the last answer is not written again.
+                assert answer.head is not None
+                if self._stored is None or self._stored[0].head is not answer.head:
+                    self._stored = (
+                        answer,
+                        store_head(Path(self._job.store), answer.head, answer.softcap, answer.scale),
+                    )
+                writer.head({**self._stored[1], "softcap": answer.softcap, "scale": answer.scale})
             return writer.finish(answer.estimator, self.runtime_info(), answer.facts)
         except BaseException:
             writer.abort()
@@ -267,25 +277,6 @@ class _Answering:
             for item in range(len(request.windows)):
                 writer.fail(item, str(error))
             return Answer(self._engine.estimator_for(self._arm), facts={"not_supported": str(error)})
-
-    def _head(self, answer: Answer) -> dict[str, Any]:
-        """Record of the answer's head.  A head with the arrays of the last answer is not written again."""
-        assert answer.head is not None
-        if self._stored is None or self._stored[0].head is not answer.head:
-            self._stored = (answer, store_head(Path(self._job.store), answer.head, answer.softcap, answer.scale))
-        return {**self._stored[1], "softcap": answer.softcap, "scale": answer.scale}
-
-
-def _check_tokenizer(engine: Engine, job: Job) -> None:
-    """Refuse an engine whose token ids of the sample text are not those that the requests were made with."""
-    sample, actual = list(job.sample_ids), engine.tokenize(job.sample_text)
-    if sample != actual:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b), min(len(sample), len(actual))
-        )
-        raise EngineError(
-            f"the engine's tokenizer differs from the model's at token {at} of a sample; results could not be compared"
-        )
 
 
 def reason_of(error: BaseException) -> str:

@@ -141,7 +141,9 @@ def main() -> int:
 
     for module in ENGINES.load(sys.argv[1]).preload:
         import_module(module)
-    if threading.active_count() > 1 or _devices():
+    opened = (str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
+    gpus = ("/dev/nvidia", "/dev/kfd", "/dev/dri")  # which a fork cannot share
+    if threading.active_count() > 1 or any(path.startswith(gpus) for path in opened):
         return 1
     asked = socket.socket(fileno=os.dup(0))
     wake_read, wake_write = socket.socketpair()
@@ -197,12 +199,6 @@ def _report_ended(reports: dict[int, int]) -> None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(report, b"%d\n" % os.waitstatus_to_exitcode(status))
             os.close(report)
-
-
-def _devices() -> bool:
-    """Whether this process has opened a GPU, which a fork cannot share."""
-    opened = (str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
-    return any(path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")) for path in opened)
 
 
 if __name__ == "__main__":

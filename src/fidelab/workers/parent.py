@@ -223,7 +223,13 @@ class Worker:
                 return False
             if line is None:
                 if not self._done:
-                    self._fail(self._obituary(self._process.wait()))
+                    # Reason and place of an end of the process without a message
+                    returncode = self._process.wait()
+                    assert self._process is not None
+                    _, dump = split_dump(_tail(self._log, self._log_start))
+                    self._crashed = crashed_in_code(returncode)
+                    self._killed = returncode < 0 and -returncode != signal.SIGABRT  # whoever aborts says why
+                    self._fail(explain_exit(returncode, dump))
                 return False
             try:
                 if len(line) > _MAX_MESSAGE_BYTES:
@@ -282,14 +288,6 @@ class Worker:
             case Done(ran=ran):
                 outcome.ran = dict(ran)
                 self._done = True
-
-    def _obituary(self, returncode: int) -> str:
-        """Reason and place of an end of the process without a message."""
-        assert self._process is not None
-        _, dump = split_dump(_tail(self._log, self._log_start))
-        self._crashed = crashed_in_code(returncode)
-        self._killed = returncode < 0 and -returncode != signal.SIGABRT  # whoever aborts says why
-        return explain_exit(returncode, dump)
 
     def _fail(self, reason: str) -> None:
         self.outcome.status, self.outcome.reason = Status.FAILED, reason
@@ -408,22 +406,19 @@ def _devices(job: Job) -> tuple[str, ...]:
 
 def _gpu_memory(devices: Sequence[str]) -> dict[str, int]:
     """MiB in use on each of these devices, without those that cannot be queried.  ``all``: every device."""
-    used = _nvidia_memory() or _amd_memory()
-    return used if "all" in devices else {device: used[device] for device in devices if device in used}
-
-
-def _nvidia_memory() -> dict[str, int]:
-    """MiB in use on NVIDIA devices, by number and by UUID."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return {}
-    query = [tool, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-        rows = [line.split(", ") for line in text.strip().splitlines()]
-        return {name: int(used) for index, uuid, used in rows for name in (index, uuid)}
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return {}
+        nvidia_memory = {}
+    else:
+        query = [tool, "--query-gpu=index,uuid,memory.used", "--format=csv,noheader,nounits"]
+        try:
+            text = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+            rows = [line.split(", ") for line in text.strip().splitlines()]
+            nvidia_memory = {name: int(used) for index, uuid, used in rows for name in (index, uuid)}
+        except (OSError, ValueError, subprocess.SubprocessError):
+            nvidia_memory = {}
+    used = nvidia_memory or _amd_memory()
+    return used if "all" in devices else {device: used[device] for device in devices if device in used}
 
 
 def _amd_memory() -> dict[str, int]:

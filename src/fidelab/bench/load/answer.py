@@ -56,7 +56,14 @@ def read_stream(
     data, ends = split_events(body, whole)
     if not data:
         if exchange.error is None:
-            exchange.error, exchange.detail = _no_stream(body)
+            # The kind and detail of the error for a status 200 without any event
+            found = parse_json(body)
+            if isinstance(found, dict) and found.get("error"):  # some servers answer errors with status 200
+                exchange.error, exchange.detail = "server", message_of(found)
+            else:
+                what = "one JSON object" if isinstance(found, dict) else "something else" if body.strip() else "nothing"
+                exchange.error = "no-stream"
+                exchange.detail = f"the server answers with {what} instead of a stream of events"
         return
     pieces = list(accumulate(map(len, parts)))
     arrived = np.asarray(times)[np.searchsorted(pieces, ends)]
@@ -123,12 +130,3 @@ def _carries(choice: dict[str, Any], begun: bool) -> bool:
 
 def _count(found: object) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) and found >= 0 else None
-
-
-def _no_stream(body: bytes) -> tuple[str, str]:
-    """Return the kind and detail of the error for a status 200 without any event."""
-    found = parse_json(body)
-    if isinstance(found, dict) and found.get("error"):  # some servers answer errors with status 200
-        return "server", message_of(found)
-    what = "one JSON object" if isinstance(found, dict) else "nothing" if not body.strip() else "something else"
-    return "no-stream", f"the server answers with {what} instead of a stream of events"

@@ -178,14 +178,17 @@ class _Client:
             ticker.cancel()
         ticks, cpu = self._measuring or (0, time.process_time())
         cpu = time.process_time() - cpu
-        exchanges = self._read_all()
+        self._exchanges.extend(map(self._read, self._landed))
+        self._exchanges.sort(key=lambda exchange: exchange.index)
+        exchanges = self._exchanges
+        late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
         return DriveResult(
             exchanges=exchanges,
             started=started,
             ended=max((exchange.ended for exchange in exchanges if not exchange.warmup), default=started),
             lag=np.asarray(self._late[ticks:]),
             cpu_seconds=cpu,
-            behind=self._load.open_loop and _is_late(exchanges),
+            behind=self._load.open_loop and bool(late) and float(np.percentile(late, 99)) > MAX_P99_DELAY,
         )
 
     def _open(self) -> aiohttp.ClientSession:
@@ -382,11 +385,6 @@ class _Client:
 
     # ------------------------------------------------------------------------------------------------- reading
 
-    def _read_all(self) -> list[Exchange]:
-        self._exchanges.extend(map(self._read, self._landed))
-        self._exchanges.sort(key=lambda exchange: exchange.index)
-        return self._exchanges
-
     def _read(self, flight: _Flight) -> Exchange:
         exchange = Exchange(
             index=flight.request.index,
@@ -406,12 +404,6 @@ class _Client:
         exchange.detail = self._clean(exchange.detail)
         exchange.finish_reason = exchange.finish_reason and self._clean(exchange.finish_reason)
         return exchange
-
-
-def _is_late(exchanges: list[Exchange]) -> bool:
-    """Return whether the p99 of ``sent - due`` is above :data:`MAX_P99_DELAY`."""
-    late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
-    return bool(late) and float(np.percentile(late, 99)) > MAX_P99_DELAY
 
 
 async def _sleep_until(when: float) -> None:

@@ -40,9 +40,9 @@ _PROMPT = 24  # tokens of the trial prompts; a template of the server's comes on
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # seed of the trial prompts: no load begins with the same tokens
 _QUESTION_TIMEOUT = 30.0  # seconds for a single request
-_ATTEMPTS = 3
+_ATTEMPTS = 3  # at an answer that breaks off now and then
 _CONNECT_SECONDS = 5.0  # seconds of attempts
-_NOT_TAKEN = (400, 422)
+_NOT_TAKEN = (400, 422)  # statuses of servers that do not take a field of a request
 _TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "*.jinja", "config.json", "generation_config.json"]
 _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
 
@@ -230,7 +230,16 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:
         return _load_tokenizer(settings.tokenizer)
     tokenizer = None
     if settings.model is not None or not Path(server.model).is_absolute() or is_local(settings.base_url):
-        tokenizer = _find_tokenizer(settings.model or server.model)
+        # The tokenizer if it is on this machine, else `None`. Nothing is fetched.
+        name = settings.model or server.model
+        present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
+        try:
+            if present:
+                tokenizer = _load_tokenizer(name)
+            else:
+                tokenizer = _of_hub(name, fetch=False) if name.count("/") == 1 else None
+        except InputError:
+            tokenizer = None
     if tokenizer is None:
         raise InputError(
             f"the tokenizer of {settings.model or server.model} is not on this machine: name it by "
@@ -257,17 +266,6 @@ def _load_tokenizer(name: str) -> Tokenizer:
     if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return Tokenizer.load(resolve(name))
     return _of_hub(name, fetch=True)
-
-
-def _find_tokenizer(name: str) -> Tokenizer | None:
-    """Return the tokenizer if it is on this machine, else ``None``.  Nothing is fetched."""
-    present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
-    try:
-        if present:
-            return _load_tokenizer(name)
-        return _of_hub(name, fetch=False) if name.count("/") == 1 else None
-    except InputError:
-        return None
 
 
 def _of_hub(name: str, *, fetch: bool) -> Tokenizer:
@@ -336,22 +334,20 @@ class _Trial:
                 length, prompt = self._prompt(length)
                 return length, self._retried(partial(self._stream, prompt))
             except Refused as error:
-                without = self._without(error)
+                # The contact without the refused field; `None` if it cannot be left out
+                contact, message = self._contact, str(error)
+                named = [name for name in contact.additions if name in message]
+                if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
+                    dropped = tuple(named) or contact.additions
+                    kept = tuple(name for name in contact.additions if name not in dropped)
+                    without = replace(contact, additions=kept, refused=(*contact.refused, *dropped))
+                elif contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
+                    without = replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
+                else:
+                    without = None
                 if without is None:
                     raise
                 self._contact = without
-
-    def _without(self, error: Refused) -> Contact | None:
-        """Return the contact without the refused field; ``None`` if it cannot be left out."""
-        contact, message = self._contact, str(error)
-        named = [name for name in contact.additions if name in message]
-        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
-            dropped = tuple(named) or contact.additions
-            kept = tuple(name for name in contact.additions if name not in dropped)
-            return replace(contact, additions=kept, refused=(*contact.refused, *dropped))
-        if contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
-            return replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
-        return None
 
     def _prompt(self, length: int) -> tuple[int, Tokens | str]:
         """Return a trial prompt, which is longer if the template by itself needs more."""

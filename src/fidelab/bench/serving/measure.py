@@ -28,7 +28,7 @@ from fidelab.results.measurement import Cell, Flag, Measurement
 _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
 )
-_ABOUT_REQUEST = (400, 413, 422)
+_ABOUT_REQUEST = (400, 413, 422)  # statuses that may mean a request beyond the server's length
 _EMPTY_STREAM_CAUSES = {"no-stream", "aborted", "server"}  # kinds of errors of a stream without content
 
 
@@ -94,7 +94,14 @@ class _Sweep:
             self._end(number, asked, Status.NOT_SUPPORTED, reason)
             return None
         try:
-            requests = self._requests(number, repeat, asked)
+            # The requests, those of the warm-up first; every cell and repeat has its own prompts
+            settings = self._settings
+            seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
+            count = settings.count(asked) + settings.warmup
+            due = None
+            if asked.request_rate is not None:
+                due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
+            requests = self._contact.requests([asked.context] * count, [asked.output] * count, due, seed)
         except InputError as error:
             self._end(number, asked, Status.NOT_SUPPORTED, str(error))
             return None
@@ -133,16 +140,6 @@ class _Sweep:
             driven = count_by_finish(driven) if asked.by_finish else driven
             whole = scraper.reading(begun, ended := time.monotonic())
         return compare_counts(driven, whole, ended - begun)
-
-    def _requests(self, number: int, repeat: int, asked: LoadAsked) -> list[LoadRequest]:
-        """Return the requests, those of the warm-up first; every cell and repeat has its own prompts."""
-        settings = self._settings
-        seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
-        count = settings.count(asked) + settings.warmup
-        due = None
-        if asked.request_rate is not None:
-            due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
-        return self._contact.requests([asked.context] * count, [asked.output] * count, due, seed)
 
     def _limit_reason(self, asked: LoadAsked) -> str | None:
         limit, tokens = self._contact.limit, asked.context + asked.output

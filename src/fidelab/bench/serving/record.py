@@ -110,12 +110,19 @@ class Keeper(ServingWatch):
             ),
             benches={"serving": serving},
         )
+        # Describe the client's machine; of the server, only its address is known
         return Report(
             run_id=self.folder.run_id,
             created=self._created,
             fidelab_version=fidelab.__version__,
             command=self._command,
-            environment=_environment(),
+            environment={
+                "fidelab": fidelab.__version__,
+                "python": platform.python_version(),
+                "system": f"{platform.system()} {platform.release()}",
+                "machine": platform.machine(),
+                "usable_cores": usable_cores(),
+            },
             settings={"benches": {"serving": settings.model_dump(mode="json")}},
             comparability_key={"benches.serving": comparability(self._contact)},
             reference=arm,
@@ -151,14 +158,3 @@ def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
             prompt_tokens=asked.prompt_tokens,
             max_tokens=asked.max_tokens,
         )
-
-
-def _environment() -> dict[str, Any]:
-    """Describe the client's machine; of the server, only its address is known."""
-    return {
-        "fidelab": fidelab.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "machine": platform.machine(),
-        "usable_cores": usable_cores(),
-    }
