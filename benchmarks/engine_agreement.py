@@ -114,13 +114,13 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
     from fidelab.plan.prepare import prepare
-    from fidelab.run.runner import Asking, Silent
+    from fidelab.run.runner import JobRunner, Silent
     from fidelab.workers.fork_server import ForkServers
 
     prepared = prepare(experiment)
-    asking = Asking(prepared, Silent(), lambda *_a, **_k: None, servers=ForkServers())
+    runner = JobRunner(prepared, Silent(), lambda *_a, **_k: None, servers=ForkServers())
     jobs = [job for job in prepared.plan.jobs if job.role in ("reference", "floor")]
-    return {job.role: asking.run(job, logs / f"{job.role}.log") for job in jobs}
+    return {job.role: runner.run(job, logs / f"{job.role}.log") for job in jobs}
 
 
 def _say(**fields: Any) -> None:

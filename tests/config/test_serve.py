@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelab.config.experiment import validate
-from fidelab.config.serve import Pasted, program_python, read_change, read_served
+from fidelab.config.serve import ServeCommand, program_python, read_change, read_served
 from fidelab.core.errors import ConfigError, InputError, UsageError
 
 CONTROLLED = {"vllm": {"enable-prefix-caching": "every window starts with an empty cache"}}
@@ -20,7 +20,7 @@ def controlled(engine: str) -> Mapping[str, str]:
     return CONTROLLED.get(engine, {})
 
 
-def read(text: str) -> Pasted:
+def read(text: str) -> ServeCommand:
     return read_served(text, controlled)
 
 

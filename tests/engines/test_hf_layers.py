@@ -18,7 +18,7 @@ from fidelab.captures.requests import Layerwise, Prefill
 from fidelab.core.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.structure import decoder_layers
-from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, LayerDivergence, part, relative_errors
 from k16v8.kernels.reference import Attention, attend
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
@@ -215,7 +215,7 @@ FAULTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def _parting(folder: Path, faulty: Any, layer: int, kv: str) -> Parting:
+def _parting(folder: Path, faulty: Any, layer: int, kv: str) -> LayerDivergence:
     """Where the faulty model with this cache parts from the right one with a 32-bit cache."""
     paths = (tiny.save(_deep(layer), folder / "right"), tiny.save(faulty, folder / "faulty"))
     right, wrong = (

@@ -25,7 +25,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.head import LlamaHead
-from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen, function
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, SeenCache, function
 from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
@@ -185,9 +185,9 @@ def test_what_the_log_says_is_read_and_nothing_is_made_up() -> None:
     sliding = ["llama_context: flash_attn            = enabled\n", CACHE.format(1, 4, "q8_0", "f16")]
     sliding += ["llama_kv_cache: attn_rot_k = 1, n_embd\n", "llama_kv_cache: attn_rot_v = 0, n_embd\n"]
     sliding += [CACHE.format(9, 20, "q8_0", "f16"), "sched_reserve: graph: nodes = 936, splits = 2, input\n"]
-    assert Seen.read(sliding) == Seen("flash", "q8_0", "f16", 24, True, False, 2)
-    assert Seen.read([CACHE.format(1, 4, "f16", "f16"), CACHE.format(1, 4, "q8_0", "f16")]).k is None
-    assert Seen.read(["llama_context: flash_attn = auto\n"]) == Seen(None, None, None, None, None, None, None)
+    assert SeenCache.read(sliding) == SeenCache("flash", "q8_0", "f16", 24, True, False, 2)
+    assert SeenCache.read([CACHE.format(1, 4, "f16", "f16"), CACHE.format(1, 4, "q8_0", "f16")]).k is None
+    assert SeenCache.read(["llama_context: flash_attn = auto\n"]) == SeenCache(None, None, None, None, None, None, None)
 
 
 @pytest.fixture

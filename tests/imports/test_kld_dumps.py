@@ -18,7 +18,7 @@ from fidelab.core import Estimator, Status
 from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports import kld_dumps
 from fidelab.imports.kld_dumps import import_dumps
-from fidelab.imports.write_run import Imported
+from fidelab.imports.write_run import ImportedArm
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.report.positions import read_positions
 from fidelab.results.measurement import Measurement
@@ -60,11 +60,11 @@ def dumps(
     return save(folder / "ref", ref, dtype), save(folder / "test", list(test), dtype), torch.stack(kl)
 
 
-def run(folder: Path, ref: Path, *tests: Path, **more: object) -> Imported:
+def run(folder: Path, ref: Path, *tests: Path, **more: object) -> ImportedArm:
     return import_dumps(ref, tests, folder / "runs", **more)  # type: ignore[arg-type]
 
 
-def only(result: Imported) -> tuple[ArmRecord, Measurement]:
+def only(result: ImportedArm) -> tuple[ArmRecord, Measurement]:
     [arm] = result.report.candidates
     return arm, arm.axes["kld"]
 

@@ -13,7 +13,7 @@ from scipy.stats import binomtest
 
 from fidelab.core.errors import FidelabError, InputError, MismatchError, UsageError
 from fidelab.imports.lm_eval import import_samples
-from fidelab.imports.write_run import Imported
+from fidelab.imports.write_run import ImportedArm
 from fidelab.results.measurement import Measurement
 from tests.run.harness import cli
 
@@ -59,11 +59,11 @@ def outcomes(both: int, lost: int, gained: int, neither: int) -> tuple[list[int]
     return ref, test
 
 
-def run(folder: Path, *tests: Path, **more: Any) -> Imported:
+def run(folder: Path, *tests: Path, **more: Any) -> ImportedArm:
     return import_samples(folder / "ref", tests, folder / "runs", **more)
 
 
-def only(imported: Imported) -> Measurement:
+def only(imported: ImportedArm) -> Measurement:
     [arm] = imported.report.candidates
     [axis] = arm.axes.values()
     return axis

@@ -12,7 +12,7 @@ import pytest
 from fidelab.core import KVSpec, Status
 from fidelab.core.errors import InputError
 from fidelab.imports.refract import import_refract
-from fidelab.imports.write_run import Imported
+from fidelab.imports.write_run import ImportedArm
 from fidelab.metrics.intervals import binomial_interval
 from fidelab.results.plots import Curve, Heatmap, TablePlot
 from fidelab.results.record import ArmRecord, Report
@@ -34,7 +34,7 @@ from tests.run.harness import cli, refused
 EXAMPLES = Path(__file__).parents[3] / "shared" / "data" / "refract"
 
 
-def imported(folder: Path, report: Any, **more: Any) -> Imported:
+def imported(folder: Path, report: Any, **more: Any) -> ImportedArm:
     return import_refract(write(folder, report), folder / "runs", **more)
 
 

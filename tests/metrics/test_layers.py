@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fidelab.metrics.layers import LayerCurve, Parting, added_errors, outlier_ratios, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, LayerDivergence, added_errors, outlier_ratios, part, relative_errors
 
 Floats = NDArray[np.float64]
 LAYERS, ROWS, WIDTH = 16, 200, 48
@@ -42,7 +42,7 @@ def curve(pairs: list[tuple[Floats, Floats]]) -> LayerCurve:
     return LayerCurve.of([relative_errors(ref, test) for ref, test in pairs])
 
 
-def planted(layer: int, size: float, ground: float = 0.0) -> Parting:
+def planted(layer: int, size: float, ground: float = 0.0) -> LayerDivergence:
     noise = np.full(LAYERS, ground)
     noise[layer] = size
     return part(curve(stream(noise)))
@@ -100,8 +100,8 @@ def test_layers_of_twofold_sensitivity_do_not_stand_out(seed: int) -> None:
 
 def test_equal_states_have_no_beginning_and_a_single_layer_nothing_to_stand_out_from() -> None:
     found = part(curve(stream(np.zeros(LAYERS))))
-    assert found == Parting(None, (), (0.0,) * LAYERS)
-    assert part(curve(stream(np.array([0.1])))) == Parting(0, (), (0.0,))
+    assert found == LayerDivergence(None, (), (0.0,) * LAYERS)
+    assert part(curve(stream(np.array([0.1])))) == LayerDivergence(0, (), (0.0,))
 
 
 def test_a_layer_that_enlarges_what_enters_it_does_not_stand_out() -> None:
@@ -137,7 +137,9 @@ def test_what_the_reference_does_to_itself_is_not_a_finding() -> None:
     noise[7] = 1e-3
     found = curve(stream(noise))
     assert part(found).stand_out == (7,)
-    assert part(found, floor=curve(stream(np.full(LAYERS, 1e-3), seed=3))) == Parting(None, (), part(found).ratios)
+    assert part(found, floor=curve(stream(np.full(LAYERS, 1e-3), seed=3))) == LayerDivergence(
+        None, (), part(found).ratios
+    )
 
 
 def test_states_that_are_no_longer_finite_name_the_layer() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fidelab.metrics.unmoved import Unmoved
+from fidelab.metrics.unmoved import EqualRows
 
 WINDOWS, ROWS = 4, 32  # rows 32 … 63 of windows of 64 tokens
 ITEM = np.repeat(np.arange(WINDOWS), ROWS)
@@ -18,7 +18,7 @@ def found(equal: np.ndarray, first: int = 0, failed: np.ndarray | None = None) -
     kl = np.where(equal, 0.0, 1e-6)
     if failed is not None:
         kl[failed] = np.nan
-    return Unmoved(kl, ITEM, POSITION, N_CTX, first).first()
+    return EqualRows(kl, ITEM, POSITION, N_CTX, first).first()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_rows_asked_to_stay_exact_and_failed_ones_do_not_count_and_prompts_have_
     assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 47)) == "at all 17 rows of window 2 of 64 tokens"
     assert found(ITEM == 2, failed=(ITEM == 2) & (POSITION < 49)) is None  # too few are left
     nothing = np.zeros_like(ITEM)
-    unmoved = Unmoved(np.where(ITEM == 1, 0.0, 1.0), ITEM, nothing, nothing, word="prompt")
+    unmoved = EqualRows(np.where(ITEM == 1, 0.0, 1.0), ITEM, nothing, nothing, word="prompt")
     assert unmoved.first() == "at all 32 rows of prompt 1"
 
 

@@ -25,7 +25,7 @@ from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.outcomes import ArmResult
 from fidelab.scoring import attribution
 from fidelab.scoring import score as scoring
-from fidelab.scoring.pairing import Measured, Scorer
+from fidelab.scoring.pairing import ArmScores, Scorer
 from fidelab.scoring.score import losses_of
 from tests.present import present
 
@@ -155,13 +155,13 @@ def test_sums_by_document_of_a_look_are_over_its_own_windows() -> None:
 # ------------------------------------------------------------------------------------------------- controls
 
 
-def measured(role: str, attention: str | None = None, score: AxisScore | None = None) -> Measured:
+def measured(role: str, attention: str | None = None, score: AxisScore | None = None) -> ArmScores:
     """An arm with a KLD, on an attention of engine hf."""
     kv = KVSpec.parse("bf16")
     options = () if attention is None else (("attention", attention),)
     arm = Arm(role, "hf", "m", "m", "w", kv, "float32", "cpu", 1, options)
     result = ArmResult(role, arm, Status.OK)
-    return Measured(result, Status.OK, None, {} if score is None else {DECIDING: score}, {})
+    return ArmScores(result, Status.OK, None, {} if score is None else {DECIDING: score}, {})
 
 
 def test_the_control_of_an_arm_is_that_of_its_attention_else_the_runs() -> None:
@@ -171,7 +171,7 @@ def test_the_control_of_an_arm_is_that_of_its_attention_else_the_runs() -> None:
         "control:eager": measured("control:eager", "eager"),
     }
 
-    def role_of(arm: Measured) -> str | None:
+    def role_of(arm: ArmScores) -> str | None:
         control = attribution.control_of(arm, arms)
         return None if control is None else control.result.role
 

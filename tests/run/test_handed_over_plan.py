@@ -23,11 +23,11 @@ from fidelab.models import Model, resolve
 from fidelab.plan import looks
 from fidelab.plan.arms import inherited_kv, resolve_arm
 from fidelab.plan.build import Plan, PlannedCapture
-from fidelab.plan.prepare import Prepared, prepare
+from fidelab.plan.prepare import PreparedRun, prepare
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.store import RunFolder
 from fidelab.run import pipeline, runner
-from fidelab.run.runner import Asking, Silent, needs_of
+from fidelab.run.runner import JobRunner, Silent, needs_of
 from fidelab.scoring import looks as scored_looks
 from tests.captures import sample
 from tests.present import present
@@ -48,7 +48,7 @@ def experiment(**changes: Any) -> Experiment:
     return validate({**FAKE, **changes}, "test")
 
 
-def prepared(tmp_path: Path, **changes: Any) -> Prepared:
+def prepared(tmp_path: Path, **changes: Any) -> PreparedRun:
     return prepare(experiment(output_dir=str(tmp_path), **changes))
 
 
@@ -170,7 +170,7 @@ def test_a_worker_gets_its_arms_threads_and_variables_and_the_runs_deadline(tmp_
     arm = {"name": "own", "kv": "tilt", "env": {"FAKE_B": "own"}}
     found = prepared(tmp_path, candidates=[arm], env={"FAKE_A": "all"}, deadline=77, threads=3)
     [job] = [job for job in found.plan.jobs if job.role == "candidate:own"]
-    process = Asking(found, Silent(), lambda *_, **__: None)._process(job, tmp_path / "log")
+    process = JobRunner(found, Silent(), lambda *_, **__: None)._process(job, tmp_path / "log")
     assert process["deadline"] == 77
     assert process["env"].items() >= {"FAKE_A": "all", "FAKE_B": "own", "OMP_NUM_THREADS": "3"}.items()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fidelab.plan.build import PlannedJob
-from fidelab.run.runner import Asking
+from fidelab.run.runner import JobRunner
 from fidelab.workers.messages import PROTOCOL
 from tests.run.harness import Done, axis_of, cli, compare
 from tests.sizes import first
@@ -27,15 +27,15 @@ def label(kind: str) -> str:
 
 def lying(monkeypatch: pytest.MonkeyPatch, kinds: Mapping[str, str]) -> None:
     """Have arms of these names run by :mod:`tests.workers.liar`."""
-    process = Asking._process
+    process = JobRunner._process
 
-    def start(asking: Asking, job: PlannedJob, log: Path) -> dict[str, Any]:
+    def start(asking: JobRunner, job: PlannedJob, log: Path) -> dict[str, Any]:
         known = process(asking, job, log)
         if job.arm.name not in kinds:
             return known
         return {**known, "command": [sys.executable, liar.__file__, kinds[job.arm.name], str(PROTOCOL)]}
 
-    monkeypatch.setattr(Asking, "_process", start)
+    monkeypatch.setattr(JobRunner, "_process", start)
     monkeypatch.setattr("fidelab.run.runner.spawner", lambda *_: None)  # which starts none but fidelab's worker
 
 

@@ -69,7 +69,7 @@ def test_a_report_has_the_same_figures_by_a_process_of_its_own(done: Done, monke
     before = mean_kl(scored(done))
     asked = list[tiles.Figures]()
 
-    def apart(groups: Sequence[tiles.Asked], threads: int) -> tiles.Figures:
+    def apart(groups: Sequence[tiles.TileJob], threads: int) -> tiles.Figures:
         asked.append(tiles.compare_in_process(groups, threads))
         return asked[-1]
 

@@ -35,7 +35,7 @@ from fidelab.results.speculation import Arrival
 
 
 @dataclass(frozen=True)
-class LoadAsked:
+class LoadCell:
     """One cell as requested."""
 
     context: int
@@ -82,7 +82,7 @@ class Drive:
 class Pool:
     """Figures of one or several drives of the same cell."""
 
-    def __init__(self, asked: LoadAsked, drives: Sequence[Drive]) -> None:
+    def __init__(self, asked: LoadCell, drives: Sequence[Drive]) -> None:
         self.asked = asked
         self.drives = drives
         self.sent = list(chain.from_iterable(drive.measured for drive in drives))
@@ -276,7 +276,7 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
     return replace(drive, server=replace(read, output_rate=rate))
 
 
-def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
+def load_cell(asked: LoadCell, drives: Sequence[Drive]) -> CellResult:
     """Return the result of a cell that was driven at least once.
 
     Repeats are pooled; each is also listed in the metrics' ``repeats``.

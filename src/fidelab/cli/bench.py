@@ -84,7 +84,7 @@ def offline(
 
       fidelab bench --preset smollm2-cpu --benches decode
     """
-    from fidelab.config.flags import Begun, read_flags
+    from fidelab.config.flags import StartingPoint, read_flags
 
     data: dict[str, Any] = {
         "model": model,
@@ -96,6 +96,6 @@ def offline(
         **measure.settings(),
         **runs.settings(),
     }
-    begun = Begun(preset=preset, given=given_flags(context))
+    begun = StartingPoint(preset=preset, given=given_flags(context))
     experiment, _ = read_flags(data, "bench", overrides=overrides or [], trusted=trusted or [], begun=begun)
     launch(experiment, options.ShowOptions(as_json=as_json))

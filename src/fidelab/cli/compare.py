@@ -187,13 +187,13 @@ def compare(
     if source.file is not None:
         _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
         return
-    from fidelab.config.flags import Begun, read_flags
+    from fidelab.config.flags import StartingPoint, read_flags
 
     data = {**engine.settings(), **_configurations(context, model, arms)}
     data |= _axes(axes, borrowed="reference_from" in data, looks=runs.n_runs == 1)
     for group in (measured, scoring, limits, runs, executor):
         data |= group.settings()
-    begun = Begun(arms.serve, arms.change or [], arms.preset, given_flags(context))
+    begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))
     experiment, secrets = read_flags(data, "compare", overrides=measured.overrides or [], trusted=trusted, begun=begun)
     launch(experiment, show, dry_run, secrets)
 

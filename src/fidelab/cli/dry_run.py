@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
     from fidelab.plan.estimate import Estimate
-    from fidelab.plan.prepare import Prepared
+    from fidelab.plan.prepare import PreparedRun
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
@@ -77,7 +77,7 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
     return plan
 
 
-def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
+def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
     """Return the rows of the planned work."""
     from fidelab.axes.base import Axis
     from fidelab.plan.estimate import conversion_bytes, needed_bytes

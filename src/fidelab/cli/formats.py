@@ -17,7 +17,7 @@ from fidelab.engines import engine_name
 from fidelab.engines.k16v8 import K16V8, meaning
 
 if TYPE_CHECKING:
-    from fidelab.environments.listing import Installed
+    from fidelab.environments.listing import InstalledEngine
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _geometry(name: str | None) -> _Geometry:
     return _Geometry(model.name, model.layers, model.kv_heads, model.head_dim)
 
 
-def _rows(geometry: _Geometry, places: Mapping[str, Installed]) -> list[dict[str, Any]]:
+def _rows(geometry: _Geometry, places: Mapping[str, InstalledEngine]) -> list[dict[str, Any]]:
     """Return fidelab's formats, then those that engines define; ``stored``: engine → native, plug-in or emulated."""
     from fidelab.engines.base import engine_class
     from fidelab.formats import FORMATS

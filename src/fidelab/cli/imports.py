@@ -12,7 +12,7 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, failures, note, open_console, show_report
 
 if TYPE_CHECKING:
-    from fidelab.imports.write_run import Imported
+    from fidelab.imports.write_run import ImportedArm
 
 _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same for one or more candidates.")]
 _Names = Annotated[
@@ -149,7 +149,7 @@ def lm_eval(
     _finish(imported, as_json=as_json)
 
 
-def _finish(imported: Imported, *, as_json: bool) -> None:
+def _finish(imported: ImportedArm, *, as_json: bool) -> None:
     from fidelab.results.numbers import one_line
 
     for line in imported.notes:

@@ -13,7 +13,7 @@ from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, note, open_console, print_json, show_study
 
 if TYPE_CHECKING:
-    from fidelab.config.profiles import Profile, Resolved
+    from fidelab.config.profiles import Profile, ResolvedProfile
 
 app = Commands(
     default="run",
@@ -61,7 +61,7 @@ def show(name: Name, variant: VariantName = None, trusted: options.Trusted = Non
     from fidelab.config.profiles import load_profile, resolve
 
     profile = load_profile(name, trusted or [])
-    settings: Profile | Resolved = profile if variant is None else resolve(name, profile, variant)
+    settings: Profile | ResolvedProfile = profile if variant is None else resolve(name, profile, variant)
     written = settings.model_dump(mode="json", exclude_defaults=True)
     print(yaml.safe_dump(written, sort_keys=False, allow_unicode=True, width=120), end="")
 
@@ -126,7 +126,7 @@ def run_one(
     exit_on(study.faults, [] if study.faults or ran else ["no stage could be run here"])
 
 
-def check_stages(resolved: Resolved, root: Any) -> None:
+def check_stages(resolved: ResolvedProfile, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:

@@ -20,7 +20,7 @@ from fidelab.engines import engine_name
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
     from fidelab.engines.server_settings import Finding
-    from fidelab.environments.launch import Launched
+    from fidelab.environments.launch import RunningServer
 
 _LOG = "; --log names its output"
 _SERVE = "serve."  # prefix of an option that only the server has
@@ -161,7 +161,7 @@ def start(
             _wait(launched)
 
 
-def _wait(launched: Launched) -> None:
+def _wait(launched: RunningServer) -> None:
     """Wait until the server ends, which is a fault."""
     from fidelab.environments.servers import died
 
@@ -330,7 +330,7 @@ def show_findings(found: Sequence[Finding]) -> None:
     open_console().print(table)
 
 
-def _show(launched: Launched, detached: bool) -> None:
+def _show(launched: RunningServer, detached: bool) -> None:
     server = launched.server
     show_findings(launched.findings)
     which = "first start" if not launched.earlier else f"start {len(launched.earlier) + 1} of this command"

@@ -16,7 +16,7 @@ from fidelab.core import shell_line
 from fidelab.core.errors import UnknownNameError
 
 if TYPE_CHECKING:
-    from fidelab.environments.listing import Installed
+    from fidelab.environments.listing import InstalledEngine
 
 app = Commands(help="Manage engines, models, formats and disk space.")
 
@@ -229,11 +229,11 @@ def _size(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _device(place: Installed) -> str:
+def _device(place: InstalledEngine) -> str:
     return place.about.device.replace("hip", "rocm") if place.about else ""
 
 
-def _record(place: Installed) -> dict[str, Any]:
+def _record(place: InstalledEngine) -> dict[str, Any]:
     return {
         "engine": place.engine,
         "name": place.name,

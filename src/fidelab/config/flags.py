@@ -16,7 +16,7 @@ from fidelab.core.errors import UsageError
 from fidelab.engines import ENGINES
 
 
-class Begun(NamedTuple):
+class StartingPoint(NamedTuple):
     """Starting point of the settings that flags give.
 
     ``command`` and ``changes``: a server's command line as the reference, and changed flags of it as candidates.
@@ -36,7 +36,7 @@ def read_flags(
     *,
     overrides: Sequence[str] = (),
     trusted: Sequence[Path] = (),
-    begun: Begun | None = None,
+    begun: StartingPoint | None = None,
 ) -> tuple[Experiment, tuple[str, ...]]:
     """Return the experiment that flags describe, and secrets of a pasted command, which the record must not hold.
 
@@ -51,7 +51,7 @@ def read_flags(
         UsageError: If a command cannot be read, or a preset is of another engine.
         ConfigError: If the settings are invalid, or a file that is not trusted asks for an action.
     """
-    begun, secrets = begun or Begun(), tuple[str, ...]()
+    begun, secrets = begun or StartingPoint(), tuple[str, ...]()
     read = dict(data)
     if begun.command is not None:
         read, secrets = _from_command(begun.command, begun.changes, read, trusted)

@@ -117,7 +117,7 @@ class _FlagValues:
 
 
 @dataclass(frozen=True)
-class Pasted:
+class ServeCommand:
     """A parsed server command.
 
     ``program``: its words before the flags, none if the image starts the server; ``wrapper``: ``docker run … IMAGE``;
@@ -165,7 +165,7 @@ class Pasted:
         }
 
 
-def read_served(text: str, controlled: Controlled) -> Pasted:
+def read_served(text: str, controlled: Controlled) -> ServeCommand:
     """Read a server's command line, or the file ``@FILE`` or path that contains it.
 
     Raises:
@@ -196,10 +196,10 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
     for values in (said.options, said.env):
         values.update({name: move_folders(value, run.mounts) for name, value in values.items()})
     said.ignored = {**run.ignored, **said.ignored}
-    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(run.wrapper), run.mounts, place)
+    return ServeCommand(engine, said, tuple(program[len(run.entry) :]), tuple(run.wrapper), run.mounts, place)
 
 
-def program_python(pasted: Pasted) -> str | None:
+def program_python(pasted: ServeCommand) -> str | None:
     """Return the interpreter of the environment that a command's program belongs to, from the script's first line.
 
     ``None`` if the program is not on PATH or is not a Python script, if it is started by an interpreter or in a
@@ -220,7 +220,7 @@ def program_python(pasted: Pasted) -> str | None:
     return shutil.which(words[0]) if words and Path(words[0]).name.startswith("python") else None
 
 
-def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:
+def read_change(text: str, pasted: ServeCommand, controlled: Controlled) -> dict[str, Any]:
     """Return a candidate's settings: flags and variables that replace or extend the pasted command's.
 
     ``NAME=value`` sets a variable, ``--no-NAME`` removes a flag.

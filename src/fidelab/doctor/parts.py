@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fidelab.core.registry import Registry
     from fidelab.engines.base import Engine
     from fidelab.environments.environment import Environment
-    from fidelab.environments.listing import Installed
+    from fidelab.environments.listing import InstalledEngine
 
 # What the main job asks for, by its defaults (engine ``DEFAULT``): k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
 _FORMATS = ("bf16", "fp8_e4m3")
@@ -37,7 +37,7 @@ _BOUND_TOLERANCE = 1.001  # a GPU may round the bound itself otherwise
 
 
 @contextmanager
-def query_engines() -> Iterator[Callable[[], list[Installed]]]:
+def query_engines() -> Iterator[Callable[[], list[InstalledEngine]]]:
     """Query engines in separate environments, in parallel processes.
 
     Yields a function that waits for their answers, and raises the reason if they cannot be asked at all.
@@ -52,7 +52,7 @@ def query_engines() -> Iterator[Callable[[], list[Installed]]]:
         except CAUGHT as error:
             problem = error
 
-            def answers() -> list[Installed]:
+            def answers() -> list[InstalledEngine]:
                 raise problem
 
         yield answers
@@ -68,7 +68,7 @@ def _is_brought(name: str) -> bool:
 
 
 def engines_and_formats(
-    unusable: Collection[str], answers: Callable[[], list[Installed]], trial: Callable[[str], None] | None = None
+    unusable: Collection[str], answers: Callable[[], list[InstalledEngine]], trial: Callable[[str], None] | None = None
 ) -> list[DoctorCheck]:
     """Check each engine, then the formats of the engines that work.
 
@@ -113,7 +113,7 @@ def _engine(
     registry: Registry,
     name: str,
     unusable: Collection[str],
-    answers: Callable[[], list[Installed]],
+    answers: Callable[[], list[InstalledEngine]],
     trial: Callable[[str], None] | None,
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """Check an engine, and the KV formats of an engine that works."""
@@ -160,7 +160,7 @@ def _tried(
 
 
 def _brought(
-    name: str, places: Sequence[Installed], trial: Callable[[str], None] | None
+    name: str, places: Sequence[InstalledEngine], trial: Callable[[str], None] | None
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """Check an engine that needs a package, in the environment where runs would find it."""
     from fidelab.environments.listing import chosen

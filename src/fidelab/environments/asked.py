@@ -15,7 +15,7 @@ from fidelab.core.errors import EngineError, UnknownNameError
 from fidelab.engines.base import engine_class
 from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.environment import Environment, locate
-from fidelab.environments.queries import Assumed, EngineAnswers, ask
+from fidelab.environments.queries import AssumedEngine, EngineAnswers, ask
 
 _STOCK = "stock"
 
@@ -55,7 +55,7 @@ class Engines:
             except EngineError as error:
                 if not self._assume:
                     raise
-                self._found[config] = Assumed(Environment(config.name, sys.executable), str(error))
+                self._found[config] = AssumedEngine(Environment(config.name, sys.executable), str(error))
                 return self._found[config]
             files = self._files() if environment.image else ()
             self._found[config] = self._stack.enter_context(ask(environment, files=files))
@@ -98,7 +98,7 @@ def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:
 def installation_record(asked: EngineAnswers) -> dict[str, Any]:
     """Return an engine's installation, for the record of what ran."""
     shims, image = _shim_names(asked), asked.environment.image
-    if isinstance(asked, Assumed):
+    if isinstance(asked, AssumedEngine):
         return {"not_installed": asked.problem}
     return {
         **({"image": {"name": image.name, "digest": image.digest}} if image else {}),

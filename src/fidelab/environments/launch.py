@@ -26,7 +26,7 @@ from fidelab.engines.server_settings import Finding, findings
 from fidelab.engines.variables import check_env
 from fidelab.environments.asked import Engines, check_kv_name, native_kv
 from fidelab.environments.environment import Environment, locate, read_marker
-from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
+from fidelab.environments.servers import ServerRecord, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.models import embedded
 from fidelab.models import path as model_path
 
@@ -49,13 +49,13 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Launched:
+class RunningServer:
     """A running server and its reported settings.
 
     ``seconds``: time until it answered; ``earlier``: times of earlier starts of the same command.
     """
 
-    server: Served
+    server: ServerRecord
     process: subprocess.Popen[bytes]
     seconds: float
     earlier: tuple[float, ...]
@@ -151,7 +151,7 @@ def check(preset: Preset, arm: Arm) -> Environment:
 
 
 @contextmanager
-def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[Launched]:
+def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[RunningServer]:
     """Start the server, wait until it answers and read its settings. Differences do not end it.
 
     The server is ended on any exception inside, Ctrl-C included, and on signals that end this process. Otherwise it is
@@ -178,7 +178,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
         starts.add(seconds)
         first_answer(server, limit, say)
         found = check_server(arm, planned.url, written_log(server.log))
-        yield Launched(server, process, seconds, tuple(starts.earlier), tuple(found))
+        yield RunningServer(server, process, seconds, tuple(starts.earlier), tuple(found))
 
 
 @contextmanager

@@ -32,7 +32,7 @@ _TEST_ENGINE = "fake"
 
 
 @dataclass(frozen=True)
-class Installed:
+class InstalledEngine:
     """One engine in one environment.
 
     Attributes:
@@ -68,7 +68,9 @@ class Installed:
         return ", ".join(other) or "stock"
 
 
-def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None) -> list[Installed]:
+def listing(
+    engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None
+) -> list[InstalledEngine]:
     """Return every engine but the test engine, in each of its environments; like :func:`asking`, but waits."""
     with asking(engines, limit, image) as answers:
         return answers()
@@ -77,7 +79,7 @@ def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: s
 @contextmanager
 def asking(
     engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None
-) -> Iterator[Callable[[], list[Installed]]]:
+) -> Iterator[Callable[[], list[InstalledEngine]]]:
     """Ask all environments of these engines at once, each in its own process; ``limit``: seconds for one answer.
 
     Yields a function that waits for the answers, so that the caller may do other work in the meantime.  An engine's
@@ -94,61 +96,61 @@ def asking(
         yield lambda: [place if asked is None else _answered(place, asked) for place, asked in begun]
 
 
-def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
+def chosen(places: Sequence[InstalledEngine]) -> dict[str, InstalledEngine]:
     """Return the first working environment of each engine, else its first one."""
-    found: dict[str, Installed] = {}
+    found: dict[str, InstalledEngine] = {}
     for place in places:
         if place.engine not in found or (found[place.engine].problem is not None and place.problem is None):
             found[place.engine] = place
     return found
 
 
-def _places(engine: str) -> Iterator[Installed]:
+def _places(engine: str) -> Iterator[InstalledEngine]:
     """Yield the environments of one engine without their answers, or the problem."""
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
     except (Exception, SystemExit) as error:  # an adapter of another package
         problem = " ".join(str(error).split())
-        yield Installed(engine, engine, None, problem=problem, remedy="repair or remove its package")
+        yield InstalledEngine(engine, engine, None, problem=problem, remedy="repair or remove its package")
         return
     if here and cls.is_server:
-        yield Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())
+        yield InstalledEngine(engine, "a server", Environment(engine, sys.executable), cls.versions())
         return
     folders = [engines_dir() / name for name in variants(engine)]
     unfinished = [folder for folder in folders if (folder / MARKER).exists() and read_marker(folder) is None]
     made = [folder for folder in folders if folder not in unfinished and os.access(_python(folder), os.X_OK)]
     if here:
-        yield Installed(engine, "this interpreter", Environment(engine, sys.executable))
+        yield InstalledEngine(engine, "this interpreter", Environment(engine, sys.executable))
     for folder in folders:
         if folder in unfinished:
             problem = f"{folder} is unfinished"
-            yield Installed(engine, folder.name, None, problem=problem, remedy=install_command(engine))
+            yield InstalledEngine(engine, folder.name, None, problem=problem, remedy=install_command(engine))
         elif folder in made:
             try:
                 shims = recipe_shims(folder)
             except EngineError as error:
-                yield Installed(engine, folder.name, None, problem=str(error), remedy=install_command(engine))
+                yield InstalledEngine(engine, folder.name, None, problem=str(error), remedy=install_command(engine))
             else:
                 environment = Environment(engine, str(_python(folder)), pythonpath=shims)
-                yield Installed(engine, folder.name, environment, update=update_command(folder))
+                yield InstalledEngine(engine, folder.name, environment, update=update_command(folder))
     if not (here or unfinished or made):
-        yield Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))
+        yield InstalledEngine(engine, engine, None, problem="not installed", remedy=install_command(engine))
 
 
-def _in_image(names: Sequence[str], name: str) -> Iterator[Installed]:
+def _in_image(names: Sequence[str], name: str) -> Iterator[InstalledEngine]:
     """Yield the engines that may be in an image; servers are queried from this machine."""
     image = find_image(name)
     for engine in names:
         if not getattr(ENGINES.load(engine), "is_server", False):
-            yield Installed(engine, f"image {name}", Environment(engine, "python3", image=image))
+            yield InstalledEngine(engine, f"image {name}", Environment(engine, "python3", image=image))
 
 
 def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def _begun(place: Installed, stack: ExitStack, limit: float) -> tuple[Installed, EngineAnswers | None]:
+def _begun(place: InstalledEngine, stack: ExitStack, limit: float) -> tuple[InstalledEngine, EngineAnswers | None]:
     """Return an environment with its answers, all questions sent; without answers if the engine cannot be asked."""
     if place.environment is None or place.versions:
         return place, None
@@ -162,7 +164,7 @@ def _begun(place: Installed, stack: ExitStack, limit: float) -> tuple[Installed,
     return place, asked
 
 
-def _answered(place: Installed, asked: EngineAnswers) -> Installed:
+def _answered(place: InstalledEngine, asked: EngineAnswers) -> InstalledEngine:
     try:
         versions, about, formats = asked.versions(), asked.about, asked.formats()
     except FidelabError as error:
@@ -173,7 +175,7 @@ def _answered(place: Installed, asked: EngineAnswers) -> Installed:
     return replace(place, versions=versions, kv_names=list(formats), refused=refused, about=about)
 
 
-def _broken(place: Installed, problem: str) -> Installed:
+def _broken(place: InstalledEngine, problem: str) -> InstalledEngine:
     if place.environment is not None and place.environment.image is not None:  # if the engine is not installed
         why = re.split(r": (?:fidelab setup engines|pip) install", problem)[0]
         return replace(place, problem=why, remedy="use an image that has it")

@@ -195,7 +195,7 @@ def _did_not_run(failing: Mapping[str, str], name: str) -> str:
     return f"it did not run in its trial: {failing[name]}" if name in failing else ""
 
 
-class Assumed(EngineAnswers):
+class AssumedEngine(EngineAnswers):
     """An engine that is not installed, for planning.  Its adapter answers where it can; otherwise the answer is yes.
 
     Attributes:

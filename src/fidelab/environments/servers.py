@@ -39,7 +39,7 @@ _EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerRecord:
     """A server that was started here.
 
     ``begun``: start of its process in system ticks, which differs when a pid is reused.  ``arm``: the declared
@@ -73,7 +73,7 @@ class Served:
             (_folder() / f"{self.name}.json").unlink(missing_ok=True)
 
 
-def records() -> list[Served]:
+def records() -> list[ServerRecord]:
     """Return running servers, sorted by name.  Records of ended servers are removed."""
     alive = []
     for record in _read_records():
@@ -87,7 +87,7 @@ def records() -> list[Served]:
 @contextmanager
 def start(
     name: str, command: Sequence[str], variables: Mapping[str, str], url: str, arm: Mapping[str, Any]
-) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
+) -> Iterator[tuple[ServerRecord, subprocess.Popen[bytes]]]:
     """Start a server; on any exception inside, Ctrl-C included, it is ended and its record removed.
 
     Args:
@@ -121,7 +121,7 @@ def start(
             )
         except OSError as error:
             raise EngineError(f"the server cannot be started: {error.strerror} ({command[0]})") from None
-    server = Served(free, url, process.pid, _begun(process.pid) or "", str(log), tuple(command), arm)
+    server = ServerRecord(free, url, process.pid, _begun(process.pid) or "", str(log), tuple(command), arm)
     try:
         server.keep()
         yield server, process
@@ -132,7 +132,7 @@ def start(
 
 
 def wait_until_healthy(
-    server: Served, process: subprocess.Popen[bytes], limit: float, say: Callable[[str], None]
+    server: ServerRecord, process: subprocess.Popen[bytes], limit: float, say: Callable[[str], None]
 ) -> float:
     """Wait until the server answers, and return the seconds.  ``say`` gets a line from time to time.
 
@@ -157,7 +157,7 @@ def wait_until_healthy(
     return time.monotonic() - began
 
 
-def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> None:
+def first_answer(server: ServerRecord, limit: float, say: Callable[[str], None]) -> None:
     """Ask for one token, since some engines only then build their attention kernels and log their names.
 
     Raises:
@@ -176,7 +176,7 @@ def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> No
         raise EngineError(f"{misnamed(client.clean(name), model)}; log: {server.log}")
 
 
-def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
+def died(server: ServerRecord, returncode: int, say: Callable[[str], None]) -> str:
     """Return why a server ended early: its exit status and the likely cause.  ``say`` receives its last lines."""
     lines = written_log(server.log, last=True).splitlines()
     _print_last_lines(server, say)
@@ -187,7 +187,7 @@ def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
     return f"{what.partition(' (')[0]}: {' '.join(cause.split())[:300]}; log: {server.log}"
 
 
-def end(server: Served) -> bool:
+def end(server: ServerRecord) -> bool:
     """End a server's process group; return ``False`` if it had ended before."""
     alive = server.alive
     if alive:
@@ -247,7 +247,7 @@ def _is_healthy(client: Client) -> bool:
         return False
 
 
-def _print_last_lines(server: Served, say: Callable[[str], None]) -> None:
+def _print_last_lines(server: ServerRecord, say: Callable[[str], None]) -> None:
     lines = [line.rstrip() for line in written_log(server.log, last=True).splitlines() if line.strip()]
     for line in lines[-_LOG_TAIL_LINES:]:
         say(f"  | {line[:300]}")
@@ -293,11 +293,11 @@ def _folder() -> Path:
     return state_dir() / "servers"
 
 
-def _read_records() -> list[Served]:
+def _read_records() -> list[ServerRecord]:
     found = []
     for path in sorted(_folder().glob("*.json")):
         with contextlib.suppress(ValueError):  # of another version, or not a record
-            found.append(from_json(Served, _object(path)))
+            found.append(from_json(ServerRecord, _object(path)))
     return [record for record in found if record.pid > 1]
 
 

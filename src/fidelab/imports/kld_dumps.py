@@ -25,7 +25,7 @@ from fidelab.core.errors import UsageError
 from fidelab.imports.dump_folder import Dump, open_folder, pair_windows
 from fidelab.imports.json_file import metrics_of
 from fidelab.imports.kld_base import BaseFile, is_base_file
-from fidelab.imports.write_run import Imported, Source, labels_of, window_blocks, write_run
+from fidelab.imports.write_run import ImportedArm, Source, labels_of, window_blocks, write_run
 from fidelab.metrics.composite import costs_equivalent
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -77,7 +77,7 @@ def import_dumps(
     seed: int = 42,
     command: str = "",
     progress: Callable[[str], None] = lambda _text: None,
-) -> Imported:
+) -> ImportedArm:
     """Compare dumps with a reference dump, and write a run folder.
 
     Args:
@@ -126,7 +126,7 @@ def import_dumps(
         comparisons=tuple(_comparisons(arms, labels, seed)),
         positions=positions,
     )
-    return Imported(report, folder, tuple(_notes(reference, arms)))
+    return ImportedArm(report, folder, tuple(_notes(reference, arms)))
 
 
 # ------------------------------------------------------------------------------------------------- rows

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fidelab.core import Status, plain_json
 from fidelab.core.errors import InputError, MismatchError
-from fidelab.imports.write_run import Imported, Source, labels_of, write_run
+from fidelab.imports.write_run import ImportedArm, Source, labels_of, write_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.decision_record import Certificate, FlipRecord
@@ -61,7 +61,7 @@ def import_samples(
     margin: float = MARGIN,
     seed: int = 42,
     command: str = "",
-) -> Imported:
+) -> ImportedArm:
     """Compare folders of samples with a reference folder, and write a run folder.
 
     Args:
@@ -103,7 +103,7 @@ def import_samples(
     report, folder = write_run(
         source, ArmRecord(status=Status.OK, name=ref.resolve().name, **bare), records, output_dir, command
     )
-    return Imported(report, folder, tuple(_notes(reference, arms, pairs)))
+    return ImportedArm(report, folder, tuple(_notes(reference, arms, pairs)))
 
 
 def _read(path: Path) -> _Samples:

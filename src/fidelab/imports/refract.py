@@ -12,9 +12,9 @@ from typing import Any
 
 from fidelab.core import Status, digest
 from fidelab.core.errors import InputError
-from fidelab.imports.refract_axes import AXES, Recomputed, RefractLine, recompute
+from fidelab.imports.refract_axes import AXES, RecomputedAxis, RefractLine, recompute
 from fidelab.imports.refract_file import RefractFile, read_refract
-from fidelab.imports.write_run import Imported, Source, write_run
+from fidelab.imports.write_run import ImportedArm, Source, write_run
 from fidelab.metrics.composite import BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
 from fidelab.results.measurement import Measurement
@@ -29,7 +29,7 @@ AXIS = "refract"
 
 def import_refract(
     path: Path, output_dir: Path, *, name: str | None = None, seed: int = 42, command: str = ""
-) -> Imported:
+) -> ImportedArm:
     """Read a REFRACT report, recompute it, and write a run folder.
 
     Args:
@@ -79,7 +79,7 @@ def import_refract(
     verdict = judge(candidate, reason=reason)
     candidates = [candidate.model_copy(update={"verdict": verdict})]
     report, folder = write_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
-    return Imported(report, folder, notes)
+    return ImportedArm(report, folder, notes)
 
 
 def _arm(file: RefractFile, side: str, name: str | None = None, **fields: Any) -> ArmRecord:
@@ -88,7 +88,7 @@ def _arm(file: RefractFile, side: str, name: str | None = None, **fields: Any) -
     return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv, **fields)
 
 
-def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[RefractLine], Composite | None]:
+def _combined(file: RefractFile, measured: Mapping[str, RecomputedAxis]) -> tuple[list[RefractLine], Composite | None]:
     """Lines of the composite and of its bands by both tables; and our composite, which the file's data give."""
     scores = {axis: part.lines[0] for axis, part in measured.items()}
     refract_scores = [float(line.again) for line in scores.values() if line.again is not None]
@@ -111,7 +111,7 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     return lines, Composite.model_validate({"value": own.value, "axes": list(own_scores), "band": band})
 
 
-def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[RefractLine]) -> tuple[str, ...]:
+def _notes(file: RefractFile, measured: Mapping[str, RecomputedAxis], lines: list[RefractLine]) -> tuple[str, ...]:
     notes = [
         f"{line.name}: the file says {_format_score(line.stated)}, its own data give {_format_score(line.again)}"
         for line in lines
@@ -133,7 +133,7 @@ def _format_score(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-def _source(file: RefractFile, measured: Mapping[str, Recomputed]) -> Source:
+def _source(file: RefractFile, measured: Mapping[str, RecomputedAxis]) -> Source:
     facts = {
         "file": file.json.path.name,
         "schema": file.schema,

@@ -62,7 +62,7 @@ class RefractLine:
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class RecomputedAxis:
     """One axis: its record, its lines (the score first), and remarks."""
 
     record: Measurement
@@ -73,7 +73,7 @@ class Recomputed:
 # ------------------------------------------------------------------------------------------- trajectory
 
 
-def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+def _trajectory(file: RefractFile, axis: Node, seed: int) -> RecomputedAxis:
     """Recompute axis A from each prompt's token ids, or from its prefix and lengths."""
     stated, prompts = file.score("trajectory"), axis["per_prompt"].items()
     n_predict = axis["n_tokens_each"].count()
@@ -82,7 +82,7 @@ def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     if not pairs or len(pairs) < len(known):
         reason = "the file holds neither token ids nor prefix lengths of every prompt"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, facts={"n_predict": n_predict})
-        return Recomputed(record, (RefractLine("trajectory score", stated, None, None),))
+        return RecomputedAxis(record, (RefractLine("trajectory score", stated, None, None),))
     usable = np.array([not pair.failed for pair in pairs])
     items = RatioItems.of(
         [float(pair.prefix) for pair in pairs], [float(pair.longest) for pair in pairs], np.arange(len(pairs))
@@ -122,7 +122,7 @@ def _trajectory(file: RefractFile, axis: Node, seed: int) -> Recomputed:
         RefractLine("exact match rate", axis["full_match_rate"].number(), rate, rate),
         RefractLine("median first divergence", axis["median_first_divergence"].number(), median, median),
     )
-    return Recomputed(record, lines, _contradictions(prompts, pairs))
+    return RecomputedAxis(record, lines, _contradictions(prompts, pairs))
 
 
 def _agreement(prompt: Node) -> PairAgreement | None:
@@ -161,7 +161,7 @@ def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> 
 # -------------------------------------------------------------------------------------------------- kld
 
 
-def _kld(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+def _kld(file: RefractFile, axis: Node, seed: int) -> RecomputedAxis:
     """Recompute axis B from the file's distributions.
 
     An interval needs values per chunk (``per_chunk``: numbers, or objects with ``mean_kld`` and ``n_positions``).
@@ -169,11 +169,11 @@ def _kld(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     stated, mean = file.score("kld"), axis["mean_kld"].number(0.0)
     if mean is None:
         record = Measurement(status=Status.FAILED, reason="the mean KL of the file is not a number")
-        return Recomputed(record, (RefractLine("KLD score", stated, None, None),))
+        return RecomputedAxis(record, (RefractLine("KLD score", stated, None, None),))
     if file.backend.lower() in TOPK_BACKENDS:
         reason = f"REFRACT's {file.backend} backend sees only the most likely tokens, not the full vocabulary"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=f"{reason} (its figure: {mean:.6g} nats)")
-        return Recomputed(record, (RefractLine("KLD score", stated, kld_score(mean), None),), notes=(reason,))
+        return RecomputedAxis(record, (RefractLine("KLD score", stated, kld_score(mean), None),), notes=(reason,))
     chunks, notes = _chunks(axis, mean)
     bounds = (0.0, math.inf)
     same, rms = axis["same_topp_pct"].number(0.0, 100.0), axis["rms_dp_pct"].number(0.0, 100.0)
@@ -196,7 +196,7 @@ def _kld(file: RefractFile, axis: Node, seed: int) -> Recomputed:
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,
         },
     )
-    return Recomputed(record, (RefractLine("KLD score", stated, kld_score(mean), kld_score(mean)),), notes=notes)
+    return RecomputedAxis(record, (RefractLine("KLD score", stated, kld_score(mean), kld_score(mean)),), notes=notes)
 
 
 def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]]:
@@ -224,7 +224,7 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 # ------------------------------------------------------------------------------------------------ rniah
 
 
-def _rniah(file: RefractFile, axis: Node, _seed: int) -> Recomputed:
+def _rniah(file: RefractFile, axis: Node, _seed: int) -> RecomputedAxis:
     """Recompute axis C from its cells.
 
     fidelab counts the cells in which the reference finds the needle.
@@ -263,7 +263,7 @@ def _rniah(file: RefractFile, axis: Node, _seed: int) -> Recomputed:
         n_failed=len(entries) - len(known),
         facts={"needle": axis["needle"].text(), "skipped cells": len(axis["skipped_cells"].items())},
     )
-    return Recomputed(record, (RefractLine("R-NIAH score", file.score("rniah"), refract_score, score),))
+    return RecomputedAxis(record, (RefractLine("R-NIAH score", file.score("rniah"), refract_score, score),))
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
 # ------------------------------------------------------------------------------------------------- plad
 
 
-def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
+def _plad(file: RefractFile, axis: Node, seed: int) -> RecomputedAxis:
     """Recompute axis D from each prompt's drifts, with the signed excess and the one-sided score."""
     stated, entries = file.score("plad"), axis["per_prompt"].items()
     drifts = [
@@ -322,7 +322,7 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     if not drifts:
         reason = "the file has no drifts of prompts"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, n_items=len(entries), n_failed=len(entries))
-        return Recomputed(record, (RefractLine("PLAD score", stated, None, None),))
+        return RecomputedAxis(record, (RefractLine("PLAD score", stated, None, None),))
     prompts = np.array([prompt for prompt, _, _, _ in drifts])
     excess = np.array([test - ref for _, _, ref, test in drifts])
     cells = cell_scores([ref for _, _, ref, _ in drifts], [test for _, _, _, test in drifts])
@@ -360,7 +360,7 @@ def _plad(file: RefractFile, axis: Node, seed: int) -> Recomputed:
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
     per_kind = (RefractLine(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
-    return Recomputed(record, (RefractLine("PLAD score", stated, mean_score, mean_score), *per_kind))
+    return RecomputedAxis(record, (RefractLine("PLAD score", stated, mean_score, mean_score), *per_kind))
 
 
 def _percent(ratio: float) -> float:
@@ -372,6 +372,6 @@ AXES = tuple(_AXES)
 """The axes of REFRACT's composite."""
 
 
-def recompute(file: RefractFile, seed: int) -> dict[str, Recomputed]:
+def recompute(file: RefractFile, seed: int) -> dict[str, RecomputedAxis]:
     """Compute every axis that was measured again."""
     return {name: read(file, axis, seed) for name, read in _AXES.items() if (axis := file.axis(name)) is not None}

@@ -47,7 +47,7 @@ def labels_of(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> 
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedArm:
     """The run that an import wrote, and notes for the user, one per line."""
 
     report: Report

@@ -152,7 +152,7 @@ def lower(band: Band) -> Band:
 
 
 @dataclass(frozen=True)
-class Ruling:
+class BandDecision:
     """Verdict on a candidate: ``band``, or None if there is no verdict, and ``because``, the reasons.
 
     ``at_best``: the best band still possible, if there is no verdict (None: none is ruled out) or the interval crosses
@@ -187,7 +187,7 @@ def verdict(
     kld_least: float | None = None,
     kld_lower: float | None = None,
     n_clusters: int | None = None,
-) -> Ruling:
+) -> BandDecision:
     """Judge one candidate. See docs/metrics.md#verdicts.
 
     Args:
@@ -213,7 +213,7 @@ def verdict(
         raise ValueError(f"{n_failed} failed of {n_positions} positions")
     failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
     if failed_because or n_failed * 100 > n_positions:
-        return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because), by_kld=False)
+        return BandDecision(Band.FAIL, (*failures, *failed_because, *lowered_because), by_kld=False)
 
     def graded(*costs: float | None) -> Band:
         """Return the band of the largest of these costs, after downgrade and cap."""
@@ -233,20 +233,20 @@ def verdict(
             best = least if kld_lower is not None else graded(kld_least)
             facts.append(f"of the interval only the upper end is that of FAIL: at best {best.value}")
             facts += early
-            return Ruling(None, tuple(facts), best, Band.FAIL, preliminary, by_kld)
+            return BandDecision(None, tuple(facts), best, Band.FAIL, preliminary, by_kld)
         crossing = least if least is not band else None
         if crossing is not None:
             facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
-        return Ruling(band, (*facts, *early), crossing, None, preliminary, by_kld)
+        return BandDecision(band, (*facts, *early), crossing, None, preliminary, by_kld)
     if band is Band.FAIL and kld_least is not None:
         facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]
-        return Ruling(band, tuple(facts), preliminary=preliminary, by_kld=by_kld)
+        return BandDecision(band, tuple(facts), preliminary=preliminary, by_kld=by_kld)
     reason = "no upper bound of a mean KL over the full vocabulary"
     at_best = None if band is Band.EXCELLENT else band
-    return Ruling(None, (reason, *failures, *lowered_because), at_best)
+    return BandDecision(None, (reason, *failures, *lowered_because), at_best)
 
 
-def worse_of(first: Ruling, other: Ruling, what: str) -> Ruling:
+def worse_of(first: BandDecision, other: BandDecision, what: str) -> BandDecision:
     """Return the verdict on a candidate with a second KL that the same bands judge, which ``what`` names.
 
     It is the worse one of the two; undecided if either is and neither is FAIL.  ``by_kld`` is False where the second KL
@@ -256,18 +256,18 @@ def worse_of(first: Ruling, other: Ruling, what: str) -> Ruling:
         return first
     reasons = (f"{what}: {other.because[0]}", *first.because)
     if other.band is Band.FAIL:
-        return Ruling(Band.FAIL, reasons, preliminary=other.preliminary, by_kld=False)
+        return BandDecision(Band.FAIL, reasons, preliminary=other.preliminary, by_kld=False)
     best = max((ruling.at_best or ruling.band or Band.EXCELLENT for ruling in (first, other)), key=_ORDER.index)
     preliminary = first.preliminary or other.preliminary
     if first.band is None or other.band is None:
         worst = max((ruling.at_worst or ruling.band or Band.FAIL for ruling in (first, other)), key=_ORDER.index)
         because = first.because if first.band is None else reasons
-        return Ruling(None, because, best, worst, preliminary, first.by_kld)
+        return BandDecision(None, because, best, worst, preliminary, first.by_kld)
     if not is_worse(other.band, first.band):
         return first
     by_kld = first.by_kld and other.band is Band.PASS
     crossing = best if is_worse(other.band, best) else None
-    return Ruling(other.band, reasons, crossing, None, preliminary, by_kld)
+    return BandDecision(other.band, reasons, crossing, None, preliminary, by_kld)
 
 
 def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> bool:

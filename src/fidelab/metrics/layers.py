@@ -57,7 +57,7 @@ class LayerCurve:
 
 
 @dataclass(frozen=True)
-class Parting:
+class LayerDivergence:
     """The layers at which two arms differ, numbered from 0.
 
     ``begins``: the first layer that adds any error beyond the floor; ``None``: no layer does.  ``stand_out``: the
@@ -118,7 +118,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
     return ratios
 
 
-def part(curve: LayerCurve, floor: LayerCurve | None = None) -> Parting:
+def part(curve: LayerCurve, floor: LayerCurve | None = None) -> LayerDivergence:
     """Judge a curve. Without run-to-run noise (``None``), the reference counts as bit-identical in every run.
 
     See docs/metrics.md#layer-differences."""
@@ -134,4 +134,4 @@ def part(curve: LayerCurve, floor: LayerCurve | None = None) -> Parting:
         stand_out |= set(np.flatnonzero((multiples > TIMES) & (added >= errors[:-1]) & audible).tolist())
         begins |= set(np.flatnonzero(audible).tolist())
         ratios = np.maximum(ratios, multiples)
-    return Parting(min(begins, default=None), tuple(sorted(stand_out)), tuple(ratios.tolist()))
+    return LayerDivergence(min(begins, default=None), tuple(sorted(stand_out)), tuple(ratios.tolist()))

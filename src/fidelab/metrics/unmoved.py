@@ -21,7 +21,7 @@ _BY_CHANCE = 0.25  # share of equal rows in some other part up to which that man
 Floats = NDArray[np.float64]
 
 
-class Unmoved:
+class EqualRows:
     """Rows of two arms of which at least one has a lossy format.  See docs/metrics.md#proof-of-engagement.
 
     Args:

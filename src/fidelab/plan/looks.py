@@ -10,7 +10,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core.errors import UsageError
 from fidelab.plan.build import Plan, PlannedJob
 from fidelab.plan.estimate import Timings, estimate_job, work_of
-from fidelab.plan.prepare import Prepared, prepare
+from fidelab.plan.prepare import PreparedRun, prepare
 from fidelab.plan.resolve import Settings
 
 
@@ -19,7 +19,7 @@ def n_looks(settings: Settings) -> int:
     return max((axis.n_looks for axis in settings.axes.values()), default=1)
 
 
-def planned(experiment: Experiment, **how: Any) -> Prepared:
+def planned(experiment: Experiment, **how: Any) -> PreparedRun:
     """Prepare a run as :func:`prepare` does, without looks for which the text is too short.
 
     A single look remains if an engine's start takes longer than all later looks, and the budget has room for them.
@@ -71,7 +71,7 @@ def looks_save_time(plan: Plan) -> bool:
     return False
 
 
-def check_budget(prepared: Prepared) -> None:
+def check_budget(prepared: PreparedRun) -> None:
     """Check that a run can finish within its budget.
 
     Raises:

@@ -29,7 +29,7 @@ _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent 
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A plan with its inputs."""
 
     plan: Plan
@@ -59,7 +59,7 @@ def prepare(
     created: str | None = None,
     convert: bool = True,
     meanwhile: Callable[[ResolvedArm], None] | None = None,
-) -> Prepared:
+) -> PreparedRun:
     """Resolve and plan. Nothing runs or is written, but models may be fetched and converted, and packs unpacked.
 
     ``only``: keep only the job of this role (the first of several candidates). ``replicate``: first number of this
@@ -102,7 +102,7 @@ def prepare(
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
-    return Prepared(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
+    return PreparedRun(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
 
 
 def require_packages(experiment: Experiment) -> None:

@@ -2,8 +2,8 @@
 
 A section takes the measurements of one name from all arms and lays them side by side: tables of metrics, charts that
 arms share (:class:`Curves` and :class:`BarGroup`, grouped by their key), and what each arm shows by itself
-(:class:`Shown`: heat maps, tables, texts).  Nothing here knows an axis or a bench by name.  All words are ready to be
-shown: on one line (texts keep their lines), without control characters.
+(:class:`ShownPart`: heat maps, tables, texts).  Nothing here knows an axis or a bench by name.  All words are ready to
+be shown: on one line (texts keep their lines), without control characters.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BarGroup:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownPart:
     """Plots of a single arm."""
 
     arm: ReportArm
@@ -101,7 +101,7 @@ class Section:
     """``name: definition`` of the metrics that have a definition."""
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
-    shown: tuple[Shown, ...]
+    shown: tuple[ShownPart, ...]
 
     @property
     def found(self) -> bool:
@@ -223,7 +223,7 @@ def _by_key(
     return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
-def _select_plots(arm: ReportArm, measurement: Measurement) -> Shown | None:
+def _select_plots(arm: ReportArm, measurement: Measurement) -> ShownPart | None:
     heatmaps = tuple(
         _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
         for plot in measurement.plots
@@ -231,7 +231,7 @@ def _select_plots(arm: ReportArm, measurement: Measurement) -> Shown | None:
     )
     tables = tuple(plot for plot in measurement.plots if isinstance(plot, TablePlot))
     texts = tuple(_readable_texts(plot) for plot in measurement.plots if isinstance(plot, Texts))
-    return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
+    return ShownPart(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
 
 
 # ---------------------------------------------------------------------------------------------------------- words

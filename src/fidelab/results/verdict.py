@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fidelab.core import Estimator, Status
-from fidelab.metrics.composite import KL_EDGES, Band, Ruling, verdict, worse_of
+from fidelab.metrics.composite import KL_EDGES, Band, BandDecision, verdict, worse_of
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_proven, same_formats
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
@@ -68,7 +68,7 @@ def judge(arm: ArmRecord, report: Report | None = None, *, reason: str = "") -> 
         return Verdict.model_validate({"band": "FAIL", "by_kld": False, "because": (arm.reason,), **common})
     if arm.status not in (Status.OK, Status.IDENTICAL) or (case.ruling is None and not reason):
         return Verdict.model_validate({"because": (arm.reason or "no full-vocabulary KLD",), **common})
-    ruling = case.ruling or Ruling(None, (reason,))
+    ruling = case.ruling or BandDecision(None, (reason,))
     because = (reason, *ruling.because[1:]) if reason and ruling.band is None else ruling.because
     # Remark that KLD includes the difference of two attention kernels, where no control measures it
     other_kernel: list[str] = []
@@ -104,14 +104,14 @@ def widened(interval: tuple[float, float], difference: float) -> tuple[float, fl
     return max(low - step, 0.0) ** 2, (high + step) ** 2
 
 
-def _rule(arm: ArmRecord, report: Report | None) -> Ruling | None:
+def _rule(arm: ArmRecord, report: Report | None) -> BandDecision | None:
     """The band by the record; ``None`` where no KLD was asked for."""
     kld = arm.deciding
     if kld is None:
         return None
     share = encoded_share(arm)
     if share is not None and share < MIN_ENCODED_SHARE and not kld.n_failed:
-        return Ruling(None, (f"only {share:.0%} of tokens were encoded",))
+        return BandDecision(None, (f"only {share:.0%} of tokens were encoded",))
     mean = kld.metric("mean", {})
     low, upper = (None, None) if mean is None or mean.bound or mean.interval is None else mean.interval
     borrowed = report.borrowed if report else None
@@ -188,7 +188,7 @@ class _Case:
 
     arm: ArmRecord
     kld: Measurement
-    ruling: Ruling | None
+    ruling: BandDecision | None
     reason: str
     reference: ArmRecord | None = None
     control: ArmRecord | None = None
@@ -365,7 +365,7 @@ def _span(interval: tuple[float, float]) -> str:
     return format_span(interval) if low >= _MIN_SHOWN_NATS else f"{low:.5f}–{format_kld(high, digits=2)}"
 
 
-def _few_clusters(case: _Case, ruling: Ruling) -> Iterator[str]:
+def _few_clusters(case: _Case, ruling: BandDecision) -> Iterator[str]:
     if ruling.preliminary:
         word = _clusters(case.kld).rpartition(" ")[2].removesuffix("s") or "document"
         yield f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more"

@@ -38,7 +38,7 @@ from fidelab.plan.resolve import Settings
 from fidelab.results.measurement import Measurement
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.request_log import REQUESTS
-from fidelab.run.runner import Asking, Listener, absent, task_of, unreadable
+from fidelab.run.runner import JobRunner, Listener, absent, task_of, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
 BENCHES = "benches"  # what the pace of a run calls them
@@ -48,14 +48,14 @@ _WARM = "warm-up"  # the folder of answers that are thrown away
 Floats = NDArray[np.float64]
 
 
-class Benching(BenchPlan):
+class BenchRunner(BenchPlan):
     """Benches of a run.  ``folder`` keeps the timestamps; ``event`` is called for each event."""
 
     def __init__(
         self,
         settings: Settings,
         tokenizer: Tokenizer,
-        asking: Asking,
+        asking: JobRunner,
         folder: Path,
         log: Callable[[str], Path],
         listener: Listener,

@@ -31,20 +31,20 @@ from fidelab.core.serial import from_json, to_json
 from fidelab.plan.build import Plan
 from fidelab.plan.estimate import Timings
 from fidelab.plan.looks import check_budget, n_looks, planned, seconds_of
-from fidelab.plan.prepare import Prepared, now, prepare, require_packages
+from fidelab.plan.prepare import PreparedRun, now, prepare, require_packages
 from fidelab.plan.resolve import Settings
 from fidelab.references.pack import Pack
 from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.run.benches import BENCHES, Benching
+from fidelab.run.benches import BENCHES, BenchRunner
 from fidelab.run.cluster import Cluster, RayCluster
 from fidelab.run.rows import drop_rows_on_cluster
-from fidelab.run.runner import Asking, Listener, Silent, needs_of, starting
+from fidelab.run.runner import JobRunner, Listener, Silent, needs_of, starting
 from fidelab.run.signals import terminate_as_interrupt
 from fidelab.scoring.dropping import drop_compared_rows, drop_reference_rows
 from fidelab.scoring.looks import undecided
-from fidelab.scoring.score import Scored, score_run
+from fidelab.scoring.score import ScoredRun, score_run
 from fidelab.scoring.tiles import Figures
 from fidelab.workers.fork_server import ForkServers
 
@@ -136,7 +136,7 @@ def rescore(run_dir: Path, limits: Mapping[str, Any] | None = None) -> tuple[Rep
         return _write(folder, _recompute(folder, limits)), folder
 
 
-def _recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> Scored:
+def _recompute(folder: RunFolder, limits: Mapping[str, Any] | None = None) -> ScoredRun:
     results, facts, planned = read_outcomes(folder)
     left = planned - {result.role for result in results}
     remedy = f"resume with: {resume_line(folder.path)}"
@@ -174,7 +174,7 @@ def _missing(capture: Path, experiment: Experiment, folder: RunFolder) -> str:
 
 
 def _run_jobs(
-    prepared: Prepared,
+    prepared: PreparedRun,
     folder: RunFolder,
     facts: RunFacts,
     listener: Listener,
@@ -196,12 +196,12 @@ def _run_jobs(
         with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
                 ahead.start()
-            asking = Asking(prepared, listener, folder.event, servers=servers, cluster=cluster, readers=readers)
-            asking.pace.expect({job.role: job.seconds for job in expected.jobs})
-            asking.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
-            asking.pace.expect({"scoring": expected.scoring})
+            runner = JobRunner(prepared, listener, folder.event, servers=servers, cluster=cluster, readers=readers)
+            runner.pace.expect({job.role: job.seconds for job in expected.jobs})
+            runner.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
+            runner.pace.expect({"scoring": expected.scoring})
             if plan.settings.axes:
-                answered = asking.run_all(plan.jobs, folder.log)
+                answered = runner.run_all(plan.jobs, folder.log)
             else:  # only benches ask the arms
                 answered = (ArmResult(job.role, job.arm, Status.OK) for job in plan.jobs)
             _keep(answered, results, plan, folder, facts)
@@ -218,14 +218,14 @@ def _run_jobs(
                     folder.event("budget", look=look + 1, seconds=round(ends))
                     break
                 folder.event("look", number=look + 1, undecided=more)
-                asking.pace.expect(seconds)
-                answered = asking.run_all(jobs, folder.log)
+                runner.pace.expect(seconds)
+                answered = runner.run_all(jobs, folder.log)
                 _keep(answered, results, plan, folder, facts)
             if plan.settings.axes:
                 ahead.join()  # it would slow what is timed
             if plan.settings.benches:
                 tokenizer, timed = prepared.inputs.tokenizer, folder.path / "timed"
-                benching = Benching(plan.settings, tokenizer, asking, timed, folder.log, listener, folder.event)
+                benching = BenchRunner(plan.settings, tokenizer, runner, timed, folder.log, listener, folder.event)
                 results = benching.run(results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
@@ -372,7 +372,7 @@ def _head(folder: RunFolder) -> dict[str, str]:
     return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
 
 
-def _write(folder: RunFolder, scored: Scored) -> Report:
+def _write(folder: RunFolder, scored: ScoredRun) -> Report:
     from fidelab.report.html import write_html
 
     folder.write_positions(scored.positions)

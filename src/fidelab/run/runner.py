@@ -25,7 +25,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
-from fidelab.plan.prepare import Prepared
+from fidelab.plan.prepare import PreparedRun
 from fidelab.results.engagement import select_runtime_info
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
@@ -217,7 +217,7 @@ class _Clocked:
         self.took[capture.axis] = work_of(capture.request, self._model), seconds
 
 
-class Asking:
+class JobRunner:
     """Run jobs one after another. The reference comes first, because its answers lead to requests for all arms.
 
     ``servers``: fork the workers; ``None``: each starts afresh.  ``event``: called with the name and the fields of each
@@ -227,7 +227,7 @@ class Asking:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedRun,
         listener: Listener,
         event: Callable[..., None],
         *,

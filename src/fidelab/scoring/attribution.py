@@ -24,7 +24,7 @@ from fidelab.engines.twins import family
 from fidelab.results.measurement import DECIDING
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
-from fidelab.scoring.pairing import Measured, Scorer
+from fidelab.scoring.pairing import ArmScores, Scorer
 
 
 def is_diagnostic(role: str) -> bool:
@@ -35,7 +35,7 @@ def is_diagnostic(role: str) -> bool:
 def attribute(
     experiment: Experiment,
     reference: ArmResult,
-    measured: Mapping[str, Measured],
+    measured: Mapping[str, ArmScores],
     diagnostics: Sequence[ArmResult],
     floors: Mapping[str, NoiseFloor],
 ) -> tuple[Attribution, ...]:
@@ -47,7 +47,7 @@ def attribute(
     diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, QUERIES, TRUTH)]
     if not diagnostics or DECIDING not in experiment.axes:
         return ()
-    apart: dict[str, Measured] = {  # each against its own reference
+    apart: dict[str, ArmScores] = {  # each against its own reference
         arm.role: measure_diagnostic(experiment, reference, arm)
         for arm in diagnostics
         if arm.role.startswith(f"{QUERIES}:")
@@ -94,7 +94,7 @@ def _no_twin(arm: Arm) -> str:
     return "not measured: no rounding noise ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
 
 
-def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
+def control_of(this: ArmScores, measured: Mapping[str, ArmScores]) -> ArmScores | None:
     """Return the control on an arm's kernel path, else the run's control; ``None`` for a control itself."""
 
     def path(arm: Arm) -> tuple[str, str | None]:
@@ -108,7 +108,7 @@ def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | N
     return measured.get(CONTROL)
 
 
-def measure_diagnostic(experiment: Experiment, reference: ArmResult, arm: ArmResult) -> Measured:
+def measure_diagnostic(experiment: Experiment, reference: ArmResult, arm: ArmResult) -> ArmScores:
     """Score a diagnostic arm against the reference, on KLD."""
     return Scorer(_kld_only(experiment), [reference, arm], {}).measure(arm)
 
@@ -119,7 +119,7 @@ def _kld_only(experiment: Experiment) -> Experiment:
 
 
 def _attribution(
-    candidate: Measured, control: Measured | None, apart: Mapping[str, Measured], floor: NoiseFloor | None, seed: int
+    candidate: ArmScores, control: ArmScores | None, apart: Mapping[str, ArmScores], floor: NoiseFloor | None, seed: int
 ) -> Attribution:
     name = candidate.result.arm.name
     form, queries = (apart.get(f"{role}:{name}") for role in (EXACT, QUERIES))
@@ -146,7 +146,7 @@ def _attribution(
     )
 
 
-def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
+def _score(arm: ArmScores | None, part: str | None = None) -> AxisScore | None:
     """Return an arm's KLD, at one part (context) if that is named."""
     score = arm.scores.get(DECIDING) if arm is not None else None
     if score is None or score.bound:
@@ -154,7 +154,7 @@ def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
     return score if part is None else score.at(part)
 
 
-def _part(arm: Measured | None, score: AxisScore | None) -> AttributionPart | None:
+def _part(arm: ArmScores | None, score: AxisScore | None) -> AttributionPart | None:
     if arm is None:
         return None
     if score is None:

@@ -20,13 +20,13 @@ from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, CaptureError, FidelabErro
 from fidelab.core.roles import is_partial
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
-from fidelab.metrics.unmoved import Unmoved
+from fidelab.metrics.unmoved import EqualRows
 from fidelab.results.engagement import engaged
 from fidelab.results.measurement import DECIDING
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import NO_REFERENCE
 from fidelab.scoring import tiles
-from fidelab.scoring.tiles import Asked, Figures, compare_here, compare_in_process, is_comparable, operations
+from fidelab.scoring.tiles import Figures, TileJob, compare_here, compare_in_process, is_comparable, operations
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_EQUAL_SHARE = 0.01  # share of changed numbers from which on equal rows are not an accident
@@ -35,7 +35,7 @@ _BLOCK = "32"  # tokens of a block of formats with axis=channel, unless group= i
 
 
 @dataclass(frozen=True)
-class Measured:
+class ArmScores:
     """Axis scores of one arm, or reasons for missing ones.  ``broken``: axis → only this arm gave no usable item."""
 
     result: ArmResult
@@ -89,7 +89,7 @@ class Scorer:
 
     def compare_ahead(self, results: Sequence[ArmResult]) -> None:
         """Compare the rows of hidden states of all arms at once."""
-        asked: dict[bool, list[Asked]] = {True: [], False: []}  # whether they are worth a process of their own
+        asked: dict[bool, list[TileJob]] = {True: [], False: []}  # whether they are worth a process of their own
         for name, captures in self._reference.items():
             for part, ref in captures.items():
                 tests = []
@@ -108,7 +108,7 @@ class Scorer:
                         _LOGGER.debug("%s, %s is not compared ahead: %s", result.role, part_name(name, part), error)
                 if tests:
                     many = operations(ref) >= tiles.MIN_OPERATIONS
-                    asked[many].append(Asked(name, self.experiment.axes[name], ref.folder, tests))
+                    asked[many].append(TileJob(name, self.experiment.axes[name], ref.folder, tests))
         if asked[True]:
             self._figures |= compare_in_process(asked[True], self.experiment.threads or usable_cores())
         for one in asked[False]:
@@ -117,7 +117,7 @@ class Scorer:
             except (FidelabError, OSError, *UNTRUSTED_DATA_ERRORS) as error:  # as above
                 _LOGGER.debug("%s is not compared ahead: %s", one.axis, error)
 
-    def measure(self, result: ArmResult) -> Measured:
+    def measure(self, result: ArmResult) -> ArmScores:
         scores: dict[str, AxisScore] = {}
         failures: dict[str, tuple[Status, str]] = {}
         status, reason = engaged(result)
@@ -156,7 +156,7 @@ class Scorer:
             reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
             if reasons and any(item["failed"] is None for item in reference):
                 broken[name] = (f"{name}: no item was usable, first {reasons[0]}",)
-        return Measured(result, status, reason, scores, failures, broken)
+        return ArmScores(result, status, reason, scores, failures, broken)
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
@@ -259,8 +259,8 @@ def _unmoved_part(score: AxisScore, first: int) -> str | None:
         return None
     if {"kl", "window", "position", "n_ctx"} <= score.positions.keys():
         kl, window, position, n_ctx = (score.positions[name] for name in ("kl", "window", "position", "n_ctx"))
-        return Unmoved(kl, window, position, n_ctx, first).first()
+        return EqualRows(kl, window, position, n_ctx, first).first()
     if first > _FIRST_DECODED:  # how long the prompts are is not known here
         return None
     nothing = np.zeros(len(score.num), dtype=np.int64)
-    return Unmoved(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()
+    return EqualRows(score.num, score.clusters, nothing + first, nothing, first, score.found.cluster or "item").first()

@@ -39,14 +39,14 @@ from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
 from fidelab.results.verdict import judged
 from fidelab.scoring.attribution import attribute, control_of, floors_of, is_diagnostic, measure_diagnostic
-from fidelab.scoring.pairing import Measured, Scorer
+from fidelab.scoring.pairing import ArmScores, Scorer
 from fidelab.scoring.tiles import Figures
 
 _SHA256 = re.compile("[0-9a-f]{64}")  # weights that could not be hashed carry a label instead of a digest
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRun:
     """The report, and the columns of ``positions.parquet`` per arm."""
 
     report: Report
@@ -59,7 +59,7 @@ def score_run(
     results: Sequence[ArmResult],
     *,
     figures: Figures | None = None,
-) -> Scored:
+) -> ScoredRun:
     """Score every arm against the reference, control and floor included.
 
     If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``figures``: as
@@ -110,7 +110,7 @@ def score_run(
         for result in [*([control] if control else []), *controls, *candidates]
         if (score := measured[result.role].deciding) is not None and score.positions
     ]
-    return Scored(report, tables)
+    return ScoredRun(report, tables)
 
 
 _UNRECORDED = "its figures cannot be recorded"
@@ -122,7 +122,7 @@ class _Summary:
     def __init__(
         self,
         experiment: Experiment,
-        measured: Mapping[str, Measured],
+        measured: Mapping[str, ArmScores],
         reference: ArmResult,
         floors: Mapping[str, NoiseFloor],
     ) -> None:
@@ -156,7 +156,7 @@ class _Summary:
             }
         )
 
-    def axes(self, arm: Measured) -> dict[str, Measurement]:
+    def axes(self, arm: ArmScores) -> dict[str, Measurement]:
         """All axes of one arm."""
         axes: dict[str, Measurement] = {}
         for name in self.experiment.axes:
@@ -221,14 +221,14 @@ class _Summary:
         asked, answered = (parts_of(name, one.captures) for one in (self.reference, result))
         return alpha_of(1 + max(axis.look(part) for part in asked.keys() & answered), axis.n_looks)
 
-    def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
+    def _excess(self, arm: ArmScores, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(arm, self.measured)
         if control is not None and name in control.scores:
             difference = arm.scores[name].excess_over(control.scores[name], self.seed)
             if difference is not None:
                 yield axis.excess(difference.estimate, difference.interval)
 
-    def _composite(self, arm: Measured) -> Composite | None:
+    def _composite(self, arm: ArmScores) -> Composite | None:
         wanted = _composed(self.experiment)
         counted = {
             name: score

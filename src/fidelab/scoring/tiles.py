@@ -43,7 +43,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Asked:
+class TileJob:
     """A capture of the reference, and the captures compared with it, some of which hold only part of the items."""
 
     axis: str
@@ -63,7 +63,7 @@ def operations(capture: Capture) -> float:
     return sum(2.0 * rows * width for rows, width in shapes) * capture.vocabulary.size
 
 
-def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
+def compare_in_process(asked: Sequence[TileJob], threads: int) -> Figures:
     """Return the figures of all rows that ``asked`` names, without those that cannot be compared.
 
     ``threads``: of the CPU.
@@ -91,7 +91,7 @@ def compare_in_process(asked: Sequence[Asked], threads: int) -> Figures:
         return figures
 
 
-def compare_here(asked: Asked) -> Figures:
+def compare_here(asked: TileJob) -> Figures:
     """Return the figures of all rows that ``asked`` names, by numpy and in this process."""
     figures: list[dict[int, dict[str, NDArray[Any]]]] = [{} for _ in asked.tests]
     for k, t, columns in _compare(asked, NumpyScorer()):
@@ -108,13 +108,13 @@ def main(ticket: str, found: str) -> None:
     columns: dict[str, Any] = {}
     for group, one in enumerate(given["groups"]):
         tests = [(Path(folder), bool(partial)) for folder, partial in one["tests"]]
-        asked = Asked(one["axis"], one["settings"], Path(one["ref"]), tests)
+        asked = TileJob(one["axis"], one["settings"], Path(one["ref"]), tests)
         for k, t, figures in _compare(asked, scorer):
             columns |= {f"{group}.{k}.{t}.{name}": column for name, column in figures.items()}
     np.savez(found, **columns)
 
 
-def _compare(asked: Asked, scorer: Scorer) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
+def _compare(asked: TileJob, scorer: Scorer) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
     """Number of the test, its item, and the columns of its rows."""
     axis, ref = load_axis(asked.axis, asked.settings), Capture(asked.ref, verify=False)
     pairs = [Pair.match(ref, Capture(folder, verify=False), subset=partial) for folder, partial in asked.tests]

@@ -26,7 +26,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from fidelab.config.profiles import Figure, Resolved, Stage, fill
+from fidelab.config.profiles import Figure, ResolvedProfile, Stage, fill
 from fidelab.config.trust import check_trusted, trust_content
 from fidelab.core import Status, read_file, slug, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
@@ -153,7 +153,7 @@ def _refusal(kind: str, name: str) -> str:
 
 
 def run_profile(
-    resolved: Resolved,
+    resolved: ResolvedProfile,
     output_dir: Path,
     *,
     only: Sequence[str] = (),
@@ -194,7 +194,7 @@ def resume_profile(
         content = read_file(file, _MAX_STAGE_BYTES)
         check_trusted(file, content, "may run any command of fidelab", trusted)
         written = yaml.safe_load(content)
-        resolved = Resolved.model_validate(written["resolved"])
+        resolved = ResolvedProfile.model_validate(written["resolved"])
         only, command = [str(name) for name in written["only"]], str(written["command"])
     except FileNotFoundError:
         raise InputError(f"{folder} is not a run of a profile: it has no {CONFIG}") from None
@@ -228,7 +228,7 @@ def stage_command(stage: Stage, folder: Path) -> list[str]:
     return ["fidelab", "compare", "-f", str(file), "--json", "--trust", str(file)]
 
 
-def plan_profile(resolved: Resolved, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
+def plan_profile(resolved: ResolvedProfile, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
     """Return the stages, whether each can run here, and its cost in seconds and bytes, without running any.
 
     The cost of an experiment is that of its dry run. For other commands, the profile specifies it.
@@ -272,7 +272,7 @@ def _dry_run(stage: Stage) -> tuple[float | None, float | None]:
         return None, None
 
 
-def _chosen(resolved: Resolved, only: Sequence[str]) -> list[Stage]:
+def _chosen(resolved: ResolvedProfile, only: Sequence[str]) -> list[Stage]:
     known = [stage.name for stage in resolved.stages]
     if unknown := next((name for name in only if name not in known), None):
         raise UnknownNameError(f"stage of profile {resolved.name}", unknown, known)
@@ -284,7 +284,7 @@ def _with_program(words: list[str]) -> list[str]:
 
 
 def _run_stages(
-    resolved: Resolved, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
+    resolved: ResolvedProfile, folder: Path, only: Sequence[str], command: str, watch: Callable[[str], None]
 ) -> Study:
     machine, chosen = machine_record(folder), _chosen(resolved, only)
     ended, skips = dict[str, StudyRow](), list[Skip]()
@@ -412,14 +412,14 @@ def _leaf(item: Any, path: str) -> str | None:
     return None if item is None else str(item)
 
 
-def _study(resolved: Resolved, command: str, **fields: Any) -> Study:
+def _study(resolved: ResolvedProfile, command: str, **fields: Any) -> Study:
     variant = f" ({resolved.variant})" if resolved.variant else ""
     title, settings = f"{resolved.name}{variant}: {resolved.purpose}", resolved.model_dump(mode="json")
     return new_study(command=command, settings=settings, kind=KIND, title=title, **fields)
 
 
 def _measured_study(
-    resolved: Resolved, folder: Path, ended: Mapping[str, StudyRow], facts: Mapping[str, Any], command: str
+    resolved: ResolvedProfile, folder: Path, ended: Mapping[str, StudyRow], facts: Mapping[str, Any], command: str
 ) -> Study:
     outputs = {name: _output(folder, name) for name, row in ended.items() if row.status is not Status.NOT_SUPPORTED}
     lines = []

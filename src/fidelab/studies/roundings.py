@@ -23,7 +23,7 @@ from fidelab.engines.hf.weights import NATIVE
 from fidelab.metrics.allocation import Floats, allocate, exchanges
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval
-from fidelab.plan.prepare import Prepared
+from fidelab.plan.prepare import PreparedRun
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
 from fidelab.results.numbers import counted, format_figure, format_kld, format_layers, format_span, one_line
 from fidelab.results.outcomes import ArmResult
@@ -168,7 +168,7 @@ def ask(
     return Answers(request, result, axis)
 
 
-def windows_of(prepared: Prepared, *, halves: bool) -> tuple[Prefill, Prefill | None]:
+def windows_of(prepared: PreparedRun, *, halves: bool) -> tuple[Prefill, Prefill | None]:
     """Return the windows of the rows, and with ``halves`` those on which a plan is measured.
 
     Raises:

@@ -19,14 +19,14 @@ from fidelab.config.load import dump
 from fidelab.core import Status, slug
 from fidelab.core.roles import TWIN
 from fidelab.plan.build import PlannedCapture, PlannedJob
-from fidelab.plan.prepare import Prepared
+from fidelab.plan.prepare import PreparedRun
 from fidelab.report.study import write_study_html
 from fidelab.results.engagement import engaged
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.study import SCHEMA, Study, StudyArm
-from fidelab.run.runner import Asking, Listener, Silent
+from fidelab.run.runner import JobRunner, Listener, Silent
 from fidelab.workers.fork_server import ForkServers
 
 
@@ -35,14 +35,14 @@ class OpenStudy:
     """A study under way."""
 
     kind: str
-    prepared: Prepared
+    prepared: PreparedRun
     folder: RunFolder
     created: datetime
     command: str
     listener: Listener
 
     @classmethod
-    def begin(cls, kind: str, prepared: Prepared, command: str, listener: Listener | None) -> Self:
+    def begin(cls, kind: str, prepared: PreparedRun, command: str, listener: Listener | None) -> Self:
         """Make the run folder.
 
         Raises:
@@ -103,7 +103,7 @@ def arm_of(result: ArmResult) -> StudyArm:
     )
 
 
-def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
+def with_requests(prepared: PreparedRun, job: PlannedJob, requests: Sequence[Request]) -> PlannedJob:
     """Return the job with only these requests."""
     settings, captures = prepared.settings, []
     for request in requests:
@@ -114,7 +114,7 @@ def with_requests(prepared: Prepared, job: PlannedJob, requests: Sequence[Reques
 
 
 def run_jobs(
-    prepared: Prepared,
+    prepared: PreparedRun,
     jobs: Sequence[PlannedJob],
     listener: Listener,
     log: Callable[[str], Path],
@@ -124,7 +124,9 @@ def run_jobs(
     results: list[ArmResult] = []
     listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
     try:
-        asking = Asking(prepared, listener, folder.event if folder else lambda *_a, **_k: None, servers=ForkServers())
+        asking = JobRunner(
+            prepared, listener, folder.event if folder else lambda *_a, **_k: None, servers=ForkServers()
+        )
         for job in jobs:
             results.append(asking.run(job, log(job.role)))
             if results[-1].status is not Status.OK and not job.role.startswith(f"{TWIN}:"):

@@ -30,7 +30,7 @@ from typing import IO, Any
 _LOST_RETURN_CODE = -signal.SIGKILL  # return code of a worker whose server has gone before it
 
 
-class Forked:
+class ForkedProcess:
     """Forked worker with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
@@ -82,7 +82,7 @@ class ForkServer:
             )
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
 
-    def start(self, stderr: int) -> Forked | None:
+    def start(self, stderr: int) -> ForkedProcess | None:
         """Start a worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
         pipes = [os.pipe() for _ in range(3)]
         (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
@@ -95,7 +95,7 @@ class ForkServer:
                 os.close(descriptor)
         stdin, stdout, report = os.fdopen(our_in, "wb"), os.fdopen(our_out, "rb"), os.fdopen(our_report, "rb")
         if pid := report.readline():
-            return Forked(int(pid), stdin, stdout, report)
+            return ForkedProcess(int(pid), stdin, stdout, report)
         for pipe in (stdin, stdout, report):
             pipe.close()
         return None

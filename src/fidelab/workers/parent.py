@@ -20,7 +20,7 @@ from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.core.errors import EngineError
 from fidelab.workers.failures import crashed_in_code, explain, explain_exit, split_dump
-from fidelab.workers.fork_server import Forked
+from fidelab.workers.fork_server import ForkedProcess
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -57,8 +57,8 @@ _WRONG_BUILD = (
 )
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
-_Process = subprocess.Popen[bytes] | Forked
-Spawn = Callable[[int], Forked | None]
+_Process = subprocess.Popen[bytes] | ForkedProcess
+Spawn = Callable[[int], ForkedProcess | None]
 """Starts a worker whose log is this descriptor; on ``None`` a fresh interpreter starts instead."""
 
 

@@ -12,14 +12,14 @@ import pytest
 from fidelab.bench.base import CellResult
 from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
-from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell, why_invalid
+from fidelab.bench.load_cell import Drive, LoadCell, compare_counts, count_by_finish, load_cell, why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
 from fidelab.results.measurement import Cell
 from fidelab.results.plots import Curve
 from tests.present import present
 
-ASKED = LoadAsked(context=100, output=10, concurrency=1)
+ASKED = LoadCell(context=100, output=10, concurrency=1)
 
 
 def exchange(

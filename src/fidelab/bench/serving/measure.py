@@ -16,7 +16,7 @@ import numpy as np
 from fidelab.bench.base import CellResult
 from fidelab.bench.load.client import drive
 from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
-from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
+from fidelab.bench.load_cell import Drive, LoadCell, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
 from fidelab.bench.serving.contact import Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
@@ -87,7 +87,7 @@ class _Sweep:
                     return self._serving(gone)
         return self._serving()
 
-    def _measure(self, number: int, repeat: int, asked: LoadAsked, title: str) -> str | None:
+    def _measure(self, number: int, repeat: int, asked: LoadCell, title: str) -> str | None:
         """Drive one cell once; return why the server is gone, if it is."""
         self._watch.begin(title)
         if reason := self._limit_reason(asked):
@@ -124,7 +124,7 @@ class _Sweep:
         self._watch.measured(cell, self._serving())
         return self._unreachable_reason() if failed else None
 
-    def _drive(self, asked: LoadAsked, requests: Sequence[LoadRequest]) -> Drive:
+    def _drive(self, asked: LoadCell, requests: Sequence[LoadRequest]) -> Drive:
         settings, contact = self._settings, self._contact
         load = Load(
             requests,
@@ -141,7 +141,7 @@ class _Sweep:
             whole = scraper.reading(begun, ended := time.monotonic())
         return compare_counts(driven, whole, ended - begun)
 
-    def _limit_reason(self, asked: LoadAsked) -> str | None:
+    def _limit_reason(self, asked: LoadCell) -> str | None:
         limit, tokens = self._contact.limit, asked.context + asked.output
         if limit is not None and tokens > limit:
             return (
@@ -160,7 +160,7 @@ class _Sweep:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def _end(self, number: int, asked: LoadAsked, status: Status, reason: str) -> None:
+    def _end(self, number: int, asked: LoadCell, status: Status, reason: str) -> None:
         """Mark a cell that is not asked again; the measurements of earlier passes stay."""
         ended = self._cell(number) if self._drives[number] else None
         if ended is not None and ended.cell.status is Status.OK:
@@ -208,7 +208,7 @@ class _Sweep:
         return f"{why} ({left} cells were not asked)"
 
 
-def _title(asked: LoadAsked) -> str:
+def _title(asked: LoadCell) -> str:
     """``context 1,024, concurrency 8``."""
     parts = [f"context {asked.context:,}"]
     if asked.request_rate is not None:

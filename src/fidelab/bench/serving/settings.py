@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fidelab.bench.load_cell import LoadAsked
+from fidelab.bench.load_cell import LoadCell
 from fidelab.config.load import explain_validation
 from fidelab.core.errors import UsageError
 from fidelab.results.speculation import Arrival
@@ -69,10 +69,10 @@ class ServingSettings(BaseModel):
         """How requests arrive."""
         return "closed" if self.request_rate is None else self.arrival
 
-    def cells(self) -> list[LoadAsked]:
+    def cells(self) -> list[LoadCell]:
         """Return the loads, by context, then concurrency."""
         return [
-            LoadAsked(
+            LoadCell(
                 arrival=self.kind,
                 context=context,
                 output=self.output,
@@ -85,7 +85,7 @@ class ServingSettings(BaseModel):
             for concurrency in (self.concurrency or (None,))
         ]
 
-    def count(self, asked: LoadAsked) -> int:
+    def count(self, asked: LoadCell) -> int:
         """Measured requests of a cell: as given, else twice the concurrency, else as many as the duration may take."""
         if self.num_prompts is not None:
             return self.num_prompts

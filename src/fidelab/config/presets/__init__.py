@@ -28,7 +28,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True)
-class Found:
+class PresetFile:
     """A preset's file.  ``own``: whether it comes with the package or from the user's own folder."""
 
     name: str
@@ -41,19 +41,19 @@ def user_folder() -> Path:
     return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "fidelab" / "presets"
 
 
-def listing() -> dict[str, Found]:
+def listing() -> dict[str, PresetFile]:
     """Return all presets that have a name, sorted by name.
 
     The user's own presets take precedence over those of the package.
     """
-    found: dict[str, Found] = {}
+    found: dict[str, PresetFile] = {}
     for folder in (_PRESET_DIR, user_folder()):
         files = (path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}"))
-        found |= {path.stem: Found(path.stem, path) for path in files if path.is_file()}
+        found |= {path.stem: PresetFile(path.stem, path) for path in files if path.is_file()}
     return dict(sorted(found.items()))
 
 
-def find_preset(name: str, engine: str | None = None) -> Found:
+def find_preset(name: str, engine: str | None = None) -> PresetFile:
     """Return a preset by its name, or by the path of its file.
 
     ``NAME`` may omit the engine if presets ``NAME-ENGINE`` exist.  Without a requested engine, the first of them
@@ -67,7 +67,7 @@ def find_preset(name: str, engine: str | None = None) -> Found:
         path = Path(name).expanduser()
         if not path.exists():
             raise ConfigError(f"{name} does not exist; name a preset (fidelab serve presets) or the file of one")
-        return Found(path.stem, path, own=False)
+        return PresetFile(path.stem, path, own=False)
     known = listing()
     if name in known:
         return known[name]
@@ -79,7 +79,7 @@ def find_preset(name: str, engine: str | None = None) -> Found:
     return known[family[0]]
 
 
-def load_preset(found: Found, changes: Mapping[str, Any] | None = None) -> Preset:
+def load_preset(found: PresetFile, changes: Mapping[str, Any] | None = None) -> Preset:
     """Return the preset in a file, with other values for some of an arm's fields.
 
     Raises:
@@ -89,7 +89,7 @@ def load_preset(found: Found, changes: Mapping[str, Any] | None = None) -> Prese
     return validate(found, merged_fields(read_yaml(found.path), changes or {}))
 
 
-def validate(found: Found, data: Mapping[str, Any]) -> Preset:
+def validate(found: PresetFile, data: Mapping[str, Any]) -> Preset:
     """Turn plain data into a preset; raises as :func:`load_preset`.
 
     The preset is named after its file unless it has a name.

@@ -143,7 +143,7 @@ class Profile(_Strict):
         return self
 
 
-class Resolved(Profile):
+class ResolvedProfile(Profile):
     """A profile in one variant, its parameters put in; :func:`fidelab.studies.profiles.run_profile` takes it."""
 
     name: str
@@ -179,7 +179,7 @@ def load_profile(name: str, trusted: Sequence[Path] = ()) -> Profile:
     return validate_as(Profile, data, name)
 
 
-def resolve(name: str, profile: Profile, variant: str | None = None, overrides: Sequence[str] = ()) -> Resolved:
+def resolve(name: str, profile: Profile, variant: str | None = None, overrides: Sequence[str] = ()) -> ResolvedProfile:
     """Return the profile as it would be run.
 
     Args:
@@ -221,7 +221,7 @@ def resolve(name: str, profile: Profile, variant: str | None = None, overrides: 
         **{"name": name, "variant": variant, "parameters": values, "stages": stages, "expected": expected},
         **{"needs": {}, "variants": {}, "differences": [*profile.differences, *chosen.differences]},
     }
-    return validate_as(Resolved, {**profile.model_dump(), **replaced}, name)
+    return validate_as(ResolvedProfile, {**profile.model_dump(), **replaced}, name)
 
 
 def _merged(*all_needs: Needs) -> dict[str, Any]:

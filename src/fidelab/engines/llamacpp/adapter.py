@@ -52,7 +52,7 @@ from fidelab.engines.llamacpp.library import (
     GraphReads,
     LlamaContext,
     LlamaModel,
-    Seen,
+    SeenCache,
     States,
     build,
     can_offload,
@@ -194,7 +194,7 @@ class LlamaCppEngine(Engine):
         self._arm = arm
         self._options = dict(arm.options)
         self._parameters = parameters(arm.options, _OPTIONS, _CONTROLLED)
-        self._seen: Seen | None = None
+        self._seen: SeenCache | None = None
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = _on_gpu(arm)
         self._head: LlamaHead | None = None

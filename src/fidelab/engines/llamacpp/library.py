@@ -119,7 +119,7 @@ def can_offload() -> bool:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenCache:
     """Facts about a new context from the log; ``None`` if the log has none, or several that disagree.
 
     Attributes:
@@ -136,7 +136,7 @@ class Seen:
     splits: int | None
 
     @classmethod
-    def read(cls, lines: Sequence[str]) -> Seen:
+    def read(cls, lines: Sequence[str]) -> SeenCache:
         """Parse the log's lines.  Models with sliding layers have a separate cache for these."""
         caches = [match.groups() for line in lines if (match := _CACHE.search(line))]
         flash = {match[1] for line in lines if (match := _ATTENTION.search(line))}
@@ -339,7 +339,7 @@ class LlamaContext:
         self._context = native.llama_init_from_model(model, context_params)
         if not self._context:
             raise EngineError(f"llama.cpp cannot make a context of {sequences} × {cells} tokens: {self._log.reason()}")
-        self.seen = Seen.read(self._log.lines)
+        self.seen = SeenCache.read(self._log.lines)
         self._chunk = int(native.llama_n_batch(self._context))
         self._batch = native.llama_batch_init(max(self._chunk, sequences), 0, 1)
         self._ends = [0] * sequences

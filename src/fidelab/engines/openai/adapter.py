@@ -53,7 +53,7 @@ from fidelab.engines import CLIENT
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, unmeasurable
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
-from fidelab.engines.openai.dialects import Completed, Dialect, Top
+from fidelab.engines.openai.dialects import Completion, Dialect, Top
 from fidelab.engines.openai.harmless import HARMLESS
 from fidelab.engines.openai.http import Client, Refused, read_key, split_url
 from fidelab.engines.openai.named import misnamed
@@ -270,7 +270,7 @@ class OpenAIEngine(Engine):
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = cached = reread = 0
 
-        def sequence(index: int) -> tuple[Completed, dict[str, Array]]:
+        def sequence(index: int) -> tuple[Completion, dict[str, Array]]:
             done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
             if any(not 0 <= token < _IDS for token in done.ids):
                 raise Refused("the server returns token ids that are none")

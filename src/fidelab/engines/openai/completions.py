@@ -16,7 +16,7 @@ from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import (
     NO_LOGPROBS,
     SAMPLE,
-    Completed,
+    Completion,
     Dialect,
     Top,
     check_length,
@@ -70,7 +70,7 @@ class Completions(Dialect):
         """Whether the server's echo gives each token the log-probabilities of the next one, which is corrected."""
         return any(self._shifts.values())
 
-    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completion:
         answer, choice = self._post(
             prompt,
             max_tokens=max_tokens,
@@ -85,7 +85,7 @@ class Completions(Dialect):
         generated = returned_ids if returned_ids is not None else self._words.encode(_text_of(choice))
         ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
         tops = self._aligned(ids, choice, exact=returned_ids is not None) if rows else None
-        return Completed(ids, tops, number(usage, "prompt_tokens"), _cached(answer) or 0)
+        return Completion(ids, tops, number(usage, "prompt_tokens"), _cached(answer) or 0)
 
     def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
         fields = {"cache_salt": salt} if salt and self._additions else {}

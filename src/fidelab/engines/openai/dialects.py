@@ -21,7 +21,7 @@ _MAX_EXACT_INTEGER = 1 << 53  # of an integer that a float holds exactly; no cou
 
 
 @dataclass(frozen=True)
-class Completed:
+class Completion:
     """A generated sequence, its stop token included.
 
     ``tops``: per id the report at its position, ``None`` if it may belong to another token.
@@ -50,7 +50,7 @@ class Dialect(ABC):
     why_not: str = NO_LOGPROBS
 
     @abstractmethod
-    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completion:
         """Return a greedy continuation; with ``rows``, also the report at its positions."""
 
     def score(self, ids: Tokens) -> list[Top]:

@@ -8,7 +8,7 @@ from typing import Any
 from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.dialects import (
     SAMPLE,
-    Completed,
+    Completion,
     Dialect,
     Top,
     check_length,
@@ -31,7 +31,7 @@ class SGLangGenerate(Dialect):
         self.top = self.top_generated = tops[0]
         self._post(tuple(words.encode(SAMPLE)), 1)
 
-    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completion:
         fields = {"return_logprob": True, "top_logprobs_num": self.top} if rows else {}
         answer, meta = self._post(prompt, max_tokens, {"stop_token_ids": list(stop)}, **fields)
         stopped = mapping(meta, "finish_reason").get("type") == "stop"
@@ -41,7 +41,7 @@ class SGLangGenerate(Dialect):
         tops = _from_sglang(meta, "output") if rows else []
         missing = len(ids) - len(tops)
         aligned = [*tops, *({} for _ in range(missing))] if rows and missing in (0, 1) else None
-        return Completed(ids, aligned, number(meta, "prompt_tokens"), number(meta, "cached_tokens") or 0)
+        return Completion(ids, aligned, number(meta, "prompt_tokens"), number(meta, "cached_tokens") or 0)
 
     def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
         # The server computes all tokens from logprob_start_len on, whatever it remembers of them.
