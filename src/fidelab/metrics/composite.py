@@ -68,8 +68,13 @@ def harmonic_mean(scores: Sequence[float]) -> float | None:
     """
     if not scores:
         return None
-    own = np.asarray(scores, dtype=np.float64)
-    return math.nan if np.isnan(own).any() else 0.0 if (own <= 0).any() else float(len(own) / (1.0 / own).sum())
+    return float(_harmonic(np.asarray(scores, dtype=np.float64)[None, :])[0])
+
+
+def _harmonic(scores: Floats) -> Floats:
+    positive = np.where(scores <= 0, 1.0, scores)  # keeps the division quiet; replaced below
+    means: Floats = np.where((scores <= 0).any(axis=1), 0.0, scores.shape[1] / (1.0 / positive).sum(axis=1))
+    return np.where(np.isnan(scores).any(axis=1), np.nan, means)
 
 
 @dataclass(frozen=True)
