@@ -158,7 +158,7 @@ def test_killed_conversion_is_not_taken_for_a_model(file: Path, cache: Path) -> 
     assert child.stdout.readline() == "half\n"
     child.kill()
     child.communicate()
-    assert list(cache.glob("models/gguf/.*.part-*/files/hf/model.safetensors"))
+    assert list(cache.glob("models/gguf/.*.part-*/files/safetensors/model.safetensors"))
 
     assert (pull(str(file)).path / "tokenizer.json").is_file()
     assert not list(cache.glob("models/gguf/.*.part*"))

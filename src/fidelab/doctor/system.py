@@ -133,7 +133,7 @@ def _examined(system: System) -> Iterator[DoctorCheck]:
             yield _ok("peer access", "by XGMI")
         elif _PCIE in found:
             yield _ok("peer access", "over PCIe")
-        elif len(gpus) > 1:
+        elif len(devices) > 1:
             remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
             yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
     facts["CPU"] = ("AMX",) if re.search(r"^flags.*\bamx_tile\b", system.text("/proc/cpuinfo"), re.M) else ()
