@@ -13,7 +13,7 @@ import yaml
 
 from fidelab.config.experiment import validate
 from fidelab.config.schema import Experiment
-from fidelab.config.trust import demands
+from fidelab.config.trust import Trust, check_trust, demands
 from fidelab.core.errors import UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.harmless import table
@@ -414,3 +414,16 @@ def test_a_file_elsewhere_is_asked_for_and_one_beside_is_not(key: str, way: str,
 def test_what_a_file_asks_for_cannot_hide_in_control_characters(room: Path) -> None:
     line = refused(cli("compare", "-f", write(room, engine=fake(python="./python \x1b[2K\x1b]0;x\x07")), cwd=room))
     assert line.isprintable()
+
+
+def test_a_flag_that_repeats_a_files_path_holds_however_the_path_is_written(
+    room: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other.txt").write_text("a text elsewhere")
+    file = write(room, text=str(tmp_path / "other.txt"))
+    monkeypatch.chdir(tmp_path)
+    written = yaml.safe_load(file.read_text())
+    experiment = validate(written, "test")
+    check_trust(experiment, written, file, Trust(words={("text", "other.txt")}, exact=True))
+    with pytest.raises(UsageError, match="does not ask for it"):
+        check_trust(experiment, written, file, Trust(words={("text", "absent.txt")}, exact=True))
