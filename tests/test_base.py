@@ -90,24 +90,35 @@ def test_a_command_of_the_base_needs_no_extra(words: list[str], shown: str, made
 
 @pytest.mark.full
 def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path: Path) -> None:
-    """In an empty environment, with the versions of the lock file."""
+    """In an empty environment, with the versions of the lock file; the checkpoints' commands come with their wheel."""
     pip, python = [sys.executable, "-m", "pip"], tmp_path / "env/bin/python"
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT], check=True)
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", tmp_path, ROOT, ROOT / "checkpoints"], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    [wheel] = tmp_path.glob("fidelab-*.whl")
     constraints = ROOT / "src/fidelab/doctor/constraints.txt"
-    subprocess.run([*pip, "--python", python, "install", "-q", "-c", constraints, wheel], check=True)
+
+    def install(pattern: str) -> None:
+        [wheel] = tmp_path.glob(pattern)
+        subprocess.run([*pip, "--python", python, "install", "-q", "-c", constraints, wheel], check=True)
+
+    def outcomes() -> dict[str, tuple[int, bool | str]]:
+        found: dict[str, tuple[int, bool | str]] = {}
+        for words, shown in BASE:
+            command = [tmp_path / "env/bin/fidelab", *words]
+            done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
+            of = outcome(done, shown)
+            found[" ".join(words)] = of if of == (0, True) else (done.returncode, done.stderr)
+        return found
+
+    install("fidelab-*.whl")
     [packages] = tmp_path.glob("env/lib/python*/site-packages")
     assert not {*EXTRAS} & {path.name for path in packages.iterdir()}
     assert sum(path.stat().st_size for path in packages.rglob("*") if path.is_file()) < 300e6
-    outcomes: dict[str, tuple[int, bool | str]] = {}
-    for words, shown in BASE:
-        done = subprocess.run(
-            [tmp_path / "env/bin/fidelab", *words], cwd=made, capture_output=True, text=True, check=False
-        )
-        found = outcome(done, shown)
-        outcomes[" ".join(words)] = found if found == (0, True) else (done.returncode, done.stderr)
-    assert outcomes == {" ".join(words): (0, True) for words, _ in BASE}
+    needs = 'fidelab: this command needs fidelab-checkpoints: pip install "fidelab[checkpoints]"\n'
+    of_both: dict[str, tuple[int, bool | str]] = {" ".join(words): (0, True) for words, _ in BASE}
+    of_base = {words: (2, needs) if words.startswith("checkpoint ") else found for words, found in of_both.items()}
+    assert outcomes() == of_base
+    install("fidelab_checkpoints-*.whl")
+    assert outcomes() == of_both
 
 
 @pytest.mark.parametrize("words", [("import", "refract", "refract.json"), ("report", "--rescore", "latest")])
