@@ -12,9 +12,10 @@ import pytest
 import fidelab
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
+from fidelab.core.sequence import KVLayer
 from fidelab.physics.devices import devices
 from fidelab.physics.explainer import KNOWN_MODELS, PUBLISHED_HILL, explainer
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from fidelab.report.explainer import write_explainer
 from tests.browser.conftest import UNFOLD, Open, Visit

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from fidelab.core import KVSpec
+from fidelab.core.sequence import KVLayer
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf.cache import EncodedCache, state_tensors
 from fidelab.formats import create
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from tests.engines import tiny
 from tests.present import present

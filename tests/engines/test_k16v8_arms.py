@@ -10,9 +10,11 @@ import torch
 
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import UsageError
+from fidelab.core.sequence import KVLayer
 from fidelab.engines import k16v8
+from fidelab.engines.cache_formats import NATIVE_FORMAT
 from fidelab.engines.checkpoint import shape_of
-from fidelab.engines.k16v8 import K16V8, SWITCH, check_pair, content_bytes, is_pair, read_back_layers
+from fidelab.engines.k16v8 import K16V8, SWITCH, check_pair, is_pair, pair_format, read_back_layers
 from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang import read_back as sglang_ran
 from fidelab.engines.sglang.adapter import SGLangEngine
@@ -70,8 +72,9 @@ def test_names_and_bytes_are_those_of_the_package(monkeypatch: pytest.MonkeyPatc
         named = tuple(x.kernel_name("torch.bfloat16") for x in (formats.k, formats.v))
         assert named == k16v8.kernel_names(kv)
         for layer in (0, 1):
-            skipped = layer in kv.skip_layers
-            assert content_bytes(kv, 192, 128, skipped=skipped) == formats.in_layer(layer).content_bytes(192, 128)
+            held = NATIVE_FORMAT if kv.skips(layer) else pair_format(kv)
+            expected = formats.in_layer(layer).content_bytes(192, 128)
+            assert sum(held.head_bytes(KVLayer(1, 192, 128), 2)) == expected
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from fidelab.cli import app
 from fidelab.core import KVSpec, cache_parameter
 from fidelab.core.errors import FidelabError, InputError, NotSupportedError, UsageError
+from fidelab.core.sequence import KVLayer
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.physics import devices, geometry
 from fidelab.physics.devices import Device, find_device
 from fidelab.physics.geometry import model_geometry, named_geometry
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 from tests.tiny_models import KINDS, model
 

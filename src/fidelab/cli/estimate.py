@@ -57,6 +57,7 @@ def model(
     params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
     kv: Annotated[list[str] | None, typer.Option(help=f"KV formats. \\[default: {', '.join(_KV[1:])}]")] = None,
     reference: Annotated[str, typer.Option(help="Reference format of the speed-ups.")] = _KV[0],
+    engine: Annotated[str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.")] = None,
     device: Annotated[list[str] | None, typer.Option(help="Devices of the table, e.g. H100.")] = None,
     context: Annotated[str, typer.Option(help="Lengths in tokens per sequence (k is 1,024).")] = "2k,8k,32k",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
@@ -90,7 +91,7 @@ def model(
     latent = any(layer.latent for layer in geometry.kv)
     shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent)]
     found = overview(
-        Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0),
+        Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0, engine),
         KVSpec.parse(reference),
         [KVSpec.parse(one) for one in shown],
         parse_counts(context, "context"),

@@ -376,6 +376,9 @@ def waiting_variables(environment: Mapping[str, str]) -> dict[str, str]:
 _FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
 _LAYERS = re.compile(r"^(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?$")
 _MAX_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
+SLIDING_WINDOW = "sliding_window"
+LAYER_KINDS = (SLIDING_WINDOW,)
+"""Words for layers of a kind, as vLLM's ``--kv-cache-dtype-skip-layers`` has them."""
 
 
 @dataclass(frozen=True)
@@ -427,17 +430,21 @@ class FormatSpec(AsText):
 class KVSpec:
     """K format and V format, and the layers that keep the compute type.
 
-    ``label`` is the user's text (``k16v8``); ``k`` and ``v`` are its meaning.
+    ``label`` is the user's text (``k16v8``); ``k`` and ``v`` are its meaning.  ``skip_kinds``: layers by their kind, in
+    :data:`LAYER_KINDS`, besides those with numbers.
     """
 
     label: str
     k: FormatSpec
     v: FormatSpec
     skip_layers: tuple[int, ...] = ()
+    skip_kinds: tuple[str, ...] = field(default=(), metadata=OMIT)
 
     @classmethod
     def parse(cls, text: str) -> KVSpec:
         """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,4-29]``.
+
+        Layers to skip are numbers, ranges, and words of :data:`LAYER_KINDS`: ``skip-layers=sliding_window,29``.
 
         Names are not checked here, because only the engine knows its formats.
 
@@ -448,14 +455,18 @@ class KVSpec:
         sides = label.split("/")
         if len(sides) > 2:
             raise UsageError(f"KV format {text!r}: expected one name or K/V, found {len(sides)} parts")
-        parsed: list[tuple[FormatSpec, list[int]]] = []
+        parsed: list[FormatSpec] = []
+        layers, kinds = set[int](), set[str]()
         for side in sides:
             spec = FormatSpec.parse(side, label)
             skipped = dict(spec.options).get("skip-layers")
-            items = () if skipped is None else skipped.split(",")
-            parsed.append((spec.without("skip-layers"), [layer for item in items for layer in _layers(item, label)]))
-        (k, k_skip), (v, v_skip) = parsed[0], parsed[-1]
-        return cls(label=label, k=k, v=v, skip_layers=tuple(sorted({*k_skip, *v_skip})))
+            for item in () if skipped is None else skipped.split(","):
+                if item in LAYER_KINDS:
+                    kinds.add(item)
+                else:
+                    layers.update(_layers(item, label))
+            parsed.append(spec.without("skip-layers"))
+        return cls(label, parsed[0], parsed[-1], tuple(sorted(layers)), tuple(sorted(kinds)))
 
     @property
     def same(self) -> bool:
@@ -465,12 +476,22 @@ class KVSpec:
     @property
     def text(self) -> str:
         """The formats in words: ``bf16/int4[group=32], not in layers 0, 29``."""
-        skipped = f", not in layers {', '.join(map(str, self.skip_layers))}" if self.skip_layers else ""
+        skipped = f", not in layers {', '.join(map(str, self.skipped))}" if self.skipped else ""
         return (str(self.k) if self.same else f"{self.k}/{self.v}") + skipped
+
+    @property
+    def skipped(self) -> tuple[int | str, ...]:
+        """Numbers, then kinds, of the layers that keep the compute type."""
+        return (*self.skip_layers, *self.skip_kinds)
+
+    def skips(self, number: int | None, windowed: bool = False) -> bool:
+        """Return whether a layer keeps the compute type; ``windowed``: it holds a window of the last tokens alone."""
+        return number in self.skip_layers or (windowed and SLIDING_WINDOW in self.skip_kinds)
 
     def content(self) -> dict[str, Any]:
         """The spec without its label, as fingerprints see it."""
-        return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
+        kinds = {"skip_kinds": list(self.skip_kinds)} if self.skip_kinds else {}
+        return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers), **kinds}
 
 
 def _layers(item: str, whole: str) -> range:
@@ -478,7 +499,10 @@ def _layers(item: str, whole: str) -> range:
     match = _LAYERS.match(item)
     first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
     if not first <= last < _MAX_LAYERS:
-        raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0 or ranges as 0-6, not {item!r}")
+        raise UsageError(
+            f"KV format {whole!r}: skip-layers takes layer numbers from 0, ranges as 0-6 and the word "
+            f"{' or '.join(LAYER_KINDS)}, not {item!r}"
+        )
     return range(first, last + 1)
 
 

@@ -47,14 +47,16 @@ class UsageError(FidelabError):
 
 
 class UnknownNameError(UsageError):
-    """A name that no table has.  The message lists what exists, nearest first."""
+    """A name that no table has.  The message lists what exists, nearest first.
+
+    ``hint``: what is known of the name, said in place of a guess.
+    """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         ordered = nearest_first(name, known)
         close = difflib.get_close_matches(name.lower(), [k.lower() for k in ordered], n=1, cutoff=0.6)
-        guess = f"; did you mean {ordered[0]!r}?" if close else "."
-        tail = f" {hint}" if hint else ""
-        super().__init__(f"unknown {kind} {name!r}{guess} There are: {', '.join(ordered) or 'none'}.{tail}")
+        guess = f": {hint}." if hint else f"; did you mean {ordered[0]!r}?" if close else "."
+        super().__init__(f"unknown {kind} {name!r}{guess} There are: {', '.join(ordered) or 'none'}.")
         self.name = name
         self.known = ordered
 

@@ -16,6 +16,27 @@ def encoded_tokens(tokens: int, sinks: int = 0, tail: int = 0, block: int = 1) -
 
 
 @dataclass(frozen=True)
+class KVLayer:
+    """Cache of one layer per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
+
+    ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
+    values of all heads (multi-head latent attention), and both parts are stored in one format.  ``number``: its place
+    among all layers, those without a cache included; ``None``: its place in the list that it is in.
+    """
+
+    heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    latent: bool = False
+    number: int | None = field(default=None, compare=False)
+
+    def shard(self, tp: int) -> KVLayer:
+        """Return the cache share of each of ``tp`` devices. Latents, and heads fewer than devices, are replicated."""
+        return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
+
+
+@dataclass(frozen=True)
 class StoreBytes:
     """Bytes of storages with the same exceptions: keys or values of some layers.  All bytes are sums over them.
 

@@ -23,6 +23,7 @@ from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import ENGINES
+from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.options import OWN_FLAGS
@@ -198,6 +199,7 @@ class Engine(ABC):
     own_flags: ClassVar[Mapping[str, str]] = OWN_FLAGS  # of its server that fidelab writes; what presets say instead
     shortened_flags: ClassVar[bool] = True  # its server takes the beginning of a flag for the whole, as argparse does
     native_kv: ClassVar[str] = "bf16"  # default KV format
+    cache_formats: ClassVar[Mapping[str, CacheFormat]] = MappingProxyType({})  # its own; none: fidelab's definitions
     emulates: ClassVar[bool] = False  # stores every format of fidelab by its definition, and has no server
     layer_formats: ClassVar[LayerFormats | None] = None  # of a plan by layer; none: one format for all layers
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
@@ -252,6 +254,15 @@ class Engine(ABC):
     @abstractmethod
     def supports(cls, arm: Arm) -> Support:
         """Return whether this arm can run here. The check is cheap and runs before anything loads."""
+
+    @classmethod
+    def cache_format(cls, kv: KVSpec) -> CacheFormat | None:
+        """Return what is known of a format of this engine; ``None`` for those that fidelab defines, or unknown ones.
+
+        >>> engine_class("vllm").cache_format(KVSpec.parse("nvfp4")).proof
+        'bytes'
+        """
+        return cls.cache_formats.get(kv.k.name) if kv.same and not kv.k.options else None
 
     @classmethod  # noqa: B027  (formats without options need no check)
     def check_kv(cls, kv: KVSpec) -> None:

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm, plain_json
+from fidelab.core import Arm, KVSpec, plain_json
 from fidelab.engines.installed import package_folder
 from fidelab.engines.options import trusts_code
 
@@ -66,7 +66,7 @@ class Shape:
     """The cache of a checkpoint by its config; ``None`` if the config names it otherwise.
 
     ``head_dim`` is unknown for latent attention, which has dimensions of its own.  ``values``: of a token in a layer, 0
-    if unknown.
+    if unknown.  ``windowed``: whether any layer has a sliding window.
     """
 
     layers: int | None = None
@@ -74,6 +74,7 @@ class Shape:
     positions: int | None = None
     values: int = 0
     latent: bool = False
+    windowed: bool | None = None
 
 
 def shape_of(path: str) -> Shape:
@@ -92,4 +93,23 @@ def shape_of(path: str) -> Shape:
         else 2 * head_dim * (numbers.get("num_key_value_heads") or heads)
     )
     layers, positions = (numbers.get(key) for key in ("num_hidden_layers", "max_position_embeddings"))
-    return Shape(layers, head_dim or None, positions, values, bool(latent))
+    return Shape(layers, head_dim or None, positions, values, bool(latent), _windowed(text))
+
+
+def _windowed(config: dict[str, Any]) -> bool:
+    """Whether a config names a layer with a sliding window."""
+    if isinstance(kinds := config.get("layer_types"), list):
+        return any("sliding" in str(kind) for kind in kinds)
+    return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
+
+
+def skip_refusal(kv: KVSpec, layers: int | None, windowed: bool | None = None) -> str:
+    """Return the reason why a model cannot skip the layers that the spec names; empty if it can.
+
+    ``layers``: how many it has; ``windowed``: whether any of them has a sliding window.
+    """
+    if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
+        return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
+    if kv.skip_kinds and windowed is False:
+        return f"skip-layers={kv.skip_kinds[0]}: no layer of the model has a sliding window"
+    return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""

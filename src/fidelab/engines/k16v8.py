@@ -16,6 +16,8 @@ from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
+from fidelab.engines.cache_formats import CacheFormat, Codes
+from fidelab.engines.checkpoint import skip_refusal
 
 K16V8 = "k16v8"  # the format, the package, its attention in Transformers, its backends in vLLM and SGLang
 PLUGIN = K16V8  # entry point in vLLM and SGLang
@@ -71,7 +73,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
         UsageError: If the kernels lack the format of a side, or the format lacks an option.
     """
     if not is_pair(kv):
-        skips = bool(kv.skip_layers) and (engine != "vllm" or kv.k.name in ("auto", *NATIVE))
+        skips = bool(kv.skipped) and (engine != "vllm" or kv.k.name in ("auto", *NATIVE))
         if kv.k.options or skips:
             raise UsageError(
                 f"KV format {kv.label!r}: formats of engine {engine} take no options; pairs do, as in "
@@ -83,6 +85,8 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
                 "write auto"
             )
         return False
+    if kv.skip_kinds:
+        raise UsageError(f"KV format {kv.label!r}: a pair takes layer numbers in skip-layers, not {kv.skip_kinds[0]}")
     for side in (kv.k, kv.v):
         name, options = _kernel_name(side), dict(side.options)
         if name not in SIDES:
@@ -127,13 +131,6 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
     return skip_refusal(kv, layers)
 
 
-def skip_refusal(kv: KVSpec, layers: int | None) -> str:
-    """Return the reason why a model of so many layers cannot skip those that the spec names; empty if it can."""
-    if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
-        return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
-    return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""
-
-
 def _gpu_head_dims() -> tuple[int, ...]:
     """Head dimensions that the package's GPU kernels take; its CPU path takes any."""
     from k16v8.kernels.dispatch import HEAD_DIMS
@@ -155,15 +152,15 @@ def _has_scales(side: FormatSpec) -> bool:
     return side.name in _INTEGERS or side.options == _PER_HEAD
 
 
-def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = False) -> int:
-    """Return the bytes of one head of one token in a pair's pages: codes, and a float16 scale if it has one.
-
-    ``skipped``: in a layer that keeps 16 bits for both.
-    """
-    if skipped:
-        return 2 * (head_dim + v_dim)
-    sides = (kv.k, head_dim), (kv.v, v_dim)
-    return sum(_BITS[_kernel_name(side)] * dim // 8 + 2 * _has_scales(side) for side, dim in sides)
+def pair_format(kv: KVSpec) -> CacheFormat:
+    """Return a pair as a cache format: codes, and a float16 scale for each token and head where it has one."""
+    k, v = (Codes(_BITS[_kernel_name(side)], scale=2 * _has_scales(side)) for side in (kv.k, kv.v))
+    scaled = _has_scales(kv.k) or _has_scales(kv.v)
+    return CacheFormat(
+        *(kv.label, k, v),
+        scales="one float16 per token and head, when written" if scaled else "1.0",
+        needs="the package k16v8",
+    )
 
 
 def scales_of(kv: KVSpec) -> dict[str, str]:

@@ -11,8 +11,9 @@ from typing import Any, Self
 
 from fidelab.config.schema import ArmConfig, EngineConfig
 from fidelab.core import Arm, KVSpec
-from fidelab.core.errors import EngineError, UnknownNameError
+from fidelab.core.errors import EngineError
 from fidelab.engines.base import engine_class
+from fidelab.engines.format_names import unknown_format
 from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.environment import Environment, locate
 from fidelab.environments.queries import AssumedEngine, EngineAnswers, ask
@@ -71,14 +72,15 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswer
     """Refuse a format whose name the engine does not know. An engine without any format names is not installed.
 
     Raises:
-        UnknownNameError: If the engine does not know the format. The message lists the formats that it knows.
+        UnknownNameError: If the engine does not know the format. The message lists the formats that it knows, and says
+            where the name is one.
     """
-    if config.kv is None:
+    if config.kv is None or not (known := answers.kv_names()):
         return
-    known = answers.kv_names()
     for fmt in (config.kv.k, config.kv.v):
-        if known and fmt.name not in known:
-            raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
+        if fmt.name not in known:
+            version = next(iter(answers.versions().values()), "")
+            raise unknown_format(fmt.name, known, engine.name, version)
 
 
 def versions_there(asked: EngineAnswers, arm: Arm) -> dict[str, str]:

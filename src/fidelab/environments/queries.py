@@ -24,6 +24,7 @@ from fidelab.core.errors import EngineError, FidelabError
 from fidelab.core.serial import fits, to_json
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
+from fidelab.engines.format_names import names_of
 from fidelab.engines.k16v8 import meaning
 from fidelab.environments.environment import Environment
 from fidelab.workers.ask import answer
@@ -196,7 +197,7 @@ def _did_not_run(failing: Mapping[str, str], name: str) -> str:
 
 
 class AssumedEngine(EngineAnswers):
-    """An engine that is not installed, for planning.  Its adapter answers where it can; otherwise the answer is yes.
+    """An engine that is not installed, for planning.  Adapter and tables answer where they can; else the answer is yes.
 
     Attributes:
         problem: the reason why the engine cannot be asked, and the remedy.
@@ -212,7 +213,8 @@ class AssumedEngine(EngineAnswers):
             return answer(engine, question, **fields)
         about: dict[str, Any] = {"build": None, "device": "cpu", "provenance": {}, "shims": (), "variables": {}}
         known = {"estimator": str(engine.estimator), "checkpoint_format": engine.checkpoint_format}
-        return {"supports": [True, ""], "kv_names": [], "about": {**known, **about}}.get(question, {})
+        kv_names = names_of(engine)  # none: whatever is asked is assumed
+        return {"supports": [True, ""], "kv_names": kv_names, "about": {**known, **about}}.get(question, {})
 
 
 class _Here(EngineAnswers):

@@ -11,8 +11,9 @@ from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
+from fidelab.core.sequence import KVLayer
 from fidelab.physics.devices import devices
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 from fidelab.physics.traffic import Model
 
 WEIGHT_BITS = (16.0, 8.0, 4.25)

@@ -17,12 +17,13 @@ from fidelab.core import cache_parameter
 from fidelab.core.errors import FidelabError, InputError
 from fidelab.core.registry import require
 from fidelab.core.scratch import scratch
+from fidelab.core.sequence import KVLayer
 from fidelab.models import embedded, hub
 from fidelab.models.decoder import check_decoder, check_decoder_gguf
 from fidelab.models.gguf import hf_config, read_header
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
-from fidelab.physics.shapes import Geometry, KVLayer
+from fidelab.physics.shapes import Geometry
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -161,8 +162,10 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
         n_experts, active = n, min(each, n)
     latent = getattr(text, "kv_lora_rank", None) is not None
     images = getattr(text, "cross_attention_layers", ())  # attend to an image, and there is none
-    layers = [x for n, x in enumerate(cache.layers) if not isinstance(x, DummyLayer) and n not in images]
-    empty = sum(getattr(layer, "keys", None) is None and not any(True for _ in _states(layer)) for layer in layers)
+    layers = {n: x for n, x in enumerate(cache.layers) if not isinstance(x, DummyLayer) and n not in images}
+    empty = sum(
+        getattr(layer, "keys", None) is None and not any(True for _ in _states(layer)) for layer in layers.values()
+    )
     if empty or not layers:
         raise InputError(
             f"{empty or 'all'} of {len(cache.layers)} layers of {type(model).__name__} cached nothing "
@@ -171,9 +174,11 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
     return Geometry(
         name=name,
         layers=int(text.num_hidden_layers),
-        kv=tuple(_kv_layer(layer, latent) for layer in layers if getattr(layer, "keys", None) is not None),
+        kv=tuple(
+            _kv_layer(n, layer, latent) for n, layer in layers.items() if getattr(layer, "keys", None) is not None
+        ),
         parameters=total,
-        state_bytes=sum(state.nbytes for layer in layers for state in _states(layer)),
+        state_bytes=sum(state.nbytes for layer in layers.values() for state in _states(layer)),
         idle_parameters=idle,
         expert_parameters=sum(p.numel() for p in experts) if n_experts else 0,
         experts=n_experts,
@@ -183,10 +188,10 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
     )
 
 
-def _kv_layer(layer: Any, latent: bool) -> KVLayer:
+def _kv_layer(number: int, layer: Any, latent: bool) -> KVLayer:
     _, heads, _, k_dim = layer.keys.shape
     window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
-    return KVLayer(heads, k_dim, layer.values.shape[-1], window, latent and heads == 1)
+    return KVLayer(heads, k_dim, layer.values.shape[-1], window, latent and heads == 1, number)
 
 
 def _states(layer: Any) -> Iterator[Any]:

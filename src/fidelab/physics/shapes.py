@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fidelab.core.errors import UsageError
-
-
-@dataclass(frozen=True)
-class KVLayer:
-    """Cache of one layer per token: ``heads`` keys of ``k_dim`` and values of ``v_dim`` elements.
-
-    ``window``: how many tokens at most; ``None``: all of them.  ``latent``: one compressed vector stands for keys and
-    values of all heads (multi-head latent attention), and both parts are stored in one format.
-    """
-
-    heads: int
-    k_dim: int
-    v_dim: int
-    window: int | None = None
-    latent: bool = False
-
-    def shard(self, tp: int) -> KVLayer:
-        """Return the cache share of each of ``tp`` devices. Latents, and heads fewer than devices, are replicated."""
-        return self if self.latent else replace(self, heads=math.ceil(self.heads / tp))
+from fidelab.core.sequence import KVLayer
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from fidelab.core import FormatSpec, KVSpec
-from fidelab.core.errors import UsageError
+from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.core.sequence import SequenceBytes, StoreBytes
+from fidelab.engines.cache_formats import NATIVE_FORMAT, exact_layers, numbered
+from fidelab.engines.checkpoint import skip_refusal
+from fidelab.engines.format_names import format_for
+from fidelab.engines.k16v8 import meaning
 from fidelab.formats import create
 from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry
@@ -26,7 +30,8 @@ class Model:
     """Model as it is run: its shape, bits per weight, number of devices, 16-bit type, and an engine's overhead.
 
     ``weight_bits`` counts scales, too (4.25 for 4 bits with a 16-bit scale per 64).  ``overhead_bytes`` per device:
-    activations, graphs and buffers of the engine; measured (``fidelab bench memory``), never guessed.
+    activations, graphs and buffers of the engine; measured (``fidelab bench memory``), never guessed.  ``engine``:
+    whose cache formats are meant; ``None``: fidelab's own, and of others what their names say.
     """
 
     geometry: Geometry
@@ -34,6 +39,7 @@ class Model:
     tp: int = 1
     native: str = "bf16"
     overhead_bytes: float = 0.0
+    engine: str | None = None
     _sequences: dict[KVSpec, SequenceBytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -69,25 +75,38 @@ class Model:
         return self._sequences[kv]
 
     def _stores(self, kv: KVSpec) -> Iterator[StoreBytes]:
-        # `k16v8` written out: keys in the model's own 16 bits, values in FP8
-        pair = (
-            kv
-            if kv.label != "k16v8"
-            else KVSpec(kv.label, FormatSpec(self.native), FormatSpec("fp8_e4m3"), kv.skip_layers)
-        )
-        k, v, wide = create(pair.k), create(pair.v), create(FormatSpec(self.native))
+        found, exact = format_for(kv, self.engine), self.exact_layers(kv)
+        layers = [(number, layer.shard(self.tp)) for number, layer in numbered(self.geometry.kv)]
+        wide = create(FormatSpec(self.native))
         width = wide.token_bytes(1)
-        for index, whole in enumerate(self.geometry.kv):
-            layer = whole.shard(self.tp)
-            if layer.latent and not pair.same:
+        if found is not None:
+            for number, layer in layers:
+                try:
+                    sides = (NATIVE_FORMAT if number in exact else found[1]).head_bytes(layer, width)
+                except NotSupportedError as error:
+                    raise UsageError(f"KV format {kv.label}: {error}") from None
+                yield from (StoreBytes(layer.heads * side, window=layer.window) for side in sides)
+            return
+        spelled = meaning(kv, self.native)
+        k, v = create(spelled.k), create(spelled.v)
+        for number, layer in layers:
+            if layer.latent and not spelled.same:
                 raise UsageError(
                     f"KV format {kv.label}: this model caches latents, one vector for keys and values, "
                     "so that both have one format"
                 )
-            sides = (wide, wide) if index in pair.skip_layers else (k, v)
+            formats = (wide, wide) if number in exact else (k, v)
             sizes = [layer.k_dim + layer.v_dim] if layer.latent else [layer.k_dim, layer.v_dim]
-            for side, dim in zip(sides, sizes, strict=False):  # latents have one side
-                yield side.store_bytes(layer.heads, dim, width, layer.window)
+            for fmt, dim in zip(formats, sizes, strict=False):  # latents have one side
+                yield fmt.store_bytes(layer.heads, dim, width, layer.window)
+
+    def exact_layers(self, kv: KVSpec) -> frozenset[int]:
+        """Return the numbers of the layers that stay in 16 bits, by the spec or by the engine itself."""
+        found, geometry = format_for(kv, self.engine), self.geometry
+        if reason := skip_refusal(kv, geometry.layers, any(layer.window for layer in geometry.kv)):
+            raise UsageError(f"KV format {kv.label}: {reason}")
+        row = NATIVE_FORMAT if found is None else found[1]
+        return exact_layers(row, kv, geometry.kv, geometry.layers, hybrid=geometry.state_bytes > 0)
 
     def token_bytes(self, kv: KVSpec) -> int:
         """Return the bytes of one more encoded token of all layers on one device, as long as no window is full."""

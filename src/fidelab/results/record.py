@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from fidelab.core import KVSpec, Status, read_file, strict_json, write_atomically
+from fidelab.core import LAYER_KINDS, KVSpec, Status, read_file, strict_json, write_atomically
 from fidelab.core.errors import InputError
 from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import from_json, to_json
@@ -67,6 +67,7 @@ KV = Annotated[
             "properties": {
                 **{name: {"type": "string"} for name in ("label", "k", "v")},
                 "skip_layers": {"type": "array", "items": {"type": "integer"}},
+                "skip_kinds": {"type": "array", "items": {"enum": list(LAYER_KINDS)}},
             },
             "required": ["label", "k", "v", "skip_layers"],
         }

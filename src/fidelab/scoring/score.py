@@ -355,7 +355,7 @@ def _other_engine_command(result: ArmResult) -> str | None:
     arm, kv = result.arm, result.arm.kv
     formatted = dict(arm.options).keys() - {*_KERNEL_OPTIONS}
     emulates = arm.engine in ENGINES.names() and engine_class(arm.engine).emulates
-    if not emulates or formatted or kv.skip_layers or kv.k.options or kv.v.options:
+    if not emulates or formatted or kv.skipped or kv.k.options or kv.v.options:
         return None
     found = next(((cls.name, name) for cls in engines() if (name := cls.holds_alike(kv)) is not None), None)
     if found is None:

@@ -454,7 +454,7 @@ def _check_formats(formats: Sequence[str], engine: str, storage: LayerFormats) -
     """
     for name in formats:
         spec = KVSpec.parse(name)
-        if spec.skip_layers:
+        if spec.skipped:
             raise UsageError(f"--kv {name}: the plan chooses the layers: leave out skip-layers")
         if storage.any_format and "/" in name:
             raise UsageError(f"--kv {name}: the plan chooses keys and values apart: name single formats")

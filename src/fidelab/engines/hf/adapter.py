@@ -43,7 +43,7 @@ from fidelab.engines.base import (
     dtype_name,
     one_line,
 )
-from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of
+from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of, skip_refusal
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.harmless import HARMLESS
@@ -201,9 +201,9 @@ class HFEngine(Engine):
         kept = [spec for spec in (arm.kv.k, arm.kv.v) if _has_exceptions(spec)]
         if kept and attention not in ("eager", "sdpa", hf_kernels.THEIRS):
             return Support(False, f"{kept[0]} needs an attention of its own: leave out attention={attention}")
-        layers = shape_of(arm.path).layers
-        if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
-            return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        shape = shape_of(arm.path)
+        if reason := skip_refusal(arm.kv, shape.layers, shape.windowed):
+            return Support(False, reason)
         if reason := _unreadable_quantization(arm):
             return Support(False, reason)
         if text := dict(arm.options).get(WEIGHTS):
@@ -274,7 +274,7 @@ class HFEngine(Engine):
                 "compute_dtype": self._arm.dtype,
                 "dequant": self._model.dequant,
                 "threads": torch.get_num_threads(),
-                "skipped_layers": list(self._arm.kv.skip_layers),
+                "skipped_layers": list(self._arm.kv.skipped),
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),

@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from fidelab.core import SLIDING_WINDOW
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.engines.base import dtype_name
@@ -246,6 +247,7 @@ class EncodedCache(DynamicCache):
         skip_layers: layer numbers whose keys and values stay in the compute type.
         padding_mask: ``[batch, tokens]`` bool of the first forward, False at left padding, so that fitted
             scales do not see it.
+        skip_kinds: kinds of such layers, of :data:`fidelab.core.LAYER_KINDS`.
 
     Raises:
         NotSupportedError: If a layer keeps its content in a way that this cache does not know, or a skipped layer does
@@ -253,7 +255,13 @@ class EncodedCache(DynamicCache):
     """
 
     def __init__(
-        self, config: Any, k: Format, v: Format, skip_layers: tuple[int, ...] = (), padding_mask: Tensor | None = None
+        self,
+        config: Any,
+        k: Format,
+        v: Format,
+        skip_layers: tuple[int, ...] = (),
+        padding_mask: Tensor | None = None,
+        skip_kinds: tuple[str, ...] = (),
     ) -> None:
         super().__init__(config=config)
         beyond = [layer for layer in skip_layers if layer >= len(self.layers)]
@@ -267,7 +275,7 @@ class EncodedCache(DynamicCache):
         for index, layer in enumerate(self.layers):
             kind = type(layer)
             if kind in LAYER_KINDS:
-                if index in skip_layers:
+                if index in skip_layers or (SLIDING_WINDOW in skip_kinds and getattr(layer, "is_sliding", False)):
                     self._skipped.append(layer)
                     continue
                 encoded: Any = object.__new__(LAYER_KINDS[kind])

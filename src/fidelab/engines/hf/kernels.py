@@ -25,6 +25,8 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
     Raises:
         NotSupportedError: If the kernels do not hold this format as it is defined.
     """
+    if kv.skip_kinds:
+        raise NotSupportedError(f"attention={NAME} takes layer numbers in skip-layers, not {kv.skip_kinds[0]}")
     k, v = _scaling(kv.k), _scaling(kv.v)
     return {"k_format": kv.k.name, "v_format": kv.v.name, "k_scaling": k, "v_scaling": v}
 

@@ -280,7 +280,8 @@ class HFModel:
                 self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
             return self.cache
         padding = None if mask is None else mask.bool()
-        self.cache = EncodedCache(self.module.config, self._k, self._v, self._arm.kv.skip_layers, padding)
+        kv = self._arm.kv
+        self.cache = EncodedCache(self.module.config, self._k, self._v, kv.skip_layers, padding, kv.skip_kinds)
         return self.cache
 
     def forward(

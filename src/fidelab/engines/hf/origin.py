@@ -74,7 +74,7 @@ def _layers(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
                     yield f"layer {number} is encoded by another object than the configuration's"
                 yield from _held_functions(f"the format of layer {number}", store.format)
         elif kind in encoded.LAYER_KINDS:
-            if number not in kv.skip_layers:
+            if not kv.skips(number, getattr(layer, "is_sliding", False)):
                 yield f"layer {number} keeps keys and values in the type of the model"
         elif kind.__module__ != "transformers.cache_utils" or kind is not getattr(
             sys.modules[kind.__module__], kind.__name__, None

@@ -38,10 +38,12 @@ from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
 from fidelab.engines.llamacpp import serve
+from fidelab.engines.llamacpp.cache_formats import CACHE_FORMATS, format_of
 from fidelab.engines.llamacpp.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.llamacpp.harmless import HARMLESS
 from fidelab.engines.llamacpp.head import LlamaHead
@@ -121,6 +123,7 @@ class LlamaCppEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     samples: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {"batch-size": "n-batch", "ubatch-size": "n-ubatch", "ngl": "n-gpu-layers"}
+    cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
@@ -139,7 +142,9 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return list(GGML_TYPES)
+        return list(CACHE_FORMATS)
+
+    cache_format = staticmethod(format_of)
 
     @classmethod
     def holds_alike(cls, kv: KVSpec) -> str | None:
@@ -157,7 +162,7 @@ class LlamaCppEngine(Engine):
         for side in (kv.k, kv.v):
             if side.options:
                 raise UsageError(f"KV format {kv.label!r}: formats of engine llamacpp take no options")
-        if kv.skip_layers:
+        if kv.skipped:
             raise UsageError(f"KV format {kv.label!r}: llama.cpp has one format for all layers, no skip-layers")
 
     @classmethod
@@ -320,7 +325,10 @@ class LlamaCppEngine(Engine):
         n_keys, n_values = (keys - plain) / 2, (both - keys) / 2
         beside = plain - 2 * (n_keys + n_values)
         self._bytes = size - beside
-        self._expected = _size(self._arm.kv.k.name, n_keys) + _size(self._arm.kv.v.name, n_values)
+        self._expected = float(
+            CACHE_FORMATS[self._arm.kv.k.name].k.head_bytes(round(n_keys), 2)
+            + CACHE_FORMATS[self._arm.kv.v.name].v.head_bytes(round(n_values), 2)
+        )
 
     def _growth(self, k: str, v: str) -> tuple[int, bytes]:
         """Bytes that one more token adds to the saved state of a sequence, and that state."""
@@ -541,12 +549,6 @@ def _on_gpu(arm: Arm) -> bool:
 
 def _flash(arm: Arm) -> bool:
     return switched(dict(arm.options).get("flash-attn", "on")) is True
-
-
-def _size(name: str, values: float) -> float:
-    """Bytes of so many values in a ggml type."""
-    _, per_block, bytes_per_block = GGML_TYPES[name]
-    return values / per_block * bytes_per_block
 
 
 def _batches(request: Generate, most: int) -> Iterator[list[int]]:

@@ -50,7 +50,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import CLIENT
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, unmeasurable
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, engines, unmeasurable
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completion, Dialect, Top
@@ -67,12 +67,6 @@ from fidelab.engines.timing import groups
 Result = TypeVar("Result")
 
 _AS_SERVED = "as-served"
-_KV = (
-    *(_AS_SERVED, "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),  # vLLM, SGLang
-    *("fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
-    *("fp4_e2m1", "turboquant_k8v4"),
-    *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),  # llama.cpp
-)
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
 _NAMED, _NAME_LENGTH = 3, 100  # models and characters of a name that the proof lists: a server writes what it likes
@@ -120,11 +114,13 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return list(_KV)
+        """Return what servers of the engines that fidelab knows may say of their cache."""
+        names = (name for cls in engines() for name, row in cls.cache_formats.items() if not row.instead)
+        return list(dict.fromkeys((_AS_SERVED, *names)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        if not kv.same or kv.k.options or kv.skip_layers:
+        if not kv.same or kv.k.options or kv.skipped:
             raise UsageError(
                 f"KV format {kv.label!r}: a server's cache is what it was started with; "
                 f"write {_AS_SERVED}, or the one name that it reports"

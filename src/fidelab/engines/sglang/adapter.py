@@ -31,6 +31,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
+from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
@@ -39,6 +40,7 @@ from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
 from fidelab.engines.options import OWN_FLAGS, Value, switched, trusts_code, with_default
 from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.sglang import launch
+from fidelab.engines.sglang.cache_formats import CACHE_FORMATS, format_of
 from fidelab.engines.sglang.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.sglang.harmless import HARMLESS
 from fidelab.engines.sglang.read_back import runtime_info
@@ -70,6 +72,7 @@ class SGLangEngine(Engine):
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Value]] = launch.OPTIONS
+    cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     controlled: ClassVar[Mapping[str, str]] = launch.CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
@@ -90,6 +93,8 @@ class SGLangEngine(Engine):
     @classmethod
     def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
         return "plug-in" if is_pair(kv) else "native"
+
+    cache_format = staticmethod(format_of)
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:

@@ -8,20 +8,21 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.sequence import KVLayer
 from fidelab.core.serial import to_json
 from fidelab.engines.base import device_name, read_back_proof
-from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
+from fidelab.engines.cache_formats import NATIVE_FORMAT
+from fidelab.engines.k16v8 import K16V8, holds_pair, is_pair, scales_of
+from fidelab.engines.sglang.cache_formats import format_of
 
 _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 _STORAGE_TYPES = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
-_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
-_BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
 def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
     """Return the record of this arm; ``about``: the plug-in's report, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
-    paired = is_pair(arm.kv)
+    paired, expected = is_pair(arm.kv), _expected(arm, about)
     matches = cache["read_back"].get("matches", cache["matches"])
     k_format: str | None
     v_format: str | None
@@ -40,7 +41,7 @@ def runtime_info(arm: Arm, about: Mapping[str, Any], running: Any, versions: Map
         k_dtype=k_dtype,
         v_dtype=v_dtype,
         cache_bytes_per_token=cache["bytes_per_token"] * ranks,
-        expected_bytes_per_token=None if "kv" in cache["stored"] else _expected(arm, about) * ranks,
+        expected_bytes_per_token=None if "kv" in cache["stored"] or expected is None else expected * ranks,
         kv_layers=cache["kv_layers"],
         layers_without_kv=max(0, about["layers"] - cache["kv_layers"]),
         state_bytes_per_sequence=sum(state["bytes"] for state in about["states"]) * ranks or None,
@@ -99,18 +100,17 @@ def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
     return str(arm.kv.k), str(arm.kv.v)
 
 
-def _expected(arm: Arm, about: Mapping[str, Any]) -> float:
-    """Bytes per token that the arm's format takes in one rank."""
-    cache = about["cache"]
-    if not is_pair(arm.kv):
-        size = _BYTES.get(arm.kv.k.name, 4 if about["compute_dtype"] == "float32" else 2)
-        return float(size * cache["values_per_token"])
-    return float(
-        sum(
-            heads * content_bytes(arm.kv, k_dim, v_dim, skipped=layer in arm.kv.skip_layers)
-            for layer, (heads, k_dim, v_dim) in enumerate(cache["heads"])
-        )
-    )
+def _expected(arm: Arm, about: Mapping[str, Any]) -> float | None:
+    """Bytes per token that the arm's format takes in one rank; ``None`` for a format that no table has."""
+    cache, native = about["cache"], 4 if about["compute_dtype"] == "float32" else 2
+    if (asked := format_of(arm.kv)) is None:
+        return None
+    if not is_pair(arm.kv):  # keys and values are held alike
+        return float(asked.k.head_bytes(cache["values_per_token"], native))
+    layers = [KVLayer(*sizes) for sizes in cache["heads"]]
+    formats = (NATIVE_FORMAT if arm.kv.skips(number) else asked for number in range(len(layers)))
+    sides = (one.head_bytes(layer, native) for one, layer in zip(formats, layers, strict=True))
+    return float(sum(layer.heads * sum(each) for layer, each in zip(layers, sides, strict=True)))
 
 
 def _scales(about: Mapping[str, Any]) -> dict[str, Any]:

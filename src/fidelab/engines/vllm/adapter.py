@@ -40,6 +40,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
@@ -49,6 +50,7 @@ from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.storage import LayerFormats, Stored
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
+from fidelab.engines.vllm.cache_formats import CACHE_FORMATS, format_of
 from fidelab.engines.vllm.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.vllm.harmless import HARMLESS
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
@@ -78,6 +80,7 @@ class VLLMEngine(Engine):
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
     options: ClassVar[Mapping[str, Value]] = OPTIONS
+    cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     controlled: ClassVar[Mapping[str, str]] = CONTROLLED
     samples: ClassVar[bool] = True
     aliases: ClassVar[Mapping[str, str]] = {
@@ -114,6 +117,8 @@ class VLLMEngine(Engine):
         if not native and not (is_pair(kv) and {kv.k.name, kv.v.name} <= {*_SHARED_SIDES}):
             return None
         return K16V8 if kv.k.name in ("bf16", "f16") and kv.v.name == "fp8_e4m3" else kv.text
+
+    cache_format = staticmethod(format_of)
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:

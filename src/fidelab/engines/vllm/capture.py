@@ -389,6 +389,8 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
                 "window": windows[name],
+                "windowed": getattr(layer, "sliding_window", None) is not None,
+                "latent": latent,
                 "kernel_block_size": kernel_sizes[name],
                 "values_per_token": (
                     layer.head_size

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm, Speculation
 from fidelab.core.errors import EngineError, UsageError
-from fidelab.engines.checkpoint import Shape, shape_of
+from fidelab.engines.checkpoint import Shape, shape_of, skip_refusal
 from fidelab.engines.harmless import refuse_code
 from fidelab.engines.installed import versions_of
 from fidelab.engines.k16v8 import (
@@ -22,7 +22,6 @@ from fidelab.engines.k16v8 import (
     missing,
     pair_refusal,
     set_switch,
-    skip_refusal,
     switch_variables,
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
@@ -118,8 +117,8 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     own = ["--dtype", arm.dtype]
     if not is_k16v8 and arm.kv.k.name != "auto":
         own += ["--kv-cache-dtype", arm.kv.k.name]
-        if arm.kv.skip_layers:
-            own += ["--kv-cache-dtype-skip-layers", *map(str, arm.kv.skip_layers)]
+        if arm.kv.skipped:
+            own += ["--kv-cache-dtype-skip-layers", *map(str, arm.kv.skipped)]
     if is_k16v8 and arm.device != "cpu":
         own += ["--attention-backend", "CUSTOM"]
     if arm.path != arm.model:
@@ -226,7 +225,7 @@ def backend_for(arm: Arm) -> Backend:
         return Backend(platform, "none", " ".join(str(error).split())[:300])
     if paired:
         return Backend(platform, K16V8, _k16v8_refusal(arm, shape))
-    reason = skip_refusal(arm.kv, shape.layers)
+    reason = skip_refusal(arm.kv, shape.layers, shape.windowed)
     if not ok:
         reason = f"attention backend {label} reads {', '.join(formats)}, not {name}"
         if (dtype := NATIVE.get(name)) is not None:

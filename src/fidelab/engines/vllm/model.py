@@ -157,8 +157,8 @@ class VLLMModel:
             "worker_extension_cls": _WORKER,
             "disable_log_stats": SPECULATIVE not in options,  # its counters of drafts are among the statistics
         }
-        if arm.kv.skip_layers and not paired:
-            arguments[SKIP_LAYERS] = [str(layer) for layer in arm.kv.skip_layers]
+        if arm.kv.skipped and not paired:
+            arguments[SKIP_LAYERS] = [str(layer) for layer in arm.kv.skipped]
         if speculative := options.get(SPECULATIVE):
             draft = {"model": arm.draft} if arm.draft else {}
             arguments["speculative_config"] = {**json.loads(speculative), **draft}

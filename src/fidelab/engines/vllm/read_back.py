@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
 from fidelab.core.runtime import Observed, RuntimeInfo
-from fidelab.core.sequence import SequenceBytes, StoreBytes
+from fidelab.core.sequence import KVLayer, SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
 from fidelab.engines.base import device_name, read_back_proof
-from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
+from fidelab.engines.cache_formats import NATIVE_FORMAT
+from fidelab.engines.k16v8 import holds_pair, is_pair, scales_of
 from fidelab.engines.speculation import speculation_record
-from fidelab.engines.vllm.launch import RUNNER_VARIABLE, Backend
+from fidelab.engines.vllm.cache_formats import format_of
+from fidelab.engines.vllm.launch import RUNNER_VARIABLE, SKIP_LAYERS, Backend
 from fidelab.engines.vllm.model import VLLMModel
 from fidelab.engines.vllm.options import ASYNC
 
@@ -24,7 +27,7 @@ _MATCHES = 0.999  # share of the numbers in the cache that must equal the writte
 _DEFAULTS = "vLLM's defaults on CUDA are Model Runner V2, graphs and asynchronous scheduling"
 _RECEIVED = "vLLM's kernels read the cache themselves"
 _KERNELS = {"FLASH_ATTN": "FlashAttention", "FLASHINFER": "FlashInfer", "TRITON_ATTN": "vLLM's Triton attention"}
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+_NATIVE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 Layer = Mapping[str, Any]
 
@@ -32,10 +35,11 @@ Layer = Mapping[str, Any]
 def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> RuntimeInfo:
     """The record of this arm."""
     ranks = model.cache()
+    arm = resolved(arm, model.config.cache_config)
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
     states: list[Mapping[str, Any]] = [state for rank in ranks for state in rank["states"]]
     here = ranks[0]
-    first = next(filter(lambda layer: not _skipped(arm, layer), here["layers"]), here["layers"][0])
+    first = next(filter(lambda layer: not _is_exact(arm, layer), here["layers"]), here["layers"][0])
     rows = cache_rows(arm, layers)
     k_format: str | None
     v_format: str | None
@@ -150,28 +154,43 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
     if backend.reason:
         return f"{dtype}, which {backend.name} does not list"
-    if arm.kv.skip_layers and (wrong := _unplanned(arm, layers)):
+    if arm.kv.skipped and (wrong := _unplanned(arm, layers)):
         return wrong
     matches = seen["read_back"].get("matches")
     if matches is not None and matches < _MATCHES:
         return f"{dtype}, and not what was written"
     stored = seen["read_back"].get("stored")
-    if stored is not None and _BYTES.get(kv_name, 1) > 1 and stored != kv_name:
+    if stored is not None and kv_name in _NATIVE_BYTES and stored != kv_name:
         return str(stored)
-    names = {layer["kv_cache_dtype"] for layer in layers if not _skipped(arm, layer)}
+    names = {layer["kv_cache_dtype"] for layer in layers if not _is_exact(arm, layer)}
     if kv_name != "auto" and names != {kv_name}:
         return f"{' and '.join(sorted(names))}"
     return kv_name
 
 
-def _skipped(arm: Arm, layer: Layer) -> bool:
-    return bool(arm.kv.skip_layers) and layer["number"] in arm.kv.skip_layers
+def resolved(arm: Arm, cache_config: Any) -> Arm:
+    """Return the arm with the layers that vLLM itself leaves in the compute type, besides those that were asked for.
+
+    vLLM writes both into one list of its configuration: TurboQuant and UltraQuant add the first and the last layers.
+    """
+    words = [str(word) for word in getattr(cache_config, SKIP_LAYERS, None) or ()]
+    if is_pair(arm.kv) or not words:  # the plug-in's layers are in the spec
+        return arm
+    layers = {*arm.kv.skip_layers, *(int(word) for word in words if word.isdecimal())}
+    kinds = {*arm.kv.skip_kinds, *(word for word in words if not word.isdecimal())}
+    return replace(arm, kv=replace(arm.kv, skip_layers=tuple(sorted(layers)), skip_kinds=tuple(sorted(kinds))))
+
+
+def _is_exact(arm: Arm, layer: Layer) -> bool:
+    """Whether a layer keeps the compute type by the plan; ``arm``: :func:`resolved`."""
+    number = layer["index"] if is_pair(arm.kv) else layer["number"]
+    return arm.kv.skips(number, bool(layer.get("windowed")))
 
 
 def _unplanned(arm: Arm, layers: Sequence[Layer]) -> str:
-    """Layers of vLLM that do not follow ``skip-layers``; empty if all do."""
+    """Layers of vLLM that do not follow the plan; empty if all do."""
     wrong = [
-        layer for layer in layers if layer["kv_cache_dtype"] != ("auto" if _skipped(arm, layer) else arm.kv.k.name)
+        layer for layer in layers if layer["kv_cache_dtype"] != ("auto" if _is_exact(arm, layer) else arm.kv.k.name)
     ]
     return ", ".join(f"{layer['kv_cache_dtype']} in layer {layer['number']}" for layer in wrong)
 
@@ -214,20 +233,18 @@ def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequen
 
 
 def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
-    """Bytes per token of the requested format; ``None`` for formats with scales next to the values."""
-    if is_pair(arm.kv):
-        skipped = arm.kv.skip_layers
-        return float(
-            sum(
-                layer["heads"]
-                * content_bytes(arm.kv, layer["k_dim"], layer["v_dim"], skipped=layer["index"] in skipped)
-                for layer in layers
-            )
-        )
-    each, native = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name), _BYTES[arm.dtype]
-    if not each:
+    """Bytes per token of the requested format, layer by layer; ``None`` for a format that no table has."""
+    if (asked := format_of(arm.kv)) is None:
         return None
-    return float(sum(layer["values_per_token"] * (native if _skipped(arm, layer) else each) for layer in layers))
+    native = _NATIVE_BYTES[arm.dtype]
+    each = (
+        (NATIVE_FORMAT if _is_exact(arm, layer) else asked).head_bytes(
+            KVLayer(layer["heads"], layer["k_dim"], 0 if layer["latent"] else layer["v_dim"], latent=layer["latent"]),
+            native,
+        )
+        for layer in layers
+    )
+    return float(sum(layer["heads"] * sum(sides) for layer, sides in zip(layers, each, strict=True)))
 
 
 def _scales(arm: Arm, rows: Sequence[Mapping[str, Any]], layers: Sequence[Layer]) -> dict[str, Any]:

@@ -1,0 +1,181 @@
+"""Names of cache formats over all engines: which row a name means, and what to say of a name that none has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from fidelab.core import KVSpec
+from fidelab.core.errors import UnknownNameError, UsageError
+from fidelab.engines.base import Engine, engine_class, engines
+from fidelab.engines.cache_formats import CacheFormat
+from fidelab.engines.k16v8 import K16V8, SIDES, meaning
+from fidelab.formats import FORMATS
+
+# Names of one type, as engines, torch and other tools write it.
+_SAME: tuple[tuple[str, ...], ...] = (
+    ("f32", "float32", "fp32", "float"),
+    ("f16", "float16", "fp16", "half", "auto"),
+    ("bf16", "bfloat16", "auto"),
+    ("fp8_e4m3", "fp8", "fp8_e4m3fn", "float8_e4m3fn", "float8_e4m3", "fp8e4m3", "e4m3", "e4m3fn", "f8_e4m3"),
+    ("fp8_e5m2", "float8_e5m2", "fp8e5m2", "e5m2", "f8_e5m2"),
+    ("fp8_e4m3fnuz", "float8_e4m3fnuz", "e4m3fnuz"),
+    ("fp8_e5m2fnuz", "float8_e5m2fnuz", "e5m2fnuz"),
+    ("q8_0", "q8"),
+    ("q5_0", "q5"),
+    ("q4_0", "q4"),
+    ("iq4_nl", "iq4"),
+    ("nvfp4", "fp4", "nv_fp4"),
+    ("mxfp4", "mx_fp4"),
+    ("turboquant_k8v4", "tq_k8v4"),
+    ("turboquant_4bit_nc", "tq4", "turboquant", "turbo4", "turboquant_4bit"),
+    ("turboquant_3bit_nc", "tq3", "turbo3", "turboquant_3bit"),
+    ("ultraquant_4bit", "ultraquant"),
+)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a tool that is no engine here calls a cache format, and how the same or the nearest one is reached.
+
+    ``names``: a pattern of what its users would write after ``--kv``, besides names that engines here have, too.
+    """
+
+    tool: str
+    option: str
+    values: str
+    names: str
+    way: str
+
+
+ELSEWHERE: tuple[Elsewhere, ...] = (
+    Elsewhere(
+        "Ollama",
+        "OLLAMA_KV_CACHE_TYPE",
+        "f16, q8_0, q4_0",
+        r"ollama.*",
+        "--engine llamacpp with the same name; a running Ollama by --engine openai",
+    ),
+    Elsewhere(
+        "LM Studio",
+        "K and V Cache Quantization Type",
+        "F32, F16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, IQ4_NL",
+        r"lm-?studio.*",
+        "--engine llamacpp with the name in small letters; a running LM Studio by --engine openai",
+    ),
+    Elsewhere(
+        "LMDeploy",
+        "--quant-policy",
+        "8, 4",
+        r"(quant[-_]?)?policy[-_=]?[48]|kv[-_]?int[48]",
+        "uint8[group=N] or uint4[group=N] on engine hf, N the size of a head",
+    ),
+    Elsewhere(
+        "TensorRT-LLM",
+        "kv_cache_config.dtype",
+        "fp8, nvfp4, int8",
+        r"trt(llm)?[-_].*",
+        "fp8_e4m3 or nvfp4 on engine vllm, sglang or hf; int8 on engine hf",
+    ),
+    Elsewhere(
+        "mlx-lm",
+        "--kv-bits, --kv-group-size",
+        "2 to 8, groups of 64",
+        r"kv[-_]?bits[-_=]?[2-8]|[2-8][-_]?bits?|mlx.*",
+        "uint4[group=64] on engine hf, and so on for other widths: affine, with a scale and a least value per group",
+    ),
+    Elsewhere(
+        "ExLlamaV3",
+        "-cq K_BITS,V_BITS",
+        "2 to 8, also K and V apart",
+        r"exl3?.*|cq[2-8]([-_,][2-8])?",
+        "int4[rotate=hadamard] or int6[rotate=hadamard]/int4[rotate=hadamard] on engine hf are the nearest",
+    ),
+)
+"""Names of tools that fidelab does not run as engines."""
+
+
+def owners(name: str) -> list[type[Engine]]:
+    """Return the engines whose own list has a name, without those that have dropped it."""
+    return [cls for cls in engines() if name in cls.cache_formats and not cls.cache_formats[name].instead]
+
+
+def names_of(cls: type[Engine]) -> list[str]:
+    """Return the names of an engine's formats by its table, with the sides of pairs that the package k16v8 adds."""
+    own = [name for name, row in cls.cache_formats.items() if not row.instead]
+    pairs = own and cls.cache_format(KVSpec.parse(K16V8)) is not None
+    return list(dict.fromkeys((*own, *SIDES, K16V8) if pairs else own))
+
+
+def unknown_format(name: str, known: Collection[str], engine: str = "", version: str = "") -> UnknownNameError:
+    """Return the error for a format that an engine, or fidelab itself, does not have.
+
+    The message says where the name exists, and what the same format is called here.
+
+    Args:
+        known: names that there are.
+        engine: empty: fidelab's own formats are meant.
+        version: of the engine.
+    """
+    kind = f"KV format of engine {engine}" if engine else "KV format"
+    return UnknownNameError(kind, name, known, _hint(name, known, engine, version))
+
+
+def _hint(name: str, known: Collection[str], engine: str, version: str) -> str:
+    lower = name.lower()
+    for cls in [engine_class(engine)] if engine else engines():
+        if (row := cls.cache_formats.get(name)) is not None and row.instead:
+            return f"{cls.title} no longer has it: write {row.instead}"
+    if engine and (row := engine_class(engine).cache_formats.get(name)) is not None and row.since:
+        installed = f", and {version} is installed" if version else ""
+        return f"{engine_class(engine).title} has it from {row.since} on{installed}"
+    same = next((names for names in _SAME if lower in names), (name,))
+    if here := next((other for other in same if other in known and other != name), None):
+        return f"the same format is called {here} here"
+    for other in same:
+        if there := [cls.name for cls in owners(other) if cls.name != engine]:
+            it = "it" if other == name else other
+            return f"engine {' and '.join(there)} has {it}: pass --engine {there[0]}"
+    if engine and lower in FORMATS.names():
+        return "engine hf has it: pass --engine hf"
+    for tool in ELSEWHERE:
+        if re.fullmatch(tool.names, lower):
+            return f"for {tool.tool}'s {tool.option}: {tool.way}"
+    return ""
+
+
+def format_for(kv: KVSpec, engine: str | None = None) -> tuple[str, CacheFormat] | None:
+    """Return the engine that a format is of, and its row; ``None`` where fidelab's own definition is meant.
+
+    Args:
+        engine: whose names are meant; ``None``: fidelab's own, else those of the engines that have the name.
+
+    Raises:
+        UnknownNameError: If no engine, or not this one, has the format.
+        UsageError: If several engines mean different things by the name, or the engine refuses the options.
+    """
+    if engine is not None and not engine_class(engine).emulates:
+        cls = engine_class(engine)
+        cls.check_kv(kv)
+        if (row := cls.cache_format(kv)) is None or row.instead:
+            raise _first_unknown(kv, names_of(cls), engine)
+        return engine, row
+    spelled = meaning(kv, "bf16")
+    if {spelled.k.name, spelled.v.name} <= {*FORMATS.names()}:
+        return None
+    found = [(cls.name, row) for cls in engines() if (row := cls.cache_format(kv)) is not None and not row.instead]
+    if not found or engine is not None:
+        raise _first_unknown(spelled, FORMATS.names(), engine or "")
+    if len({(row.k, row.v, row.align, row.keeps) for _, row in found}) > 1:
+        names = [name for name, _ in found]
+        raise UsageError(f"KV format {kv.label!r} differs between engine {' and '.join(names)}: pass --engine")
+    engine_class(found[0][0]).check_kv(kv)
+    return found[0]
+
+
+def _first_unknown(kv: KVSpec, known: Iterable[str], engine: str) -> UnknownNameError:
+    """The error of the first side that is unknown; of the first one where both are known, but not together."""
+    names = list(dict.fromkeys(known))
+    missing = [side.name for side in (kv.k, kv.v) if side.name not in names]
+    return unknown_format(missing[0] if missing else str(kv.k), names, engine)
