@@ -111,7 +111,7 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
         ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn"),
         ({"spec_type": "ngram-simple"}, "spec-type cannot be set here: llama.cpp decodes without drafts here"),
         ({"model_draft": "m"}, "model-draft cannot be set here: llama.cpp decodes without drafts here"),
-        ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on or off"),
+        ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on, off or auto"),
         ({"n_gpu_layers": "-2"}, "n-gpu-layers='-2' is not a number of layers"),
         ({"n_batch": "0"}, "n-batch='0' is not a number of tokens"),
         ({"n_ubatch": "many"}, "n-ubatch='many' is not a number of tokens"),

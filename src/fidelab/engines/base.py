@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -260,6 +260,11 @@ class Engine(ABC):
         Raises:
             UsageError: If the option is unknown or its value is invalid.
         """
+
+    @classmethod
+    def refuses_heads(cls, kv: KVSpec, keys: Collection[int], values: Collection[int]) -> str | None:
+        """Return why no cache of this format can hold heads of these sizes; ``None`` if it can."""
+        return None
 
     @classmethod
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:

@@ -71,6 +71,17 @@ class Header:
         return max(numbers, default=0) or None if not isinstance(value, bool) else None
 
 
+def head_sizes(header: Header) -> tuple[set[int], set[int]]:
+    """Return the sizes of the heads of keys and of values, of all kinds of layers, as the file states them."""
+    heads, hidden = header.count("attention.head_count"), header.count("embedding_length")
+    usual = {hidden // heads} if heads and hidden else set()
+    keys, values = (
+        {size for suffix in ("", "_swa") if (size := header.count(f"attention.{side}_length{suffix}"))} or usual
+        for side in ("key", "value")
+    )
+    return keys, values
+
+
 def read_header(file: Path) -> Header:
     """Read the metadata and the tensor table of a GGUF file.
 
