@@ -103,7 +103,7 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
     def outcomes() -> dict[str, tuple[int, bool | str]]:
         found: dict[str, tuple[int, bool | str]] = {}
         for words, shown in BASE:
-            command = [tmp_path / "env/bin/fidelab", *words]
+            command = [str(tmp_path / "env/bin/fidelab"), *words]
             done = subprocess.run(command, cwd=made, capture_output=True, text=True, check=False)
             of = outcome(done, shown)
             found[" ".join(words)] = of if of == (0, True) else (done.returncode, done.stderr)

@@ -27,12 +27,13 @@ TABLE = {name: flag for flag in FLAGS for name in (*flag.names, *flag.off)}
 M = "llama-server -m m.gguf"
 SAMPLES = {  # a value of each kind that a taken flag has
     "FILE": "m.gguf", "N": "2", "X": "2", "TYPE": "q8_0", "on|off|auto": "auto", "N|auto|all": "all",
-    "N0,N1,...": "3,1", "DEVICE,...": "none", "PATTERN=BUFFER,...": r"blk\.1\.ffn=CPU", "KEY=TYPE:VALUE,...": "a.b=int:3",
+    "N0,N1,...": "3,1", "DEVICE,...": "none", "PATTERN=BUFFER,...": r"blk\.1=CPU", "KEY=TYPE:VALUE,...": "a.b=int:3",
 }  # fmt: skip
 
 
 def controlled(engine: str) -> Mapping[str, str]:
-    return ENGINES.load(engine).controlled
+    found: Mapping[str, str] = ENGINES.load(engine).controlled
+    return found
 
 
 def settings(text: str) -> dict[str, Any]:

@@ -69,9 +69,8 @@ def _refuse_flags_in_env(engine: str, env: Mapping[str, str]) -> None:
     for name in env:
         if dialect is not None and dialect.variable_prefix and name.startswith(dialect.variable_prefix):
             option = dialect.names.get(dialect.variables.get(name, "").removeprefix("no-"), "")
-            own = {"@k": "kv=K/V", "@v": "kv=K/V"}.get(
-                str(option), "" if str(option)[:1] in ("", "@") else f"{option}="
-            )
+            fields = {"": "", "@k": "kv=K/V", "@v": "kv=K/V", "@threads": "threads", "@model": "model"}
+            own = fields.get(str(option), f"{option}=VALUE")
             instead = f"write {own}" if own else "leave it out"
             raise UsageError(f"env.{name} is read by {dialect.programs[0]} only, not by engine {engine}: {instead}")
 
