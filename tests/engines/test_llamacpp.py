@@ -29,7 +29,7 @@ from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, SeenCache, 
 from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.models.gguf import head_sizes, read_header
+from fidelab.models.gguf import Header, head_sizes, read_header
 from fidelab.models.weights import file_sha256
 from fidelab.plan.arms import resolve_arm
 from tests.engines.tiny import Answers
@@ -139,9 +139,10 @@ def test_heads_that_no_block_divides_are_named(kv: str, sizes: tuple[set[int], s
 
 
 def test_sizes_of_heads_are_those_of_the_file(tmp_path: Path) -> None:
-    numbers = {"attention.value_length": 32, "attention.key_length_swa": 48}
-    assert head_sizes(read_header(write_gguf(tmp_path / "a.gguf"))) == ({HEAD_DIM}, {HEAD_DIM})
-    assert head_sizes(read_header(write_gguf(tmp_path / "b.gguf", numbers=numbers))) == ({48}, {32})
+    assert head_sizes(read_header(write_gguf(tmp_path / "tiny.gguf"))) == ({HEAD_DIM}, {HEAD_DIM})
+    numbers = {"key_length": 80, "key_length_swa": 64, "value_length": [96, 128]}  # sliding layers, and one per layer
+    metadata = {"general.architecture": "a", **{f"a.attention.{name}": value for name, value in numbers.items()}}
+    assert head_sizes(Header(metadata, (), 0)) == ({80, 64}, {96, 128})
 
 
 def test_the_kernel_of_automatic_flash_attention_is_known_where_both_lose_nothing() -> None:
@@ -315,7 +316,12 @@ def test_tensors_are_overridden_as_the_arm_says_and_the_rows_stay(
     plain = answered(opened(tiny), prefill((5, 6, 7, 8, 9)))
     native, log = _native()
     lines: list[str] = []
-    heard = native.llama_log_callback(lambda level, text, data: lines.append(text.decode(errors="replace")))
+
+    def hear(level: int, text: bytes, data: Any) -> None:
+        lines.append(text.decode(errors="replace"))
+        log.hear(level, text, data)
+
+    heard = native.llama_log_callback(hear)
     native.llama_log_set(heard, ctypes.c_void_p(0))
     try:
         engine = opened(tiny, **options)
@@ -334,7 +340,7 @@ def test_tensors_are_overridden_as_the_arm_says_and_the_rows_stay(
         {"tensor_split": "3,1", "split_mode": "layer", "main_gpu": "0"},
         {"numa": "distribute"},
         {"devices": "none"},
-        {"no_host": "yes", "check_tensors": "yes", "kv_unified": "yes", "swa_full": "yes"},
+        {"no_host": "yes", "kv_unified": "yes", "swa_full": "yes"},
         {"offload_kqv": "no", "op_offload": "no"},
         {"override_kv": "tokenizer.ggml.add_bos_token=bool:false,general.name=str:x"},
     ],
@@ -342,6 +348,12 @@ def test_tensors_are_overridden_as_the_arm_says_and_the_rows_stay(
 def test_placement_is_passed_on_and_changes_no_row_on_a_cpu(options: dict[str, str], tiny: Path) -> None:
     plain, placed = (answered(opened(tiny, **each), prefill((5, 6, 7, 8, 9))) for each in ({}, options))
     assert np.array_equal(np.asarray(placed.items[0]["hidden"]), np.asarray(plain.items[0]["hidden"]))
+
+
+@pytest.mark.llamacpp
+def test_checked_tensors_are_refused_for_a_nan(tiny: Path) -> None:
+    with pytest.raises(EngineError, match="has invalid data"):
+        opened(tiny, check_tensors="yes")
 
 
 @pytest.mark.llamacpp
