@@ -13,12 +13,16 @@ from typing import Any
 
 import pytest
 
+from fidelab.config.schema import Experiment
 from fidelab.config.serve import read_change, read_served
 from fidelab.core.errors import UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.flags import BY_NAME, FLAGS, Flag
 from fidelab.engines.llamacpp.placement import overrides
+from fidelab.models import resolve
+from fidelab.plan.arms import resolve_arm
+from tests.run.harness import cli
 
 ROOT = Path(__file__).parents[2]
 RECORDED: list[tuple[list[str], int, str]] = json.loads((Path(__file__).parent / "llama_server_flags.json").read_text())
@@ -216,6 +220,35 @@ def test_a_variable_and_a_flag_that_say_the_same_are_one_setting() -> None:
     found = settings(f"LLAMA_ARG_FLASH_ATTN=1 {M} -fa on")
     assert found["engine_args"] == {"flash-attn": "on"}
     assert found["serve"]["ignored"] == {"LLAMA_ARG_FLASH_ATTN=1": "llama-server takes the flag -fa on"}
+
+
+def test_no_host_is_a_flag_of_its_own_and_not_the_address_switched_off() -> None:
+    found = settings(f"LLAMA_ARG_HOST=0.0.0.0 LLAMA_ARG_NO_HOST=1 {M} --no-host")
+    assert found["engine_args"] == {"no-host": "yes"}
+    assert found["serve"]["ignored"] == {
+        "LLAMA_ARG_HOST=0.0.0.0": "only concerns serving",
+        "LLAMA_ARG_NO_HOST=1": "llama-server takes the flag --no-host",
+    }
+
+
+def test_a_variable_that_only_the_server_reads_is_refused_for_a_configuration_with_the_setting_to_write() -> None:
+    model = resolve("fake")
+    for name, instead in (("CACHE_TYPE_K", "write kv=K/V"), ("N_CPU_MOE", "write n-cpu-moe=VALUE"), ("X", "leave it")):
+        written = {"model": "fake", "engine": "llamacpp", "env": {f"LLAMA_ARG_{name}": "1"}, "candidates": ["kv=q8_0"]}
+        experiment = Experiment.model_validate(written)
+        with pytest.raises(UsageError, match=f"LLAMA_ARG_{name} is read by llama-server only.*: {instead}"):
+            resolve_arm(experiment, experiment.reference, model)
+
+
+def test_an_estimate_names_formats_that_an_engine_cannot_hold_for_these_heads(tmp_path: Path) -> None:
+    sizes = ("--layers", "2", "--kv-heads", "2", "--params", "1e6", "--kv", "q8_0", "--kv", "fp8_e4m3")
+    done = cli("estimate", *sizes, "--head-dim", "80", cwd=tmp_path)
+    reason = "q8_0 on engine llamacpp: not supported: heads of 80 are no multiple of q8_0's block of 32"
+    assert done.out.splitlines()[-1] == reason
+    assert json.loads(cli("estimate", *sizes, "--head-dim", "80", "--json", cwd=tmp_path).out)["not_supported"] == [
+        reason
+    ]
+    assert "not supported" not in cli("estimate", *sizes, "--head-dim", "64", cwd=tmp_path).out
 
 
 # ------------------------------------------------------------------------------------------------- placement

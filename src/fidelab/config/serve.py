@@ -558,7 +558,10 @@ def _flags(
             _apply_flag(said, engine, reasons, base, flag, name, values)
         except ValueError as error:
             raise UsageError(f"{where}: {flag} {' '.join(values)}: {error}") from None
-        said.given[name.removeprefix("no-")] = (" ".join([flag, *values]), _meaning(name, values, dialect))
+        said.given[name if name in dialect.values else name.removeprefix("no-")] = (
+            " ".join([flag, *values]),
+            _meaning(name, values, dialect),
+        )
     return said
 
 

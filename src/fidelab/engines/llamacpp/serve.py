@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from fidelab.core import Arm
@@ -113,8 +114,17 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
             raise NotSupportedError(
                 f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or omit it"
             )
+        if key == "flash-attn":
+            on = {"on": True, "off": False}.get(flash(arm))
+            if on is None:
+                raise NotSupportedError(
+                    f"the server of llama-cpp-python has no flash-attn=auto: put llama.cpp's own {PROGRAM} on PATH, "
+                    "or write on or off"
+                )
         words = ENUMERATIONS.get(key, ())
+        number = {"all": "-1", "auto": "0" if arm.device == "cpu" else "-1"}.get(value, value)  # of layers
         settings[name] = (
-            str(words.index(value)) if value in words else value if on is None else "true" if on else "false"
+            str(words.index(value)) if value in words else number if on is None else "true" if on else "false"
         )
-    return ["python", "-m", "llama_cpp.server", *(word for key in settings for word in (f"--{key}", settings[key]))]
+    values = {name: re.split("[,/]+", value) if name == "tensor_split" else [value] for name, value in settings.items()}
+    return ["python", "-m", "llama_cpp.server", *(word for key in values for word in (f"--{key}", *values[key]))]
