@@ -15,7 +15,6 @@ from fidelab.engines.harmless import (
     Count,
     Either,
     Harmless,
-    Listed,
     Shaped,
     Words,
     group,
@@ -23,6 +22,7 @@ from fidelab.engines.harmless import (
 from fidelab.engines.llamacpp.library import ENUMERATIONS
 from fidelab.engines.llamacpp.placement import NUMA
 
+_SHARES = re.compile(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?){0,63}", re.ASCII)
 _DEVICES = re.compile(r"[A-Za-z0-9]\w{0,30}(,[A-Za-z0-9]\w{0,30}){0,63}", re.ASCII)
 _OVERRIDES = re.compile(r"[\w.|()\[\]*+?\\^$-]{1,200}=\w{1,40}(,[\w.|()\[\]*+?\\^$-]{1,200}=\w{1,40}){0,200}", re.ASCII)
 
@@ -34,7 +34,7 @@ HARMLESS: Mapping[str, Harmless] = {
         *("n-cpu-ffn", "n-cpu-moe", "n-ubatch", "parallel", "spec-ngram-size-m", "spec-ngram-size-n", "yarn-orig-ctx"),
     ),
     **group("a number of layers, or all", Either((Count(-1), Words(("all", "auto")))), "n-gpu-layers"),
-    **group("shares of the GPUs", Listed(Amount()), "tensor-split"),
+    **group("shares of the GPUs", Shaped(_SHARES, "numbers with commas between them"), "tensor-split"),
     **group(
         "llama.cpp's names of devices on this machine", Shaped(_DEVICES, "names with commas between them"), "devices"
     ),
