@@ -198,10 +198,28 @@ def test_a_dry_run_prints_the_command_as_the_preset_and_flags_say_and_starts_not
     assert not (tmp_path / "state").exists()
 
 
+def test_variables_of_llama_server_in_a_preset_are_the_settings_that_they_mean(
+    tmp_path: Path, own: Callable[..., Path]
+) -> None:
+    env = {"LLAMA_ARG_N_CPU_MOE": 20, "LLAMA_ARG_THREADS_HTTP": "2", "LLAMA_ARG_CACHE_TYPE_K": "q8_0", "A": "1"}
+    own(kv=None, env={**env, "LLAMA_ARG_CACHE_TYPE_V": "q8_0"})
+    done = cli("serve", "start", "mine", "--dry-run", cwd=tmp_path)
+    assert done.code == 0, done.err
+    shown = done.out.splitlines()[0]
+    assert shown.startswith("A=1 llama-server")
+    flags = ("--cache-type-k q8_0 --cache-type-v q8_0", "--n-cpu-moe 20", "--threads-http 2")
+    assert [shown.count(flag) for flag in (*flags, "LLAMA_ARG")] == [1, 1, 1, 0]
+    own(env=env)  # keys and values of q8_0
+    assert "kv is q8_0, and a variable in env says q8_0/f16" in refused(
+        cli("serve", "start", "mine", "--dry-run", cwd=tmp_path)
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--set", "kv"), "write KEY=VALUE"),
+        (("--set", "kv=q8_0/q4_0", "--set", "flash-attn=off"), "V = q4_0 needs flash attention: omit flash-attn=off"),
         (("--set", "engine=vllm"), "another engine by --engine"),
         (("--set", "dtype=int3"), "dtype: Input should be"),
         (("--engine", "vllm"), "--engine vllm: preset mine is of engine llamacpp"),

@@ -25,10 +25,11 @@ from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.head import LlamaHead
-from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, SeenCache, function
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, SeenCache, _native, function
 from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
+from fidelab.models.gguf import Header, head_sizes, read_header
 from fidelab.models.weights import file_sha256
 from fidelab.plan.arms import resolve_arm
 from tests.engines.tiny import Answers
@@ -111,7 +112,7 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
         ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn"),
         ({"spec_type": "ngram-simple"}, "spec-type cannot be set here: llama.cpp decodes without drafts here"),
         ({"model_draft": "m"}, "model-draft cannot be set here: llama.cpp decodes without drafts here"),
-        ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on or off"),
+        ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on, off or auto"),
         ({"n_gpu_layers": "-2"}, "n-gpu-layers='-2' is not a number of layers"),
         ({"n_batch": "0"}, "n-batch='0' is not a number of tokens"),
         ({"n_ubatch": "many"}, "n-ubatch='many' is not a number of tokens"),
@@ -121,6 +122,32 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
     with pytest.raises(UsageError) as caught:
         LlamaCppEngine.supports(asked(Path("m.gguf"), **option))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kv", "sizes", "reason"),
+    [
+        ("q8_0", ({80}, {80}), "heads of 80 are no multiple of q8_0's block of 32"),
+        ("f16/q4_0", ({64}, {80}), "heads of 80 are no multiple of q4_0's block of 32"),
+        ("f16/q4_0", ({80}, {64}), None),
+        ("q8_0", ({64, 128}, {96}), None),
+        ("f16", ({80}, {80}), None),
+    ],
+)
+def test_heads_that_no_block_divides_are_named(kv: str, sizes: tuple[set[int], set[int]], reason: str | None) -> None:
+    assert LlamaCppEngine.refuses_heads(KVSpec.parse(kv), *sizes) == reason
+
+
+def test_sizes_of_heads_are_those_of_the_file(tmp_path: Path) -> None:
+    assert head_sizes(read_header(write_gguf(tmp_path / "tiny.gguf"))) == ({HEAD_DIM}, {HEAD_DIM})
+    numbers = {"key_length": 80, "key_length_swa": 64, "value_length": [96, 128]}  # sliding layers, and one per layer
+    metadata = {"general.architecture": "a", **{f"a.attention.{name}": value for name, value in numbers.items()}}
+    assert head_sizes(Header(metadata, (), 0)) == ({80, 64}, {96, 128})
+
+
+def test_the_kernel_of_automatic_flash_attention_is_known_where_both_lose_nothing() -> None:
+    found = [LlamaCppEngine.lossless(asked(Path("m"), kv, flash_attn="auto")) for kv in ("f32", "f16", "q8_0")]
+    assert found == [True, None, False]
 
 
 def test_formats_take_no_options() -> None:
@@ -271,6 +298,102 @@ def test_settings_that_the_bindings_lack_and_formats_that_the_model_cannot_have_
         LlamaModel(str(tiny), n_layers_on_the_moon=1)
     with pytest.raises(EngineError, match="cannot make a context"):
         opened(tiny, "q8_0")  # blocks of 32, heads of 16
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(
+    ("options", "overridden"),
+    [
+        ({"override_tensor": r"blk\.0\.ffn_(up|down)=CPU"}, {"blk.0.ffn_up.weight", "blk.0.ffn_down.weight"}),
+        ({"n_cpu_ffn": "1"}, {f"blk.0.ffn_{name}.weight" for name in ("up", "down", "gate")}),
+        ({"n_cpu_moe": "20"}, set()),  # a dense model
+        ({"cpu_moe": "yes"}, set()),
+    ],
+)
+def test_tensors_are_overridden_as_the_arm_says_and_the_rows_stay(
+    options: dict[str, str], overridden: set[str], tiny: Path
+) -> None:
+    plain = answered(opened(tiny), prefill((5, 6, 7, 8, 9)))
+    native, log = _native()
+    lines: list[str] = []
+
+    def hear(level: int, text: bytes, data: Any) -> None:
+        lines.append(text.decode(errors="replace"))
+        log.hear(level, text, data)
+
+    heard = native.llama_log_callback(hear)
+    native.llama_log_set(heard, ctypes.c_void_p(0))
+    try:
+        engine = opened(tiny, **options)
+    finally:
+        native.llama_log_set(log.callback, ctypes.c_void_p(0))
+    moved = {line.split()[1] for line in lines if "overridden" in line}
+    assert moved == overridden
+    rows = answered(engine, prefill((5, 6, 7, 8, 9)))
+    assert np.array_equal(np.asarray(rows.items[0]["hidden"]), np.asarray(plain.items[0]["hidden"]))
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_split": "3,1", "split_mode": "layer", "main_gpu": "0"},
+        {"numa": "distribute"},
+        {"devices": "none"},
+        {"no_host": "yes", "kv_unified": "yes", "swa_full": "yes"},
+        {"offload_kqv": "no", "op_offload": "no"},
+        {"override_kv": "tokenizer.ggml.add_bos_token=bool:false,general.name=str:x"},
+    ],
+)
+def test_placement_is_passed_on_and_changes_no_row_on_a_cpu(options: dict[str, str], tiny: Path) -> None:
+    plain, placed = (answered(opened(tiny, **each), prefill((5, 6, 7, 8, 9))) for each in ({}, options))
+    assert np.array_equal(np.asarray(placed.items[0]["hidden"]), np.asarray(plain.items[0]["hidden"]))
+
+
+@pytest.mark.llamacpp
+def test_checked_tensors_are_refused_for_a_nan(tiny: Path) -> None:
+    with pytest.raises(EngineError, match="has invalid data"):
+        opened(tiny, check_tensors="yes")
+
+
+@pytest.mark.llamacpp
+def test_overridden_metadata_is_what_llama_cpp_computes_with(tiny: Path) -> None:
+    plain = answered(opened(tiny), prefill((5, 6, 7, 8, 9)))
+    other = answered(opened(tiny, override_kv="llama.rope.freq_base=float:10"), prefill((5, 6, 7, 8, 9)))
+    assert not np.array_equal(np.asarray(other.items[0]["hidden"]), np.asarray(plain.items[0]["hidden"]))
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(("kv", "flash"), [("f16", "flash"), ("f32", "flash")])
+def test_automatic_flash_attention_reports_what_llama_cpp_chose(kv: str, flash: str, tiny: Path) -> None:
+    assert opened(tiny, kv, flash_attn="auto").runtime_info().attention == flash
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"devices": "CUDA77"}, "this build has no device 'CUDA77'; it has"),
+        ({"override_tensor": "a=CUDA77"}, "this build has no buffer 'CUDA77'; it has CPU"),
+        ({"tensor_split": ",".join("1" * 99)}, "tensor-split has 99 shares, and this build"),
+    ],
+)
+def test_a_place_that_this_build_lacks_is_named_with_those_that_it_has(
+    options: dict[str, str], said: str, tiny: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        opened(tiny, **options)
+
+
+@pytest.mark.llamacpp
+def test_a_build_without_a_gpu_ignores_layers_for_it_and_says_so(tiny: Path) -> None:
+    from llama_cpp import llama_supports_gpu_offload
+
+    if llama_supports_gpu_offload():
+        pytest.skip("this build computes on a GPU")
+    ran = opened(tiny, n_gpu_layers="99").runtime_info()
+    assert ran.more["n_gpu_layers"] == "ignored: this build has no GPU"
+    assert "n_gpu_layers" not in opened(tiny).runtime_info().more
 
 
 @pytest.mark.llamacpp

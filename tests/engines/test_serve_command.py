@@ -81,6 +81,12 @@ def test_llama_server_has_names_of_its_own_and_all_layers_go_to_a_gpu_unless_the
     assert "--model owner/m --flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap --threads 2" in one
     assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
     assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
+    placed = {"n_cpu_moe": "20", "tensor_split": "3,1", "devices": "none", "cpu_moe": "yes", "numa": "isolate"}
+    shown = words(arm("llamacpp", "f16", flash_attn="auto", no_host="no", **placed))
+    assert "--cpu-moe --device none --flash-attn auto --n-cpu-moe 20 --numa isolate --tensor-split 3,1" in shown
+    assert shown.count("--host") == 1  # the address
+    with pytest.raises(NotSupportedError, match="V = q4_0 needs flash attention: omit flash-attn=off"):
+        words(arm("llamacpp", "q8_0/q4_0", flash_attn="0"))
     assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
     assert words(arm("llamacpp", "f16", device="cuda", n_gpu_layers="7")).count("--n-gpu-layers") == 1
 
@@ -100,6 +106,13 @@ def test_the_server_of_llama_cpp_python_is_told_the_same_and_what_it_lacks_is_sa
     assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")
     assert "--type_k 1 --type_v 8 --flash_attn true" in one
     assert one.endswith("--n_ctx 2048 --use_mmap false")
+    one = " ".join(
+        python_server(arm("llamacpp", "f16", n_gpu_layers="all", tensor_split="3,1", flash_attn="disabled"), "h", 1)
+    )
+    assert "--flash_attn false" in one
+    assert one.endswith("--n_gpu_layers -1 --tensor_split 3 1")
+    with pytest.raises(NotSupportedError, match="has no flash-attn=auto: put llama"):
+        python_server(arm("llamacpp", "f16", flash_attn="auto"), "127.0.0.1", 8000)
     with pytest.raises(NotSupportedError, match=r"has no swa-full: put llama.cpp's own llama-server on PATH"):
         python_server(arm("llamacpp", "q8_0", swa_full="yes"), "127.0.0.1", 8000)
     with pytest.raises(UnknownNameError, match="unknown KV format of engine llamacpp 'int4'"):

@@ -127,13 +127,13 @@ def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(
 def test_a_format_is_claimed_where_the_cache_proves_it(
     kv: str, matches: float | None, layers: tuple[str, ...], backend: Backend, found: str
 ) -> None:
-    described = [{"dtype": "uint8", "kv_cache_dtype": name} for name in layers]
+    described = [{"dtype": "uint8", "kv_cache_dtype": name, "number": n} for n, name in enumerate(layers)]
     assert stored_as(asked(kv), backend, {"read_back": {"matches": matches}}, described) == found
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16"])
 def test_a_cache_that_holds_another_type_than_its_name_says_is_named_by_what_it_holds(stored: str) -> None:
-    described = [{"dtype": stored, "kv_cache_dtype": "float16"}]
+    described = [{"dtype": stored, "kv_cache_dtype": "float16", "number": 0}]
     seen = {"read_back": {"matches": 1.0, "stored": stored}}
     assert stored_as(asked("float16"), GOOD, seen, described) == stored
 

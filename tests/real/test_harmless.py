@@ -13,6 +13,7 @@ from fidelab.config.experiment import validate
 from fidelab.config.trust import demands
 from fidelab.engines import ENGINES
 from fidelab.engines.harmless import Amount, Count, Either, Listed, Switch
+from fidelab.engines.llamacpp.placement import OPTIONS as PLACEMENT
 from tests.engines.test_harmless import REACHES
 from tests.real.harness import installed
 
@@ -20,7 +21,7 @@ VALUES = ("0", "1", "-1", "134744072", "1e9", "true", '{"a": {"b": 1}}', "evil.M
 OWN = {  # options of fidelab, and names of what the engine's own parser calls otherwise
     "vllm": {"estimator", "force", "model-runner", "tp", "chunked-prefill", "kv-cache-memory"},
     "sglang": {"estimator", "cuda-graph", "tp"},
-    "llamacpp": {"estimator", "flash-attn"},
+    "llamacpp": {"estimator", "flash-attn", *PLACEMENT},
 }
 LIST = {
     "vllm": """

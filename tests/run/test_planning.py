@@ -401,13 +401,14 @@ def test_a_pasted_command_is_planned_without_its_engine_and_not_run(
     file = write_gguf(tmp_path / "tiny.gguf")
     served = read_served(f"llama-server -m {file} -fa on", lambda engine: {})
     data = {
-        "candidates": [read_change("-ctk q8_0", served, lambda engine: {})],
+        "candidates": [read_change(text, served, lambda engine: {}) for text in ("-ctk f32", "-ctk q8_0")],
         "axes": {"kld": {"windows": 2, "n_ctx": 32}},
     }
     experiment = validate({**served.settings(), **data, "output_dir": str(tmp_path)}, "test")
     show_plan(experiment, as_json=True)
     plan = json.loads(capsys.readouterr().out)
-    assert [job["role"] for job in plan["jobs"]][:3] == ["reference", "control", "candidate:-ctk q8_0"]
+    assert [job["role"] for job in plan["jobs"]][:3] == ["reference", "control", "candidate:-ctk f32"]
+    assert plan["not_supported"] == {"-ctk q8_0": "heads of 16 are no multiple of q8_0's block of 32"}
     assert plan["tokens"] > 0
     [remark] = plan["remarks"]
     assert remark.startswith("engine llamacpp is not installed: fidelab setup install llamacpp")

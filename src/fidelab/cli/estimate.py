@@ -17,6 +17,7 @@ from fidelab.cli.output import open_console, print_json
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from fidelab.core import KVSpec
     from fidelab.physics.shapes import Geometry
 
 _NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
@@ -99,10 +100,27 @@ def model(
         devices,
         None if memory is None else parse_bytes(memory),
     )
+    refused = _refusals(geometry, [KVSpec.parse(one) for one in shown])
     if as_json:
-        print_json(found)
+        print_json({**found, "not_supported": refused} if refused else found)
     else:
         _show(found)
+        for text in refused:
+            typer.echo(text)
+
+
+def _refusals(geometry: Geometry, specs: Sequence[KVSpec]) -> list[str]:
+    """Return a line for each format that no cache of an engine can hold for heads of these sizes."""
+    from fidelab.engines.base import engines
+
+    plain = [layer for layer in geometry.kv if not layer.latent]
+    keys, values = {layer.k_dim for layer in plain}, {layer.v_dim for layer in plain}
+    return [
+        f"{spec.label} on engine {engine.name}: not supported: {reason}"
+        for spec in specs
+        for engine in engines()
+        if (reason := engine.refuses_heads(spec, keys, values))
+    ]
 
 
 def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geometry, str]:

@@ -18,6 +18,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +94,6 @@ _ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
 
 _REFUSED = {
     "config": "reads options from a file; write them on the command line",
-    "hf-repo": "names a file of a hub; fetch it and name it with -m FILE.gguf",
-    "hf-file": "names a file of a hub; fetch it and name it with -m FILE.gguf",
-    "model-url": "names a file of a server; fetch it and name it with -m FILE.gguf",
 }
 
 
@@ -114,6 +112,7 @@ class _FlagValues:
     words: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
     model_flag: str = ""
+    given: dict[str, tuple[str, str]] = field(default_factory=dict)  # flag → as written, and the meaning
 
 
 @dataclass(frozen=True)
@@ -189,7 +188,8 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     if run.image and not _dialect(engine).in_image:
         run.ignored[run.image] = "runs in the engine's installed environment: this engine's images have no Python"
     said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
-    _variables(said, {**assigned, **run.env}, "-e " if run.image else "")
+    others = _server_variables(said, engine, {**assigned, **run.env}, controlled(engine), where, {}, said.given)
+    _variables(said, others, "-e " if run.image else "")
     if "model" not in said.fields:
         raise UsageError(f"{where}: the command does not name a model, which every configuration needs")
     said.fields["model"] = move_folders(said.fields["model"], run.mounts)
@@ -235,7 +235,8 @@ def read_change(text: str, pasted: ServeCommand, controlled: Controlled) -> dict
         raise UsageError(f"{where}: {stray!r} is neither a flag nor NAME=value; write as on the server's command line")
     engine, base = pasted.engine, pasted.said
     change = _flags(engine, words, controlled(engine), where, base.options, positional=False)
-    _variables(change, assigned, "")
+    given = {**base.given, **change.given}
+    _variables(change, _server_variables(change, engine, assigned, controlled(engine), where, base.options, given), "")
     if change.secrets or any(_SECRET.fullmatch(name) for name in change.env):
         raise UsageError("--change: a key or token cannot differ between configurations; set it for all of fidelab")
     shared = {**_dialect(engine).unsaid, **base.options}
@@ -267,6 +268,32 @@ def read_change(text: str, pasted: ServeCommand, controlled: Controlled) -> dict
         reasons = "; ".join(f"{words} ({reason})" for words, reason in change.ignored.items())
         raise UsageError(f"{where} changes nothing that is compared: {reasons or 'the pasted command says the same'}")
     return {"name": " ".join(text.split()), **fields}
+
+
+def variable_settings(engine: str, env: Mapping[str, str], where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings that variables of an engine's server mean, and the other variables.
+
+    The settings are ``kv``, ``engine_args``, and in ``serve`` flags that only the server has.
+
+    Raises:
+        UsageError: If a variable is unknown, or cannot be set for a configuration.
+    """
+    if engine_class(engine).dialect is None:
+        return {}, dict(env)
+    said = _FlagValues()
+    others: dict[str, str] = {}
+    served: dict[str, str] = {}
+    for name, value in env.items():
+        said.words.clear()
+        others |= _server_variables(said, engine, {name: value}, {}, where, {}, {})
+        if said.words:  # a flag of the server, with its value unless it is a switch
+            flag, *values = said.words
+            served[flag.removeprefix("--")] = values[0] if values else "yes"
+    if stray := {*said.fields, *said.unset} - {"k", "v"}:
+        raise UsageError(f"{where}: write {', '.join(sorted(stray))} as a setting of its own, not as a variable")
+    kv = _kv(said.fields, {}, engine)
+    settings = {"engine_args": dict(said.options), "serve": served}
+    return {**({"kv": kv} if kv else {}), **{name: value for name, value in settings.items() if value}}, others
 
 
 def _kv(fields: Mapping[str, str], base: Mapping[str, str], engine: str) -> str | None:
@@ -512,20 +539,118 @@ def _flags(
     """Return the meaning of the flags of an engine's server; ``base``: options of the command that they change."""
     dialect, said = _dialect(engine), _FlagValues()
     reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
-    for flag, name, values in _split_flags(words, dialect):
+    switch, switch_name = "", ""  # the flag before a word, if it takes no value
+    for flag, name, values in _split_flags(words, dialect, where):
+        if switch and not flag and values[0].lower() in _TRUTH_VALUES:
+            raise UsageError(f"{where}: {_no_value(switch, switch_name, values[0], dialect)}")
+        takes_none = flag and dialect.switches.fullmatch(name) is not None
+        if takes_none and values:
+            raise UsageError(f"{where}: {_no_value(flag, name, values[0], dialect)}")
+        switch, switch_name = (flag, name) if takes_none else ("", "")
         if not flag:
             if not positional or not dialect.positional_model or "model" in said.fields:
                 raise UsageError(f"{where}: {values[0]!r} does not belong to a flag; quote values with spaces")
             said.fields["model"] = values[0]
             continue
-        if name in _REFUSED:
-            raise UsageError(f"{where}: {flag} {_REFUSED[name]}")
-        _apply_flag(said, engine, reasons, base, flag, name, values)
+        if refused := dialect.refused.get(name) or _REFUSED.get(name):
+            raise UsageError(f"{where}: {flag} {refused}")
+        try:
+            _apply_flag(said, engine, reasons, base, flag, name, values)
+        except ValueError as error:
+            raise UsageError(f"{where}: {flag} {' '.join(values)}: {error}") from None
+        said.given[name if name in dialect.values else name.removeprefix("no-")] = (
+            " ".join([flag, *values]),
+            _meaning(name, values, dialect),
+        )
     return said
 
 
-def _split_flags(words: Sequence[str], dialect: Dialect) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each flag as written, its long name, and its values; a word of no flag has none."""
+_TRUTH_VALUES = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def _no_value(flag: str, name: str, value: str, dialect: Dialect) -> str:
+    """Text of the error for a value after a flag that takes none."""
+    opposite = name.removeprefix("no-") if name.startswith("no-") else f"no-{name}"
+    exists = opposite in dialect.spellings.values() if dialect.spellings else dialect.negates
+    off = _TRUTH_VALUES.get(value.lower()) is False
+    instead = f" or write --{opposite}" if off and exists else f", or the flag with it, for {value!r}" if off else ""
+    return f"{flag} takes no value: leave out {value!r}{instead}"
+
+
+def _meaning(name: str, values: Sequence[str], dialect: Dialect) -> str:
+    """One spelling of a flag with its values, to compare it with another way to give it."""
+    convert = dialect.conversions.get(name)
+    return " ".join([name, *(str(convert(value)) if convert else value for value in values)])
+
+
+def _server_variables(
+    said: _FlagValues,
+    engine: str,
+    assigned: Mapping[str, str],
+    controlled: Mapping[str, str],
+    where: str,
+    base: Mapping[str, str],
+    given: Mapping[str, tuple[str, str]],
+) -> dict[str, str]:
+    """Store variables that the server reads as flags. Returns the other variables.
+
+    Args:
+        given: flags that win over variables: as written, and their meaning.
+
+    Raises:
+        UsageError: If the server has no such variable, its value is invalid, or a flag says something else.
+    """
+    dialect, others = _dialect(engine), {}
+    for variable, value in assigned.items():
+        written = f"{variable}={value}"
+        if (name := dialect.variables.get(variable)) is None:
+            if dialect.variable_prefix and variable.startswith(dialect.variable_prefix):
+                near = get_close_matches(variable, dialect.variables, n=2)
+                meant = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise UsageError(f"{where}: {dialect.programs[0]} reads no variable {variable}{meant}")
+            others[variable] = value
+            continue
+        head, values = name.removeprefix("no-") if name not in dialect.values else name, [value]
+        if dialect.switches.fullmatch(name):
+            values = []
+            on = True if head != name else dialect.switch(value)
+            if on is None:
+                raise UsageError(f"{where}: {written}: write 1 or 0")
+            name = name if on else f"no-{name}"
+        try:
+            meaning = _meaning(name, values, dialect)
+            if head in given:
+                flag, other = given[head]
+                if meaning != other and head not in dialect.ignored:
+                    raise UsageError(
+                        f"{where}: {written} and {flag} differ, and {dialect.programs[0]} takes the flag: "
+                        "write the flag alone"
+                    )
+                said.ignored[written] = f"{dialect.programs[0]} takes the flag {flag}"
+                continue
+            if refused := dialect.refused.get(name):
+                raise UsageError(f"{where}: {written} {refused}")
+            _apply_flag(said, engine, controlled, base, f"--{name}", name, values, written)
+        except ValueError as error:
+            raise UsageError(f"{where}: {written}: {error}") from None
+    return others
+
+
+def _split_flags(words: Sequence[str], dialect: Dialect, where: str) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield each flag as written, its long name, and its values; a word of no flag has none.
+
+    Raises:
+        UsageError: If the dialect knows all flags of its server and this is none of them, or it lacks its value.
+    """
     rest = list(words)
     while rest:
         word = rest.pop(0)
@@ -534,7 +659,9 @@ def _split_flags(words: Sequence[str], dialect: Dialect) -> Iterator[tuple[str, 
             continue
         flag, equals, value = word.partition("=")
         values = [value] if equals else []
-        if not flag.startswith("--"):
+        if dialect.spellings:
+            name = _spelled(flag, dialect, where)
+        elif not flag.startswith("--"):
             if (packed := re.fullmatch(r"(-O)(\d)", flag)) is not None:
                 flag, values = packed[1], [packed[2]]
             head, dot, tail = flag.partition(".")
@@ -544,12 +671,33 @@ def _split_flags(words: Sequence[str], dialect: Dialect) -> Iterator[tuple[str, 
         head, dot, tail = name.partition(".")
         name = head.replace("_", "-") + dot + tail
         if not values and not dialect.switches.fullmatch(name):
-            many = _LIST_FLAGS.fullmatch(name) is not None
+            many = _LIST_FLAGS.fullmatch(name) is not None or dialect.values.get(name, 1) > 1
             while rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
                 values.append(rest.pop(0))
                 if not many:
                     break
+            if not values and name in dialect.values and name != "flash-attn":  # older servers take -fa alone
+                raise UsageError(f"{where}: {flag} needs a value")
         yield flag, name, values
+
+
+def _spelled(flag: str, dialect: Dialect, where: str) -> str:
+    """Return the long name of a flag; ``--no-NAME`` may also remove a flag that the server cannot negate.
+
+    Raises:
+        UsageError: If the server has no such flag. The message names the nearest ones.
+    """
+    dashed = flag.replace("_", "-") if flag.startswith("--") else flag
+    if (name := dialect.spellings.get(dashed)) is not None:
+        return name
+    if dashed.startswith("--no-") and (name := dialect.spellings.get(f"--{dashed[5:]}")) is not None:
+        return f"no-{name}"
+    near = get_close_matches(dashed, dialect.spellings, n=3)
+    program = dialect.programs[0]
+    raise UsageError(
+        f"{where}: {program} has no flag {flag}"
+        + (f"; did you mean {' or '.join(near)}?" if near else f"; see {program} --help")
+    )
 
 
 def _apply_flag(
@@ -560,10 +708,15 @@ def _apply_flag(
     flag: str,
     name: str,
     values: list[str],
+    written: str = "",
 ) -> None:
-    """Store one flag where it belongs."""
+    """Store one flag where it belongs.  ``written``: the variable that stands for it.
+
+    Raises:
+        ValueError: If the flag does not have this value.
+    """
     dialect = _dialect(engine)
-    negated = name.startswith("no-") and not values
+    negated = name.startswith("no-") and not values and name not in dialect.values
     plain = name.removeprefix("no-") if negated else name
     head, _, inner = plain.partition(".")
     target = dialect.names.get(head, head)
@@ -571,6 +724,9 @@ def _apply_flag(
     if len(values) > 1:
         value = ",".join(values) if target == "@skip" else json.dumps(values)
     option = target if isinstance(target, str) else target[0]
+    converted: str | None = value
+    if not negated and (convert := dialect.conversions.get(head)) is not None:
+        converted = convert(value)
     reason = dialect.ignored.get(head) or controlled.get(option) or controlled.get(head) or _unimportant(head)
     if option.startswith("@"):
         key = option[1:]
@@ -586,7 +742,7 @@ def _apply_flag(
             said.model_flag = flag
     elif reason is not None:
         secret = head in _SECRET_FLAGS
-        said.ignored[flag if secret else " ".join([flag, *values])] = reason
+        said.ignored[flag if secret else written or " ".join([flag, *values])] = reason
         said.secrets += values if secret else []
         said.words += [] if secret else [flag, *values]
     elif not isinstance(target, str):
@@ -595,8 +751,11 @@ def _apply_flag(
         said.options[option] = _with_leaf(said.options.get(option, base.get(option, "{}")), inner, value)
     elif negated and option in base and (base[option] not in ("yes", "no") or not dialect.negates):
         said.unset.append(option)
+    elif converted is None:
+        said.unset.append(option)
+        said.options.pop(option, None)
     else:
-        said.options[option] = "no" if negated else value
+        said.options[option] = "no" if negated else converted
 
 
 def _unimportant(name: str) -> str | None:

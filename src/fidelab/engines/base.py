@@ -10,7 +10,7 @@ import platform
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -271,6 +271,16 @@ class Engine(ABC):
         Raises:
             UsageError: If the option is unknown or its value is invalid.
         """
+
+    @classmethod
+    def refuses_heads(cls, kv: KVSpec, keys: Collection[int], values: Collection[int]) -> str | None:
+        """Return why no cache of this format can hold heads of these sizes; ``None`` if none is known."""
+        if (row := cls.cache_format(kv)) is None:
+            return None
+        for side, codes, sizes in ((kv.k, row.k, keys), (kv.v, row.v, values)):
+            if odd := [size for size in sizes if size % codes.block]:
+                return f"heads of {odd[0]} are no multiple of {side.name}'s block of {codes.block}"
+        return None
 
     @classmethod
     def speculation(cls, options: Mapping[str, str]) -> Speculation | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Target = str | tuple[str, str, str]
@@ -20,6 +20,12 @@ class Dialect:
     word without a flag.  ``short``: flags of one dash → their long names.  ``names``: long names → names in an arm,
     where these differ.  ``switches``: flags that never take a value.  ``ignored``: flag → why no arm has it.
     ``negates``: whether ``--no-NAME`` is a flag.  ``unsaid``: server defaults that differ from an arm's.
+
+    A dialect that knows every flag of its server also has: ``spellings``: flags as written → long names, after ``no-``
+    where they switch off.  ``values``: flag → number of its values.  ``refused``: flag → why it cannot be compared, and
+    what to do.  ``variables``: environment variable → flag; all variables
+    that begin with ``variable_prefix`` are the server's.  ``switch``: whether a variable's value means on.
+    ``conversions``: flag → the option's value for a flag's; ``None`` for the default, ``ValueError`` for a wrong value.
     """
 
     programs: tuple[str, ...]
@@ -30,6 +36,13 @@ class Dialect:
     in_image: bool = False
     positional_model: bool = False
     short: Mapping[str, str] = field(default_factory=dict)
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
+    variable_prefix: str = ""
+    switch: Callable[[str], bool | None] = lambda _: None
+    conversions: Mapping[str, Callable[[str], str | None]] = field(default_factory=dict)
     switches: re.Pattern[str] = re.compile(r"(?!disable-access-log-for)(enable|disable)-.*")
     ignored: Mapping[str, str] = field(default_factory=dict)
     negates: bool = True

@@ -109,15 +109,20 @@ def other_options(
     return others
 
 
-def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
-    """Error for an unknown option of an engine, with the nearest options and the engines that have it."""
+def unknown_option(
+    engine: str, key: str, names: Iterable[str], help_text: str = "see --help of its own command line"
+) -> UsageError:
+    """Error for an unknown option of an engine, with the nearest options and the engines that have it.
+
+    ``help_text``: where options are listed that are too many for a line.
+    """
     from fidelab.engines import ENGINES
 
     names = sorted({*names})
     near = get_close_matches(key, names, n=3)
     owners = [other for other in ENGINES.names() if other != engine and key in ENGINES.load(other).options]
     elsewhere = f"; engine {' and '.join(owners)} has" if owners else ""
-    listed = f"; it has: {', '.join(names)}" if len(names) < _MAX_LISTED else "; see --help of its own command line"
+    listed = f"; it has: {', '.join(names)}" if len(names) < _MAX_LISTED else f"; {help_text}"
     meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else listed
     return UsageError(f"engine {engine} has no option {key!r}{elsewhere}{meant}")
 

@@ -71,6 +71,21 @@ class Header:
         return max(numbers, default=0) or None if not isinstance(value, bool) else None
 
 
+def head_sizes(header: Header) -> tuple[set[int], set[int]]:
+    """Return the sizes of the heads of keys and of values, of all kinds of layers, as the file states them."""
+    heads, hidden = header.count("attention.head_count"), header.count("embedding_length")
+    usual = {hidden // heads} if heads and hidden else set()
+
+    def stated(side: str) -> set[int]:
+        found: set[int] = set()
+        for suffix in ("", "_swa"):
+            value = header.metadata.get(f"{header.architecture}.attention.{side}_length{suffix}")
+            found |= {n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int) and n > 0}
+        return found or usual
+
+    return stated("key"), stated("value")
+
+
 def read_header(file: Path) -> Header:
     """Read the metadata and the tensor table of a GGUF file.
 

@@ -41,6 +41,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     options = {key: value for key, value in shared.items() if key not in without} | own
     env = {**experiment.env, **config.env}
     check_env(env)
+    _refuse_flags_in_env(engine.name, env)
     if options.get(WEIGHTS) == NATIVE and WEIGHTS in engine_class(engine.name).options:
         del options[WEIGHTS]
     return Arm(
@@ -56,6 +57,22 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         options=tuple(sorted(options.items())),
         env=tuple(sorted(env.items())),
     )
+
+
+def _refuse_flags_in_env(engine: str, env: Mapping[str, str]) -> None:
+    """Refuse variables that only the engine's server reads.
+
+    Raises:
+        UsageError: If there is one. The message says what to write.
+    """
+    dialect = engine_class(engine).dialect
+    for name in env:
+        if dialect is not None and dialect.variable_prefix and name.startswith(dialect.variable_prefix):
+            option = dialect.names.get(dialect.variables.get(name, "").removeprefix("no-"), "")
+            fields = {"": "", "@k": "kv=K/V", "@v": "kv=K/V", "@threads": "threads", "@model": "model"}
+            own = fields.get(str(option), f"{option}=VALUE")
+            instead = f"write {own}" if own else "leave it out"
+            raise UsageError(f"env.{name} is read by {dialect.programs[0]} only, not by engine {engine}: {instead}")
 
 
 def _canonical_options(engine: str, options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:

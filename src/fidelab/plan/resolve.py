@@ -25,6 +25,7 @@ from fidelab.environments.asked import Engines, check_kv_name, installation_reco
 from fidelab.environments.container import existing_paths
 from fidelab.environments.queries import EngineAnswers
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
+from fidelab.models.gguf import head_sizes, read_header
 from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import DTYPES, inherited_kv, other_attention, resolve_arm, same_attention, served_name, with_kv
 from fidelab.plan.deploy import ResolvedArm, loads_safetensors
@@ -253,6 +254,8 @@ class _Resolver:
             verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
         elif draft and (unlike := _other_vocabulary(draft, model)):
             verdict = Support(False, unlike)
+        elif odd := _odd_heads(cls, arm, model):
+            verdict = Support(False, odd)
         else:
             # For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for
             # options that it does not have
@@ -455,6 +458,13 @@ def _other_vocabulary(draft: Model, model: Model) -> str:
         return ""
     sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
     return f"the draft model has another vocabulary: {sizes}; draft with a smaller model of the same family"
+
+
+def _odd_heads(engine: type[Engine], arm: Arm, model: Model) -> str | None:
+    """Return why a cache of the arm's format cannot hold the heads of its file; ``None`` if it can."""
+    if engine.checkpoint_format != "gguf" or model.gguf is None:
+        return None
+    return engine.refuses_heads(arm.kv, *head_sizes(read_header(model.gguf)))
 
 
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:

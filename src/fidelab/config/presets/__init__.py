@@ -16,7 +16,8 @@ from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, levels_of
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset, merged_fields
-from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError
+from fidelab.config.serve import variable_settings
+from fidelab.core.errors import ConfigError, FidelabError, UnknownNameError, UsageError
 from fidelab.engines import ENGINES
 from fidelab.engines.options import own_flag
 
@@ -94,13 +95,44 @@ def validate(found: PresetFile, data: Mapping[str, Any]) -> Preset:
 
     The preset is named after its file unless it has a name.
     """
-    preset = validate_as(Preset, {"name": found.name, **data}, str(found.path))
+    preset = validate_as(Preset, {"name": found.name, **_without_variables(data, str(found.path))}, str(found.path))
     if preset.engine_name in ENGINES.names():
         engine = ENGINES.load(preset.engine_name)
         for name in (*preset.engine_args, *preset.serve):
             if flag := own_flag(name, engine.own_flags, shortened=engine.shortened_flags):
                 raise ConfigError(f"{found.path}: a preset cannot set {name}: {engine.own_flags[flag]}")
     return preset
+
+
+def _without_variables(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return a preset's data with variables that its server reads as flags replaced by the settings that they mean.
+
+    Raises:
+        ConfigError: If a variable is unknown, or the preset also has another value for its setting.
+    """
+    engine, env = data.get("engine"), data.get("env")
+    engine = engine.get("name") if isinstance(engine, Mapping) else engine
+    if not isinstance(env, Mapping) or engine not in ENGINES.names():
+        return data
+    try:
+        settings, others = variable_settings(engine, {name: str(value) for name, value in env.items()}, where)
+    except UsageError as error:
+        raise ConfigError(str(error)) from None
+    fields = {**data, "env": others}
+    for key, meant in settings.items():
+        own = data.get(key) or ({} if isinstance(meant, Mapping) else meant)
+        pairs = (
+            {(key, own, meant)}
+            if not isinstance(meant, Mapping)
+            else {(f"{key}.{name}", str(own.get(name, value)), value) for name, value in meant.items()}
+        )
+        for place, written, value in sorted(pairs):
+            if written != value:
+                raise ConfigError(
+                    f"{where}: {place} is {written}, and a variable in env says {value}: keep one of them"
+                )
+        fields[key] = {**meant, **own} if isinstance(meant, Mapping) else meant
+    return fields
 
 
 def expand_presets(data: Mapping[str, Any], where: str, check: Check) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """llama.cpp in-process, through llama-cpp-python: GGUF models, every KV format of ggml, keys and values apart.
 
-Engine options (``--engine-arg``): ``flash-attn`` (on, off; default on: V formats of less than 16 bits need it),
-``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
-the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
+Engine options (``--engine-arg``): ``flash-attn`` (on, off, auto; default on: V formats of less than 16 bits need it),
+``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512),
+placement as llama-server has it (:mod:`.placement`), and the numbers and switches of ``llama_context_params`` and
+``llama_model_params`` by their names, with dashes.  A build without a GPU ignores ``n-gpu-layers``, as llama-server's.
 ``LLAMA_CPP_LIB_PATH`` names a folder with another build of libllama.
 
 - **Estimator**: on CPUs ``hidden``, with states rounded as the live head rounds them (:mod:`.head`).  The state itself
@@ -42,9 +43,10 @@ from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.installed import versions_of
-from fidelab.engines.llamacpp import serve
+from fidelab.engines.llamacpp import placement, serve
 from fidelab.engines.llamacpp.cache_formats import CACHE_FORMATS, format_of
 from fidelab.engines.llamacpp.dialect import DIALECT, PAGE_NAMES
+from fidelab.engines.llamacpp.flags import DRAFTS, FLAGS, flash_attention
 from fidelab.engines.llamacpp.harmless import HARMLESS
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
@@ -58,10 +60,11 @@ from fidelab.engines.llamacpp.library import (
     States,
     build,
     can_offload,
+    native,
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
-from fidelab.engines.options import OWN_FLAGS, SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.options import OWN_FLAGS, TOKENS, Value, is_count, one_of
 from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
@@ -71,7 +74,6 @@ from fidelab.engines.timing import time_prompts
 _PACKAGE = "llama-cpp-python"
 _LIBRARY = "LLAMA_CPP_LIB_PATH"
 _UNROTATED = "LLAMA_ATTN_ROT_DISABLE"
-_UNQUANTIZED = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
 _BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 _ALL_LAYERS = 0x7FFFFFFF
 _CHUNK = 512  # llama.cpp's own n_ubatch
@@ -82,11 +84,15 @@ _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
 
 _OPTIONS: Mapping[str, Value] = {
-    "flash-attn": SWITCH,
-    "n-gpu-layers": (lambda text: text in ("-1", "0") or is_count(text), "a number of layers, 0 for none, -1 for all"),
+    "flash-attn": (lambda text: flash_attention(text) is not None, "on, off or auto"),
+    "n-gpu-layers": (
+        lambda text: text in ("-1", "0", "all", "auto") or is_count(text),
+        "a number of layers, 0 for none, -1 for all",
+    ),
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
     "estimator": one_of("hidden", "logprobs"),
+    **placement.OPTIONS,
 }
 _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("type-k", "type-v", "cache-type-k", "cache-type-v"), "write kv=K/V"),
@@ -94,10 +100,9 @@ _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("n-threads", "n-threads-batch"), "pass --threads"),
     **dict.fromkeys(("n-ctx", "n-seq-max"), "every request gets the room that it needs"),
     **dict.fromkeys(("embeddings", "pooling-type", "vocab-only", "ctx-type"), "captures are made of logits"),
-    "main-gpu": "pass --device",
     **dict.fromkeys(
         ("model-draft", "draft-max", "draft-min", "draft-p-min", "spec-type", "spec-ngram-size-n", "spec-ngram-size-m"),
-        "llama.cpp decodes without drafts here; bench serve measures a llama-server that drafts",
+        DRAFTS,
     ),
 }
 
@@ -122,7 +127,10 @@ class LlamaCppEngine(Engine):
     options: ClassVar[Mapping[str, Value]] = _OPTIONS
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
     samples: ClassVar[bool] = True
-    aliases: ClassVar[Mapping[str, str]] = {"batch-size": "n-batch", "ubatch-size": "n-ubatch", "ngl": "n-gpu-layers"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        **{flag.name: flag.option for flag in FLAGS if flag.option in _OPTIONS and flag.option != flag.name},
+        "ngl": "n-gpu-layers",
+    }
     cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
@@ -148,7 +156,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def holds_alike(cls, kv: KVSpec) -> str | None:
-        return kv.text if kv.k.name in _BLOCKS and kv.v.name in (*_BLOCKS, *_UNQUANTIZED) else None
+        return kv.text if kv.k.name in _BLOCKS and kv.v.name in (*_BLOCKS, *serve.UNQUANTIZED) else None
 
     @classmethod
     def environment_command(cls, arm: Arm, host: str, port: int) -> list[str]:
@@ -172,8 +180,8 @@ class LlamaCppEngine(Engine):
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
             return Support(False, "llama.cpp computes in the types of the file, not in float32: omit --dtype")
-        if not _flash(arm) and arm.kv.v.name not in _UNQUANTIZED:
-            return Support(False, f"V = {arm.kv.v} needs flash attention: omit flash-attn=off")
+        if reason := serve.needs_flash(arm):
+            return Support(False, reason)
         return Support(True)
 
     serve_command = staticmethod(serve.serve_command)
@@ -187,7 +195,9 @@ class LlamaCppEngine(Engine):
     def lossless(cls, arm: Arm) -> bool | None:
         """Return whether the formats are lossless: llama.cpp computes in float32, or float16 with flash attention."""
         formats = {arm.kv.k.name, arm.kv.v.name}
-        return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
+        flash = serve.flash(arm)
+        by_kernel = formats <= {"f32", "f16"}, formats == {"f32"}
+        return by_kernel[flash == "off"] if flash != "auto" or by_kernel[0] == by_kernel[1] else None
 
     @classmethod
     def estimator_for(cls, arm: Arm) -> Estimator:
@@ -214,11 +224,14 @@ class LlamaCppEngine(Engine):
         self._reads = GraphReads()
         self._read_layers = 0  # whose content was compared
         self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
+        self._ignores_layers = self._gpu and not offload and arm.device == "cpu"  # as llama-server without a GPU
+        self._gpu = self._gpu and not self._ignores_layers
         if self._gpu and not offload:
             raise NotSupportedError(
                 f"this build of {_PACKAGE} runs only on the CPU: pass --device cpu or install another"
             )
-        self._model = LlamaModel(arm.path, **self._placement())
+        placed = placement.Placement(native(), self._options)
+        self._model = LlamaModel(arm.path, **self._model_fields(placed))
         self.mark("weights")
         if not self._model.decodes:
             raise NotSupportedError(f"{arm.model} is not a decoder-only model")
@@ -257,6 +270,7 @@ class LlamaCppEngine(Engine):
                 "k_rotated": seen.rotated_k,
                 "v_rotated": seen.rotated_v,
                 "graph_splits": seen.splits,
+                **({"n_gpu_layers": "ignored: this build has no GPU"} if self._ignores_layers else {}),
             },
         )
 
@@ -265,13 +279,16 @@ class LlamaCppEngine(Engine):
 
     # ------------------------------------------------------------------------------------------- model
 
-    def _placement(self) -> dict[str, Any]:
-        """Fields of ``llama_model_params``: how many layers go to which GPU."""
-        layers = self._options.get("n-gpu-layers")
-        fields: dict[str, Any] = {"n_gpu_layers": int(layers) if layers else _ALL_LAYERS if self._gpu else 0}
+    def _model_fields(self, placed: placement.Placement) -> dict[str, Any]:
+        """Fields of ``llama_model_params``: where the weights go, and what the arm sets besides."""
+        layers = self._options.get("n-gpu-layers", "auto")
+        number_of_layers = _ALL_LAYERS if layers in ("auto", "all", "-1") else int(layers)
         _, colon, number = self._arm.device.partition(":")
-        placed = {"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {}
-        return {**fields, **placed, **self._parameters["model"]}
+        device = {"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {}
+        if colon and "main_gpu" in placed.fields:
+            raise UsageError(f"engine llamacpp: --device {self._arm.device} chooses the GPU: leave main-gpu out")
+        fields = {"n_gpu_layers": number_of_layers if self._gpu else 0}
+        return {**fields, **device, **self._parameters["model"], **placed.fields}
 
     def _context(
         self,
@@ -289,7 +306,7 @@ class LlamaCppEngine(Engine):
             states=states or self._tap,
             type_k=GGML_TYPES[k or self._arm.kv.k.name][0],
             type_v=GGML_TYPES[v or self._arm.kv.v.name][0],
-            flash_attn_type=int(_flash(self._arm)),
+            flash_attn_type={"auto": -1, "off": 0, "on": 1}[serve.flash(self._arm)],
             n_batch=self._chunk,
             n_ubatch=min(self._chunk, int(self._options.get("n-ubatch", _CHUNK))),
             n_threads=self._arm.threads,
@@ -544,11 +561,10 @@ class _Serving:
 
 
 def _on_gpu(arm: Arm) -> bool:
-    return arm.device != "cpu" or dict(arm.options).get("n-gpu-layers", "0") != "0"
-
-
-def _flash(arm: Arm) -> bool:
-    return switched(dict(arm.options).get("flash-attn", "on")) is True
+    options = dict(arm.options)
+    if options.get("devices") == "none":
+        return False
+    return arm.device != "cpu" or options.get("n-gpu-layers", "0") not in ("0", "auto")
 
 
 def _batches(request: Generate, most: int) -> Iterator[list[int]]:

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from fidelab.engines.harmless import COUNT, NAME, SHARE, SWITCH, Amount, Beside, Count, Either, Harmless, Words, group
+from fidelab.engines.harmless import (
+    COUNT,
+    NAME,
+    SHARE,
+    SWITCH,
+    Amount,
+    Beside,
+    Count,
+    Either,
+    Harmless,
+    Shaped,
+    Words,
+    group,
+)
 from fidelab.engines.llamacpp.library import ENUMERATIONS
+from fidelab.engines.llamacpp.placement import NUMA
+
+_SHARES = re.compile(r"\d{1,6}(\.\d{1,6})?(,\d{1,6}(\.\d{1,6})?){0,63}", re.ASCII)
+_DEVICES = re.compile(r"[A-Za-z0-9]\w{0,30}(,[A-Za-z0-9]\w{0,30}){0,63}", re.ASCII)
+_OVERRIDES = re.compile(r"[\w.|()\[\]*+?\\^$-]{1,200}=\w{1,40}(,[\w.|()\[\]*+?\\^$-]{1,200}=\w{1,40}){0,200}", re.ASCII)
 
 HARMLESS: Mapping[str, Harmless] = {
     **group(
         "numbers of tokens, sequences and layers",
         COUNT,
         *("ctx-checkpoints", "ctx-size", "draft-max", "draft-min", "main-gpu", "n-batch", "n-ctx", "n-seq-max"),
-        *("n-ubatch", "parallel", "spec-ngram-size-m", "spec-ngram-size-n", "yarn-orig-ctx"),
+        *("n-cpu-ffn", "n-cpu-moe", "n-ubatch", "parallel", "spec-ngram-size-m", "spec-ngram-size-n", "yarn-orig-ctx"),
     ),
-    **group("a number of layers, or all", Count(-1), "n-gpu-layers"),
+    **group("a number of layers, or all", Either((Count(-1), Words(("all", "auto")))), "n-gpu-layers"),
+    **group("shares of the GPUs", Shaped(_SHARES, "numbers with commas between them"), "tensor-split"),
+    **group(
+        "llama.cpp's names of devices on this machine", Shaped(_DEVICES, "names with commas between them"), "devices"
+    ),
+    **group("llama.cpp's own words for memory near cores", Words(NUMA), "numa"),
+    **group(
+        "where tensors lie, by patterns of names and buffers on this machine",
+        Shaped(_OVERRIDES, "PATTERN=BUFFER"),
+        "override-tensor",
+    ),
     **group("MiB of memory, or no limit", Count(-1), "cache-ram"),
     **group(
         "factors of the positions",
@@ -23,11 +52,23 @@ HARMLESS: Mapping[str, Harmless] = {
         "yarn-ext-factor",
     ),
     **group("a probability", SHARE, "draft-p-min"),
-    **group("how attention is computed", Either((SWITCH, Words(("auto",)))), "flash-attn"),
+    **group(
+        "how attention is computed", Either((SWITCH, Words(("auto", "enabled", "disabled", "1", "0")))), "flash-attn"
+    ),
     **group(
         "how steps are computed",
         SWITCH,
-        *("cont-batching", "kv-unified", "no-perf", "offload-kqv", "op-offload", "swa-full", "use-extra-bufts"),
+        *(
+            "check-tensors",
+            "cont-batching",
+            "cpu-moe",
+            "kv-unified",
+            "no-perf",
+            "offload-kqv",
+            "op-offload",
+            "swa-full",
+            "use-extra-bufts",
+        ),
     ),
     **group("how weights get into memory", SWITCH, "use-mlock", "use-mmap"),
     **{

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
+from fidelab.engines.llamacpp.flags import BY_NAME, FLAGS, spellings
 from fidelab.engines.options import Value, other_options, switched, unknown_option
 
 Floats = NDArray[np.float32]
@@ -55,6 +56,7 @@ _CACHE_NAME = re.compile(r"cache_([kv])_l\d+ ")
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
 _CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
 _ATTENTION = re.compile(r"flash_attn\s*= (\w+)")
+_CHOSEN_ATTENTION = re.compile(r"(?i)flash attention (?:not supported, set to )?(enabled|disabled)")
 _ROTATION = re.compile(r"attn_rot_([kv])\s*= (\d)")
 _SPLITS = re.compile(r"graph: nodes = \d+, splits = (\d+)")
 
@@ -106,6 +108,11 @@ def _native() -> tuple[Any, _Log]:
     return native, log
 
 
+def native() -> Any:
+    """Return the bindings of llama.cpp."""
+    return _native()[0]
+
+
 def build() -> dict[str, str]:
     """Return llama.cpp's version and the CPU instructions of the build and the machine, which choose its kernels."""
     native, _ = _native()
@@ -140,12 +147,13 @@ class SeenCache:
         """Parse the log's lines.  Models with sliding layers have a separate cache for these."""
         caches = [match.groups() for line in lines if (match := _CACHE.search(line))]
         flash = {match[1] for line in lines if (match := _ATTENTION.search(line))}
+        chosen = {match[1] for line in lines if (match := _CHOSEN_ATTENTION.search(line))}  # where it was auto
         rotation = {
             side: {f == "1" for line in lines for s, f in _ROTATION.findall(line) if s == side} for side in "kv"
         }
         splits = {int(match[1]) for line in lines if (match := _SPLITS.search(line))}
         return cls(
-            attention={"enabled": "flash", "disabled": "standard"}.get(_only(flash) or ""),
+            attention={"enabled": "flash", "disabled": "standard"}.get(_only(chosen or flash) or ""),
             k=_only({k for _, k, _ in caches}),
             v=_only({v for _, _, v in caches}),
             layers=sum(int(n) for n, _, _ in caches) if caches else None,
@@ -254,7 +262,7 @@ class LlamaModel:
     """One loaded GGUF file."""
 
     def __init__(self, path: str, **params: Any) -> None:
-        """Load; ``params`` are fields of ``llama_model_params``.
+        """Load; ``params`` are fields of ``llama_model_params``. Arrays in them have to live until this returns.
 
         Raises:
             EngineError: If llama.cpp cannot load it, or the bindings lack a field.
@@ -465,7 +473,7 @@ def parameters(
     try:
         native, _ = _native()
     except ImportError:
-        raise unknown_option("llamacpp", others[0][0], known) from None
+        raise _unknown(others[0][0], known) from None
     structures = {"context": native.llama_context_params, "model": native.llama_model_params}
     fields = {
         name.replace("_", "-"): (of, name, kind)
@@ -475,10 +483,20 @@ def parameters(
     }
     for key, value in others:
         if key not in fields:
-            raise unknown_option("llamacpp", key, [*known, *fields])
+            raise _unknown(key, [*known, *fields])
         of, name, kind = fields[key]
         found[of][name] = _field(key, value, kind)
     return found
+
+
+def _unknown(key: str, names: Iterable[str]) -> UsageError:
+    """Error for an option that is none: a flag of llama-server that no arm has says why."""
+    flag = BY_NAME.get(spellings().get(f"--{key}", key))
+    reason = flag and (flag.ignored or flag.refused)
+    if reason:
+        return UsageError(f"engine llamacpp: {key} cannot be set here: {reason}")
+    names = [*names, *(flag.option for flag in FLAGS if flag.option and not flag.option.startswith("@"))]
+    return unknown_option("llamacpp", key, names, "see llama-server --help")
 
 
 def _field(key: str, text: str, kind: Any) -> Any:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from fidelab.core import Arm
 from fidelab.core.errors import NotSupportedError, UnknownNameError
+from fidelab.engines.llamacpp.flags import flash_attention
 from fidelab.engines.llamacpp.library import ENUMERATIONS, GGML_TYPES
 from fidelab.engines.options import flags, switched
 
@@ -22,7 +24,9 @@ _FLAGS: Mapping[str, str] = {
     "offload-kqv": "kv-offload",
     "estimator": "",  # fidelab's own
     "use-extra-bufts": "repack",
+    "devices": "device",
 }
+UNQUANTIZED = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
 _ALL_LAYERS = "999"  # more than any model has
 _WORDS = ("flash-attn",)  # on, off and auto are its values
 # Fields of an arm that the server of llama-cpp-python has under the same names.
@@ -34,8 +38,26 @@ _SETTINGS = (
 )
 
 
+def flash(arm: Arm) -> str:
+    """Return whether attention is computed by flash attention: on, off or auto."""
+    return flash_attention(dict(arm.options).get("flash-attn", "on")) or "on"
+
+
+def needs_flash(arm: Arm) -> str | None:
+    """Return why llama.cpp refuses the arm's values without flash attention; ``None`` if it takes them."""
+    if flash(arm) != "off" or arm.kv.v.name in UNQUANTIZED:
+        return None
+    return f"V = {arm.kv.v} needs flash attention: omit flash-attn=off"
+
+
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
-    """Return the command of ``llama-server``; see :meth:`Engine.serve_command`."""
+    """Return the command of ``llama-server``; see :meth:`Engine.serve_command`.
+
+    Raises:
+        NotSupportedError: If llama.cpp refuses the formats.
+    """
+    if reason := needs_flash(arm):
+        raise NotSupportedError(reason)
     own = ["--threads", str(arm.threads), "--cache-type-k", arm.kv.k.name, "--cache-type-v", arm.kv.v.name]
     options = dict(arm.options)
     gpu, colon, number = arm.device.partition(":")
@@ -53,6 +75,8 @@ def _named_options(arm: Arm) -> Iterator[tuple[str, str]]:
     """Options of the arm, with names for values that may be given as numbers; -1 leaves the choice to llama.cpp."""
     for key, value in arm.options:
         words = ENUMERATIONS.get(key)
+        if key == "no-host" and switched(value) is False:  # --host would be the address
+            continue
         if words is None or value in words:
             yield key, value
         elif value.isdecimal() and int(value) < len(words):
@@ -90,8 +114,17 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
             raise NotSupportedError(
                 f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or omit it"
             )
+        if key == "flash-attn":
+            on = {"on": True, "off": False}.get(flash(arm))
+            if on is None:
+                raise NotSupportedError(
+                    f"the server of llama-cpp-python has no flash-attn=auto: put llama.cpp's own {PROGRAM} on PATH, "
+                    "or write on or off"
+                )
         words = ENUMERATIONS.get(key, ())
+        number = {"all": "-1", "auto": "0" if arm.device == "cpu" else "-1"}.get(value, value)  # of layers
         settings[name] = (
-            str(words.index(value)) if value in words else value if on is None else "true" if on else "false"
+            str(words.index(value)) if value in words else number if on is None else "true" if on else "false"
         )
-    return ["python", "-m", "llama_cpp.server", *(word for key in settings for word in (f"--{key}", settings[key]))]
+    values = {name: re.split("[,/]+", value) if name == "tensor_split" else [value] for name, value in settings.items()}
+    return ["python", "-m", "llama_cpp.server", *(word for key in values for word in (f"--{key}", *values[key]))]
