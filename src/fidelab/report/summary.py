@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
@@ -220,19 +220,15 @@ def engine_remarks_of(report: Report) -> tuple[str, ...]:
     """Return remarks of engines on how their arms ran, a sentence each, after the remark on a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
-    return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
-
-
-def _borrowed(report: Report) -> Iterator[str]:
-    """Origin of a borrowed reference, and the allowance of verdicts for its machine."""
-    if (found := report.borrowed) is None:
-        return
-    weights = f", weights {one_line(found.weights)}" if found.weights else ""
-    if found.difference is None:
+    borrowed = []
+    if (found := report.borrowed) is not None:
+        weights = f", weights {one_line(found.weights)}" if found.weights else ""
         machines = "difference between machines unknown"
-    else:
-        machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
-    yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
+        if found.difference is not None:
+            machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
+        origin = f"{one_line(found.place)} ({one_line(found.machine)}{weights})"
+        borrowed = [f"reference borrowed from {origin}, {machines}"]
+    return (*borrowed, *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
 
 
 def describe_other_tests(arm: ArmRecord) -> tuple[str, ...]:
@@ -314,7 +310,15 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
     for name in names:
         for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
             mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-            columns[head] = [_with_ratio(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
+            columns[head] = [
+                Estimate()
+                if metric is None
+                else Estimate(
+                    format_figure(metric.value, metric.unit, mib=mib),
+                    ratio_of(metric, metrics[0] if n else None) if metric.unit in SPEEDS else ABSENT,
+                )
+                for n, metric in enumerate(metrics)
+            ]
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
             about = one_line(known[0].about).rstrip(".")
@@ -369,14 +373,6 @@ def _against(own: Metric, base: Metric | None) -> str:
     else:
         word = "better" if (own.value > base.value) == (own.better == "higher") else "worse"
     return f" ({', '.join(part for part in (ratio, word) if part)})"
-
-
-def _with_ratio(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
-    """A value, and its ratio to the reference's."""
-    if metric is None:
-        return Estimate()
-    value = format_figure(metric.value, metric.unit, mib=mib)
-    return Estimate(value, ratio_of(metric, base) if metric.unit in SPEEDS else ABSENT)
 
 
 def joined(words: Sequence[str]) -> str:
