@@ -212,8 +212,7 @@ def recipe_shims(folder: Path) -> tuple[str, ...]:
     Raises:
         EngineError: If this fidelab does not have one of them.
     """
-    marker = read_marker(folder) or {}
-    paths = [data_path(str(name)) for name in marker.get("shims", [])]
+    paths = [data_path(str(name)) for name in (read_marker(folder) or {}).get("shims", [])]
     for path in paths:
         if not path.is_dir():
             raise EngineError(

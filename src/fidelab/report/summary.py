@@ -40,8 +40,7 @@ class Performance:
 
 def contexts_of(report: Report) -> TextTable | None:
     """Return arm × contexts with the mean KL (nats) at each; ``None`` if no arm was measured at several."""
-    arms = _compared(report)
-    klds = {arm.name: arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes}
+    klds = {arm.name: arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
@@ -94,9 +93,15 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
         return None
     rows = []
     for kind in kinds:
-        sizes = [axis.metric("positions", {coordinate: kind}) for axis in klds.values()]
+        at: Coordinates = {coordinate: kind}
+        sizes = [axis.metric("positions", at) for axis in klds.values()]
         many = next((m.value for m in sizes if m is not None and m.value is not None), 0)
-        rows.append((f"{one_line(kind)} ({many:,.0f})", *(_in_group(klds[n], coordinate, kind) for n in klds)))
+        row = [f"{one_line(kind)} ({many:,.0f})"]
+        for axis in klds.values():  # ``0.0064 (0.0041–0.0093), 4.2%``
+            same = axis.metric("top1", at)
+            changed = f", {format_percent(1 - same.value)}" if same is not None and same.value is not None else ""
+            row.append(f"{kld_of(axis, at)}{changed}")
+        rows.append(tuple(row))
     title = _GROUPS[coordinate]
     if coordinate == "domain":
         worst = {name: max(found, key=lambda kind: found[kind].value or 0.0) for name, found in cells.items() if found}
@@ -108,14 +113,6 @@ _GROUPS = {
     "domain": "KLD (nats) and flips by kind of text. The verdict is that of all together",
     "structure": "KLD (nats) and flips where tokens carry structure",
 }
-
-
-def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
-    """``0.0064 (0.0041–0.0093), 4.2%``."""
-    at: Coordinates = {coordinate: kind}
-    same = axis.metric("top1", at)
-    changed = f", {format_percent(1 - same.value)}" if same is not None and same.value is not None else ""
-    return f"{kld_of(axis, at)}{changed}"
 
 
 def ways_of(report: Report) -> TextTable | None:

@@ -143,8 +143,8 @@ class _Summary:
         if broken and status in (Status.OK, Status.IDENTICAL):
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and DECIDING in axes:
-            kld, noise = axes[DECIDING], {"noise": floor.mean or 0.0}
-            metrics = tuple(m.model_copy(update=noise) if m.unit == "nats" else m for m in kld.metrics)
+            kld, noise = axes[DECIDING], floor.mean or 0.0
+            metrics = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in kld.metrics)
             axes[DECIDING] = kld.model_copy(update={"metrics": metrics})
         base = _initial_record(self.experiment, result)
         return base.model_copy(

@@ -483,8 +483,7 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     last = len(windows[0]) - 1
     request = Prefill("kv-statistics", windows, last, last, tuple((i,) for i in range(len(windows))))
     [path] = ask(study, request, request.axis, [], "statistics", RoundedCache).result.captures.values()
-    facts = Capture(path).manifest["facts"]
-    found = facts.get("statistics")
+    found = Capture(path).manifest["facts"].get("statistics")
     if not found or not found[0]["layers"]:
         raise EngineError("the model wrote no keys and values into its cache")
     return _Statistics(found)
