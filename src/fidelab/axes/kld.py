@@ -352,10 +352,7 @@ class KLD(Axis):
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
-        ).with_measurement(
-            metrics=(*worst.found.metrics, *by_context),
-            facts={**worst.found.facts, "contexts": sizes},
-        )
+        ).with_measurement(metrics=(*worst.found.metrics, *by_context), facts={**worst.found.facts, "contexts": sizes})
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Score one context."""

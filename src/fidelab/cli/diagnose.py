@@ -58,10 +58,7 @@ def sensitivity(
             help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits and --kv, bits per cache value (5bpv)."
         ),
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(help="With --kv: write the plan as an engine reads it."),
-    ] = None,
+    export: Annotated[Path | None, typer.Option(help="With --kv: write the plan as an engine reads it.")] = None,
     export_format: Annotated[
         str | None,
         typer.Option(

@@ -16,10 +16,7 @@ def doctor(
     ] = False,
     system: Annotated[
         bool,
-        typer.Option(
-            "--system",
-            help="Check the driver, GPUs, their interconnect and known bad versions instead.",
-        ),
+        typer.Option("--system", help="Check the driver, GPUs, their interconnect and known bad versions instead."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:

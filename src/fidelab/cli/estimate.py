@@ -290,9 +290,7 @@ def explain(
 
 
 @app.command("devices")
-def list_devices(
-    as_json: options.Json = False,
-) -> None:
+def list_devices(as_json: options.Json = False) -> None:
     """List the device table with published and measured figures.
 
     [bold]Example[/bold]

@@ -152,11 +152,7 @@ class Environment:
 
 
 def locate(
-    engine: str,
-    *,
-    python: str | None = None,
-    pythonpath: Sequence[str] = (),
-    image: str | None = None,
+    engine: str, *, python: str | None = None, pythonpath: Sequence[str] = (), image: str | None = None
 ) -> Environment:
     """Find the environment of an engine: the named interpreter, else this one, else an installed one.
 

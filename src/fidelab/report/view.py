@@ -53,17 +53,7 @@ from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, 
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 from fidelab.results.sizes import Sizes
 
-__all__ = [
-    "Answer",
-    "ArmRow",
-    "Estimate",
-    "FrontierPoint",
-    "Performance",
-    "TextTable",
-    "View",
-    "arm_id",
-    "build_view",
-]
+__all__ = ["Answer", "ArmRow", "Estimate", "FrontierPoint", "Performance", "TextTable", "View", "arm_id", "build_view"]
 
 
 CACHE_SIZE = "cache bytes per token"

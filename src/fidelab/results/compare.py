@@ -144,13 +144,7 @@ def _pair(key: Key, was: tuple[Report, Metric], now: tuple[Report, Metric]) -> t
 
 
 def _judge(
-    key: Key,
-    was: Metric,
-    now: Metric,
-    limits: Thresholds,
-    pair: tuple[RatioItems, RatioItems] | str,
-    *,
-    alike: bool,
+    key: Key, was: Metric, now: Metric, limits: Thresholds, pair: tuple[RatioItems, RatioItems] | str, *, alike: bool
 ) -> MetricChange:
     allowance = limits.allowance(was.allowance, was.unit)
     if not alike:

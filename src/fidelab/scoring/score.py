@@ -54,11 +54,7 @@ class ScoredRun:
 
 
 def score_run(
-    experiment: Experiment,
-    facts: RunFacts,
-    results: Sequence[ArmResult],
-    *,
-    figures: Figures | None = None,
+    experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, figures: Figures | None = None
 ) -> ScoredRun:
     """Score every arm against the reference, control and floor included.
 

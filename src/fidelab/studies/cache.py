@@ -35,18 +35,7 @@ from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.runner import Listener
 from fidelab.studies.recipes import WIDE, Recipe, pair_name
-from fidelab.studies.roundings import (
-    Cell,
-    Choices,
-    Found,
-    Question,
-    Rows,
-    Say,
-    ask,
-    heatmap,
-    measure,
-    windows_of,
-)
+from fidelab.studies.roundings import Cell, Choices, Found, Question, Rows, Say, ask, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy
 
 Place = Literal["cache", "layer", "head"]

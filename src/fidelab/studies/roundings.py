@@ -271,12 +271,7 @@ class Question(ABC):
 
 
 def measure(
-    study: OpenStudy,
-    question: Question,
-    chosen: Prefill,
-    held_out: Prefill | None,
-    choices: Choices | None,
-    say: Say,
+    study: OpenStudy, question: Question, chosen: Prefill, held_out: Prefill | None, choices: Choices | None, say: Say
 ) -> Study:
     """Ask for all cells and write the record. With ``choices``, also choose a plan, measure it and write it.
 
