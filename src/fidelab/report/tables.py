@@ -117,7 +117,7 @@ def tables_of(
         for at in measurement.shapes()
     ]
     plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
-    headed = title if plain_title.startswith(plain_name) else f"{name}: {title}"
+    headed = title if plain_title.startswith(plain_name) else f"{name}: {title}"  # the name once
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         whole = number == 0  # figures of the whole measurement belong to its first table
         shaped = [row for row in rows if tuple(row.at) == coordinates]
