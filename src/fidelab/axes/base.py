@@ -322,9 +322,7 @@ class Axis:
 
         By default this is an evenly spread ``share`` (0…1) of the items.  ``None`` means no repeat.
         """
-        if isinstance(request, Timed):
-            return None
-        return request.select(spread(len(request.items()), share))
+        return None if isinstance(request, Timed) else request.select(spread(len(request.items()), share))
 
     def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
         """Items of a pair whose rows are compared: reference item, test item, actual next tokens ``[rows]``.

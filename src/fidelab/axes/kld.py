@@ -48,7 +48,7 @@ from fidelab.metrics.divergence import (
 from fidelab.metrics.equivalence import KL_MARGIN, MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.perplexity import unigram_nll
-from fidelab.results.measurement import DOMAIN, Coordinates, Definition, Metric
+from fidelab.results.measurement import DOMAIN, Definition, Metric
 from fidelab.results.numbers import format_percent
 from fidelab.results.plots import Curve
 
@@ -334,17 +334,25 @@ class KLD(Axis):
         parts = dict(sorted(scores.items(), key=lambda item: _context(item[1])))
         part, worst = max(parts.items(), key=lambda item: _badness(item[1]))
         columns = {name: [score.positions[name] for score in parts.values()] for name in worst.positions}
-        by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []
+        by_context = [
+            metric.model_copy(update={"cell": {"context": _context(score)}, "headline": False})
+            for score in (parts.values() if len(parts) > 1 else ())
+            for key in ("mean", "top1")
+            if (metric := score.found.metric(key)) is not None
+        ]
+        computed_from = ("n_ctx", "n_clusters", "n_documents", "windows", "at_most")
+        sizes = [
+            {name: score.found.facts[name] for name in computed_from if name in score.found.facts}
+            | {"n_positions": len(score.num)}
+            for score in parts.values()
+        ]
         return replace(
             worst,
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
             parts=parts,
-        ).with_measurement(
-            metrics=(*worst.found.metrics, *by_context),
-            facts={**worst.found.facts, "contexts": [_size(score) for score in parts.values()]},
-        )
+        ).with_measurement(metrics=(*worst.found.metrics, *by_context), facts={**worst.found.facts, "contexts": sizes})
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Score one context."""
@@ -481,19 +489,6 @@ def _context(score: AxisScore) -> int:
     n_ctx = score.found.facts["n_ctx"]
     assert isinstance(n_ctx, int)
     return n_ctx
-
-
-def _size(score: AxisScore) -> dict[str, object]:
-    """The context, windows, documents and positions that a score was computed from."""
-    names = ("n_ctx", "n_clusters", "n_documents", "windows", "at_most")
-    over = {name: score.found.facts[name] for name in names if name in score.found.facts}
-    return {**over, "n_positions": len(score.num)}
-
-
-def _by_context(score: AxisScore) -> list[Metric]:
-    cell: Coordinates = {"context": _context(score)}
-    metrics = (score.found.metric(key) for key in ("mean", "top1"))
-    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 
 def _cut_of(part: str) -> int:

@@ -205,11 +205,16 @@ class Paths(Axis):
         unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
-        twins = {}
+        twins: dict[str, Floats] = {}
         known = _unproven(ref[_COLD]) is None
         engines = {str(capture.manifest["asked"]["engine"]) for capture in (ref[_COLD], test[_COLD])}
         if known and len(engines) == 1:  # an arm with other kernels is not a twin
-            twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
+            for part in proven:
+                if _unproven(ref[part]) is None:
+                    key = ref[_COLD].folder, ref[part].folder
+                    if key not in self._own:  # computed for the first arm
+                        self._own[key] = _kl(ref[_COLD], ref[part])
+                    twins[part] = self._own[key]
         theirs = _first_divergent_rows(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
         cost = _kl(ref[_COLD], test[_COLD])
@@ -247,13 +252,6 @@ class Paths(Axis):
             metrics=(mean, _PARTED(len(added)), *(m.model_copy(update={"bound": bound}) for m in by_way)),
             plots=tuple(_curve(part, kl, first[part]) for part, kl in own.items()),
         )
-
-    def _reference(self, ref: Mapping[str, Capture], part: str) -> Floats:
-        """Return the reference's KL of one way, which is computed for the first arm."""
-        key = ref[_COLD].folder, ref[part].folder
-        if key not in self._own:
-            self._own[key] = _kl(ref[_COLD], ref[part])
-        return self._own[key]
 
 
 def _unproven(capture: Capture) -> tuple[Status, str] | None:

@@ -204,7 +204,10 @@ class PLAD(Axis):
                 _REF_DRIFT(summary.ref),
                 _DRIFT(summary.test),
                 _FREQUENT(commonest(plain[1]) / len(plain[1]) if plain[1] else None),
-                _UNLIKE_SHARE(_unlike(*plain)),
+                # prompts whose two answers have almost no tokens in common
+                _UNLIKE_SHARE(
+                    float(np.mean([drift(*sides) >= _UNRELATED_DRIFT for sides in answers])) if answers else None
+                ),
                 _SKIPPED(sum(skipped.values())),
             ),
             cluster="prompt",
@@ -275,11 +278,6 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
         f"(reference: {commonest(ref)})"
     )
     return (what,) if ignores_prompts(ref, test) else ()
-
-
-def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
-    """Return the share of prompts whose two answers have almost no tokens in common."""
-    return float(np.mean([drift(a, b) >= _UNRELATED_DRIFT for a, b in zip(ref, test, strict=True)])) if ref else None
 
 
 @dataclass(frozen=True)

@@ -363,9 +363,7 @@ def _underfilled(pool: Pool) -> str | None:
         return None
     results = [(drive.measured, drive.result) for drive in pool.drives]
     least = min(fill(sent, result.started, result.ended) for sent, result in results)
-    if least >= _FILLED * wanted:
-        return None
-    return f"{least:.1f} requests were in flight, not {wanted}"
+    return f"{least:.1f} requests were in flight, not {wanted}" if least < _FILLED * wanted else None
 
 
 def _output(pool: Pool) -> str | None:

@@ -6,7 +6,7 @@ warm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
@@ -66,7 +66,13 @@ class Startup(Bench):
         if answer.seconds is None:
             return measurement
         starts = {kind: [parts for of, parts in facts.starts if of == kind] for kind in (COLD, WARM)}
-        metrics = [metric for kind, known in starts.items() for metric in _times(kind, known)]
+        metrics: list[Metric] = []
+        for kind, known in starts.items():
+            if known:
+                times = {TOTAL: [sum(parts.values()) for parts in known]}
+                shared = [name for name in known[0] if all(name in parts for parts in known)]
+                times |= {part(name): [parts[name] for parts in known] for name in shared}
+                metrics += [make.repeated(seconds, cell={"start": kind}) for make, seconds in times.items()]
         warm = next((m for m in metrics if m.key == TOTAL.key and m.cell["start"] == WARM), None)
         flags = unsteady("warm starts", warm.steady if warm else None, 1)
         if self.settings.cold and not starts[COLD]:
@@ -92,12 +98,3 @@ def _complete(found: Measurement) -> Measurement:
         "the page cache. The figure is the median of the whole, which the parts' medians need not sum up to.",
     )
     return complete(found, [totals.get(WARM, totals.get(COLD))], [bars] if names else [])
-
-
-def _times(kind: str, starts: Sequence[Mapping[str, float]]) -> list[Metric]:
-    """Return the whole time and its parts, as far as all starts of this kind have them."""
-    if not starts:
-        return []
-    times = {TOTAL: [sum(parts.values()) for parts in starts]}
-    times |= {part(name): [parts[name] for parts in starts] for name in starts[0] if all(name in p for p in starts)}
-    return [make.repeated(seconds, cell={"start": kind}) for make, seconds in times.items()]

@@ -82,11 +82,7 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel=_COMPARE, brief=compare.BRIEF)(compare.compare)
-for _panel, _command in (
-    (_RESULTS, check.check),
-    (_RESULTS, report.report),
-    (_MACHINE, doctor.doctor),
-):
+for _panel, _command in ((_RESULTS, check.check), (_RESULTS, report.report), (_MACHINE, doctor.doctor)):
     app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
     ("reproduce", reproduce.app, _COMPARE),

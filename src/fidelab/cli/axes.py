@@ -50,7 +50,11 @@ def axis_settings(
             owner = axis or next(filter(_has_limit, AXES.names()))
             raise UsageError(f"--limit belongs to axis {owner}, which --axes {axes} leaves out")
         for owner in owners:
-            _must_have_limit(owner, text)
+            fields = AXES.load(owner).Settings.model_fields
+            if "limit" not in fields:
+                ways = ", ".join(f"--set axes.{owner}.{name}={_SMALLER[name]}" for name in fields if name in _SMALLER)
+                smaller = f"it gets smaller with {ways or 'its own settings'}"
+                raise UsageError(f"--limit {text}: axis {owner} has no limit; {smaller}")
             chosen[owner]["limit"] = int(number)
     return chosen
 
@@ -59,16 +63,6 @@ def _has_limit(axis: str) -> bool:
     from fidelab.axes import AXES
 
     return "limit" in AXES.load(axis).Settings.model_fields
-
-
-def _must_have_limit(axis: str, text: str) -> None:
-    from fidelab.axes import AXES
-    from fidelab.core.errors import UsageError
-
-    fields = AXES.load(axis).Settings.model_fields
-    if "limit" not in fields:
-        ways = ", ".join(f"--set axes.{axis}.{name}={_SMALLER[name]}" for name in fields if name in _SMALLER)
-        raise UsageError(f"--limit {text}: axis {axis} has no limit; it gets smaller with {ways or 'its own settings'}")
 
 
 def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:

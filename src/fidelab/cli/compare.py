@@ -14,7 +14,6 @@ from fidelab.cli.output import command_line, exit_on, failures, note, show_repor
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
 
 if TYPE_CHECKING:
-    from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import Trust
     from fidelab.results.record import Report
@@ -182,7 +181,11 @@ def compare(
     """
     trusted = source.trusted or []
     if source.resume_dir is not None:
-        _go_on(source.resume_dir, _trust(trusted, engine, axes), show)
+        from fidelab.run.repeat import resume_all
+
+        report, folder = resume_all(source.resume_dir, watch=_watch_run, trust=_trust(trusted, engine, axes))
+        show_report(report, folder=folder.path, **vars(show))
+        exit_on(failures(report))
         return
     if source.file is not None:
         _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
@@ -270,7 +273,11 @@ def _run_file(
 
         show_cross_plan(settings, show.as_json)
     else:
-        _run_cross_engine(settings, show.as_json)
+        from fidelab.studies.cross_engine import run_cross
+
+        study, folder = run_cross(settings, command=command_line(), watch=_watch)
+        show_study(study, folder.path, show.as_json)
+        exit_on(study.faults)  # a feature that an engine does not support is a finding, a failure is a fault
 
 
 def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[str, Any]) -> Experiment:
@@ -327,14 +334,6 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     return Trust(trusted or (), words, exact=True)
 
 
-def _go_on(run_dir: Path, trust: Trust, show: options.ShowOptions) -> None:
-    from fidelab.run.repeat import resume_all
-
-    report, folder = resume_all(run_dir, watch=_watch_run, trust=trust)
-    show_report(report, folder=folder.path, **vars(show))
-    exit_on(failures(report))
-
-
 def _watch_run(number: int, runs: int) -> Listener:
     from fidelab.cli.progress import watcher
 
@@ -344,18 +343,6 @@ def _watch_run(number: int, runs: int) -> Listener:
 
 
 # ----------------------------------------------------------------------------------------------- across engines
-
-
-def _run_cross_engine(cross: CrossEngine, as_json: bool) -> None:
-    """Run a cross-engine experiment and print it; exit with 1 if an engine failed.
-
-    A feature that an engine does not support is a finding.  A failure is a fault.
-    """
-    from fidelab.studies.cross_engine import run_cross
-
-    study, folder = run_cross(cross, command=command_line(), watch=_watch)
-    show_study(study, folder.path, as_json)
-    exit_on(study.faults)
 
 
 def _watch(what: str) -> Listener:

@@ -58,10 +58,7 @@ def sensitivity(
             help="Size of the plan: 80MB, 4.5bpw or a weight format; with --bits and --kv, bits per cache value (5bpv)."
         ),
     ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(help="With --kv: write the plan as an engine reads it."),
-    ] = None,
+    export: Annotated[Path | None, typer.Option(help="With --kv: write the plan as an engine reads it.")] = None,
     export_format: Annotated[
         str | None,
         typer.Option(
@@ -95,20 +92,24 @@ def sensitivity(
     """
     from fidelab.cli.progress import watcher
     from fidelab.core.errors import UsageError
+    from fidelab.studies.recipes import form_of
 
     cached = bits is not None or bool(kv)
-    form = _export_form(export, export_format)
+    form = "" if export is None else form_of(export, export_format)
     kinds = ("cache", "layer", "head") if cached else ("module", "layer", "kind")
     by = kinds[0] if by is None else by
     if by not in kinds:
         raise UsageError(f"--by {by}: write {kinds[0]}, {kinds[1]} or {kinds[2]}")
+    own = engine.settings()
+    if kv and engine_name(engine.engine) != DEFAULT:  # Transformers rounds, also for a plan of another engine
+        own |= {"engine": {"name": DEFAULT}, "engine_args": {}, "env": {}}
     experiment = study_experiment(
         "sensitivity",
         model,
         {"windows": windows, "n_ctx": n_ctx},
         # only to estimate the time; nothing is run
         {"candidates": [f"weights={weights[0]}" if weights else f"int8[group={group}]"]},
-        _rounding_engine(engine) if kv else engine.settings(),
+        own,
         text.settings(),
         runs.settings(),
     )
@@ -141,19 +142,6 @@ def sensitivity(
 
         export_plan(study.plan, export, form)
         note(f"fidelab: {export} holds the plan ({form})")
-
-
-def _export_form(path: Path | None, given: str | None) -> str:
-    from fidelab.studies.recipes import form_of
-
-    return "" if path is None else form_of(path, given)
-
-
-def _rounding_engine(engine: options.EngineOptions) -> dict[str, Any]:
-    """Return the settings of the engine that rounds, which is Transformers, also for a plan of another engine."""
-    if engine_name(engine.engine) == DEFAULT:
-        return engine.settings()
-    return {**engine.settings(), "engine": {"name": DEFAULT}, "engine_args": {}, "env": {}}
 
 
 def _widths(bits: str) -> list[int]:

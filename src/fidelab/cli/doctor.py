@@ -16,10 +16,7 @@ def doctor(
     ] = False,
     system: Annotated[
         bool,
-        typer.Option(
-            "--system",
-            help="Check the driver, GPUs, their interconnect and known bad versions instead.",
-        ),
+        typer.Option("--system", help="Check the driver, GPUs, their interconnect and known bad versions instead."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -38,10 +35,7 @@ def doctor(
     from fidelab.doctor.text import show
 
     with waiting("examining this machine") as say:
-        if system:
-            diagnosis = examine_machine()
-        else:
-            diagnosis = examine(trial=trial, say=say)
+        diagnosis = examine_machine() if system else examine(trial=trial, say=say)
     show(diagnosis, as_json=as_json)
     if not diagnosis.ready:
         raise typer.Exit(1)

@@ -305,14 +305,11 @@ def explain(
     from fidelab.report.explainer import write_explainer
 
     shapes = [named_geometry(name)[0] for name in models or ()]
-    written = write_explainer(explainer(_KV, shapes), fidelab.__version__, output)
-    print(written)
+    print(write_explainer(explainer(_KV, shapes), fidelab.__version__, output))
 
 
 @app.command("devices")
-def list_devices(
-    as_json: options.Json = False,
-) -> None:
+def list_devices(as_json: options.Json = False) -> None:
     """List the device table with published and measured figures.
 
     [bold]Example[/bold]

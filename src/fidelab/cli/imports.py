@@ -138,13 +138,7 @@ def lm_eval(
 
     given = {} if margin is None else {"margin": validate_as(Limits, {"margin": margin}, "import lm-eval").margin}
     imported = IMPORTS.load("lm-eval")(
-        ref_dir,
-        test_dirs,
-        runs.output_dir,
-        names=name or None,
-        seed=bootstrap.seed,
-        command=command_line(),
-        **given,
+        ref_dir, test_dirs, runs.output_dir, names=name or None, seed=bootstrap.seed, command=command_line(), **given
     )
     _finish(imported, as_json=as_json)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from inspect import Parameter
 from pathlib import Path
@@ -208,24 +208,15 @@ class EngineOptions(Options, panel=ENGINE):
         }
 
     def _engine_args(self) -> dict[str, str]:
-        return _pairs(self.engine_arg or [], "--engine-arg")
+        from fidelab.core.errors import UsageError
 
-
-def _pairs(arguments: Sequence[str], flag: str) -> dict[str, str]:
-    """Parse pairs: ``["a=b"]`` becomes ``{"a": "b"}``.
-
-    Raises:
-        UsageError: If an entry has no "=".
-    """
-    from fidelab.core.errors import UsageError
-
-    pairs = {}
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if not equals or not key:
-            raise UsageError(f"{flag} {argument!r}: write key=value")
-        pairs[key.strip()] = value.strip()
-    return pairs
+        pairs = {}
+        for argument in self.engine_arg or []:
+            key, equals, value = argument.partition("=")
+            if not equals or not key:
+                raise UsageError(f"--engine-arg {argument!r}: write key=value")
+            pairs[key.strip()] = value.strip()
+        return pairs
 
 
 class ServableEngineOptions(EngineOptions):

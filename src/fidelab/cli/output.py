@@ -202,12 +202,7 @@ def show_study(study: Study, folder: Path | None, as_json: bool) -> None:
 
 
 def show_report(
-    report: Report,
-    *,
-    as_json: bool,
-    folder: Path | None = None,
-    details: bool = False,
-    markdown: bool = False,
+    report: Report, *, as_json: bool, folder: Path | None = None, details: bool = False, markdown: bool = False
 ) -> None:
     """Print the report on standard output."""
     if as_json:

@@ -15,10 +15,7 @@ from fidelab.cli.output import command_line, exit_on, note, open_console, print_
 if TYPE_CHECKING:
     from fidelab.config.profiles import Profile, ResolvedProfile
 
-app = Commands(
-    default="run",
-    help="Repeat published measurements and compare the figures. NAME alone means run NAME.",
-)
+app = Commands(default="run", help="Repeat published measurements and compare the figures. NAME alone means run NAME.")
 
 Name = Annotated[str, typer.Argument(help="Profile name or file.", show_default=False)]
 VariantName = Annotated[

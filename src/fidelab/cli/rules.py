@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import typer
 
@@ -143,7 +143,7 @@ def check_flags(context: typer.Context, rules: str | None = None, also: Collecti
         UsageError: If one is broken.
     """
     given = given_flags(context) | dict.fromkeys(also, "")
-    if any("preset=" in str(word) for name in given for word in _words(context.params.get(name))):
+    if any("preset=" in str(context.params.get(name)) for name in given):  # of a list, too
         given[PRESET] = ""
     if text := broken(RULES.get(rules or context.command_path.partition(" ")[2], ()), given):
         raise UsageError(text)
@@ -162,7 +162,3 @@ def broken(rules: tuple[Rule, ...], given: Mapping[str, str]) -> str | None:
         if others or (rule.needs and not given.keys() & set(rule.needs)):
             return rule.message.format(flag=given.get(rule.flag, ""), others=", ".join(others))
     return None
-
-
-def _words(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)

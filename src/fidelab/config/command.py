@@ -43,8 +43,9 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
         return None
     if is_hub and revision:
         words += ["--revision", revision]
-    if pasted:
-        words = _as_pasted(words, path, serve)
+    if pasted:  # with the program, the host and what else goes into no arm as they were pasted
+        rest = _without_pair(words[words.index(path) + 1 :], "--host", "--port")
+        words = [*serve.program, *([serve.model_flag] if serve.model_flag else []), path, *rest, *serve.words]
     elif is_hub or Path(arm.model).is_absolute():  # the path says the same
         words = _without_pair(words, *_ALIASES)
     if serve.wrapper:
@@ -60,13 +61,6 @@ def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> Serve
     config = next((each for each in experiment.arms if each.label == arm.name), experiment.reference)
     image = (config.engine or experiment.engine).image
     return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()
-
-
-def _as_pasted(words: Sequence[str], path: str, serve: ServeConfig) -> list[str]:
-    """The words of an engine's server with the program, the host and what else goes into no arm as they were pasted."""
-    at = words.index(path)
-    rest = _without_pair(words[at + 1 :], "--host", "--port")
-    return [*serve.program, *([serve.model_flag] if serve.model_flag else []), path, *rest, *serve.words]
 
 
 def _without_pair(words: Sequence[str], *flags: str) -> list[str]:

@@ -110,21 +110,17 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
             raise ConfigError(f"--set {text!r}: write a.b=value")
         *parents, last = place.split(".")
         node: Any = data
-        for parent in parents:
-            node = _inside(node, parent)
+        for parent in parents:  # created if it is missing; ``None`` if there can be none
+            if isinstance(node, list):
+                node = node[int(parent)] if parent.isdecimal() and int(parent) < len(node) else None
+            else:
+                node = node.setdefault(parent, {}) if isinstance(node, dict) else None
         if not isinstance(node, dict):
             raise ConfigError(f"--set {text!r}: {'.'.join(parents)} is not a group of settings")
         try:
             node[last] = _parse(value, "--set")
         except ConfigError:
             raise ConfigError(f"--set {text!r}: the value is not YAML") from None
-
-
-def _inside(node: Any, name: str) -> Any:
-    """Return the group of that name, created if it is missing; ``None`` if ``node`` cannot have one."""
-    if isinstance(node, list):
-        return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
-    return node.setdefault(name, {}) if isinstance(node, dict) else None
 
 
 def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix: str = "") -> Model:

@@ -83,11 +83,7 @@ class EngineConfig(BaseModel):
 
     @model_serializer
     def _serialize_compact(self) -> str | dict[str, Any]:
-        environment = {
-            "python": self.python,
-            "image": self.image,
-            "pythonpath": list(self.pythonpath),
-        }
+        environment = {"python": self.python, "image": self.image, "pythonpath": list(self.pythonpath)}
         environment = {key: value for key, value in environment.items() if value}
         return {"name": self.name, **environment} if environment else self.name
 

@@ -122,7 +122,12 @@ def check_pasted(pasted: Mapping[str, Any], file: Path, trust: Trust) -> None:
 
 
 def _refuse(asked: Sequence[Demand], written: Mapping[str, Any], file: Path, trust: Trust) -> None:
-    left = "; ".join(str(demand) for demand in asked if not _inside(demand, file))
+    left = "; ".join(
+        str(demand)
+        for demand in asked
+        if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY)
+        or not Path(demand.target).is_relative_to(_place(file.parent))  # files in its own folder need no permission
+    )
     if left:
         fault = f"asks for actions that need permission: {left}. Nothing was run or read"
         _check_known(_hash(written, asked), file, trust.files, fault, ", or give the same flags")
@@ -298,13 +303,6 @@ def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) ->
         if exists(path):
             where = "" if str(path.resolve()) == value else f" ({str(path.resolve())!r})"
             yield Demand(key, value, f"is a file in another folder that would be read{where}", str(path.resolve()))
-
-
-def _inside(demand: Demand, file: Path) -> bool:
-    """Return whether the demand is a file in the settings file's own folder."""
-    if demand.key in (*_COMMANDS, *_HUB_CODE, _KEY):
-        return False
-    return Path(demand.target).is_relative_to(_place(file.parent))
 
 
 def _place(path: Path) -> Path:

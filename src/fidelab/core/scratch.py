@@ -205,12 +205,9 @@ def _is_abandoned(folder: Path) -> bool:
 
 def _remove(folder: Path) -> bool:
     """Remove a folder whose owner is dead; return whether nothing is left."""
-    try:
-        with _opened(folder) as entry, _seized(entry) as seized:
-            if seized:
-                _empty(folder, entry)
-    except OSError:
-        pass
+    with suppress(OSError), _opened(folder) as entry, _seized(entry) as seized:
+        if seized:
+            _empty(folder, entry)
     return not os.path.lexists(folder)
 
 

@@ -152,11 +152,7 @@ class Environment:
 
 
 def locate(
-    engine: str,
-    *,
-    python: str | None = None,
-    pythonpath: Sequence[str] = (),
-    image: str | None = None,
+    engine: str, *, python: str | None = None, pythonpath: Sequence[str] = (), image: str | None = None
 ) -> Environment:
     """Find the environment of an engine: the named interpreter, else this one, else an installed one.
 
@@ -212,8 +208,7 @@ def recipe_shims(folder: Path) -> tuple[str, ...]:
     Raises:
         EngineError: If this fidelab does not have one of them.
     """
-    marker = read_marker(folder) or {}
-    paths = [data_path(str(name)) for name in marker.get("shims", [])]
+    paths = [data_path(str(name)) for name in (read_marker(folder) or {}).get("shims", [])]
     for path in paths:
         if not path.is_dir():
             raise EngineError(

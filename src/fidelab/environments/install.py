@@ -197,7 +197,10 @@ class _Stages:
         self._recipe, self._watch = recipe, watch
         self._rows = [("environment", f"for {recipe.variant}", _MAKE_SECONDS)]
         for step in recipe.steps:
-            self._rows.append(("build" if step.compiled else "packages", _summary(step.requirements()), step.seconds))
+            requirements = step.requirements()
+            more = f" and {len(requirements) - 3} more" if len(requirements) > 3 else ""
+            text = ", ".join(requirements[:3]) + more
+            self._rows.append(("build" if step.compiled else "packages", text, step.seconds))
         trial = "its imports" if recipe.imports else "a prefill and a decode"
         self._rows.append(("trial", trial, recipe.trial_seconds))
         self._n = 0
@@ -230,7 +233,10 @@ def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, sta
             versions, fault = _check(recipe, environment), _fault(recipe, environment)
         if fault and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
             say(f"{fault}; building it again for any CPU")
-            _rebuild(recipe, environment, log)
+            for step in recipe.steps:
+                if step.compiled:
+                    words = ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()]
+                    _pip(recipe, environment, words, log, conservative=True)
             versions, fault = _check(recipe, environment), _fault(recipe, environment)
     if fault:
         raise EngineError(f"{recipe.name} is not installed: {fault}")
@@ -247,14 +253,6 @@ def _fault(recipe: Recipe, environment: Environment) -> str:
     trial = try_out(environment, cache_dir() / "logs", names=[native]).get(native)
     reason = trial.reason if trial else f"{recipe.engine} does not support it on this machine"
     return f"KV format {native} does not run: {reason}" if reason else ""
-
-
-def _rebuild(recipe: Recipe, environment: Environment, log: IO[bytes]) -> None:
-    """Build the recipe's compiled packages again, with the variables of its fallback."""
-    for step in recipe.steps:
-        if step.compiled:
-            words = ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()]
-            _pip(recipe, environment, words, log, conservative=True)
 
 
 def _make(python: str, folder: Path, log: IO[bytes]) -> None:
@@ -333,11 +331,6 @@ def _imported(recipe: Recipe, environment: Environment, log: IO[bytes]) -> dict[
     lines = done.stdout.decode("utf-8", "replace").splitlines()
     versions: dict[str, str] = json.loads(lines[-1])
     return versions
-
-
-def _summary(requirements: Sequence[str]) -> str:
-    first = ", ".join(requirements[:3])
-    return first if len(requirements) <= 3 else f"{first} and {len(requirements) - 3} more"
 
 
 def _lock(folder: Path) -> Path:

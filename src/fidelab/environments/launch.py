@@ -101,7 +101,9 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     variables = cls.serve_variables(arm)
     if environment is None:
         environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
-    command = _environment_command(environment, cls.environment_command(arm, host, port))
+    command = cls.environment_command(arm, host, port)
+    if command[:2] == [_PYTHON, "-m"]:  # with the environment's interpreter
+        command = [*environment.command(command[2]), *command[3:]]
     shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     shown, variables = server_command(arm, host, port), {**environment.variables(), **variables}
     return Plan(arm, f"http://{shown_host}:{port}", tuple(command), variables, shown)
@@ -169,8 +171,14 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     arm = planned.arm
     command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
     variables = {name: value for name, value in planned.variables.items() if not name.startswith("PYTHON")}
-    starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
-    known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST_START_NOTE
+    versions: dict[str, str] = {}  # in an environment that fidelab made
+    with contextlib.suppress(IndexError):
+        versions = dict((read_marker(Path(planned.command[0]).parents[1]) or {}).get("versions", {}))
+    starts = Starts(arm.engine, str(versions), str(variables), *command)
+    known = _FIRST_START_NOTE
+    if starts.earlier:
+        low, high = f"{min(starts.earlier):.0f}", f"{max(starts.earlier):.0f}"
+        known = f"earlier starts took {low if low == high else f'{low} to {high}'} s"
     say(f"starting {arm.name} on engine {arm.engine}; {known}")
     started = start(arm.name, planned.command, planned.variables, planned.url, to_json(arm))
     with _signals_as_exceptions(), started as (server, process):
@@ -209,11 +217,6 @@ def check_server(arm: Arm, url: str, log: str = "") -> list[Finding]:
 
 
 _FIRST_START_NOTE = "the first start of this command here, which may compile"
-
-
-def _seconds(values: list[float]) -> str:
-    low, high = min(values), max(values)
-    return f"{low:.0f} s" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f} s"
 
 
 def _model(name: str, cls: type[Engine]) -> str:
@@ -260,18 +263,3 @@ def _port(host: str, port: int | None) -> int:
         raise UsageError(f"{where}: {error.strerror or error}; name another, or omit --port") from None
     except OverflowError:
         raise UsageError(f"--port {port}: ports go to 65535") from None
-
-
-def _environment_command(environment: Environment, words: list[str]) -> list[str]:
-    """The engine's command with its environment's interpreter."""
-    if words[:2] == [_PYTHON, "-m"]:
-        return [*environment.command(words[2]), *words[3:]]
-    return words
-
-
-def _installed_versions(command: tuple[str, ...]) -> dict[str, str]:
-    """Versions in the environment of a command, where fidelab made it."""
-    with contextlib.suppress(IndexError):
-        marker = read_marker(Path(command[0]).parents[1])
-        return dict((marker or {}).get("versions", {}))
-    return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -91,7 +91,14 @@ def asking(
     """
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
     with ExitStack() as stack:
-        places = chain.from_iterable(map(_places, names)) if image is None else _in_image(names, image)
+        places: Iterable[InstalledEngine] = chain.from_iterable(map(_places, names))
+        if image is not None:
+            found = find_image(image)
+            places = (
+                InstalledEngine(engine, f"image {image}", Environment(engine, "python3", image=found))
+                for engine in names
+                if not getattr(ENGINES.load(engine), "is_server", False)  # servers are queried from this machine
+            )
         begun = [_begun(place, stack, limit) for place in places]
         yield lambda: [place if asked is None else _answered(place, asked) for place, asked in begun]
 
@@ -136,14 +143,6 @@ def _places(engine: str) -> Iterator[InstalledEngine]:
                 yield InstalledEngine(engine, folder.name, environment, update=update_command(folder))
     if not (here or unfinished or made):
         yield InstalledEngine(engine, engine, None, problem="not installed", remedy=install_command(engine))
-
-
-def _in_image(names: Sequence[str], name: str) -> Iterator[InstalledEngine]:
-    """Yield the engines that may be in an image; servers are queried from this machine."""
-    image = find_image(name)
-    for engine in names:
-        if not getattr(ENGINES.load(engine), "is_server", False):
-            yield InstalledEngine(engine, f"image {name}", Environment(engine, "python3", image=image))
 
 
 def _python(folder: Path) -> Path:

@@ -104,7 +104,10 @@ class EngineAnswers(ABC):
         if not own.ok:
             return own
         failing = self._failing
-        tried = [name for name in failing if arm.kv in _meanings(name)]
+        # what a format means depends on the native type of the model
+        tried = [
+            name for name in failing if arm.kv in [meaning(KVSpec.parse(name), native) for native in ("bf16", "f16")]
+        ]
         return Support(False, _did_not_run(failing, tried[0])) if tried else own
 
     @property
@@ -185,11 +188,6 @@ def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] 
         raise
     else:
         there.end()
-
-
-def _meanings(name: str) -> list[KVSpec]:
-    """Return the meaning of a format for each native type that a model may have."""
-    return [meaning(KVSpec.parse(name), native) for native in ("bf16", "f16")]
 
 
 def _did_not_run(failing: Mapping[str, str], name: str) -> str:
@@ -371,16 +369,12 @@ class _There(EngineAnswers):
 
 
 def _value(reply: Mapping[str, Any]) -> Any:
-    if "error" in reply:
-        raise _rebuilt(reply["error"], reply["text"])
-    return reply["value"]
-
-
-def _rebuilt(kind: str, text: str) -> FidelabError:
-    """Rebuild an error of the other process; an unknown class becomes an EngineError."""
-    cls = getattr(errors, kind, EngineError)
+    """Return the value, or raise the other process's error; one of an unknown class becomes an EngineError."""
+    if "error" not in reply:
+        return reply["value"]
+    cls = getattr(errors, reply["error"], EngineError)
     if not (isinstance(cls, type) and issubclass(cls, FidelabError)):
         cls = EngineError
     if issubclass(cls, errors.UnknownNameError):  # whose message is made from more than a text
         cls = errors.UsageError
-    return cls(text)
+    raise cls(reply["text"])

@@ -102,8 +102,7 @@ def import_dumps(
     step = (reference.stride or max(n_rows) // 4) if stride is None else stride
     if step < 1 or step > n_ctx:
         raise UsageError(f"--stride {step} with windows of {n_ctx} rows: from 1 to the rows, or tokens are left out")
-    blocks = window_blocks(len(n_rows), math.ceil(n_ctx / step))
-    clusters = np.repeat(blocks, n_rows)
+    clusters = np.repeat(window_blocks(len(n_rows), math.ceil(n_ctx / step)), n_rows)
     arms = []
     for dump in dumps:
         progress(f"comparing {dump.path} with {ref}: {len(n_rows)} windows")

@@ -76,8 +76,7 @@ def import_refract(
         reason = kld.reason or "the file has no mean KL"
         if (mean := kld.value("mean")) is not None:
             reason = f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
-    verdict = judge(candidate, reason=reason)
-    candidates = [candidate.model_copy(update={"verdict": verdict})]
+    candidates = [candidate.model_copy(update={"verdict": judge(candidate, reason=reason)})]
     report, folder = write_run(_source(file, measured), _arm(file, "reference"), candidates, output_dir, command)
     return ImportedArm(report, folder, notes)
 

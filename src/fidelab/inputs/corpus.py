@@ -74,10 +74,7 @@ def make_windows(
     step, place = _step(protocol, n_ctx, stride), _place(protocol, place)
     _check_sizes(tokenizer, n_ctx, n_windows, step)
     by_document = bool(text.doc_starts) and tokenizer.offsets
-    if by_document:
-        ids, starts = tokenizer.encode_with_offsets(text.content)
-    else:
-        ids, starts = tokenizer.encode(text.content), ()
+    ids, starts = tokenizer.encode_with_offsets(text.content) if by_document else (tokenizer.encode(text.content), ())
     needed = (n_windows - 1) * step + n_ctx
     if len(ids) < needed:
         raise InputError(

@@ -104,12 +104,7 @@ class Tokenizer:
         return (*bos, *self.encode(_join_messages(messages)))
 
     def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Tools = (),
-        generation: bool = False,
-        private: bool = False,
+        self, messages: Sequence[ChatMessage], *, tools: Tools = (), generation: bool = False, private: bool = False
     ) -> str:
         """Return the text of a conversation as the model's template writes it, or as :meth:`chat` with ``raw`` does.
 

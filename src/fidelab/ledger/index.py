@@ -145,8 +145,7 @@ def _run_folders(folder: Path) -> Iterator[str]:
 
 
 def _live(folder: Path, row: LedgerRow) -> LedgerRow:
-    busy = RunFolder(folder / row.path).being_written
-    return replace(row, status="writing") if busy else row
+    return replace(row, status="writing") if RunFolder(folder / row.path).being_written else row
 
 
 # -------------------------------------------------------------------------------------------------- reading a run

@@ -517,11 +517,7 @@ def binomial_interval(k: float, n: float, level: float = 0.95) -> Interval:
 
 
 def event_interval(
-    events: RatioItems,
-    level: float = 0.95,
-    *,
-    identical: bool = False,
-    design_effect: float = MIN_DESIGN_EFFECT,
+    events: RatioItems, level: float = 0.95, *, identical: bool = False, design_effect: float = MIN_DESIGN_EFFECT
 ) -> Interval | None:
     """Return the exact interval of a share of events, n items of 0 or 1 (den 1) in C clusters; None for C = 1.
 

@@ -88,9 +88,7 @@ def is_steady(values: ArrayLike) -> bool | None:
     See docs/metrics.md#speed-and-memory.
     """
     last = np.asarray(values, dtype=np.float64)[-_LAST:]
-    if len(last) < _LAST:
-        return None
-    return bool(np.ptp(last) < STEADY * np.median(last))
+    return None if len(last) < _LAST else bool(np.ptp(last) < STEADY * np.median(last))
 
 
 def _rate(tokens: int, seconds: Floats) -> Rate:

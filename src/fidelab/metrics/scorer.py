@@ -375,7 +375,8 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
     for q, total in zip(tests, sums.cpu().double().sum(0), strict=True):
         (best_q, top_q), (moved, gap, fourth, chi2, both, tv) = q.top(), total
         peak_q, kl = _double(q.of(best_q)), 2 * (moved + gap)
-        others = (4 * both - kl, moved / 3 + both / 6 + fourth / 36, tv, 4 * chi2, _shared(top_p, top_q))
+        shared = (top_p[:, :, None] == top_q[:, None, :]).any(-1).cpu().double().mean(-1)  # of the top tokens
+        others = (4 * both - kl, moved / 3 + both / 6 + fourth / 36, tv, 4 * chi2, shared)
         columns = (
             *((best_p == best_q)[:, 0].cpu().double(), kl, p.norm - peak_p, q.norm - peak_q),
             *(score_p - peak_p, _double(q.of(pick)) - peak_q, _double(p.of(best_q)) - peak_p),
@@ -388,11 +389,6 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
 def _double(column: Tensor) -> Tensor:
     """``[rows]`` float64 on the CPU of ``[rows, 1]``."""
     return column[:, 0].cpu().double()
-
-
-def _shared(p: Tensor, q: Tensor) -> Tensor:
-    """Share of the ids of one side ``[rows, k]`` that are among those of the other, float64 on the CPU."""
-    return (p[:, :, None] == q[:, None, :]).any(-1).cpu().double().mean(-1)
 
 
 def _is_bfloat16(array: NDArray[np.float32]) -> bool:

@@ -163,11 +163,7 @@ def _write_values(
 
 def _by_processor(file: Path, header: Header, model: Any) -> dict[str, Loader]:
     """By the rules of Transformers' older loader: names of the gguf package, a processor per architecture."""
-    from transformers.modeling_gguf_pytorch_utils import (
-        TENSOR_PROCESSORS,
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-    )
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
     names: dict[str, str] = get_gguf_hf_weights_map(model, processor)

@@ -12,7 +12,7 @@ import io
 import mmap
 import struct
 from collections.abc import Mapping
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,10 +230,8 @@ def _write_text(file: Path, scratch: Path) -> Path:
     except Exception as error:  # readers of damaged files fail in many ways
         _reraise_disk(error)
         raise InputError(f"{file} has no tokenizer that Transformers can build ({first_line(error)})") from error
-    try:
+    with suppress(InputError):  # llama.cpp may know the architecture all the same
         hf_config(file, scratch).save_pretrained(out)
-    except InputError:  # llama.cpp may know the architecture all the same
-        pass
     (out / ORIGIN).write_text(f"{file}\n", encoding="utf-8")
     return out
 

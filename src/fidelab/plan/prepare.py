@@ -112,18 +112,19 @@ def require_packages(experiment: Experiment) -> None:
         MissingPackageError: If one is not. The message names all of them.
     """
     engines = [experiment.engine, *(arm.engine for arm in experiment.arms if arm.engine is not None)]
-    here = any(_needs_extra(engine.name) and engine.python is None and engine.image is None for engine in engines)
+    here = any(
+        engine.name in ENGINES.names()  # an unknown engine is refused later
+        and getattr(ENGINES.load(engine.name), "needs", ())
+        and engine.python is None
+        and engine.image is None
+        for engine in engines
+    )
     needed = {"scipy"}  # intervals
     if experiment.axes or here:
         needed |= {"torch"} if experiment.model == "fake" else {"torch", "transformers"}
     if experiment.executor.name == "ray":
         needed |= {"ray"}
     require_all(needed, "this run")
-
-
-def _needs_extra(engine: str) -> bool:
-    """Whether an engine imports packages of an extra; an unknown engine is refused later."""
-    return engine in ENGINES.names() and bool(getattr(ENGINES.load(engine), "needs", ()))
 
 
 def now() -> str:

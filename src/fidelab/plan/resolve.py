@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -252,9 +252,15 @@ class _Resolver:
         if model.text_only and not model.convertible and loads_safetensors(cls):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
             verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
-        elif draft and (unlike := _other_vocabulary(draft, model)):
-            verdict = Support(False, unlike)
-        elif odd := _odd_heads(cls, arm, model):
+        elif draft and draft.vocab_size != model.vocab_size:  # its drafts are not tokens of the verifying model
+            sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
+            reason = f"the draft model has another vocabulary: {sizes}"
+            verdict = Support(False, f"{reason}; draft with a smaller model of the same family")
+        elif (
+            cls.checkpoint_format == "gguf"
+            and model.gguf is not None
+            and (odd := cls.refuses_heads(arm.kv, *head_sizes(read_header(model.gguf))))
+        ):
             verdict = Support(False, odd)
         else:
             # For an arm of a cluster's GPUs an engine is asked on the node; here, where it may find no GPU, only for
@@ -452,21 +458,6 @@ def refuse_same_server(settings: Settings) -> None:
             )
 
 
-def _other_vocabulary(draft: Model, model: Model) -> str:
-    """Reason why a model's drafts are not tokens of the verifying model; empty if they are."""
-    if draft.vocab_size == model.vocab_size:
-        return ""
-    sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
-    return f"the draft model has another vocabulary: {sizes}; draft with a smaller model of the same family"
-
-
-def _odd_heads(engine: type[Engine], arm: Arm, model: Model) -> str | None:
-    """Return why a cache of the arm's format cannot hold the heads of its file; ``None`` if it can."""
-    if engine.checkpoint_format != "gguf" or model.gguf is None:
-        return None
-    return engine.refuses_heads(arm.kv, *head_sizes(read_header(model.gguf)))
-
-
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
     """Size of the weights that an engine loads, for the record; empty where a server has them, or where unknown."""
     if engine.is_server or model.kind == "fake":
@@ -509,7 +500,13 @@ def _check_cluster_device(asked: str) -> str:
 
 def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
     """Refuse unknown format names before a model is fetched."""
-    for config in _configs(experiment):
+    configs = [experiment.reference] if experiment.reference_from is None else []
+    configs += experiment.candidates
+    if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
+        configs += experiment.cells
+    if isinstance(experiment.control, ArmConfig):
+        configs.append(experiment.control)
+    for config in configs:
         engine = config.engine or experiment.engine
         try:
             check_kv_name(config, engine, engines.ask(engine))
@@ -517,16 +514,6 @@ def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
             if config.engine is None:
                 raise
             continue  # this arm cannot run; the resolver says so
-
-
-def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
-    if experiment.reference_from is None:
-        yield experiment.reference
-    yield from experiment.candidates
-    if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
-        yield from experiment.cells
-    if isinstance(experiment.control, ArmConfig):
-        yield experiment.control
 
 
 def _folder(path: Path, what: str) -> Path:

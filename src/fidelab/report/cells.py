@@ -144,16 +144,12 @@ def top_token_estimate(kld: Measurement | None) -> Estimate:
     top1 = kld.metric("top1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    spread = ABSENT
+    spread, share = ABSENT, top1.value
     if top1.interval and _shows_intervals(kld):
         spread = f"{100 * top1.interval[0]:.1f}–{100 * top1.interval[1]:.1f}%"
-    return Estimate(_nearly_all(top1.value), spread, f"{top1.value:g}")
-
-
-def _nearly_all(share: float) -> str:
-    """Format a share such as ``98.8%``, with more digits close to 100%."""
-    digits = 1 if share < 0.9985 or share == 1 else 2 if share < 0.99985 else 3
-    return f"{100 * share:.{digits}f}%" if share == 1 or share < 0.999985 else "> 99.99%"
+    digits = 1 if share < 0.9985 or share == 1 else 2 if share < 0.99985 else 3  # more of them close to 100%
+    text = f"{100 * share:.{digits}f}%" if share == 1 or share < 0.999985 else "> 99.99%"
+    return Estimate(text, spread, f"{share:g}")
 
 
 def confident_flips_of(kld: Measurement | None) -> Estimate:

@@ -124,10 +124,7 @@ def noise(report: Report) -> str:
 def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | None]]:
     """Name, meaning, mean KL and its upper bound, of the floor and the control."""
     control = report.control.axes if report.control else {}
-    for name, meaning, axes in (
-        ("floor", "(run-to-run noise)", report.floor),
-        ("control", "(kernel noise)", control),
-    ):
+    for name, meaning, axes in (("floor", "(run-to-run noise)", report.floor), ("control", "(kernel noise)", control)):
         mean = axes[DECIDING].metric("mean") if DECIDING in axes else None
         value = None if mean is None else mean.value
         yield name, meaning, value, mean.interval[1] if mean and mean.interval else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
@@ -40,8 +40,7 @@ class Performance:
 
 def contexts_of(report: Report) -> TextTable | None:
     """Return arm × contexts with the mean KL (nats) at each; ``None`` if no arm was measured at several."""
-    arms = _compared(report)
-    klds = {arm.name: arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes}
+    klds = {arm.name: arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
@@ -94,9 +93,15 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
         return None
     rows = []
     for kind in kinds:
-        sizes = [axis.metric("positions", {coordinate: kind}) for axis in klds.values()]
+        at: Coordinates = {coordinate: kind}
+        sizes = [axis.metric("positions", at) for axis in klds.values()]
         many = next((m.value for m in sizes if m is not None and m.value is not None), 0)
-        rows.append((f"{one_line(kind)} ({many:,.0f})", *(_in_group(klds[n], coordinate, kind) for n in klds)))
+        row = [f"{one_line(kind)} ({many:,.0f})"]
+        for axis in klds.values():  # ``0.0064 (0.0041–0.0093), 4.2%``
+            same = axis.metric("top1", at)
+            changed = f", {format_percent(1 - same.value)}" if same is not None and same.value is not None else ""
+            row.append(f"{kld_of(axis, at)}{changed}")
+        rows.append(tuple(row))
     title = _GROUPS[coordinate]
     if coordinate == "domain":
         worst = {name: max(found, key=lambda kind: found[kind].value or 0.0) for name, found in cells.items() if found}
@@ -108,14 +113,6 @@ _GROUPS = {
     "domain": "KLD (nats) and flips by kind of text. The verdict is that of all together",
     "structure": "KLD (nats) and flips where tokens carry structure",
 }
-
-
-def _in_group(axis: Measurement, coordinate: str, kind: str) -> str:
-    """``0.0064 (0.0041–0.0093), 4.2%``."""
-    at: Coordinates = {coordinate: kind}
-    same = axis.metric("top1", at)
-    changed = f", {format_percent(1 - same.value)}" if same is not None and same.value is not None else ""
-    return f"{kld_of(axis, at)}{changed}"
 
 
 def ways_of(report: Report) -> TextTable | None:
@@ -220,19 +217,15 @@ def engine_remarks_of(report: Report) -> tuple[str, ...]:
     """Return remarks of engines on how their arms ran, a sentence each, after the remark on a borrowed reference."""
     arms = (report.reference, *([report.control] if report.control else []), *report.controls, *report.candidates)
     remarks = ((arm, text) for arm in arms if arm.ran for text in arm.ran.remarks)
-    return (*_borrowed(report), *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
-
-
-def _borrowed(report: Report) -> Iterator[str]:
-    """Origin of a borrowed reference, and the allowance of verdicts for its machine."""
-    if (found := report.borrowed) is None:
-        return
-    weights = f", weights {one_line(found.weights)}" if found.weights else ""
-    if found.difference is None:
+    borrowed = []
+    if (found := report.borrowed) is not None:
+        weights = f", weights {one_line(found.weights)}" if found.weights else ""
         machines = "difference between machines unknown"
-    else:
-        machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
-    yield f"reference borrowed from {one_line(found.place)} ({one_line(found.machine)}{weights}), {machines}"
+        if found.difference is not None:
+            machines = f"verdicts allow for {format_nats(found.difference.mean)} between machines"
+        origin = f"{one_line(found.place)} ({one_line(found.machine)}{weights})"
+        borrowed = [f"reference borrowed from {origin}, {machines}"]
+    return (*borrowed, *shared((one_line(arm.name), one_line(text)) for arm, text in remarks))
 
 
 def describe_other_tests(arm: ArmRecord) -> tuple[str, ...]:
@@ -314,7 +307,15 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
     for name in names:
         for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
             mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-            columns[head] = [_with_ratio(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
+            columns[head] = [
+                Estimate()
+                if metric is None
+                else Estimate(
+                    format_figure(metric.value, metric.unit, mib=mib),
+                    ratio_of(metric, metrics[0] if n else None) if metric.unit in SPEEDS else ABSENT,
+                )
+                for n, metric in enumerate(metrics)
+            ]
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
             about = one_line(known[0].about).rstrip(".")
@@ -369,14 +370,6 @@ def _against(own: Metric, base: Metric | None) -> str:
     else:
         word = "better" if (own.value > base.value) == (own.better == "higher") else "worse"
     return f" ({', '.join(part for part in (ratio, word) if part)})"
-
-
-def _with_ratio(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
-    """A value, and its ratio to the reference's."""
-    if metric is None:
-        return Estimate()
-    value = format_figure(metric.value, metric.unit, mib=mib)
-    return Estimate(value, ratio_of(metric, base) if metric.unit in SPEEDS else ABSENT)
 
 
 def joined(words: Sequence[str]) -> str:

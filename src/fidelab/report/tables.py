@@ -116,16 +116,12 @@ def tables_of(
         for arm, measurement in arms
         for at in measurement.shapes()
     ]
+    plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
+    headed = title if plain_title.startswith(plain_name) else f"{name}: {title}"  # the name once
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         whole = number == 0  # figures of the whole measurement belong to its first table
         shaped = [row for row in rows if tuple(row.at) == coordinates]
-        yield _table(_headed(name, title) if whole else name, shaped, coordinates, notes, whole)
-
-
-def _headed(name: str, title: str) -> str:
-    """The title, with the name before it unless it begins with it."""
-    plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
-    return title if plain_title.startswith(plain_name) else f"{name}: {title}"
+        yield _table(headed if whole else name, shaped, coordinates, notes, whole)
 
 
 def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> TextTable:

@@ -53,17 +53,7 @@ from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, 
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 from fidelab.results.sizes import Sizes
 
-__all__ = [
-    "Answer",
-    "ArmRow",
-    "Estimate",
-    "FrontierPoint",
-    "Performance",
-    "TextTable",
-    "View",
-    "arm_id",
-    "build_view",
-]
+__all__ = ["Answer", "ArmRow", "Estimate", "FrontierPoint", "Performance", "TextTable", "View", "arm_id", "build_view"]
 
 
 CACHE_SIZE = "cache bytes per token"
@@ -403,6 +393,10 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
     sentence = _sentence(arm, report.reference)
     # The facts that set the band; not the reason why an arm did not run, which its sentence says
     facts = arm.verdict.because if arm.verdict is not None else ()
+    size = Estimate()
+    if role == "candidate" and (saving := sizes.saving(arm.name)) is not None:
+        sign = "" if round(100 * saving) == 0 else MINUS if saving > 0 else "+"
+        size = Estimate(f"{sign}{abs(100 * saving):.0f}%", order=f"{-saving:g}")
     return ArmRow(
         role=role,
         name=one_line(arm.name),
@@ -417,7 +411,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         excess=excess_of(kld),
         same=top_token_estimate(kld),
         flips=confident_flips_of(kld),
-        size=_saved(sizes.saving(arm.name)) if role == "candidate" else Estimate(),
+        size=size,
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
         sentence=sentence,
         because=tuple(one_line(fact) for fact in facts if arm.measured or fact != arm.reason),
@@ -431,14 +425,6 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         modified=_modified(arm),
         mean=(kld.value("mean", {}) if kld else None) or (math.inf if kld_of(kld).absent else 0.0),
     )
-
-
-def _saved(saving: float | None) -> Estimate:
-    """``−47%`` of a saving of 0.47."""
-    if saving is None:
-        return Estimate()
-    sign = "" if round(100 * saving) == 0 else MINUS if saving > 0 else "+"
-    return Estimate(f"{sign}{abs(100 * saving):.0f}%", order=f"{-saving:g}")
 
 
 def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterator[str]:

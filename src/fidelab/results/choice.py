@@ -422,9 +422,9 @@ def kl_difference(
     return None if interval is None else (found.estimate, (interval[0] - low, interval[1] + high))
 
 
-def document_sums(arm: ArmRecord) -> DocumentSums | None:
-    """Return sums by document over all that an arm read, at the context of its figures."""
-    n_ctx = arm.axes[DECIDING].facts.get("n_ctx")
+def document_sums(arm: ArmRecord, n_ctx: object = None) -> DocumentSums | None:
+    """Return sums by document over all that an arm read, at one context; ``None``: at that of its figures."""
+    n_ctx = arm.axes[DECIDING].facts.get("n_ctx") if n_ctx is None else n_ctx
     found = [sums for sums in arm.documents if sums.context == n_ctx]
     return max(found, key=lambda sums: sums.windows or 0, default=None)
 

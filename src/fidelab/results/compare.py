@@ -40,6 +40,7 @@ from fidelab.metrics.change import (
     log_ratio,
 )
 from fidelab.metrics.intervals import RatioItems
+from fidelab.results.choice import document_sums
 from fidelab.results.comparability import (
     COUNTED,
     describe_difference,
@@ -47,10 +48,9 @@ from fidelab.results.comparability import (
     fields,
     same_environment,
 )
-from fidelab.results.decision_record import DocumentSums
 from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Refusal, Thresholds
 from fidelab.results.measurement import DECIDING, Metric
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.record import Report
 from fidelab.results.table import CACHE, Key, MetricTable, arms, tabulate
 from fidelab.results.values import Interval
 
@@ -120,7 +120,10 @@ def _pair(key: Key, was: tuple[Report, Metric], now: tuple[Report, Metric]) -> t
     field = _SUMS.get(key.metric) if (key.role, key.group) == ("candidate", DECIDING) else None
     if field is None or not now[1].cell.keys() <= {_CONTEXT} or was[1].value is None or now[1].value is None:
         return ""
-    found = [_document_sums(key, *side) for side in (was, now)]
+    found = []
+    for report, metric in (was, now):
+        arm = next(arm for role, arm in arms(report) if (role, arm.name) == (key.role, key.arm))
+        found.append(document_sums(arm, metric.cell.get(_CONTEXT)))
     if lacking := [name for name, sums in zip(("baseline", "run"), found, strict=True) if sums is None]:
         return (
             f"not paired: the {' and the '.join(lacking)} {'have' if len(lacking) > 1 else 'has'} no sums by document"
@@ -140,21 +143,8 @@ def _pair(key: Key, was: tuple[Report, Metric], now: tuple[Report, Metric]) -> t
     return items[0], items[1]
 
 
-def _document_sums(key: Key, report: Report, metric: Metric) -> DocumentSums | None:
-    """Sums over all that a candidate read at the context of a metric."""
-    arm: ArmRecord = next(arm for role, arm in arms(report) if (role, arm.name) == (key.role, key.arm))
-    context = metric.cell.get(_CONTEXT, arm.axes[DECIDING].facts.get("n_ctx"))
-    return max((s for s in arm.documents if s.context == context), key=lambda s: s.windows or 0, default=None)
-
-
 def _judge(
-    key: Key,
-    was: Metric,
-    now: Metric,
-    limits: Thresholds,
-    pair: tuple[RatioItems, RatioItems] | str,
-    *,
-    alike: bool,
+    key: Key, was: Metric, now: Metric, limits: Thresholds, pair: tuple[RatioItems, RatioItems] | str, *, alike: bool
 ) -> MetricChange:
     allowance = limits.allowance(was.allowance, was.unit)
     if not alike:
@@ -266,9 +256,8 @@ def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: s
 
 def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[float, float]:
     """Sort key, worst first: the outcome, then the rise of the cost as a multiple of the allowance."""
-    rank = _WORST_FIRST[change.outcome]
-    if change.outcome == "cannot tell" and not change.counts:
-        rank = _UNDIRECTED
+    undirected = change.outcome == "cannot tell" and not change.counts
+    rank = _UNDIRECTED if undirected else _WORST_FIRST[change.outcome]
     if change.change is None or change.better is None:
         return rank, 0.0
     sign = -1.0 if change.better == "higher" else 1.0

@@ -34,9 +34,7 @@ def effect_of(arm: ArmRecord, reference: ArmRecord) -> str:
     weights that the worker itself loaded.  A variable or an option alone is a request, not an effect.
     """
     ran, base = arm.ran, reference.ran
-    if ran is None or base is None:
-        return ""
-    return ", ".join(_differences(arm, reference, ran, base))
+    return "" if ran is None or base is None else ", ".join(_differences(arm, reference, ran, base))
 
 
 def is_unchanged(arm: ArmRecord, reference: ArmRecord) -> bool:

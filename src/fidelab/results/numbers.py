@@ -76,9 +76,7 @@ def format_share(value: float | None) -> str:
     text = f"{100 * value:.2f}"
     if text == "100.00" and value < 1:
         return "> 99.99%"
-    if text == "0.00" and value > 0:
-        return "< 0.01%"
-    return f"{text}%"
+    return "< 0.01%" if text == "0.00" and value > 0 else f"{text}%"
 
 
 def format_percent(share: float | None) -> str:

@@ -190,14 +190,20 @@ def _none_text(field: Field) -> tuple[Literal["none", "undecided"], str]:
         within = f" within the limits ({_format_limits(field.limits)})" if field.limits else ""
         undecided = ", ".join(f"{names[n]}{_lacking(field.arms[n])}" for n in open_)
         return "undecided", f"Not decided{within}: {undecided}"
-    if unsuitable and (wanted := _wanted(field)):
-        able = [n for n in measured if n not in unsuitable and n not in unchanged]
-        but = (
-            f". {_joined([names[n] for n in able])} {'do' if len(able) > 1 else 'does'}, but {_how_bad(field, able)}"
-            if able
-            else ""
-        )
-        return "none", f"No safe candidate {wanted}{but}"
+    limits, wanted = field.limits, []
+    if "min_saving" in limits:
+        wanted.append(f"saves {100 * limits['min_saving']:.3g}%")
+    if "min_tokens_per_s" in limits:
+        wanted.append(f"reaches {limits['min_tokens_per_s']:,.4g} tokens per second")
+    if unsuitable and wanted:
+        but = ""
+        if able := [n for n in measured if n not in unsuitable and n not in unchanged]:
+            bands = {arm.verdict.band for n in able if (arm := field.arms[n]).verdict is not None}
+            known = [band for band in bands if band not in (None, *CLASSES)]
+            how = known[0] if len(bands) == len(known) == 1 else "not safe"
+            do, are = ("do", "are") if len(able) > 1 else ("does", "is")
+            but = f". {_joined([names[n] for n in able])} {do}, but {are} {how}"
+        return "none", f"No safe candidate {' and '.join(wanted)}{but}"
     if len(unchanged) == len(measured):
         return "none", f"{_joined([*names.values()])}: {NOTHING_CHANGED}"
     if unchanged:
@@ -209,21 +215,6 @@ def _none_text(field: Field) -> tuple[Literal["none", "undecided"], str]:
     )
     mean, nearest = min((field.arms[n].axes[DECIDING].value("mean", {}) or 0.0, names[n]) for n in measured)
     return "none", f"{text}. Nearest: {nearest} (KLD {format_nats(mean)})"
-
-
-def _wanted(field: Field) -> str:
-    """``saves 60%`` or ``reaches 100 tokens per second``; empty without such a limit."""
-    limits = field.limits
-    wanted = [f"saves {100 * limits['min_saving']:.3g}%"] if "min_saving" in limits else []
-    wanted += [f"reaches {limits['min_tokens_per_s']:,.4g} tokens per second"] if "min_tokens_per_s" in limits else []
-    return " and ".join(wanted)
-
-
-def _how_bad(field: Field, numbers: Sequence[int]) -> str:
-    bands = {arm.verdict.band for n in numbers if (arm := field.arms[n]).verdict is not None}
-    known = [band for band in bands if band not in (None, *CLASSES)]
-    verb = "are" if len(numbers) > 1 else "is"
-    return f"{verb} {known[0]}" if len(bands) == len(known) == 1 else f"{verb} not safe"
 
 
 def _lacking(arm: ArmRecord) -> str:

@@ -52,9 +52,7 @@ BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 
 
 def _kv_spec(value: Any) -> KVSpec:
-    if isinstance(value, KVSpec):
-        return value
-    return from_json(KVSpec, value)
+    return value if isinstance(value, KVSpec) else from_json(KVSpec, value)
 
 
 KV = Annotated[

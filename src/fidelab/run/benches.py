@@ -109,25 +109,20 @@ class BenchRunner(BenchPlan):
                     self._record_ended_worker(arm, worker, questions)
             for question in questions:
                 here = [arm for arm in lacking if arm.role in workers and self._missing(arm, question, load, loads)]
-                self._ask_in_turn(here, workers, question, load, loads)
+                for arm in here:
+                    self._report(f"{question.name}: {arm.arm.name} warms up")
+                    self._warm_up(arm, workers, question)
+                for number in range(load, question.repeats, loads):
+                    for arm in here:
+                        if (arm.role, question.name) not in self._faults and arm.role in workers:
+                            self._report(f"{question.name}: {arm.arm.name}, repeat {number + 1} of {question.repeats}")
+                            self._ask(arm, workers, question, self._planned(arm, question, number))
                 self._step(len(arms) if load == 0 else 0)
             for arm in lacking:
                 if arm.role in workers:
                     self._hear(arm, outcome := workers[arm.role].finish())
                     spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
                     Timings().add(self._settings.resolved[arm.arm.name], spent, self._took.pop(arm.role, {}))
-
-    def _ask_in_turn(
-        self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
-    ) -> None:
-        for arm in arms:
-            self._report(f"{question.name}: {arm.arm.name} warms up")
-            self._warm_up(arm, workers, question)
-        for number in range(load, question.repeats, loads):
-            for arm in arms:
-                if (arm.role, question.name) not in self._faults and arm.role in workers:
-                    self._report(f"{question.name}: {arm.arm.name}, repeat {number + 1} of {question.repeats}")
-                    self._ask(arm, workers, question, self._planned(arm, question, number))
 
     def _warm_up(self, arm: ArmResult, workers: dict[str, Worker], question: Question) -> None:
         """Unmeasured answers until the last three agree, or ``max_warmup`` are reached."""

@@ -174,10 +174,8 @@ def _repeated(found: Sequence[Measurement | None]) -> Measurement:
 def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[ArmRecord]) -> Measurement:
     merged = _repeated(found)
     # Describe the spread of an axis' headline figures, and the runs in which it has no result
-    flags: list[Flag] = []
-    for metric in merged.headlines:
-        if len(metric.repeats) > 1:
-            flags.append(Flag(kind="spread", text=f"{axis} {_spread(metric)}"))
+    spread = [metric for metric in merged.headlines if len(metric.repeats) > 1]
+    flags = [Flag(kind="spread", text=f"{axis} {_spread(metric)}") for metric in spread]
     lost: dict[str, list[str]] = {}
     for number, (one, arm) in enumerate(zip(found, arms, strict=True), 1):
         end = arm if one is None else one

@@ -72,8 +72,12 @@ def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str,
         for role, twin in by_role.items()
         if role.startswith(f"{TWIN}:")
     }
-    candidates = [result.arm for result in results if result.role.startswith("candidate:")]
-    return {arm.name: floors.get(family(arm)) or NoiseFloor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
+    found = {}
+    for arm in (result.arm for result in results if result.role.startswith("candidate:")):
+        has_jitter = arm.engine in ENGINES.names() and engine_class(arm.engine).has_jitter
+        why = "no rounding noise ran" if has_jitter else f"engine {arm.engine} has no jitter"
+        found[arm.name] = floors.get(family(arm)) or NoiseFloor(of=arm.name, reason=f"not measured: {why}")
+    return found
 
 
 def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> NoiseFloor:
@@ -87,11 +91,6 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Noi
     if score is None or score.found.value("mean") is None:
         return NoiseFloor(of=name, reason=arm.reason or "no full-vocabulary KLD")
     return NoiseFloor(of=name, mean=score.found.value("mean"), ci=score.found.ci("mean"), n_positions=len(score.num))
-
-
-def _no_twin(arm: Arm) -> str:
-    has_jitter = arm.engine in ENGINES.names() and engine_class(arm.engine).has_jitter
-    return "not measured: no rounding noise ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
 
 
 def control_of(this: ArmScores, measured: Mapping[str, ArmScores]) -> ArmScores | None:

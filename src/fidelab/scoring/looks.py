@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fidelab.axes.base import load_axis
@@ -22,17 +22,15 @@ def undecided(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     """
     looking = {name: values for name, values in experiment.axes.items() if load_axis(name, values).n_looks > 1}
     experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
-    arms = [_of_axes(result, looking) for result in results if result.role.startswith(("reference", "candidate:"))]
+    arms = []
+    for result in results:
+        if result.role.startswith(("reference", "candidate:")):
+            captures = {name: folder for name, folder in result.captures.items() if name.split(".", 1)[0] in looking}
+            failures = {name: why for name, why in result.failures.items() if name.split(".", 1)[0] in looking}
+            arms.append(replace(result, captures=captures, failures=failures, benches={}))
     report = score_run(experiment, facts, arms, figures=figures).report
     done = settled(report, **experiment.limits.model_dump(exclude={"margin"}))
     able = {result.role for result in arms if result.status is Status.OK}
     if "reference" not in able:
         return []
     return [role for arm in report.candidates if (role := f"candidate:{arm.name}") in able and arm.name not in done]
-
-
-def _of_axes(result: ArmResult, axes: Collection[str]) -> ArmResult:
-    """The result as far as it is of some axes."""
-    captures = {name: folder for name, folder in result.captures.items() if name.split(".", 1)[0] in axes}
-    failures = {name: why for name, why in result.failures.items() if name.split(".", 1)[0] in axes}
-    return replace(result, captures=captures, failures=failures, benches={})

@@ -18,7 +18,7 @@ from fidelab.axes.encoded import encoded_facts
 from fidelab.bench import BENCHES
 from fidelab.config.command import serve_command
 from fidelab.config.schema import Experiment, Limits
-from fidelab.core import Arm, Status, shell_line
+from fidelab.core import Status, shell_line
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
 from fidelab.core.registry import require
 from fidelab.core.roles import CONTROL, TRUTH
@@ -54,11 +54,7 @@ class ScoredRun:
 
 
 def score_run(
-    experiment: Experiment,
-    facts: RunFacts,
-    results: Sequence[ArmResult],
-    *,
-    figures: Figures | None = None,
+    experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, figures: Figures | None = None
 ) -> ScoredRun:
     """Score every arm against the reference, control and floor included.
 
@@ -143,7 +139,9 @@ class _Summary:
         if broken and status in (Status.OK, Status.IDENTICAL):
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and DECIDING in axes:
-            axes[DECIDING] = _with_noise(axes[DECIDING], floor.mean or 0.0)
+            kld, noise = axes[DECIDING], floor.mean or 0.0
+            metrics = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in kld.metrics)
+            axes[DECIDING] = kld.model_copy(update={"metrics": metrics})
         base = _initial_record(self.experiment, result)
         return base.model_copy(
             update={
@@ -171,7 +169,10 @@ class _Summary:
                     if name == DECIDING:
                         facts = {**found.facts, **encoded_facts(arm.result.arm.kv, arm.scores[name])}
                         found = found.model_copy(update={"facts": facts})
-                    axes[name] = _without_texts(found) if self._private else found
+                    if self._private:  # plots that show words of the user's log
+                        plots = tuple(plot for plot in found.plots if not isinstance(plot, Texts))
+                        found = found.model_copy(update={"plots": plots})
+                    axes[name] = found
                 except UNTRUSTED_DATA_ERRORS as error:
                     reason = f"{_UNRECORDED} ({one_line(error)})"
                     axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
@@ -205,7 +206,10 @@ class _Summary:
         for name in self.experiment.axes:
             score = measured.scores.get(name)
             if score is not None and (losses := losses_of(name, score, self.experiment.limits)):
-                alpha = self._alpha(name, result)
+                axis = load_axis(name, self.experiment.axes[name])
+                asked, answered = (parts_of(name, one.captures) for one in (self.reference, result))
+                # the level that is spent on the look at which it was decided
+                alpha = alpha_of(1 + max(axis.look(part) for part in asked.keys() & answered), axis.n_looks)
                 certificates[name] = _certificate([replace(loss, alpha=alpha) for loss in losses], score, self.seed)
         return record.model_copy(
             update={
@@ -214,12 +218,6 @@ class _Summary:
                 "measure_elsewhere": None if record.serve_command else _other_engine_command(result),
             }
         )
-
-    def _alpha(self, name: str, result: ArmResult) -> float:
-        """Level of the tests of an arm on an axis: what is spent on the look at which it was decided."""
-        axis = load_axis(name, self.experiment.axes[name])
-        asked, answered = (parts_of(name, one.captures) for one in (self.reference, result))
-        return alpha_of(1 + max(axis.look(part) for part in asked.keys() & answered), axis.n_looks)
 
     def _excess(self, arm: ArmScores, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(arm, self.measured)
@@ -382,12 +380,6 @@ def _composed(experiment: Experiment) -> list[str]:
     return [name for name in names if AXES.load(name).in_composite]
 
 
-def _with_noise(kld: Measurement, floor: float) -> Measurement:
-    """Return the KLD with its run-to-run noise."""
-    metrics = (m.model_copy(update={"noise": floor}) if m.unit == "nats" else m for m in kld.metrics)
-    return kld.model_copy(update={"metrics": tuple(metrics)})
-
-
 def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[ArmResult]) -> ArmRecord | None:
     """Return the reference's own distance from a 32-bit cache on its engine."""
     truth = next((result for result in diagnostics if result.role == TRUTH), None)
@@ -400,14 +392,10 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
     )
 
 
-def _wider_keys(arm: Arm) -> str | None:
-    """Native keys and values of about this width, in the words of an engine that has formats for each."""
-    if arm.engine not in ENGINES.names() or not ENGINES.load(arm.engine).separate_kv:
-        return None
-    return "k16v8" if arm.kv.v.name.startswith("fp8") else f"bf16/{arm.kv.v}"
-
-
 def _initial_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
+    wider_keys = None  # native ones and values of about this width, for an engine that has formats for each
+    if result.arm.engine in ENGINES.names() and ENGINES.load(result.arm.engine).separate_kv:
+        wider_keys = "k16v8" if result.arm.kv.v.name.startswith("fp8") else f"bf16/{result.arm.kv.v}"
     return ArmRecord(
         status=result.status,
         reason=result.reason,
@@ -417,14 +405,9 @@ def _initial_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
         weights_sha256=result.arm.weights if _SHA256.fullmatch(result.arm.weights) else None,
         kv=result.arm.kv,
         forced=dict(result.arm.options).get("force") == "yes",
-        wider_keys=_wider_keys(result.arm),
+        wider_keys=wider_keys,
         serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
         ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
         timing=Timing.model_validate(dict(result.timing)) if result.timing else None,
     )
-
-
-def _without_texts(found: Measurement) -> Measurement:
-    """Without plots that show words of the user's log."""
-    return found.model_copy(update={"plots": tuple(plot for plot in found.plots if not isinstance(plot, Texts))})

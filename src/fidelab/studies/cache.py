@@ -35,18 +35,7 @@ from fidelab.results.store import RunFolder
 from fidelab.results.study import Study, StudyRow
 from fidelab.run.runner import Listener
 from fidelab.studies.recipes import WIDE, Recipe, pair_name
-from fidelab.studies.roundings import (
-    Cell,
-    Choices,
-    Found,
-    Question,
-    Rows,
-    Say,
-    ask,
-    heatmap,
-    measure,
-    windows_of,
-)
+from fidelab.studies.roundings import Cell, Choices, Found, Question, Rows, Say, ask, heatmap, measure, windows_of
 from fidelab.studies.study import OpenStudy
 
 Place = Literal["cache", "layer", "head"]
@@ -110,7 +99,9 @@ class _Cache(Question):
     @property
     def cells(self) -> list[Cell]:
         """All layers at each width, then in FP8; then one layer, or one head, at a time."""
-        return [*self._grid(), *(self._fp8() if self.widths else ()), *self._single()]
+        sides = _SIDES if self.storage.any_format else self.sides
+        grid = (self._cell("all", side, name) for name in self.names for side in sides)
+        return [*grid, *(self._fp8() if self.widths else ()), *self._single()]
 
     def _cell(self, place: str, side: Side, name: str) -> Cell:
         rule = f"{'*' if place == 'all' else place}:{self._rounding(side, name)}"
@@ -124,10 +115,6 @@ class _Cache(Question):
             return _pair(side, name)
         dims = self.statistics.windows[0]["head_dim"][0]
         return "/".join(self._stored(one, dim) for one, dim in zip(_both(name), dims, strict=True))
-
-    def _grid(self) -> list[Cell]:
-        sides = _SIDES if self.storage.any_format else self.sides
-        return [self._cell("all", side, name) for name in self.names for side in sides]
 
     def _fp8(self) -> list[Cell]:
         """Without scales, with one per token and head, with calibrated ones per tensor."""
@@ -167,10 +154,13 @@ class _Cache(Question):
 
     def findings(self, found: Found) -> tuple[Metric, ...]:
         """Return cliffs and asymmetries."""
-        return (
-            *(self._cliff(side, found) for side in _SIDES if self.widths),
-            *(metric for width in self.widths if (metric := self._asymmetry(width, found)) is not None),
-        )
+        metrics = [self._cliff(side, found) for side in _SIDES if self.widths]
+        for width in self.widths:
+            k, v = (self._whole(side, found).get(width) for side in _ONE_SIDE)
+            if k is not None and v is not None:
+                ratio = asymmetry(k.rows.nll_ref, k.rows.nll_test, v.rows.nll_test, k.clusters)
+                metrics.append(ASYMMETRY(ratio and ratio[0], ratio and ratio[1], cell={"bits": width}))
+        return tuple(metrics)
 
     def _whole(self, side: Side, found: Found) -> dict[int, Rows]:
         """Width → rows, of the whole cache."""
@@ -185,13 +175,6 @@ class _Cache(Question):
         clusters = next(iter(whole.values())).clusters
         result = cliff([*whole], losses, clusters, native=32 if self.dtype == "float32" else 16)
         return CLIFF(result.bits, result.interval, cell={"side": side})
-
-    def _asymmetry(self, width: int, found: Found) -> Metric | None:
-        k, v = (self._whole(side, found).get(width) for side in _ONE_SIDE)
-        if k is None or v is None:
-            return None
-        ratio = asymmetry(k.rows.nll_ref, k.rows.nll_test, v.rows.nll_test, k.clusters)
-        return ASYMMETRY(ratio and ratio[0], ratio and ratio[1], cell={"bits": width})
 
     def sentences(self, _rows: Sequence[StudyRow], findings: Sequence[Metric]) -> Iterator[str]:
         cliffs = [f"{one.cell['side']} {_bits(one)}" for one in findings if one.key == CLIFF.key]
@@ -489,8 +472,7 @@ def _statistics(study: OpenStudy, n_ctx: int, most: int = max(_CALIBRATED)) -> _
     last = len(windows[0]) - 1
     request = Prefill("kv-statistics", windows, last, last, tuple((i,) for i in range(len(windows))))
     [path] = ask(study, request, request.axis, [], "statistics", RoundedCache).result.captures.values()
-    facts = Capture(path).manifest["facts"]
-    found = facts.get("statistics")
+    found = Capture(path).manifest["facts"].get("statistics")
     if not found or not found[0]["layers"]:
         raise EngineError("the model wrote no keys and values into its cache")
     return _Statistics(found)

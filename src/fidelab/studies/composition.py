@@ -204,18 +204,15 @@ def _read(flag: str, where: str) -> _Arm:
         raise UsageError(
             f"--{flag} {where}: it has several configurations ({names}); add one as {path}:{chosen[0].name}"
         )
-    cells = _cells(chosen[0])
+    [arm] = chosen
+    cells, bench = _cells(arm), _bench(arm)
     if not cells:
-        raise InputError(f"--{flag} {where}: {chosen[0].name} has no cells: {_why(chosen[0])}")
-    return _Arm(f"{file}:{chosen[0].name}", _protocol(report, chosen[0]), cells)
-
-
-def _protocol(report: Report, arm: ArmRecord) -> dict[str, object]:
-    """Conditions that must agree, besides the cells themselves."""
-    bench = _bench(arm)
+        why = (bench and arm.benches[bench].reason) or arm.reason or arm.status.value
+        raise InputError(f"--{flag} {where}: {arm.name} has no cells: {why}")
     key = report.comparability_key.get(f"benches.{bench}")
     agreed = key if isinstance(key, Mapping) else {}
-    return {"bench": bench, **{name: value for name, value in agreed.items() if name not in _MAY_DIFFER}}
+    protocol = {"bench": bench, **{name: value for name, value in agreed.items() if name not in _MAY_DIFFER}}
+    return _Arm(f"{file}:{arm.name}", protocol, cells)
 
 
 def _split(where: str) -> tuple[Path, str | None]:
@@ -231,11 +228,6 @@ def _split(where: str) -> tuple[Path, str | None]:
 def _bench(arm: ArmRecord) -> str | None:
     """The bench that is composed; ``None`` where the arm has none of that kind."""
     return next((name for name in _RATES if name in arm.benches), None)
-
-
-def _why(arm: ArmRecord) -> str:
-    bench = _bench(arm)
-    return (bench and arm.benches[bench].reason) or arm.reason or arm.status.value
 
 
 def _cells(arm: ArmRecord) -> dict[str, _Cell]:

@@ -153,12 +153,13 @@ class _Line:
 
     def _rows(self, report: Report, run: RunFolder, reference: ArmResult) -> Iterator[StudyRow]:
         line, cross, ran = self.line, self.cross, report.reference.ran
+        capture = next(iter(parts_of(DECIDING, reference.captures).values()), None)
         well, floor = report.reference.status is Status.OK, report.floor.get(DECIDING)
         facts = {
             "version": _version(line.engine, ran.versions if ran else {}),
             "KV": str(reference.arm.kv.label),
             "dtype": reference.arm.dtype,
-            "rows from": _estimator(reference),
+            "rows from": None if capture is None else str(Capture(capture, verify=False).estimator),
             "run": str(run.path.relative_to(self.folder)),
         }
         metrics = [_BYTES(ran.cache_bytes_per_token)] if ran and ran.cache_bytes_per_token is not None else []
@@ -235,11 +236,6 @@ class _Line:
 def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
     found = cross.experiment(line, cross.axes or {}, str(folder / "runs"))
     return found.model_copy(update={"keep_rows": True})  # other engines' arms are compared with them afterwards
-
-
-def _estimator(reference: ArmResult) -> str | None:
-    path = next(iter(parts_of(DECIDING, reference.captures).values()), None)
-    return None if path is None else str(Capture(path, verify=False).estimator)
 
 
 def _version(engine: EngineConfig, versions: Mapping[str, str]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -80,18 +80,13 @@ class Recipe:
             return name
         head, bracket, options = name.rpartition("[") if name.endswith("]") else (name, "", "")
         more = f"{options[:-1]}," if bracket else ""
-        return f"{head}[{more}skip-layers={','.join(_ranges(self.skipped))}]"
+        layers = format_layers(self.skipped).removeprefix("layers ").removeprefix("layer ")  # ``0, 4–6``
+        return f"{head}[{more}skip-layers={layers.replace('–', '-').replace(', ', ',')}]"
 
 
 def pair_name(k: str, v: str, wide: str) -> str:
     """Return ``q8_0`` for both sides, or ``bf16/q8_0``."""
     return k if k == v else "/".join(wide if side == NATIVE else side for side in (k, v))
-
-
-def _ranges(layers: Sequence[int]) -> list[str]:
-    """``0``, ``4-6``."""
-    text = format_layers(layers).removeprefix("layers ").removeprefix("layer ")
-    return text.replace("–", "-").split(", ") if text else []
 
 
 def _refusal(why: str, uniform: str | None) -> NotSupportedError:

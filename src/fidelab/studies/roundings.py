@@ -271,12 +271,7 @@ class Question(ABC):
 
 
 def measure(
-    study: OpenStudy,
-    question: Question,
-    chosen: Prefill,
-    held_out: Prefill | None,
-    choices: Choices | None,
-    say: Say,
+    study: OpenStudy, question: Question, chosen: Prefill, held_out: Prefill | None, choices: Choices | None, say: Say
 ) -> Study:
     """Ask for all cells and write the record. With ``choices``, also choose a plan, measure it and write it.
 
@@ -286,7 +281,12 @@ def measure(
     """
     texts = [cell.text for cell in question.cells]
     found = ask(study, chosen, question.kind, texts, "cells", question.request).rows(texts, say)
-    cells = [_row(cell, found[cell.text]) for cell in question.cells]
+    cells = [
+        StudyRow(status=Status.FAILED, reason=told, at=cell.at, metrics=cell.known)
+        if isinstance(told := found[cell.text], str)
+        else StudyRow(status=Status.OK, at=cell.at, metrics=(*told.metrics(), *cell.known))
+        for cell in question.cells
+    ]
     findings = question.findings(found)
     rows, shown = question.arranged(cells)
     failed = [f"{n} of {len(rows)} rows failed."] if (n := sum(not row.measured for row in rows)) else []
@@ -311,12 +311,6 @@ def measure(
         commands = choices.commands(plan.kv, plan.uniform) if plan.kv and plan.uniform else {}
         record = study.write(**fields, plan=plan, commands=dict(commands))
     return record
-
-
-def _row(cell: Cell, rows: Rows | str) -> StudyRow:
-    if isinstance(rows, str):
-        return StudyRow(status=Status.FAILED, reason=rows, at=cell.at, metrics=cell.known)
-    return StudyRow(status=Status.OK, at=cell.at, metrics=(*rows.metrics(), *cell.known))
 
 
 def heatmap(title: str, x_label: str, y_label: str, values: Mapping[tuple[str, str, str], float | None]) -> Heatmap:

@@ -32,7 +32,11 @@ def peak_bytes() -> int:
 
 
 def _total(field: str) -> int | None:
-    sizes = [size for pid in _family(os.getpid()) if (size := _bytes(pid, field)) is not None]
+    sizes = []
+    for pid in _family(os.getpid()):
+        with suppress(OSError):  # it ended meanwhile
+            lines = (_PROC / str(pid) / "status").read_text().splitlines()
+            sizes += [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:")]
     return sum(sizes) if sizes else None
 
 
@@ -48,12 +52,3 @@ def _family(pid: int) -> set[int]:
         generation = [child for parent in generation for child in children.get(parent, ())]
         family.update(generation)
     return family
-
-
-def _bytes(pid: int, field: str) -> int | None:
-    with suppress(OSError):
-        for line in (_PROC / str(pid) / "status").read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == field:
-                return int(value.split()[0]) * 1024
-    return None

@@ -417,17 +417,14 @@ def _gpu_memory(devices: Sequence[str]) -> dict[str, int]:
             nvidia_memory = {name: int(used) for index, uuid, used in rows for name in (index, uuid)}
         except (OSError, ValueError, subprocess.SubprocessError):
             nvidia_memory = {}
-    used = nvidia_memory or _amd_memory()
+    used = nvidia_memory
+    if not used:  # AMD's, by number in the order of their PCI addresses, from the kernel
+        found = {}
+        for file in _DRM.glob("card*/device/mem_info_vram_used"):
+            with contextlib.suppress(OSError, ValueError):
+                found[file.parent.resolve().name] = int(file.read_text("ascii")) >> 20
+        used = {str(number): found[address] for number, address in enumerate(sorted(found))}
     return used if "all" in devices else {device: used[device] for device in devices if device in used}
-
-
-def _amd_memory() -> dict[str, int]:
-    """MiB in use on AMD devices, by number in the order of their PCI addresses, from the kernel."""
-    found = {}
-    for file in _DRM.glob("card*/device/mem_info_vram_used"):
-        with contextlib.suppress(OSError, ValueError):
-            found[file.parent.resolve().name] = int(file.read_text("ascii")) >> 20
-    return {str(number): found[address] for number, address in enumerate(sorted(found))}
 
 
 # Live workers with a device → MiB in use on each of their devices before them, and before others there that still live.

@@ -111,10 +111,7 @@ def drive(target: Target, load: Load) -> DriveResult:
 
 def _headers(target: Target) -> dict[str, str]:
     """The headers of each request.  Raises UsageError for an invalid key."""
-    headers = {
-        "accept": "text/event-stream, application/json",
-        "content-type": "application/json",
-    }
+    headers = {"accept": "text/event-stream, application/json", "content-type": "application/json"}
     if not (key := target.api_key):
         return headers
     if not (key.isascii() and key.isprintable()):

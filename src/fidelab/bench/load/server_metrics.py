@@ -150,20 +150,17 @@ class Scraper:
                 return
             begun = time.monotonic()
             try:
-                status, text = self._get()
+                answer = self._session.ask(
+                    self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers
+                )
+            except TooLargeError as error:
+                answer = error.answer
             except OSError:
                 return
-            if status == 200:
+            text = b"".join(_of_interest(answer.content))  # some hundred bytes out of some hundred thousand
+            if answer.status == 200:
                 self._texts.append(((begun + time.monotonic()) / 2, text))
-            self._futile = status in _FINAL
-
-    def _get(self) -> tuple[int, bytes]:
-        """Return the status and the relevant lines: some hundred bytes out of some hundred thousand."""
-        try:
-            answer = self._session.ask(self._url, seconds=_TIMEOUT, largest=_MAX_ANSWER_BYTES, headers=self._headers)
-        except TooLargeError as error:
-            answer = error.answer
-        return answer.status, b"".join(_of_interest(answer.content))
+            self._futile = answer.status in _FINAL
 
 
 def _of_interest(page: bytes) -> Iterator[bytes]:

@@ -216,7 +216,11 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
     tokenizer = _tokenizer(settings, server)
     additions = ("stream_options", *(("ignore_eos", "min_tokens") if settings.ignore_eos else ()))
     form: Form = "ids" if settings.endpoint == "completions" and settings.prompts != "text" else "text"
-    contact = Contact(server, settings, key, tokenizer, form, additions, limit=_limit(client, server.model))
+    try:  # as vLLM and SGLang give it
+        limits = [number(entry, "max_model_len") for entry in client.models() if entry.get("id") == server.model]
+    except Refused:
+        limits = []
+    contact = Contact(server, settings, key, tokenizer, form, additions, limit=next(iter(limits), None) or None)
     contact = _Trial(client, contact).settle()
     if others := other_models(client, server):
         raise EngineError(
@@ -246,15 +250,6 @@ def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer:
             "--tokenizer NAME_OR_FOLDER"
         )
     return tokenizer
-
-
-def _limit(client: Client, model: str) -> int | None:
-    """``max_model_len`` of the list of models, as vLLM and SGLang give it."""
-    try:
-        models = client.models()
-    except Refused:
-        return None
-    return next((number(entry, "max_model_len") for entry in models if entry.get("id") == model), None) or None
 
 
 def _load_tokenizer(name: str) -> Tokenizer:

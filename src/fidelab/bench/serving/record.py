@@ -41,13 +41,7 @@ class Keeper(ServingWatch):
     """
 
     def __init__(
-        self,
-        output_dir: Path,
-        command: str,
-        shown: ServingWatch,
-        *,
-        name: str | None = None,
-        kv: str | None = None,
+        self, output_dir: Path, command: str, shown: ServingWatch, *, name: str | None = None, kv: str | None = None
     ) -> None:
         self._shown = shown
         self.begin = shown.begin  # type: ignore[method-assign]

@@ -192,7 +192,11 @@ def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, A
     preset = load_preset(found)
     if not found.own and check is not None:
         check(preset, read_yaml(found.path), found.path)
-    name = own.get("name") or " ".join([str(preset.name), *_differences(own)])
+    changes = [str(own[key]) for key in ("kv", "dtype", "model") if key in own]
+    for table in (own.get("engine_args"), own.get("env")):
+        if isinstance(table, Mapping):
+            changes += [f"{key}={value}" for key, value in table.items()]
+    name = own.get("name") or " ".join([str(preset.name), *changes])
     if engine is not None:
         if engine.name != preset.engine_name:  # options and formats belong to that engine
             raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine.name}")
@@ -200,16 +204,6 @@ def arm_of(fields: Mapping[str, Any], check: Check | None = None) -> dict[str, A
         given = {key: value for key, value in engine.all_fields().items() if value}
         own["engine"] = {**preset.engine.all_fields(), **given}
     return merged_fields({**preset.arm_fields(), "name": name}, own)
-
-
-def _differences(own: Mapping[str, Any]) -> list[str]:
-    """Return the differences between an arm and its preset as text."""
-    plain = [str(own[key]) for key in ("kv", "dtype", "model") if key in own]
-    tables = [own.get(part) for part in ("engine_args", "env")]
-    return [
-        *plain,
-        *(f"{key}={value}" for table in tables if isinstance(table, Mapping) for key, value in table.items()),
-    ]
 
 
 def experiment_of(preset: Preset) -> dict[str, Any]:

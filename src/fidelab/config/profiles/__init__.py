@@ -205,10 +205,14 @@ def resolve(name: str, profile: Profile, variant: str | None = None, overrides: 
         change = stage.variants.get(variant or "", StageChange())
         always = Needs(stages=stage.needs.stages, data=stage.needs.data)
         own = (change.needs or Needs(),) if variant else (profile.needs, stage.needs)
+        needs = dict[str, Any]()  # of all; of the same amount the last one counts
+        for part in (always, *own):
+            for key, value in part.model_dump(exclude_defaults=True).items():
+                needs[key] = (*dict.fromkeys((*needs.get(key, ()), *value)),) if isinstance(value, tuple) else value
         data = {
             "name": stage.name,
             "about": stage.about,
-            "needs": _merged(always, *own),
+            "needs": needs,
             "experiment": None if stage.experiment is None else _over(stage.experiment, change.experiment or {}),
             "command": change.command or stage.command,
         }
@@ -222,15 +226,6 @@ def resolve(name: str, profile: Profile, variant: str | None = None, overrides: 
         **{"needs": {}, "variants": {}, "differences": [*profile.differences, *chosen.differences]},
     }
     return validate_as(ResolvedProfile, {**profile.model_dump(), **replaced}, name)
-
-
-def _merged(*all_needs: Needs) -> dict[str, Any]:
-    """Return all requirements; of the same amount the last one counts."""
-    merged = dict[str, Any]()
-    for needs in all_needs:
-        for key, value in needs.model_dump(exclude_defaults=True).items():
-            merged[key] = (*dict.fromkeys((*merged.get(key, ()), *value)),) if isinstance(value, tuple) else value
-    return merged
 
 
 def _over(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
