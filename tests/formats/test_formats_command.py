@@ -16,6 +16,7 @@ from fidelab.cli import formats
 from fidelab.core import KVSpec
 from fidelab.core.errors import UnknownNameError
 from fidelab.engines.base import engine_class
+from fidelab.engines.format_names import names_of
 from fidelab.engines.k16v8 import meaning
 from fidelab.environments import listing as environments
 from fidelab.formats import FORMATS
@@ -24,7 +25,7 @@ from fidelab.formats import FORMATS
 def run(*args: str) -> str:
     app = typer.Typer()
     app.command()(formats.formats)
-    result = CliRunner().invoke(app, list(args), catch_exceptions=False, env={"COLUMNS": "100"})
+    result = CliRunner().invoke(app, list(args), catch_exceptions=False, env={"COLUMNS": "80"})
     assert result.exit_code == 0
     return result.stdout
 
@@ -55,7 +56,7 @@ def row(listing: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_every_format_is_listed_in_order_with_its_bytes_and_the_engines_that_have_it(listing: dict[str, Any]) -> None:
-    ours = [entry["name"] for entry in listing["formats"] if entry["bytes_per_token"] is not None]
+    ours = [entry["name"] for entry in listing["formats"] if entry["own"]]
     assert [name for name in ours if name != "k16v8"] == FORMATS.names()
     assert row(listing, "f16")["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
     assert row(listing, "q8_0")["bits_per_value"] == 8.5
@@ -64,6 +65,32 @@ def test_every_format_is_listed_in_order_with_its_bytes_and_the_engines_that_hav
     assert (int5["bytes_per_token"], int5["stored_bytes_per_token"]) == (180 * (40 + 4), 180 * (64 + 4))
     assert all("hf" in row(listing, name)["engines"] for name in (*FORMATS.names(), "k16v8"))
     assert all(entry["engines"] or entry["refused"] for entry in listing["formats"])
+
+
+def test_an_engines_own_formats_have_their_bytes_and_a_name_with_two_meanings_has_two_rows() -> None:
+    names = ("int8", "turboquant_k8v4", "fp8_ds_mla")
+    place = environments.InstalledEngine("vllm", "here", None, kv_names=names, refused={names[1]: "no GPU"})
+    here = environments.InstalledEngine("hf", "here", None, kv_names=("int8",))
+    rows = formats._rows(formats._EMBEDDED, {"hf": here, "vllm": place})
+    int8 = [(entry["bits_per_value"], *entry["stored"]) for entry in rows if entry["name"] == "int8"]
+    assert int8 == [(8.5, "hf"), (8.25, "vllm")]
+    [packed] = [entry for entry in rows if entry["name"] == names[1]]
+    assert (packed["k_bits"], packed["v_bits"], packed["keeps"]) == (8.0, 4.5, "ends")
+    assert packed["bytes_per_token"] == 26 * 3 * (64 + 32 + 4) + 4 * 3 * 2 * 64 * 2
+    assert packed["refused"] == {"vllm": "no GPU"}
+    [latent] = [entry for entry in rows if entry["name"] == names[2]]
+    assert (latent["bytes_per_token"], [*latent["refused"]]) == (None, ["vllm"])
+
+
+def test_the_table_with_every_engines_formats_fits_80_columns() -> None:
+    places = {
+        name: environments.InstalledEngine(name, "here", None, kv_names=tuple(names_of(engine_class(name))))
+        for name in ("vllm", "sglang", "llamacpp")
+    }
+    with mock.patch.object(environments, "listing", return_value=[*places.values()]):
+        lines = run().splitlines()
+    assert any("turboquant_4bit_nc†" in line for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_the_table_marks_emulated_formats() -> None:

@@ -131,8 +131,10 @@ def _hint(name: str, known: Collection[str], engine: str, version: str) -> str:
         installed = f", and {version} is installed" if version else ""
         return f"{engine_class(engine).title} has it from {row.since} on{installed}"
     same = next((names for names in _SAME if lower in names), (name,))
-    if here := next((other for other in same if other in known and other != name), None):
-        return f"the same format is called {here} here"
+    here = [other for other in same if other in known and other != name]
+    # the engine's own name before one that is there as a side of a pair
+    if own := sorted(here, key=lambda other: bool(engine) and other not in engine_class(engine).cache_formats):
+        return f"the same format is called {own[0]} here"
     for other in same:
         if there := [cls.name for cls in owners(other) if cls.name != engine]:
             it = "it" if other == name else other
