@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, UsageError
+from fidelab.core.sequence import KVLayer
 from fidelab.engines.base import read_back_proof
+from fidelab.engines.cache_formats import NATIVE_FORMAT
 from fidelab.engines.capture_files import CaptureWriter
 from fidelab.engines.vllm import capture as vllm_capture
 from fidelab.engines.vllm import runners
@@ -25,7 +28,9 @@ from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
 from fidelab.engines.vllm.launch import Backend, cpu_cache_bytes
 from fidelab.engines.vllm.model import VLLMModel, is_refusal
 from fidelab.engines.vllm.options import size_in_bytes
-from fidelab.engines.vllm.read_back import _sequence, stored_as
+from fidelab.engines.vllm.read_back import _expected, _sequence, exact_remark, resolved, stored_as
+from fidelab.physics.shapes import Geometry
+from fidelab.physics.traffic import Model as Traffic
 from tests.present import present
 
 WIDTH, VOCAB = 4, 11
@@ -129,6 +134,57 @@ def test_a_format_is_claimed_where_the_cache_proves_it(
 ) -> None:
     described = [{"dtype": "uint8", "kv_cache_dtype": name, "number": n} for n, name in enumerate(layers)]
     assert stored_as(asked(kv), backend, {"read_back": {"matches": matches}}, described) == found
+
+
+def cache_of(kv: str, exact: Collection[int], total: int = 30, dim: int = 64, windowed: Collection[int] = ()) -> Any:
+    """Layers as vLLM's worker describes them: those in ``exact`` hold bfloat16, the others the format."""
+    one = VLLMEngine.cache_format(KVSpec.parse(kv))
+    assert one is not None
+    rows = []
+    for number in range(total):
+        held = NATIVE_FORMAT if number in exact else one
+        sides = held.head_bytes(KVLayer(3, dim, dim), 2)
+        row = {"number": number, "index": None, "heads": 3, "k_dim": dim, "v_dim": dim, "latent": False}
+        row |= {"dtype": "uint8", "kv_cache_dtype": "auto" if number in exact else kv, "windowed": number in windowed}
+        rows.append(row | {"bytes_per_token": 3 * sum(sides)})
+    return rows
+
+
+PACKED = ("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit")
+
+
+@pytest.mark.parametrize("kv", PACKED)
+def test_layers_that_vllm_itself_leaves_in_16_bits_are_part_of_the_plan(kv: str) -> None:
+    ends = SimpleNamespace(kv_cache_dtype_skip_layers=["0", "1", "28", "29"])
+    arm, layers = resolved(asked(kv), ends), cache_of(kv, (0, 1, 28, 29))
+    assert stored_as(arm, GOOD, {"read_back": {"matches": None}}, layers) == kv
+    assert _expected(arm, layers) == sum(layer["bytes_per_token"] for layer in layers)
+    assert exact_remark(arm, layers) == ["4 of 30 layers are 16 bit (bfloat16): 0, 1, 28, 29"]
+    shape = Traffic(Geometry("m", 30, (KVLayer(3, 64, 64),) * 30, 1), engine="vllm")
+    assert shape.token_bytes(KVSpec.parse(kv)) == _expected(arm, layers)
+
+
+def test_a_layer_that_is_left_out_against_the_plan_or_taken_in_against_it_is_named() -> None:
+    ends, seen = SimpleNamespace(kv_cache_dtype_skip_layers=["0", "1", "28", "29"]), {"read_back": {"matches": None}}
+    arm = resolved(asked("turboquant_4bit_nc"), ends)
+    less, more = cache_of("turboquant_4bit_nc", (0, 1, 28)), cache_of("turboquant_4bit_nc", (0, 1, 2, 28, 29))
+    assert stored_as(arm, GOOD, seen, less) == "turboquant_4bit_nc in layer 29"
+    assert stored_as(arm, GOOD, seen, more) == "auto in layer 2"
+    plain = cache_of("fp8_e4m3", (2,))
+    nothing = SimpleNamespace(kv_cache_dtype_skip_layers=[])
+    assert stored_as(resolved(asked("fp8_e4m3"), nothing), GOOD, seen, plain) == "auto and fp8_e4m3"
+
+
+def test_layers_with_a_sliding_window_are_left_out_by_their_kind_and_a_model_without_any_is_not_engaged() -> None:
+    kv, seen = "fp8_e4m3[skip-layers=sliding_window,29]", {"read_back": {"matches": 1.0}}
+    windowed = range(0, 30, 2)
+    there = SimpleNamespace(kv_cache_dtype_skip_layers=["sliding_window", "29"])
+    layers = cache_of("fp8_e4m3", (*windowed, 29), windowed=windowed)
+    arm = resolved(asked(kv), there)
+    assert stored_as(arm, GOOD, seen, layers) == "fp8_e4m3"
+    assert _expected(arm, layers) == sum(layer["bytes_per_token"] for layer in layers)
+    none = cache_of("fp8_e4m3", (29,))
+    assert stored_as(arm, GOOD, seen, none) == "uint8 in all layers, of which none has a sliding window"
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16"])

@@ -94,7 +94,7 @@ def runtime_info(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[st
             "threads": model.about["threads"],
             "compute_dtype": arm.dtype,
             "forced": bool(backend.reason),
-            "remarks": remarks(backend, layers, _differences(model, arm)),
+            "remarks": [*exact_remark(arm, here["layers"]), *remarks(backend, layers, _differences(model, arm))],
         },
     )
 
@@ -104,6 +104,15 @@ def _sequence(layers: Sequence[Layer], state_bytes: float) -> SequenceBytes | No
     if not any(layer.get("window") for layer in layers):
         return None
     return SequenceBytes.summed([StoreBytes(x["bytes_per_token"], window=x.get("window")) for x in layers], state_bytes)
+
+
+def exact_remark(arm: Arm, layers: Sequence[Layer]) -> list[str]:
+    """Say which layers hold the compute type beside a quantized cache; ``arm``: :func:`resolved`."""
+    exact = [layer for layer in layers if _is_exact(arm, layer)]
+    if not exact or len(exact) == len(layers):
+        return []
+    numbers = ", ".join(str(layer["number"]) for layer in exact)
+    return [f"{len(exact)} of {len(layers)} layers are 16 bit ({arm.dtype}): {numbers}"]
 
 
 def _differences(model: VLLMModel, arm: Arm) -> list[str]:
@@ -162,6 +171,8 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     stored = seen["read_back"].get("stored")
     if stored is not None and kv_name in _NATIVE_BYTES and stored != kv_name:
         return str(stored)
+    if arm.kv.skip_kinds and not any(layer.get("windowed") for layer in layers):
+        return f"{dtype} in all layers, of which none has a sliding window"
     names = {layer["kv_cache_dtype"] for layer in layers if not _is_exact(arm, layer)}
     if kv_name != "auto" and names != {kv_name}:
         return f"{' and '.join(sorted(names))}"
