@@ -144,7 +144,7 @@ def cache_of(kv: str, exact: Collection[int], total: int = 30, dim: int = 64, wi
     for number in range(total):
         held = NATIVE_FORMAT if number in exact else one
         sides = held.head_bytes(KVLayer(3, dim, dim), 2)
-        row = {"number": number, "index": None, "heads": 3, "k_dim": dim, "v_dim": dim, "latent": False}
+        row: dict[str, Any] = {"number": number, "index": None, "heads": 3, "k_dim": dim, "v_dim": dim, "latent": False}
         row |= {"dtype": "uint8", "kv_cache_dtype": "auto" if number in exact else kv, "windowed": number in windowed}
         rows.append(row | {"bytes_per_token": 3 * sum(sides)})
     return rows
