@@ -11,13 +11,14 @@ import pytest
 from fidelab.config.experiment import validate
 from fidelab.config.serve import ServeCommand, program_python, read_change, read_served
 from fidelab.core.errors import ConfigError, InputError, UsageError
+from fidelab.engines.base import engine_class
 
-CONTROLLED = {"vllm": {"enable-prefix-caching": "every window starts with an empty cache"}}
 VLLM = "vllm serve owner/m --max-model-len 4096 --enable-prefix-caching --port 8001 --dtype half"
 
 
 def controlled(engine: str) -> Mapping[str, str]:
-    return CONTROLLED.get(engine, {})
+    """The engine's own, as every command passes it on."""
+    return engine_class(engine).controlled
 
 
 def read(text: str) -> ServeCommand:
@@ -40,7 +41,7 @@ def test_flags_of_vllm_are_options_fields_and_words_that_go_into_no_arm() -> Non
     assert found["engine_args"] == {"max-model-len": "4096", "enforce-eager": "no"}  # a server compiles unless told
     assert found["serve"]["words"] == ["--enable-prefix-caching", "--port", "8001"]
     assert found["serve"]["ignored"] == {
-        "--enable-prefix-caching": "every window starts with an empty cache",
+        "--enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
         "--port 8001": "only concerns serving",
     }
 
@@ -226,7 +227,10 @@ def test_half_a_format_its_layers_a_negation_and_one_part_of_json_change(
     ("text", "said"),
     [
         ("--port 9000", "changes nothing that is compared: --port 9000 .only concerns serving"),
-        ("--no-enable-prefix-caching", "every window starts with an empty cache"),
+        (
+            "--no-enable-prefix-caching",
+            "captures compute every position; axis paths asks what a hit in the cache changes",
+        ),
         ("--max-model-len 4096", "the pasted command says the same"),
         ("", "changes nothing"),
         ("kv=fp8 --x; y", "is shell syntax"),

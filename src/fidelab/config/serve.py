@@ -727,7 +727,9 @@ def _apply_flag(
     converted: str | None = value
     if not negated and (convert := dialect.conversions.get(head)) is not None:
         converted = convert(value)
-    reason = dialect.ignored.get(head) or controlled.get(option) or controlled.get(head) or _unimportant(head)
+    # A flag that says an option in other words is judged by that option.
+    reason = dialect.ignored.get(head) or controlled.get(option)
+    reason = reason or (None if head in dialect.names else controlled.get(head)) or _unimportant(head)
     if option.startswith("@"):
         key = option[1:]
         if negated:
