@@ -376,16 +376,18 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
     builders = _builders(runner)
     layers, addresses = [], set()
     for name, layer in _attention(runner).items():
-        cache = layer.kv_cache
-        if cache.data_ptr() in addresses:
+        if not _writes(layer):
             continue
+        cache = layer.kv_cache
+        # Groups of layers (with a window, and without) have blocks of their own in one allocation.
+        again = cache.data_ptr() in addresses
         addresses.add(cache.data_ptr())
         latent = not hasattr(layer, "num_kv_heads") or hasattr(layer, "kv_lora_rank")
         layers.append(
             {
                 "name": name,
                 "dtype": dtype_name(cache.dtype),
-                "bytes": cache.numel() * cache.element_size(),
+                "bytes": 0 if again else cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
                 "block_size": sizes[name],
                 "window": windows[name],
