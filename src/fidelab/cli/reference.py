@@ -57,7 +57,51 @@ def pages() -> dict[str, str]:
         for name in registry.built_in:
             schema = registry.load(name).Settings.model_json_schema(by_alias=True)
             settings += [f"## {kind} {name}", _fields_table(schema, "setting")]
-    return {**command_pages, **_file_pages(), "settings.md": "\n\n".join(settings) + "\n"}
+    texts = {"settings.md": "\n\n".join(settings) + "\n", "formats.md": _cache_formats()}
+    return {**command_pages, **_file_pages(), **texts}
+
+
+def _cache_formats() -> str:
+    """The page of the cache formats that engines define, and of what other tools call theirs."""
+    from fidelab.engines.base import engines
+    from fidelab.engines.cache_formats import CacheFormat
+    from fidelab.engines.format_names import ELSEWHERE
+
+    def bits(row: CacheFormat) -> str:
+        """Of a value of a head of 128, keys and values where they differ."""
+        if row.latent is not None and row.latent.fixed:
+            return f"{row.latent.fixed} bytes a token"
+        wide = "as computed"
+        sides = [f"{8 * side.head_bytes(128, 2) / 128:g}" if side.bits else wide for side in (row.k, row.v)]
+        return "/".join(dict.fromkeys(sides))
+
+    parts = [
+        "# Cache formats of engines",
+        _HEADER.strip(),
+        "Names are the engine's own. Bits are those of a value in a head of 128, scales included. "
+        "*Proven by content*: stored and written numbers are compared; *by bytes*: the engine's name of the format and "
+        "the bytes of its pages are. fidelab's own formats, on engine `hf`, are in the "
+        "[guide](../guide.md#kv-formats); `fidelab setup formats` counts bytes for a model.",
+    ]
+    for cls in engines():
+        rows = []
+        for row in cls.cache_formats.values():
+            needs = [
+                row.needs,
+                f"from {row.since} on" if row.since else "",
+                f"gone: {row.instead}" if row.instead else "",
+            ]
+            if row.keeps:
+                needs.append("leaves the first and the last two layers in 16 bits, unless the model is a hybrid")
+            cells = (f"`{row.name}`", bits(row), row.scales or "–", "; ".join(filter(None, needs)) or "–", row.proof)
+            rows.append("| " + " | ".join(cells) + " |")
+        if rows:
+            head = "| name | bits per value | scales | needs | proven by |\n|---|---|---|---|---|"
+            parts += [f"## {cls.title or cls.name}", "\n".join([head, *rows])]
+    tools = [f"| {tool.tool} | `{tool.option}` | {tool.values} | {tool.way} |" for tool in ELSEWHERE]
+    head = "| tool | option | values | here |\n|---|---|---|---|"
+    parts += ["## Other tools", "What tools call their formats that fidelab does not run.", "\n".join([head, *tools])]
+    return "\n\n".join(parts) + "\n"
 
 
 def with_harmless_options(guide: str) -> str:

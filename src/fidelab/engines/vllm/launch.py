@@ -141,12 +141,13 @@ def serve_variables(arm: Arm) -> dict[str, str]:
 
 @cache
 def cache_formats() -> tuple[str, ...]:
-    """Return the values that ``--kv-cache-dtype`` takes."""
+    """Return the values that ``--kv-cache-dtype`` takes, those that plug-ins have registered (0.33) included."""
     try:
-        from vllm.config.cache import CacheDType
+        from vllm.config import cache as vllm_cache
     except ImportError as error:
         raise EngineError(f"vLLM does not import ({' '.join(str(error).split())[:200]})") from error
-    return tuple(get_args(CacheDType))
+    # a list that grows, which is read anew each time
+    return tuple(getattr(vllm_cache, "KV_CACHE_DTYPES", None) or get_args(vllm_cache.CacheDType))
 
 
 def engine_options(arm: Arm) -> dict[str, Any]:
