@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fidelab.core import Arm, KVSpec
+from fidelab.core.errors import NotSupportedError
 from fidelab.core.sequence import KVLayer
 from fidelab.engines.cache_formats import NATIVE_FORMAT, exact_layers
 from fidelab.engines.vllm.cache_formats import CACHE_FORMATS, format_of
@@ -25,7 +26,10 @@ PLANS = ("{}", "{}[skip-layers=0,3]", "{}[skip-layers=sliding_window]")
 def layers_of(shape: str) -> list[KVLayer]:
     """As a plan knows them, before anything runs."""
     return [
-        KVLayer(row["heads"], row["k_dim"], row["v_dim"], row["window"], row["latent"], row["number"])
+        KVLayer(
+            *(row["heads"], row["k_dim"], 0 if row["latent"] else row["v_dim"]),
+            *(row["window"], row["latent"], row["number"]),
+        )
         for row in RECORDED[shape]["layers"]
     ]
 
@@ -88,7 +92,9 @@ def test_what_follows_the_plan_is_shown_and_what_does_not_is_refuted(shape: str,
     one = format_of(kv)
     assert one is not None
     if any(layer.latent for layer in layers) and one.latent is None:
-        pytest.skip("vLLM has no such cache of latents")
+        with pytest.raises(NotSupportedError, match="no format of latents"):
+            one.head_bytes(layers[0], 2)
+        return
     windows = [layer for layer in layers if layer.window]
     if kv.skip_kinds and not windows:
         rows, words = described(shape, kv)
