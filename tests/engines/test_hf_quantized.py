@@ -181,6 +181,8 @@ def test_a_run_proves_what_was_stored_and_read(kv: str, dtype: str, checkpoint: 
     assert info.more["k_changed"] > 0.1
     assert info.more["positions_read"] == {"quantized": 59, "own": 80}
     assert info.more["quantized_cache"]["tensors"][0][0] == info.k_dtype
+    share = info.more["quantized_share"]
+    assert share == 1 if kv == FP8 else 0.5 < share < 1
 
 
 def test_a_run_that_reads_no_quantized_token_is_not_engaged(checkpoint: Checkpoint) -> None:

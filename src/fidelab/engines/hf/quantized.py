@@ -128,8 +128,10 @@ class TransformersCache(QuantizedCache):
         """Layers that hold keys and values: 0 before the first write."""
         return len(self._written)
 
-    def check_bands(self) -> None:
-        """Attention gets one tensor of keys and one of values, without exceptions of single queries."""
+    @property
+    def quantized_tokens(self) -> int:
+        """Tokens of a sequence that are quantized."""
+        return next((shape_of(layer, *next(sides_of(layer)))[2] for layer in self._written), 0)
 
     def repeated(self, sequences: int) -> TransformersCache:
         """Transformers' quantized layers cannot be repeated."""

@@ -38,6 +38,7 @@ class QuantizedProof(Proof):
     def __init__(self, kv: KVSpec, spec: Quantized, seed: int = 0) -> None:
         self._spec = spec
         self._read = {"quantized": 0, "own": 0}  # positions, by what their attention read of earlier tokens
+        self._tokens = [0, 0]  # that those in "quantized" read: quantized ones, and all
         none = cast(Format, None)  # no format of fidelab encodes
         super().__init__(kv, none, none, seed)
 
@@ -51,8 +52,13 @@ class QuantizedProof(Proof):
     # ------------------------------------------------------------------------------------------- answers
 
     def record(self) -> dict[str, Any]:
-        """Return the record of the base with ``positions_read``: how many positions read quantized tokens."""
-        return {**super().record(), "positions_read": dict(self._read)}
+        """Return the record of the base with what was read.
+
+        ``positions_read``: how many positions read quantized tokens, and how many were in a first forward.
+        ``quantized_share``: of the tokens that the former read; the others waited in the compute type.
+        """
+        share = self._tokens[0] / self._tokens[1] if self._tokens[1] else None
+        return {**super().record(), "positions_read": dict(self._read), "quantized_share": share}
 
     def _answer(self, question: str) -> str:
         if question == "received" and not self._refuted and self._read["own"] and not self._read["quantized"]:
@@ -71,7 +77,12 @@ class QuantizedProof(Proof):
     @contextmanager
     def forward(self, cache: Any, tokens: int) -> Iterator[None]:
         if self._observing:
-            self._read["quantized" if cache.get_seq_length() else "own"] += tokens
+            past = cache.get_seq_length()
+            self._read["quantized" if past else "own"] += tokens
+            if past:
+                every = tokens * past + tokens * (tokens + 1) // 2
+                self._tokens[0] += every if self._spec.backend == "fp8" else tokens * cache.quantized_tokens
+                self._tokens[1] += every
         with super().forward(cache, tokens):
             yield
 
