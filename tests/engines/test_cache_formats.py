@@ -79,7 +79,7 @@ def test_a_slot_is_rounded_up_for_keys_and_values_together_and_a_block_must_divi
     assert packed.head_bytes(KVLayer(1, 64, 64), 2) == (56,)  # 24 + 2 + 24 + 4 = 54
     with pytest.raises(NotSupportedError, match=r"^heads of 80 are no multiple of q8_0's block of 32$"):
         row("llamacpp", "q8_0").head_bytes(KVLayer(1, 80, 80), 2)
-    with pytest.raises(NotSupportedError, match="no format of latents"):
+    with pytest.raises(NotSupportedError, match="does not hold latents"):
         row("vllm", "turboquant_4bit_nc").head_bytes(KVLayer(1, 512, 64, latent=True), 2)
     with pytest.raises(NotSupportedError, match="a format of latents, which this model does not cache"):
         row("vllm", "fp8_ds_mla").head_bytes(KVLayer(1, 128, 128), 2)

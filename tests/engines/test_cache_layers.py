@@ -92,7 +92,7 @@ def test_what_follows_the_plan_is_shown_and_what_does_not_is_refuted(shape: str,
     one = format_of(kv)
     assert one is not None
     if any(layer.latent for layer in layers) and one.latent is None:
-        with pytest.raises(NotSupportedError, match="no format of latents"):
+        with pytest.raises(NotSupportedError, match="does not hold latents"):
             one.head_bytes(layers[0], 2)
         return
     windows = [layer for layer in layers if layer.window]

@@ -126,7 +126,7 @@ def _bits(row: Mapping[str, Any]) -> str:
 
 
 def _other_versions(places: Mapping[str, InstalledEngine]) -> dict[str, list[str]]:
-    """What other versions of the engines have: formats that the installed one lacks, and what is gone."""
+    """Return the formats of other versions of the engines that the installed one lacks."""
     found: dict[str, list[str]] = {}
     for engine, place in places.items():
         by_version: dict[str, list[str]] = {}

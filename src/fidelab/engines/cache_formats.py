@@ -28,6 +28,8 @@ class Codes:
         scale: bytes of a group's scale, with its zero point where it has one.
         block: the head size must be a multiple of it.
         fixed: bytes of a head whatever its size, instead of all these.
+        params: numbers of the compute type that a group has besides ``scale``.  Such groups go on over heads and
+            tokens, so that a head may have a part of one.
     """
 
     bits: float = 0.0
@@ -35,6 +37,7 @@ class Codes:
     scale: int = 0
     block: int = 1
     fixed: int = 0
+    params: int = 0
 
     def head_bytes(self, dim: int, native: int) -> int:
         """Return the bytes of a token of one head of ``dim`` values; ``native``: bytes of a compute-type value."""
@@ -42,6 +45,8 @@ class Codes:
             return self.fixed
         if not self.bits:
             return dim * native
+        if self.params:
+            return math.ceil(dim * self.bits / 8 + dim / self.group * self.params * native)
         groups = math.ceil(dim / self.group) if self.group else 1
         return math.ceil(dim * self.bits / 8) + groups * self.scale
 
@@ -96,7 +101,7 @@ class CacheFormat:
         """
         if layer.latent:
             if self.latent is None:
-                raise NotSupportedError(f"{self.name} is no format of latents, which this model caches")
+                raise NotSupportedError(f"{self.name} does not hold latents, which this model caches")
             return (self.latent.head_bytes(layer.k_dim + layer.v_dim, native),)
         if reason := self.refusal(layer.k_dim, layer.v_dim):
             raise NotSupportedError(reason)

@@ -96,10 +96,12 @@ def shape_of(path: str) -> Shape:
     return Shape(layers, head_dim or None, positions, values, bool(latent), _windowed(text))
 
 
-def _windowed(config: dict[str, Any]) -> bool:
-    """Whether a config names a layer with a sliding window."""
+def _windowed(config: dict[str, Any]) -> bool | None:
+    """Whether a config names a layer with a sliding window; ``None`` if it says nothing of its layers."""
     if isinstance(kinds := config.get("layer_types"), list):
         return any("sliding" in str(kind) for kind in kinds)
+    if "num_hidden_layers" not in config:
+        return None
     return bool(config.get("sliding_window")) and config.get("use_sliding_window") is not False
 
 

@@ -37,7 +37,7 @@ _SAME: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """What a tool that is no engine here calls a cache format, and how the same or the nearest one is reached.
+    """A cache format of a tool that fidelab does not run, and how the same or the nearest one is reached.
 
     ``names``: a pattern of what its users would write after ``--kv``, besides names that engines here have, too.
     """
@@ -102,8 +102,13 @@ def owners(name: str) -> list[type[Engine]]:
 
 
 def names_of(cls: type[Engine]) -> list[str]:
-    """Return the names of an engine's formats by its table, with the sides of pairs that the package k16v8 adds."""
+    """Return the names of an engine's formats by its table, with the sides of pairs that the package k16v8 adds.
+
+    fidelab's own come first where the engine emulates them.
+    """
     own = [name for name, row in cls.cache_formats.items() if not row.instead]
+    if cls.emulates:
+        return [*FORMATS.names(), K16V8, *own]
     pairs = own and cls.cache_format(KVSpec.parse(K16V8)) is not None
     return list(dict.fromkeys((*own, *SIDES, K16V8) if pairs else own))
 
@@ -157,14 +162,15 @@ def format_for(kv: KVSpec, engine: str | None = None) -> tuple[str, CacheFormat]
         UnknownNameError: If no engine, or not this one, has the format.
         UsageError: If several engines mean different things by the name, or the engine refuses the options.
     """
-    if engine is not None and not engine_class(engine).emulates:
+    if engine is not None and not (engine_class(engine).emulates and _is_defined(kv)):
         cls = engine_class(engine)
-        cls.check_kv(kv)
+        if not cls.emulates or {kv.k.name, kv.v.name} <= {*names_of(cls)}:
+            cls.check_kv(kv)
         if (row := cls.cache_format(kv)) is None or row.instead:
             raise _first_unknown(kv, names_of(cls), engine)
         return engine, row
     spelled = meaning(kv, "bf16")
-    if {spelled.k.name, spelled.v.name} <= {*FORMATS.names()}:
+    if _is_defined(kv):
         return None
     found = [(cls.name, row) for cls in engines() if (row := cls.cache_format(kv)) is not None and not row.instead]
     if not found or engine is not None:
@@ -174,6 +180,12 @@ def format_for(kv: KVSpec, engine: str | None = None) -> tuple[str, CacheFormat]
         raise UsageError(f"KV format {kv.label!r} differs between engine {' and '.join(names)}: pass --engine")
     engine_class(found[0][0]).check_kv(kv)
     return found[0]
+
+
+def _is_defined(kv: KVSpec) -> bool:
+    """Whether fidelab itself defines both formats."""
+    spelled = meaning(kv, "bf16")
+    return {spelled.k.name, spelled.v.name} <= {*FORMATS.names()}
 
 
 def _first_unknown(kv: KVSpec, known: Iterable[str], engine: str) -> UnknownNameError:

@@ -18,8 +18,9 @@ from fidelab.core.paths import expand
 from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH
 from fidelab.engines import DEFAULT
 from fidelab.engines.base import Engine, Support, engine_class
+from fidelab.engines.hf.cache_formats import packages_of
 from fidelab.engines.hf.kernels import ATTENTION, AUTO
-from fidelab.engines.installed import gpu_files
+from fidelab.engines.installed import gpu_files, versions_of
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.asked import Engines, check_kv_name, installation_record, native_kv, versions_there
 from fidelab.environments.container import existing_paths
@@ -283,6 +284,7 @@ class _Resolver:
             versions={
                 **versions_there(answers, arm),
                 **versions_for(arm),
+                **versions_of(*packages_of(arm.kv)),
                 **({"draft": drafting} if drafting else {}),
                 # the same URL may lead to another server tomorrow: its captures are this run's alone
                 **({"asked": self._created} if cls.is_server else {}),

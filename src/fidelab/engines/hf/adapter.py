@@ -43,9 +43,17 @@ from fidelab.engines.base import (
     dtype_name,
     one_line,
 )
+from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.checkpoint import loading_refusal, read_config, shape_of, skip_refusal
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.cache_formats import (
+    CACHE_FORMATS,
+    format_of,
+    missing_package,
+    packages_of,
+    quantized_of,
+)
 from fidelab.engines.hf.harmless import HARMLESS
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import versions_of
@@ -150,6 +158,7 @@ class HFEngine(Engine):
     needs: ClassVar[tuple[str, ...]] = ("torch", "transformers")
     library: ClassVar[str] = "transformers"
     emulates: ClassVar[bool] = True
+    cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     layer_formats: ClassVar[LayerFormats] = ANY_FORMAT
     shares_attention: ClassVar[bool] = True
     dequantizes: ClassVar[frozenset[str]] = frozenset(("compressed-tensors",))
@@ -173,15 +182,23 @@ class HFEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return FORMATS.names()
+        return [*FORMATS.names(), *CACHE_FORMATS]
+
+    cache_format = staticmethod(format_of)
+
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        return super().lossless(arm) if format_of(arm.kv) is None else False
 
     @classmethod
     def stores(cls, kv: KVSpec, *, emulated: bool) -> Stored:
-        native = kv.same and kv.text in _UNQUANTIZED
+        native = format_of(kv) is not None or (kv.same and kv.text in _UNQUANTIZED)
         return "native" if native else "emulated" if emulated else "plug-in"
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
+        if quantized_of(kv) is not None:
+            return
         create(kv.k)
         create(kv.v)
 
@@ -193,7 +210,7 @@ class HFEngine(Engine):
             if key.replace("-", "_") in GenerationConfig().to_dict():
                 raise UsageError(f"engine hf: {key} changes nothing here: fidelab decodes greedily without generate()")
             raise unknown_option(cls.name, key, _OPTIONS)
-        if reason := loading_refusal(arm) or _shape_refusal(arm):
+        if reason := missing_package(arm.kv) or loading_refusal(arm) or _shape_refusal(arm):
             return Support(False, reason)
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
@@ -241,6 +258,13 @@ class HFEngine(Engine):
         # A look takes time, and wants all layers.
         observing = not isinstance(request, Timed | RoundedWeights | RoundedCache)
         decodes = isinstance(request, Generate | Forced)
+        if self._model.quantized is not None:
+            if isinstance(request, Layerwise | RoundedWeights | RoundedCache):
+                raise NotSupportedError(
+                    f"{self._arm.kv.label} is not compared layer by layer: one forward of Transformers' QuantizedCache "
+                    "reads nothing quantized"
+                )
+            decodes = True  # windows are read in several forwards, too
         self._model.proof.begin(self.seed, observing=observing, decodes=decodes)
         answer = self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
         self._model.proof.end(self._model.cache)
@@ -250,13 +274,18 @@ class HFEngine(Engine):
         import torch
 
         from fidelab.engines.hf.cache import EncodedCache, state_tensors
+        from fidelab.engines.hf.quantized import TransformersCache
 
         cache = self._model.cache
         dtypes = cache.storage_dtypes() if cache else None
         states = state_tensors(cache) if cache else []
         packed = cache.packed_bytes_per_token() if cache else None
         return RuntimeInfo(
-            versions={**self.versions(), "python": platform.python_version()},
+            versions={
+                **self.versions(),
+                **versions_of(*packages_of(self._arm.kv)),
+                "python": platform.python_version(),
+            },
             device=device_name(self._arm.device),
             attention=self._model.attention,
             k_format=self._model.proof.observed_format(0),
@@ -268,7 +297,7 @@ class HFEngine(Engine):
             kv_layers=cache.kv_layers if cache else None,
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
             state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) or None,
-            sequence=cache.sequence_bytes() if isinstance(cache, EncodedCache) else None,
+            sequence=cache.sequence_bytes() if isinstance(cache, EncodedCache | TransformersCache) else None,
             more={
                 **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,
@@ -278,6 +307,7 @@ class HFEngine(Engine):
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **({"quantized_cache": cache.tensors()} if isinstance(cache, TransformersCache) else {}),
                 **self._model.rounded,
                 **({} if self._jittered is None else {"jittered_weights": self._jittered}),
                 **({"state_dtypes": sorted({dtype_name(state.dtype) for state in states})} if states else {}),
@@ -303,7 +333,8 @@ class HFEngine(Engine):
         import torch
 
         # Not by the memory that is free now: how many windows share a forward changes last bits, so all arms do alike.
-        tokens = _BATCH_TOKENS if self._on_gpu and self._model.hidden else 1
+        together = self._on_gpu and self._model.hidden and self._model.quantized is None
+        tokens = _BATCH_TOKENS if together else 1
         start, windows = 0, request.windows
         while start < len(windows):
             most = windows[start : start + max(1, tokens // len(windows[start]))]
@@ -330,7 +361,7 @@ class HFEngine(Engine):
         keep = _SENTINEL_ROWS if ends else 1
         if not self._model.hidden:
             keep = len(windows[0]) - request.first
-        logits, states = self._model.forward(self._model.tensor(windows), self._model.new_cache(), keep=keep)
+        logits, states = self._model.read(windows, request.first, keep)
         for row, index in enumerate(indices):
             if index in ends:
                 self._model.check_replay(states[row, -keep:], logits[row])
@@ -393,7 +424,12 @@ def _has_exceptions(spec: FormatSpec) -> bool:
 
 
 def _shape_refusal(arm: Arm) -> str | None:
-    """Reason why a format's rotation or groups do not fit the head dimension, if the model's config has it."""
+    """Reason why a format's rotation or groups do not fit the model's heads, as far as its config has them."""
+    if (found := quantized_of(arm.kv)) is not None:
+        shape = shape_of(arm.path)
+        if shape.windowed:
+            return "Transformers' QuantizedCache holds full attention only, and this model has sliding windows"
+        return found.refusal(shape.values if shape.latent else shape.values // 2) or None
     sides = [spec for spec in (arm.kv.k, arm.kv.v) if {"rotate", "axis"} & dict(spec.options).keys()]
     head_dim = shape_of(arm.path).head_dim if sides else None
     if head_dim is None:

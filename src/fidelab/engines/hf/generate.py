@@ -118,14 +118,18 @@ def _shared_prefix(model: HFModel, prompts: Sequence[tuple[int, ...]], sink: Sin
 
 
 def _batches(model: HFModel, request: Generate) -> Iterator[list[int]]:
-    """Prompts of similar length together; of equal length where the model must not be padded."""
+    """Prompts of similar length together; of equal length where the model must not be padded.
+
+    One by one through Transformers' quantized caches, where answers would depend on the others of a batch.
+    """
+    most = request.batch if model.quantized is None else 1
     order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
     batch: list[int] = []
     for index in order:
         if batch:
             shortest, length = len(request.prompts[batch[0]]), len(request.prompts[index])
             limit = shortest + max(32, shortest // 2) if model.padding else shortest
-            if len(batch) >= request.batch or length > limit:
+            if len(batch) >= most or length > limit:
                 yield batch
                 batch = []
         batch.append(index)

@@ -26,8 +26,11 @@ from fidelab.engines.base import one_line
 from fidelab.engines.hf import exceptions
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
+from fidelab.engines.hf.cache_formats import quantized_of
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
+from fidelab.engines.hf.quantized import TransformersCache
+from fidelab.engines.hf.quantized_proof import QuantizedProof
 from fidelab.engines.hf.structure import auto_class
 from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
@@ -35,6 +38,9 @@ from fidelab.formats import create
 
 if TYPE_CHECKING:
     from fidelab.engines.hf.paged import ArmCache
+    from fidelab.formats.base import Format
+
+    HFCache = EncodedCache | TransformersCache | ArmCache
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -85,6 +91,7 @@ class HFModel:
         cache: the last cache that was made.
         head: set for estimator hidden.
         padding: whether sequences of a batch may be padded on the left.
+        quantized: Transformers' own quantized cache, if that is what the configuration has.
         paged: whether k16v8's kernels compute attention.
         kernels_refused: why they do not, on a GPU where no attention was requested.
         proof: evidence for the formats.
@@ -107,11 +114,15 @@ class HFModel:
         torch.set_grad_enabled(False)
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self._k, self._v = create(arm.kv.k), create(arm.kv.v)
-        self.proof = Proof(arm.kv, self._k, self._v, seed)
+        self.quantized = quantized_of(arm.kv)
+        self._sides: tuple[Format, Format] | None = None
+        if self.quantized is None:
+            self._sides = create(arm.kv.k), create(arm.kv.v)
+        self._excepted = self._sides is not None and any(side.has_exceptions for side in self._sides)
+        self.proof = self._new_proof()
         self._states: list[Tensor] = []  # input of the LM head in one forward
         self._keep = 1
-        self.cache: EncodedCache | ArmCache | None = None
+        self.cache: HFCache | None = None
         self.head: ReplayedHead | None = None
         self.kernels_refused: str | None = None
         self._load()
@@ -122,12 +133,18 @@ class HFModel:
         if "attention" in self._options or not arm.device.startswith("cuda") or not self._kernels_attend():
             self._try_out()
 
+    def _new_proof(self) -> Proof:
+        if self.quantized is not None:
+            return QuantizedProof(self._arm.kv, self.quantized, self._seed)
+        assert self._sides is not None
+        return Proof(self._arm.kv, *self._sides, self._seed)
+
     def _load(self) -> None:
         """Load tokenizer and model; exceptions of Transformers become one line."""
         path, attn = self._arm.path, self._options.get("attention")
         if attn == hf_kernels.THEIRS:
             attn = None
-        if self._k.has_exceptions or self._v.has_exceptions:
+        if self._excepted:
             attn = exceptions.ATTENTION
             exceptions.register_attention()
         if attn == hf_kernels.NAME:
@@ -225,12 +242,15 @@ class HFModel:
         """Run two small forwards, so that an unusable spec or model is refused before any request is answered."""
         kind = self.config.model_type
         # Of this attention, whatever was tried before.
-        self.proof = Proof(self._arm.kv, self._k, self._v, self._seed)
+        self.proof = self._new_proof()
         self.proof.begin(self._seed, observing=False)  # but for the forward below
         try:
             cache = self.new_cache()
             with self.proof.watch(cache):
                 logits, states = self.forward(self.tensor([[0, 1]]), cache, keep=2)
+            if self.quantized is not None:  # the first forward reads nothing quantized
+                with self.proof.watch(cache):
+                    self.forward(self.tensor([[2]]), cache)
             if self.hidden:
                 self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
             plain = self.new_cache() if self.paged else None  # k16v8's attention needs a cache
@@ -256,7 +276,8 @@ class HFModel:
                 f"{self.cache.expected_bytes_per_token():g}: integers take group= the size of a head"
             )
         # Left padding would enter a recurrent state, a model that takes no positions would count it, so would sinks.
-        padded = not (self.cache.has_recurrent_layers or self._k.has_exceptions or self._v.has_exceptions)
+        # Groups and scales of Transformers' caches go over all sequences of a batch.
+        padded = not (self.cache.has_recurrent_layers or self._excepted or self.quantized)
         self.padding = "position_ids" in self._takes and padded
 
     def _poison(self) -> None:
@@ -270,24 +291,28 @@ class HFModel:
 
     # ----------------------------------------------------------------------------------------- forward
 
-    def new_cache(self, mask: Tensor | None = None) -> EncodedCache | ArmCache:
+    def new_cache(self, mask: Tensor | None = None) -> HFCache:
         """Create a fresh cache.  The previous one is released first, so that only one is held."""
         self.cache = None
+        if self.quantized is not None:
+            self.cache = TransformersCache(self.module.config, self.quantized)
+            return self.cache
+        assert self._sides is not None
         if self.paged:
             from fidelab.engines.hf.paged import ArmCache
 
             with k16v8.translated_errors():
-                self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
+                self.cache = ArmCache(self.module.config, self._arm, *self._sides)
             return self.cache
         padding = None if mask is None else mask.bool()
         kv = self._arm.kv
-        self.cache = EncodedCache(self.module.config, self._k, self._v, kv.skip_layers, padding, kv.skip_kinds)
+        self.cache = EncodedCache(self.module.config, *self._sides, kv.skip_layers, padding, kv.skip_kinds)
         return self.cache
 
     def forward(
         self,
         ids: Tensor,
-        cache: EncodedCache | ArmCache | None,
+        cache: HFCache | None,
         *,
         mask: Tensor | None = None,
         keep: int = 1,
@@ -317,6 +342,25 @@ class HFModel:
             raise EngineError(f"the LM head saw states {shapes} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
         return logits, self._states[0]
 
+    def read(self, windows: Sequence[Sequence[int]], first: int, keep: int) -> tuple[Tensor, Tensor]:
+        """Return live logits and states, as :meth:`forward` does, of windows of one length through a fresh cache.
+
+        Rows from ``first`` on read what the cache holds.  Transformers' quantized caches are therefore read in several
+        forwards: the first one reads its own keys and values, and later ones hold a tail each, so that every position
+        reads what it would in decoding token by token.
+        """
+        ids, cache = self.tensor(windows), self.new_cache()
+        pieces = [ids]
+        if self.quantized is not None:
+            begin = first or ids.shape[1] // 2
+            later = torch.split(ids[:, begin:], self.quantized.tail or ids.shape[1], dim=1)
+            pieces = [ids[:, :begin], *later] if begin else pieces
+        found = [self.forward(piece, cache, keep=min(keep, piece.shape[1])) for piece in pieces]
+        if len(found) == 1:
+            return found[0]
+        logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        return logits[:, -keep:], states
+
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Hook before the LM head: record its input, and pass on only the rows that are needed.
 
@@ -325,7 +369,7 @@ class HFModel:
         self._states.append(args[0])
         return (args[0][:, -self._keep :], *args[1:])
 
-    def _positions(self, ids: Tensor, cache: EncodedCache | ArmCache, mask: Tensor | None) -> Tensor:
+    def _positions(self, ids: Tensor, cache: HFCache, mask: Tensor | None) -> Tensor:
         new = ids.shape[1]
         if mask is not None:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]

@@ -14,11 +14,13 @@ from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.engines.hf import cache as encoded
+from fidelab.engines.hf import quantized
 from fidelab.formats.base import Format
 from fidelab.formats.known import KNOWN
 
 # Packages whose functions may be found in the classes and modules of a cache.
 _PACKAGES = frozenset(("fidelab", "k16v8", "torch", "transformers", *sys.stdlib_module_names))
+_LAYERS = "transformers.cache_utils"
 _MODULES = ("fidelab.formats", "fidelab.engines.hf.cache", "fidelab.engines.hf.exceptions")
 
 
@@ -31,6 +33,24 @@ def foreign_code(cache: Any, kv: KVSpec, k: Format, v: Format) -> str | None:
         k, v: the encoders that were made for the configuration.
     """
     return next(_findings(cache, kv, k, v), None)
+
+
+def foreign_quantized_code(cache: Any) -> str | None:
+    """Return the first part of a cache that is neither Transformers' nor fidelab's; ``None`` if all are."""
+    return next(_quantized_findings(cache), None)
+
+
+def _quantized_findings(cache: Any) -> Iterator[str]:
+    if type(cache) is not quantized.TransformersCache:
+        yield f"the cache is a {_class(cache)}, not Transformers'"
+    yield from _foreign_functions(type(cache))
+    yield from _held_functions("the cache", cache)
+    for kind in {type(layer) for layer in cache.layers}:
+        if kind.__module__ != _LAYERS or kind is not getattr(sys.modules[_LAYERS], kind.__name__, None):
+            yield f"a layer is a {kind.__module__}.{kind.__qualname__}, not Transformers'"
+        yield from _foreign_functions(kind)
+    for number, layer in enumerate(cache.layers):
+        yield from _held_functions(f"layer {number}", layer)
 
 
 def _findings(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
@@ -76,9 +96,7 @@ def _layers(cache: Any, kv: KVSpec, k: Format, v: Format) -> Iterator[str]:
         elif kind in encoded.LAYER_KINDS:
             if not kv.skips(number, getattr(layer, "is_sliding", False)):
                 yield f"layer {number} keeps keys and values in the type of the model"
-        elif kind.__module__ != "transformers.cache_utils" or kind is not getattr(
-            sys.modules[kind.__module__], kind.__name__, None
-        ):
+        elif kind.__module__ != _LAYERS or kind is not getattr(sys.modules[kind.__module__], kind.__name__, None):
             yield f"layer {number} is a {_class(layer)}, not fidelab's"
     for kind in kinds:
         yield from _foreign_functions(kind)

@@ -50,7 +50,7 @@ from fidelab.formats.known import (
 )
 
 _QUESTIONS = ("received", "stored", "named")
-_WORDS = ("keys", "values")
+WORDS = ("keys", "values")
 _About = Mapping[str, Any]
 _SENTINELS = 3  # layers that are observed where not all are
 _POSITIONS = 256  # of a layer, that are compared: where there are more, drawn ones and the last
@@ -64,7 +64,7 @@ _PART = "no forward through an empty cache was observed, so what the kernels rea
 
 
 @dataclass
-class _Evidence:
+class Evidence:
     """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` if unknown."""
 
     layers: list[int] = field(default_factory=list)
@@ -169,7 +169,7 @@ class Proof:
         self._observing, self._decodes = True, False
         self._forwards = {"prefills": _Forwards(), "steps": _Forwards()}
         self._written: _Written | None = None  # of the cache of the last forward
-        self._seen = _Evidence()  # the forward that left the fewest questions open
+        self._seen = Evidence()  # the forward that left the fewest questions open
         self._names: tuple[dict[str | None, None], dict[str | None, None]] = ({}, {})  # of all forwards
         self._changed, self._numbers = [0, 0], [0, 0]
         self._layers: set[int] = set()
@@ -296,22 +296,22 @@ class Proof:
             encoded = _encoded(cache)
             self._of_layers = len(encoded)
             sentinels = {number: cache.layers[number] for number in (encoded if every_layer else self._drawn(encoded))}
-        evidence = _Evidence()
+        evidence = Evidence()
         inputs: dict[int, tuple[Tensor, Tensor]] = {}
         outputs: dict[int, tuple[Tensor, Tensor]] = {}
         vectors = self._draw.choice([*sentinels]) if sentinels else None  # the layer whose encoders are checked
 
         def updated(key: Tensor, value: Tensor, layer: int, update: Callable[[], Any]) -> Any:
+            before = self._before(sentinels[layer]) if layer in sentinels else None
             out = update()
             if self._written is not None:
                 self._written.add(layer, key, value)
             if layer in sentinels:
                 inputs[layer], outputs[layer] = (key, value), out
                 if not _handed(out[0]):
-                    self._look(evidence, layer, sentinels[layer], inputs[layer], out)
+                    self._look_updated(evidence, layer, sentinels[layer], before, inputs[layer], out)
                     if layer == vectors:
-                        for side, store in enumerate((sentinels[layer].k, sentinels[layer].v)):
-                            self._check_encoder(self._asked[side], store.format)
+                        self._check_encoders(sentinels[layer])
             return out
 
         def attended(
@@ -365,7 +365,28 @@ class Proof:
 
     # ----------------------------------------------------------------------------------------- comparison
 
-    def _look(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, outputs: Any) -> None:
+    def _before(self, storage: Any) -> Any:
+        """Return what a layer held before an update, for :meth:`_look_updated`."""
+        return None
+
+    def _look_updated(
+        self, evidence: Evidence, layer: int, storage: Any, before: Any, inputs: Any, outputs: Any
+    ) -> None:
+        """Compare what a layer holds and returns after an update with what was written."""
+        self._look(evidence, layer, storage, inputs, outputs)
+
+    def _check_encoders(self, storage: Any) -> None:
+        """Compare the encoders of one layer with the tables of known vectors."""
+        for side, store in enumerate(self._stores_of(storage)):
+            if store is not None:
+                self._check_encoder(self._asked[side], store.format)
+
+    @staticmethod
+    def _stores_of(storage: Any) -> tuple[EncodedStore | None, EncodedStore | None]:
+        """Return the stores of a layer's keys and values; ``None`` where Transformers itself stores them."""
+        return storage.k, storage.v
+
+    def _look(self, evidence: Evidence, layer: int, storage: Any, inputs: Any, outputs: Any) -> None:
         """Compare stored parts with the tensors that were written and those that the cache returns."""
         for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
             store = (storage.k, storage.v)[side]
@@ -373,7 +394,7 @@ class Proof:
             if scale is not None and written.shape[2] == out.shape[2]:
                 fitted = self._formats[side].fit(written, store.padding_mask)
                 if fitted is None or not equal_bits(fitted, scale):
-                    finding = f"layer {layer} has a scale other than {self._asked[side]} fits to its {_WORDS[side]}"
+                    finding = f"layer {layer} has a scale other than {self._asked[side]} fits to its {WORDS[side]}"
                     self.refute("stored", finding)
             if store.format.has_exceptions:
                 fresh, (begin, end) = out.shape[2] - written.shape[2], store.span
@@ -393,7 +414,7 @@ class Proof:
             if not decodes:
                 fresh = out[:, :, -written.shape[2] :]
                 what = "untouched" if equal_bits(fresh, written) else "other"
-                self.refute("received", f"layer {layer} is handed {what} {_WORDS[side]}, not those that are stored")
+                self.refute("received", f"layer {layer} is handed {what} {WORDS[side]}, not those that are stored")
                 new = tuple(p[:, :, -written.shape[2] :] for p in parts)
                 near = names_of(new, written.shape[-1], written, scale, exact=False, asked=self._asked[side])
                 # The nearest format is a guess: it is believed where it is the one that was asked for.
@@ -416,7 +437,7 @@ class Proof:
 
     def _note(
         self,
-        evidence: _Evidence,
+        evidence: Evidence,
         side: int,
         layer: int,
         stored: tuple[Parts, Tensor, Tensor | None],
@@ -434,16 +455,16 @@ class Proof:
             same = canonical(asked, written.shape[-1]) in names
             evidence.formats[side].append(str(asked) if same else next(iter(names), None))
             if not same:
-                finding = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
+                finding = f"{WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
                 self.refute("named", f"{finding}, not {asked}")
             encoded = self._formats[side].encode(written, scale) if fresh else ()
             if encoded and not (
                 len(encoded) == len(parts)
                 and all(equal_bits(new, part[:, :, -new.shape[2] :]) for new, part in zip(encoded, parts, strict=True))
             ):
-                self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
+                self.refute("stored", f"layer {layer} does not store what {asked} makes of its {WORDS[side]}")
             if encoded and self._depends_on_company(side, written, scale, encoded):
-                finding = f"layer {layer} encodes one token of its {_WORDS[side]} otherwise than several"
+                finding = f"layer {layer} encodes one token of its {WORDS[side]} otherwise than several"
                 self.refute("stored", finding)
         evidence.changed[side] += int((out[:, :, out.shape[2] - fresh :] != written).sum())
         evidence.numbers[side] += written.numel()
@@ -476,7 +497,7 @@ class Proof:
             return
         expected = store.expected_bytes_in(self._formats[side])
         if store.bytes != expected:
-            finding = f"layer {layer} holds its {_WORDS[side]} in {store.bytes:,} bytes, {asked} takes {expected:,}"
+            finding = f"layer {layer} holds its {WORDS[side]} in {store.bytes:,} bytes, {asked} takes {expected:,}"
             self.refute("stored", finding)
         if asked.name not in KNOWN or store.format.token_block > 1:
             return
@@ -484,14 +505,14 @@ class Proof:
         sample = tuple(part.index_select(2, at.to(part.device)) for part in parts)
         decoded = store.format.decode(sample, store.dim, torch.float32, store.scale)
         if canonical(asked, store.dim) not in names_of(sample, store.dim, decoded, store.scale, asked=asked):
-            self.refute("named", f"{_WORDS[side]} of layer {layer} are not in {asked} at the end of a request")
+            self.refute("named", f"{WORDS[side]} of layer {layer} are not in {asked} at the end of a request")
 
     def _look_at_code(self, cache: Any) -> None:
         """Keep the first part of the cache that is not the package's own."""
         if self._foreign is None:
             self._foreign = foreign_code(cache, self._kv, *self._formats)
 
-    def _compare(self, evidence: _Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> bool:
+    def _compare(self, evidence: Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> bool:
         """Compare the arguments of attention with the tensors that the cache returned.  Returns whether they agree."""
         agree = True
         for side, (written, out, tensor) in enumerate(zip(inputs, outputs, received, strict=True)):
@@ -500,12 +521,12 @@ class Proof:
             elif tensor is not out and not equal_bits(tensor, out):
                 agree = False
                 what = "untouched" if equal_bits(tensor[:, :, -written.shape[2] :], written) else "other"
-                self.refute("received", f"attention of layer {layer} got {what} {_WORDS[side]}, not the cache's")
+                self.refute("received", f"attention of layer {layer} got {what} {WORDS[side]}, not the cache's")
         evidence.received.add(layer)
         return agree
 
     def _look_attended(
-        self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, outputs: Any, called: _Called
+        self, evidence: Evidence, layer: int, storage: Any, inputs: Any, outputs: Any, called: _Called
     ) -> None:
         """Compare attention's output with attention over what the cache decodes to, for drawn sequences and queries."""
         queries, tokens = called.query.shape[2], outputs[0].shape[2]
@@ -533,7 +554,7 @@ class Proof:
             at, bias = at[seen], bias[:, seen]
             sides = [
                 self._side(store, row, at + tokens - queries, out, None if known is None else known[side])
-                for side, (store, out) in enumerate(zip((storage.k, storage.v), outputs, strict=True))
+                for side, (store, out) in enumerate(zip(self._stores_of(storage), outputs, strict=True))
             ]
             questions.append(_question(called, row, at, bias, sides[0], sides[1]))
         self._judge(evidence, layer, questions, called, "its decoded cache")
@@ -547,11 +568,11 @@ class Proof:
         return known if shapes == [out.shape for out in outputs] else None
 
     @staticmethod
-    def _side(store: EncodedStore, row: int, places: Tensor, out: Tensor, known: Tensor | None) -> Side:
+    def _side(store: EncodedStore | None, row: int, places: Tensor, out: Tensor, known: Tensor | None) -> Side:
         """One sequence's keys or values for queries at these places."""
         decoded, written = (None if x is None else x[row].transpose(0, 1).float() for x in (out, known))
         assert decoded is not None
-        band = store.band
+        band = None if store is None else store.band
         if band is None:
             return Side(decoded, written)
         exact = band.exact[row].transpose(0, 1).float()
@@ -564,7 +585,7 @@ class Proof:
 
     def _judge(
         self,
-        evidence: _Evidence,
+        evidence: Evidence,
         layer: int,
         questions: list[Question],
         called: _Called,
@@ -584,7 +605,7 @@ class Proof:
         unknown = unheeded(called.about)
         for side, head in enumerate(reading.untouched):
             if head is not None:
-                where = f"attention of layer {layer} read untouched {_WORDS[side]} in head {head}"
+                where = f"attention of layer {layer} read untouched {WORDS[side]} in head {head}"
                 self.refute("received", f"{where}, not those of {over}")
         if reading.off is not None and unknown is None:
             head, error = reading.off
@@ -594,9 +615,9 @@ class Proof:
             evidence.opened.setdefault("received", f"{_UNREAD}: it takes an argument {unknown}")
         for side, hidden in enumerate(reading.hidden):
             if hidden and not compared:
-                evidence.opened.setdefault("received", f"rounding hides what the kernels read as {_WORDS[side]}")
+                evidence.opened.setdefault("received", f"rounding hides what the kernels read as {WORDS[side]}")
 
-    def _look_paged(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, called: _Called) -> None:
+    def _look_paged(self, evidence: Evidence, layer: int, storage: Any, inputs: Any, called: _Called) -> None:
         """Compare stored pages with the written tensors, and the kernels' output with attention over both."""
         row = self._whole_row(storage.step.mask, len(called.query))
         if row is None:

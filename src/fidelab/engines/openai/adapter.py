@@ -115,7 +115,8 @@ class OpenAIEngine(Engine):
     @classmethod
     def kv_names(cls) -> Sequence[str]:
         """Return what servers of the engines that fidelab knows may say of their cache."""
-        names = (name for cls in engines() for name, row in cls.cache_formats.items() if not row.instead)
+        tables = (cls.cache_formats for cls in engines() if not cls.emulates)
+        names = (name for table in tables for name, row in table.items() if not row.instead)
         return list(dict.fromkeys((_AS_SERVED, *names)))
 
     @classmethod
