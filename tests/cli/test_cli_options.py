@@ -37,9 +37,9 @@ OTHERS = {
         "--device": "estimate model",  # rows of the device table
         "--dry-run": "serve start, reproduce run",  # a command or stages, not jobs
         "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
-        # engines that pass on states; the engine of a plan; a filter; whose formats; the preset's own
-        "--engine": "diagnose layers, diagnose sensitivity, setup formats, estimate model, serve start, serve show, "
-        "serve check",
+        # engines that pass on states; the engine of a plan; a filter; the preset's own; whose formats are meant
+        "--engine": "diagnose layers, diagnose sensitivity, setup formats, serve start, serve show, serve check, "
+        "estimate model",
         "--image": "setup engines",  # what is listed instead
         "--floor": "diagnose layers",  # captures all again, not a quarter
         "--force": "serve start",  # starts a server

@@ -111,6 +111,94 @@ def test_an_embedding_table_is_read_only_where_it_is_the_head_too(tmp_path: Path
     assert untied.read_parameters(1) == tied_shape.read_parameters(1)
 
 
+ROWS = json.loads((Path(__file__).parent / "kv_heads.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["config"]["model_type"])
+def test_kv_heads_are_those_that_vllm_caches(row: dict[str, Any], tmp_path: Path) -> None:
+    words = dict(row["config"])
+    transformers.CONFIG_MAPPING[words.pop("model_type")](**words).save_pretrained(tmp_path)
+    assert {layer.heads for layer in model_geometry(tmp_path).kv} == {row["kv_heads"]}
+
+
+def test_engine_hf_holds_what_transformers_caches(tmp_path: Path) -> None:
+    config = next(row["config"] for row in ROWS if row["config"].get("new_decoder_architecture"))
+    transformers.FalconConfig(**{**config, "num_kv_heads": 2}).save_pretrained(tmp_path)
+    found = {}
+    for engine in ((), ("--engine", "hf")):
+        found[engine] = json.loads(run(str(tmp_path), "--kv", "q8_0", "--json", *engine).stdout)
+    served, own = found.values()
+    assert own["formats"][0]["bytes_per_token"] == 4 * served["formats"][0]["bytes_per_token"] == 4 * 2 * 2 * 2 * 2 * 8
+    assert served["model"]["notes"] == ["Transformers caches each of the 2 KV heads 4 times: --engine hf counts these"]
+    assert own["model"]["notes"] == ["Transformers caches each KV head 4 times; servers cache 2 heads per layer"]
+    assert (served["model"].get("engine"), own["model"]["engine"]) == (None, "hf")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "clip", "vit", "modernbert"])
+def test_a_model_that_does_not_decode_is_refused(kind: str, tmp_path: Path) -> None:
+    transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    refusal = run(str(tmp_path)).exception
+    assert isinstance(refusal, InputError)
+    assert str(refusal) == f"{tmp_path} is {kind}, not a decoder: fidelab runs decoder-only models"
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["text", "images"])
+def test_layers_of_gemma_3n_that_share_a_cache_count_once(inside: bool, tmp_path: Path) -> None:
+    text: dict[str, Any] = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "vocab_size": 64}
+    text |= {
+        "vocab_size_per_layer_input": 262_144,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    text |= {"head_dim": 16, "sliding_window": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    text |= {"activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0]}
+    text |= {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]}
+    config = transformers.Gemma3nConfig(text_config=text) if inside else transformers.Gemma3nTextConfig(**text)
+    config.save_pretrained(tmp_path)
+    shape = model_geometry(tmp_path)
+    assert [(layer.number, layer.heads, layer.window) for layer in shape.kv] == [(0, 2, 8), (1, 2, None), (2, 2, 8)]
+    assert shape.layers == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [("num_hidden_layers", 2_001), ("n_layer", 2_001), ("n_routed_experts", 10_001), ("vision_depth", 2_001)],
+)
+def test_numbers_of_modules_are_bounded(key: str, number: int) -> None:
+    with pytest.raises(InputError, match=f"{key} is {number:,}, at most"):
+        geometry._check_sizes({"text_config": {key: number}}, Path("config.json"))
+
+
+def test_sizes_per_layer_or_expert_are_not_numbers_of_modules() -> None:
+    words = {"vocab_size_per_layer_input": 262_144, "num_experts_per_tok": 10_001, "dim_per_layer": 3_000}
+    geometry._check_sizes({"text_config": words}, Path("config.json"))
+
+
+def test_layers_that_an_engine_leaves_in_16_bits_are_listed() -> None:
+    words = (*SIZES, "--engine", "vllm", "--kv", "turboquant_4bit_nc", "--kv", "fp8_e4m3[skip-layers=3]")
+    found = json.loads(run(*words, "--json").stdout)
+    assert [(one["kv"], one["exact_layers"]) for one in found["formats"]] == [
+        ("auto", []),
+        ("turboquant_4bit_nc", [0, 1, 26, 27]),
+        ("fp8_e4m3[skip-layers=3]", [3]),
+    ]
+    shown = run(*words).stdout
+    assert "turboquant_4bit_nc: 4 of 28 layers are 16 bit: 0, 1, 26, 27" in shown
+    assert "fp8_e4m3[skip-layers=3]: 1 of 28 layers is 16 bit: 3" in shown
+    assert "KV cache, engine vllm" in shown
+
+
+@pytest.mark.parametrize(
+    ("engine", "formats"),
+    [("vllm", ["auto", "k16v8", "fp8_e4m3", "int4"]), ("sglang", ["bf16"]), ("llamacpp", ["bf16", "q8_0"])],
+)
+def test_an_engine_has_its_own_default_formats(engine: str, formats: list[str]) -> None:
+    found = json.loads(run(*SIZES, "--engine", engine, "--json").stdout)
+    assert [one["kv"] for one in found["formats"]][: len(formats)] == formats
+
+
 def test_a_gguf_file_and_a_folder_give_the_same_shape(tmp_path: Path) -> None:
     folder = make_tiny(tmp_path / "model")
     (one, _), (other, _) = (named_geometry(str(path)) for path in (folder, folder / GGUF_NAME))

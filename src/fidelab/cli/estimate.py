@@ -57,12 +57,16 @@ def model(
     head_dim: Annotated[int | None, typer.Option(help="Head dimension.")] = None,
     params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
     kv: Annotated[list[str] | None, typer.Option(help=f"KV formats. \\[default: {', '.join(_KV[1:])}]")] = None,
-    reference: Annotated[str, typer.Option(help="Reference format of the speed-ups.")] = _KV[0],
+    reference: Annotated[
+        str | None, typer.Option(help="Reference format of the speed-ups. \\[default: bf16, or the engine's auto]")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.")] = None,
     device: Annotated[list[str] | None, typer.Option(help="Devices of the table, e.g. H100.")] = None,
     context: Annotated[str, typer.Option(help="Lengths in tokens per sequence (k is 1,024).")] = "2k,8k,32k",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
-    weight_bits: Annotated[float, typer.Option(help="Bits per weight, scales included.")] = 16.0,
+    weight_bits: Annotated[
+        float | None, typer.Option(help="Bits per weight, scales included. \\[default: 16; of a GGUF file, its own]")
+    ] = None,
     tp: options.Sharing = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
@@ -81,16 +85,20 @@ def model(
       fidelab estimate --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9
     """
     from fidelab.core import KVSpec, parse_bytes
+    from fidelab.engines.base import engine_class
     from fidelab.physics.devices import find_device
     from fidelab.physics.overview import overview
     from fidelab.physics.traffic import Model
 
     sizes = {"layers": layers, "kv-heads": kv_heads, "head-dim": head_dim, "params": params}
     geometry, native = _geometry(name, sizes)
+    geometry = geometry.cached(by_transformers=engine is not None and engine_class(engine).emulates)
     devices = [find_device(one) for one in device or ()]
     # by default those that this model's caches can have
     latent = any(layer.latent for layer in geometry.kv)
-    shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent)]
+    shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent) and _exists(name, engine)]
+    if reference is None:
+        reference = next((name for name in (_KV[0], "auto") if _exists(name, engine)), _KV[0])
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0, engine),
         KVSpec.parse(reference),
@@ -107,6 +115,20 @@ def model(
         _show(found)
         for text in refused:
             typer.echo(text)
+
+
+def _exists(name: str, engine: str | None) -> bool:
+    """Whether an engine has a format of this name; ``None``: fidelab's own, which all of the default ones are."""
+    from fidelab.core import KVSpec
+    from fidelab.engines.format_names import format_for
+
+    if engine is None:
+        return True
+    try:
+        format_for(KVSpec.parse(name), engine)
+    except UsageError:
+        return False
+    return True
 
 
 def _refusals(geometry: Geometry, specs: Sequence[KVSpec]) -> list[str]:
@@ -163,10 +185,15 @@ def _show(found: Mapping[str, Any]) -> None:
     line(f"{one_line(shape['name'])}: {shape['layers']} layers, cache: {kept or 'none'}")
     gigabytes = shape["weight_bytes"] / 1e9
     over = f", over {shape['tp']} devices" if shape["tp"] > 1 else ""
+    bits = f"at {shape['weight_bits']:g} bits"
+    if shape.get("weights_as_stored"):
+        bits = f"as stored ({shape['weight_bits']:.3g} bits per weight)"
     line(
-        f"{shape['parameters'] / 1e9:.3f} G parameters, {gigabytes:.2f} GB at {shape['weight_bits']:g} bits{over}; "
+        f"{shape['parameters'] / 1e9:.3f} G parameters, {gigabytes:.2f} GB {bits}{over}; "
         f"one token's step reads {shape['read_parameters'] / 1e9:.3f} G of them"
     )
+    for note in shape.get("notes", ()):
+        line(note)
     if shape["experts"]:
         experts = {cell["batch"]: cell["touched_experts"] for cell in cells}
         said = ", ".join(f"{n:.1f} at B = {batch}" for batch, n in experts.items())
@@ -174,6 +201,7 @@ def _show(found: Mapping[str, Any]) -> None:
     if shape["state_bytes_per_sequence"]:
         line(f"recurrent state: {shape['state_bytes_per_sequence'] / 2**20:.2f} MiB per sequence, whatever its length")
     per = " per device" if shape["tp"] > 1 else ""
+    per += f", engine {shape['engine']}" if "engine" in shape else ""
     first = found["formats"][0]["bytes"]
     at = f"{format_tokens(first['tokens'])} × {first['batch']}"
     windowed = any(entry["bytes"]["capped"] != entry["bytes"]["reserved"] for entry in found["formats"])
@@ -191,6 +219,11 @@ def _show(found: Mapping[str, Any]) -> None:
             for entry in found["formats"]
         ],
     )
+    for entry in found["formats"]:
+        if exact := entry["exact_layers"]:
+            verb = "is" if len(exact) == 1 else "are"
+            numbers = ", ".join(map(str, exact))
+            line(f"{entry['kv']}: {len(exact)} of {shape['layers']} layers {verb} 16 bit: {numbers}")
     reference = found["formats"][0]["kv"]
     batches = list(dict.fromkeys(cell["batch"] for cell in cells))
 

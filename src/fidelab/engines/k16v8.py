@@ -88,7 +88,7 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
     if kv.skip_kinds:
         raise UsageError(f"KV format {kv.label!r}: a pair takes layer numbers in skip-layers, not {kv.skip_kinds[0]}")
     for side in (kv.k, kv.v):
-        name, options = _kernel_name(side), dict(side.options)
+        name, options = kernel_name(side), dict(side.options)
         if name not in SIDES:
             raise UsageError(
                 f"KV format {kv.label!r}: a pair on engine {engine} is made of {', '.join(SIDES)}, by the plug-in of "
@@ -103,10 +103,10 @@ def check_pair(kv: KVSpec, engine: str) -> bool:
             raise UsageError(f"KV format {kv.label!r}: group={options['group']} is not a number of values")
         if options.get("kernels", K16V8) != K16V8:
             raise UsageError(f"KV format {kv.label!r}: kernels={options['kernels']} is not {K16V8}")
-    if {_kernel_name(kv.k), _kernel_name(kv.v)} <= {"bf16", "f16"} and not (kv.same and kv.k.options == _KERNELS):
+    if {kernel_name(kv.k), kernel_name(kv.v)} <= {"bf16", "f16"} and not (kv.same and kv.k.options == _KERNELS):
         raise UsageError(
             f"KV format {kv.label!r}: both sides are of 16 bits; write auto, the engine's own cache, or "
-            f"{_kernel_name(kv.k)}[kernels={K16V8}] for the package's kernels"
+            f"{kernel_name(kv.k)}[kernels={K16V8}] for the package's kernels"
         )
     return True
 
@@ -115,7 +115,7 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
     """Return the reason why the paged kernels cannot hold an arm's pair in its model; empty if none is known."""
     kv, compute = arm.kv, _KERNEL_NAMES.get(arm.dtype)
     for side in (kv.k, kv.v):
-        name, group = _kernel_name(side), dict(side.options).get("group")
+        name, group = kernel_name(side), dict(side.options).get("group")
         wide = _BITS[name] == 16
         if compute is None or (wide and name != compute):
             wanted = next(dtype for dtype, short in _KERNEL_NAMES.items() if not wide or short == name)
@@ -140,10 +140,11 @@ def _gpu_head_dims() -> tuple[int, ...]:
 
 def kernel_names(kv: KVSpec) -> tuple[str, str]:
     """Return the kernels' names for the formats of a pair."""
-    return _kernel_name(kv.k), _kernel_name(kv.v)
+    return kernel_name(kv.k), kernel_name(kv.v)
 
 
-def _kernel_name(side: FormatSpec) -> str:
+def kernel_name(side: FormatSpec) -> str:
+    """Return the kernels' name for the format of a side."""
     return _KERNEL_NAMES.get(side.name, side.name)
 
 
@@ -154,7 +155,7 @@ def _has_scales(side: FormatSpec) -> bool:
 
 def pair_format(kv: KVSpec) -> CacheFormat:
     """Return a pair as a cache format: codes, and a float16 scale for each token and head where it has one."""
-    k, v = (Codes(_BITS[_kernel_name(side)], scale=2 * _has_scales(side)) for side in (kv.k, kv.v))
+    k, v = (Codes(_BITS[kernel_name(side)], scale=2 * _has_scales(side)) for side in (kv.k, kv.v))
     scaled = _has_scales(kv.k) or _has_scales(kv.v)
     return CacheFormat(
         *(kv.label, k, v),
@@ -211,7 +212,7 @@ def _switch(kv: KVSpec) -> str:
     if str(kv.k) in NATIVE and str(kv.v) in _WORDS and not kv.skip_layers:
         return _WORDS[str(kv.v)]
     sides = [replace(side, options=side.options if side.options == _PER_HEAD else ()) for side in (kv.k, kv.v)]
-    k, v = (replace(side, name=_kernel_name(side)) for side in sides)
+    k, v = (replace(side, name=kernel_name(side)) for side in sides)
     if not kv.skip_layers:
         return f"{k}/{v}"
     skip = (("skip-layers", ",".join(map(str, kv.skip_layers))),)

@@ -18,6 +18,13 @@ _TYPES = frozenset(
     )
 )
 _GGUF = frozenset(("t5",))  # of ``general.architecture``
+_GGUF_OTHERS = frozenset(  # encoders, projectors of images, codecs, and diffusion models, which cache nothing
+    (
+        *("bert", "clip", "dream", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llada", "llada-moe"),
+        *("llama-embed", "modern-bert", "neo-bert", "nomic-bert", "nomic-bert-moe", "rnd1", "t5encoder"),
+        "wavtokenizer-dec",
+    )
+)
 
 
 def check_decoder(config: Mapping[str, Any], name: str) -> None:
@@ -31,14 +38,23 @@ def check_decoder(config: Mapping[str, Any], name: str) -> None:
         raise _refusal(name, str(kind or "of no named type"))
 
 
-def check_decoder_gguf(architecture: str, name: str) -> None:
-    """Refuse a GGUF file of such an architecture.
+def check_decoder_gguf(architecture: str, name: str, *, causal: object = None) -> None:
+    """Refuse a GGUF file of such an architecture, and of one that is not a decoder.
+
+    ``causal``: the file's ``attention.causal``, which encoders have set to false.
 
     Raises:
         InputError: If it is one.
     """
     if architecture in _GGUF:
         raise _refusal(name, architecture)
+    if causal is False or architecture in _GGUF_OTHERS:
+        raise not_a_decoder(name, architecture)
+
+
+def not_a_decoder(name: str, kind: str) -> InputError:
+    """Return the error for a model that does not decode, such as BERT or CLIP."""
+    return InputError(f"{name} is {kind[:60]}, not a decoder: fidelab runs decoder-only models")
 
 
 def _refusal(name: str, kind: str) -> InputError:

@@ -9,9 +9,11 @@ and trusts every number in the file.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import struct
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +42,13 @@ _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Tensor of the file: its shape as in torch, ggml's number of its type, and the place of its first byte."""
+    """Tensor of the file: its shape as in torch, ggml's number of its type, the place of its first byte, its bytes."""
 
     name: str
     shape: tuple[int, ...]
     type: int
     offset: int
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,20 +138,15 @@ class _Cursor:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError("its alignment is not a positive number")
         start = -(-self._at // alignment) * alignment
-        tensors = tuple(StoredTensor(name, shape, type_, start + offset) for name, shape, type_, offset in table)
-        for tensor in tensors:
-            from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-            size = 0  # of a type that is newer than the package
-            if tensor.type in (known := GGMLQuantizationType.__members__.values()):
-                per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
-                values = 1
-                for n in tensor.shape:
-                    values *= n
-                size = values // per_block * block_bytes
-            if tensor.offset + size > len(self._content):
-                raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
-        return Header(metadata, tensors, max(0, len(self._content) - start))
+        tensors, ends = [], sorted({*(start + offset for *_, offset in table), len(self._content)})
+        for name, shape, type_, place in table:
+            offset = start + place
+            if (size := _tensor_bytes(shape, type_)) is None:  # a type newer than the package: up to the next tensor
+                size = ends[bisect_right(ends, offset)] - offset if offset < len(self._content) else 0
+            if offset + size > len(self._content):
+                raise ValueError(f"tensor {name!r} goes beyond the end of the file")
+            tensors.append(StoredTensor(name, shape, type_, offset, size))
+        return Header(metadata, tuple(tensors), max(0, len(self._content) - start))
 
     def _number(self, code: str) -> Any:
         [value] = struct.unpack_from(f"<{code}", self._content, self._at)
@@ -198,6 +196,16 @@ class _Cursor:
             if count <= _MAX_KEPT_ARRAY
             else count
         )
+
+
+def _tensor_bytes(shape: Sequence[int], kind: int) -> int | None:
+    """Return the bytes of a tensor; ``None`` if package gguf does not know its type."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if kind not in {*GGMLQuantizationType}:
+        return None
+    per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    return math.prod(shape) // per_block * block_bytes
 
 
 def text_folder(file: Path, target: Path) -> Path:

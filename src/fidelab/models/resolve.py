@@ -247,7 +247,8 @@ def _read(
 def _read_gguf(file: Path, name: str, text: Path | None = None) -> Model:
     """The model in a GGUF file, with its tokenizer and config in folder ``text``."""
     header = read_header(file)
-    check_decoder_gguf(header.architecture, name)
+    causal = header.metadata.get(f"{header.architecture}.attention.causal")
+    check_decoder_gguf(header.architecture, name, causal=causal)
     weights = file_sha256(file)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
     table = shapes.get("output.weight") or shapes.get("token_embd.weight")

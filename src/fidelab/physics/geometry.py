@@ -1,13 +1,14 @@
-"""The shape of a named model, from the model that Transformers builds.
+"""The shape of a named model: from its GGUF file, or from the model that Transformers builds.
 
 Nothing is derived from the names of configuration fields: Transformers builds the model on the
 ``meta`` device, where tensors have shapes and no content, and one token is passed through it.  The content of its cache
 afterwards is what the architecture caches. This also covers shared layers, latents, sliding windows and recurrent
-states.
+states.  One exception: Falcon, whose KV heads Transformers repeats before it caches them, as no server does.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 from fidelab.core import cache_parameter
 from fidelab.core.errors import FidelabError, InputError
 from fidelab.core.registry import require
-from fidelab.core.scratch import scratch
 from fidelab.core.sequence import KVLayer
 from fidelab.models import embedded, hub
-from fidelab.models.decoder import check_decoder, check_decoder_gguf
-from fidelab.models.gguf import hf_config, read_header
+from fidelab.models.decoder import check_decoder, not_a_decoder
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
+from fidelab.physics.gguf_shapes import gguf_geometry
 from fidelab.physics.shapes import Geometry
 
 if TYPE_CHECKING:
@@ -83,11 +83,7 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
         file = here if here.suffix == ".gguf" else embedded.gguf_file(name)
         if not file.is_file():
             raise InputError(f"no file {name}")
-        check_decoder_gguf(read_header(file).architecture, name)
-        require("transformers", f"{name}: the shape of a GGUF file")
-        with scratch("geometry") as room:
-            hf_config(file.resolve(), room).save_pretrained(room)
-            return replace(model_geometry(room), name=name), "bf16"
+        return gguf_geometry(file, name), "bf16"
     if not here.exists():
         match = HUB_ID.fullmatch(name)
         if match is None:
@@ -101,7 +97,10 @@ def _cannot(file: Path, why: str) -> InputError:
     return InputError(f"{file}: {why}; or pass --layers, --kv-heads, --head-dim and --params")
 
 
-_MAX_BUILT = {"layer": 2_000, "expert": 10_000}  # modules that are built one by one
+_MAX_BUILT = {  # modules that are built one by one, by the end of the key that counts them
+    re.compile(r"(?:^|_)(?:(?<!per_)layers?|blocks?|depths?|stages?|altup_num_inputs)$"): 2_000,
+    re.compile(r"(?:^|_)experts?$"): 10_000,
+}
 _MAX_NUMBER = 1 << 40  # of any other number
 _MAX_LIST_LENGTH = 20_000  # of one list
 
@@ -121,23 +120,46 @@ def _check_sizes(value: Any, file: Path, key: str = "") -> None:
         for inner in value:
             _check_sizes(inner, file, key)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        most = next((bound for part, bound in _MAX_BUILT.items() if part in key), _MAX_NUMBER)
+        most = next((bound for end, bound in _MAX_BUILT.items() if end.search(key)), _MAX_NUMBER)
         if abs(value) > most:
             raise _cannot(file, f"{key} is {value:,}, at most {most:,} are read")
 
 
 def _built(config: PretrainedConfig, name: str) -> Geometry:
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
+    from torch.distributions import Distribution
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMaskedLM,
+        AutoModelForMultimodalLM,
+        DynamicCache,
+    )
     from transformers.cache_utils import DummyLayer
 
     text = config.get_text_config()
-    auto = AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+    autos = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+    auto = next((one for one in autos if type(config) in one._model_mapping), None)
+    encodes = type(text) in AutoModelForMaskedLM._model_mapping and getattr(text, "is_decoder", None) is False
+    if auto is None or encodes:  # classes such as BERT's can be both
+        raise not_a_decoder(name, config.model_type)
+    notes = []
     with torch.device("meta"), torch.no_grad():
-        model = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        try:
+            model = auto.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+        except ImportError:  # a tower for images or sound needs a package; the language model does not
+            if text is config:
+                raise
+            model = AutoModelForCausalLM.from_config(text, dtype=torch.bfloat16, trust_remote_code=False)
+            notes.append("only the language model is counted: its other parts need a package that is not installed")
         cache = DynamicCache(config=text)
         parameter = cache_parameter(model)
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{parameter: cache})
+        checks = Distribution._validate_args  # they read values, which tensors on meta lack
+        Distribution.set_default_validate_args(False)
+        try:
+            model(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True, **{parameter: cache})
+        finally:
+            Distribution.set_default_validate_args(checks)
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     head = model.get_output_embeddings()
     named = dict(model.named_parameters())
@@ -171,12 +193,18 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
             f"{empty or 'all'} of {len(cache.layers)} layers of {type(model).__name__} cached nothing "
             f"when it was called with {parameter}="
         )
+    kv = tuple(_kv_layer(n, layer, latent) for n, layer in layers.items() if getattr(layer, "keys", None) is not None)
+    repeated = 1
+    if text.model_type == "falcon" and text.new_decoder_architecture:
+        served = text.num_kv_heads
+        if any(layer.heads % served for layer in kv):
+            raise InputError(f"{kv[0].heads} heads are no multiple of num_kv_heads {served}")
+        repeated = kv[0].heads // served
+        kv = tuple(replace(layer, heads=served) for layer in kv)
     return Geometry(
         name=name,
         layers=int(text.num_hidden_layers),
-        kv=tuple(
-            _kv_layer(n, layer, latent) for n, layer in layers.items() if getattr(layer, "keys", None) is not None
-        ),
+        kv=kv,
         parameters=total,
         state_bytes=sum(state.nbytes for layer in layers.values() for state in _states(layer)),
         idle_parameters=idle,
@@ -185,6 +213,8 @@ def _built(config: PretrainedConfig, name: str) -> Geometry:
         active_experts=active,
         query_heads=int(getattr(text, "num_attention_heads", 0) or 0),
         max_positions=getattr(text, "max_position_embeddings", None),
+        repeated=repeated,
+        notes=tuple(notes),
     )
 
 

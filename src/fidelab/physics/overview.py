@@ -48,16 +48,20 @@ def overview(
             "active_experts": geometry.active_experts,
             "state_bytes_per_sequence": geometry.state_bytes,
             "weight_bytes": model.weight_bytes,
-            "weight_bits": model.weight_bits,
+            "weight_bits": model.bits_per_weight,
+            **({"weights_as_stored": True} if model.stored is not None else {}),
             "tp": model.tp,
             "overhead_bytes": model.overhead_bytes,
             "max_positions": geometry.max_positions,
+            **({"engine": model.engine} if model.engine else {}),
+            **({"notes": list(geometry.notes)} if geometry.notes else {}),
         },
         "formats": [
             {
                 "kv": spec.label,
                 "bytes_per_token": model.token_bytes(spec),
                 "limit": model.limit(spec, reference),
+                "exact_layers": sorted(model.exact_layers(spec)),
                 "bytes": {"tokens": longest, "batch": largest, "capped": model.cache_bytes(spec, longest, largest)}
                 | {"reserved": model.cache_bytes(spec, longest, largest, capped=False)},
             }

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fidelab.core.errors import UsageError
 from fidelab.core.sequence import KVLayer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters, or their bytes: of all tensors, of those that a step does not read, of all routed experts."""
+
+    total: float
+    idle: float
+    experts: float
+
+    def read(self, share: float) -> float:
+        """Return how much a step reads that needs this share of the experts."""
+        return self.total - self.idle - self.experts + share * self.experts
 
 
 @dataclass(frozen=True)
@@ -25,6 +38,9 @@ class Geometry:
         experts, active_experts: routed experts per layer, and how many of them a token takes.
         query_heads: heads of the queries, for the arithmetic of attention.
         max_positions: maximum number of positions by the configuration.
+        stored: bytes of the weights as they are in a file; ``None``: no file was read.
+        repeated: how many times Transformers holds each KV head in its own cache.
+        notes: what the numbers leave out, for readers.
     """
 
     name: str
@@ -38,6 +54,9 @@ class Geometry:
     active_experts: int = 0
     query_heads: int = 0
     max_positions: int | None = None
+    stored: Weights | None = None
+    repeated: int = 1
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for what, value in (("layers", self.layers), ("parameters", self.parameters)):
@@ -62,6 +81,18 @@ class Geometry:
         name = f"{layers} layers, {kv_heads} KV heads of {head_dim}, {parameters:.4g} parameters"
         return cls(name, layers, (KVLayer(kv_heads, head_dim, head_dim),) * layers, round(parameters))
 
+    def cached(self, *, by_transformers: bool) -> Geometry:
+        """Return the shape as Transformers caches it, or as servers do, with a note where these differ."""
+        if self.repeated == 1:
+            return self
+        heads = self.kv[0].heads
+        if not by_transformers:
+            note = f"Transformers caches each of the {heads} KV heads {self.repeated} times: --engine hf counts these"
+            return replace(self, notes=(*self.notes, note))
+        note = f"Transformers caches each KV head {self.repeated} times; servers cache {heads} heads per layer"
+        kv = tuple(replace(layer, heads=layer.heads * self.repeated) for layer in self.kv)
+        return replace(self, kv=kv, repeated=1, notes=(*self.notes, note))
+
     @property
     def active_parameters(self) -> int:
         """Parameters by which one token is multiplied."""
@@ -77,6 +108,8 @@ class Geometry:
 
     def read_parameters(self, batch: int) -> float:
         """Return the expected number of parameters that one decode step of ``batch`` sequences reads."""
-        dense = self.parameters - self.idle_parameters - self.expert_parameters
-        share = self.touched_experts(batch) / self.experts if self.experts else 0
-        return dense + share * self.expert_parameters
+        return Weights(self.parameters, self.idle_parameters, self.expert_parameters).read(self.read_share(batch))
+
+    def read_share(self, batch: int) -> float:
+        """Return the expected share of the routed experts that a step of ``batch`` sequences reads."""
+        return self.touched_experts(batch) / self.experts if self.experts else 0

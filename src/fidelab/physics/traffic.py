@@ -20,7 +20,7 @@ from fidelab.engines.format_names import format_for
 from fidelab.engines.k16v8 import meaning
 from fidelab.formats import create
 from fidelab.physics.devices import Device
-from fidelab.physics.shapes import Geometry
+from fidelab.physics.shapes import Geometry, Weights
 
 _MAX_TOKENS = 2**40
 
@@ -29,13 +29,14 @@ _MAX_TOKENS = 2**40
 class Model:
     """Model as it is run: its shape, bits per weight, number of devices, 16-bit type, and an engine's overhead.
 
-    ``weight_bits`` counts scales, too (4.25 for 4 bits with a 16-bit scale per 64).  ``overhead_bytes`` per device:
+    ``weight_bits`` counts scales, too (4.25 for 4 bits with a 16-bit scale per 64); ``None``: as the file stores them,
+    and 16 where no file was read.  ``overhead_bytes`` per device:
     activations, graphs and buffers of the engine; measured (``fidelab bench memory``), never guessed.  ``engine``:
     whose cache formats are meant; ``None``: fidelab's own, and of others what their names say.
     """
 
     geometry: Geometry
-    weight_bits: float = 16.0
+    weight_bits: float | None = None
     tp: int = 1
     native: str = "bf16"
     overhead_bytes: float = 0.0
@@ -43,7 +44,7 @@ class Model:
     _sequences: dict[KVSpec, SequenceBytes] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight_bits) and self.weight_bits > 0):
+        if self.weight_bits is not None and not (math.isfinite(self.weight_bits) and self.weight_bits > 0):
             raise UsageError(f"weight bits must be above 0, not {self.weight_bits:g}")
         if self.tp < 1:
             raise UsageError(f"tensor parallelism must be at least 1, not {self.tp}")
@@ -55,11 +56,27 @@ class Model:
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights on all devices."""
-        return self.geometry.parameters * self.weight_bits / 8
+        if self.stored is not None:
+            return self.stored.total
+        return self.geometry.parameters * self.bits_per_weight / 8
+
+    @property
+    def stored(self) -> Weights | None:
+        """Bytes of the weights as a file stores them; ``None`` where the bits are given, or no file was read."""
+        return self.geometry.stored if self.weight_bits is None else None
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight on average, scales included."""
+        if self.stored is not None:
+            return 8 * self.stored.total / self.geometry.parameters
+        return 16.0 if self.weight_bits is None else self.weight_bits
 
     def read_bytes(self, batch: int = 1) -> float:
         """Return the bytes of the weights that a step of ``batch`` sequences reads, on all devices together."""
-        return self.geometry.read_parameters(batch) * self.weight_bits / 8
+        if self.stored is not None:
+            return self.stored.read(self.geometry.read_share(batch))
+        return self.geometry.read_parameters(batch) * self.bits_per_weight / 8
 
     def sequence(self, kv: KVSpec) -> SequenceBytes:
         """Return the bytes of one sequence on one device, with recurrent states; codes are counted as packed.

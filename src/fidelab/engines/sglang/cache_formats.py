@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fidelab.core import KVSpec
 from fidelab.engines.cache_formats import NATIVE_FORMAT, CacheFormat, Codes, named, table
-from fidelab.engines.k16v8 import is_pair, meaning, pair_format
+from fidelab.engines.k16v8 import SIDES, is_pair, kernel_name, meaning, pair_format
 
 _CHECKPOINT = "one per layer for keys and one for values, from the checkpoint; without them 1.0"
 _FP4 = Codes(4, 16, 1, 16)
@@ -40,5 +40,5 @@ def format_of(kv: KVSpec) -> CacheFormat | None:
     """Return what is known of a format, or of a pair of the package k16v8."""
     kv = meaning(kv, "bf16")
     if is_pair(kv):
-        return pair_format(kv)
+        return pair_format(kv) if {kernel_name(kv.k), kernel_name(kv.v)} <= {*SIDES} else None
     return None if kv.k.options else CACHE_FORMATS.get(kv.k.name)

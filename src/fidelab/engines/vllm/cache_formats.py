@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from fidelab.core import KVSpec
 from fidelab.engines.cache_formats import NATIVE, NATIVE_FORMAT, CacheFormat, Codes, named, table
-from fidelab.engines.k16v8 import is_pair, meaning, pair_format
+from fidelab.engines.k16v8 import SIDES, is_pair, kernel_name, meaning, pair_format
 
 _FP8 = Codes(8)
 _OCTAVE_HEAD = 256  # the one size that its kernels have
@@ -100,5 +100,5 @@ def format_of(kv: KVSpec) -> CacheFormat | None:
     """Return what is known of a format, or of a pair of the package k16v8."""
     kv = meaning(kv, "bf16")
     if is_pair(kv):
-        return pair_format(kv)
+        return pair_format(kv) if {kernel_name(kv.k), kernel_name(kv.v)} <= {*SIDES} else None
     return None if kv.k.options else CACHE_FORMATS.get(kv.k.name)
