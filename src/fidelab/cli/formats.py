@@ -15,11 +15,6 @@ from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
 from fidelab.doctor.text import by_reason
 from fidelab.engines import ENGINES, engine_name
-from fidelab.engines.base import engine_class
-from fidelab.engines.k16v8 import K16V8, meaning
-from fidelab.formats import FORMATS, create
-from fidelab.physics.shapes import Geometry
-from fidelab.physics.traffic import Model
 
 if TYPE_CHECKING:
     from fidelab.environments.listing import InstalledEngine
@@ -55,6 +50,7 @@ def formats(
 
       fidelab setup formats --engine llama.cpp
     """
+    from fidelab.engines.base import engine_class
     from fidelab.environments.listing import chosen, listing
 
     geometry, name = _geometry(model), engine and engine_name(engine)
@@ -127,6 +123,8 @@ def _bits(row: Mapping[str, Any]) -> str:
 
 def _other_versions(places: Mapping[str, InstalledEngine]) -> dict[str, list[str]]:
     """Return the formats of other versions of the engines that the installed one lacks."""
+    from fidelab.engines.base import engine_class
+
     found: dict[str, list[str]] = {}
     for engine, place in places.items():
         by_version: dict[str, list[str]] = {}
@@ -154,6 +152,10 @@ def _rows(geometry: _Geometry, places: Mapping[str, InstalledEngine]) -> list[di
 
     ``stored``: engine → native, plug-in or emulated; ``own``: defined by fidelab.
     """
+    from fidelab.engines.base import engine_class
+    from fidelab.engines.k16v8 import K16V8, meaning
+    from fidelab.formats import FORMATS
+
     names = dict.fromkeys([*FORMATS.names(), K16V8, *(name for place in places.values() for name in place.kv_names)])
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name in names:
@@ -178,6 +180,12 @@ def _rows(geometry: _Geometry, places: Mapping[str, InstalledEngine]) -> list[di
 
 def _numbers(name: str, geometry: _Geometry, engine: str | None) -> dict[str, Any]:
     """Return what an engine's format takes in a model, or what fidelab's takes; ``None`` for what is not known."""
+    from fidelab.engines.base import engine_class
+    from fidelab.engines.k16v8 import meaning
+    from fidelab.formats import FORMATS, create
+    from fidelab.physics.shapes import Geometry
+    from fidelab.physics.traffic import Model
+
     kv, dim = KVSpec.parse(name), geometry.head_dim
     found = None if engine is None else engine_class(engine).cache_format(kv)
     shape = Geometry.of_sizes(geometry.layers, geometry.kv_heads, dim, 1)
