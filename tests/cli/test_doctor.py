@@ -20,6 +20,7 @@ import pytest
 
 from fidelab.doctor import MAIN_JOB, Diagnosis, DoctorCheck, examine, machine, parts, software
 from fidelab.doctor.text import lines, show
+from fidelab.engines.hf.cache_formats import CACHE_FORMATS
 from fidelab.environments import host
 from fidelab.environments.environment import Environment
 from fidelab.environments.listing import InstalledEngine
@@ -113,7 +114,8 @@ def well(folder: Path) -> Told:
 def test_without_an_optional_package_and_without_the_model_it_is_ready(well: Told) -> None:
     assert well.ready
     assert well.done.stderr == ""
-    assert well.faults() - {"llamacpp", "vllm", "sglang"} == {"smollm2-135m"}  # engines may be there or not
+    # engines may be there or not, and the packages of Transformers' own caches
+    assert well.faults() - {"llamacpp", "vllm", "sglang"} - {*CACHE_FORMATS} == {"smollm2-135m"}
 
 
 def test_json_has_the_shape_that_is_documented(well: Told) -> None:
@@ -149,7 +151,7 @@ def test_every_engine_but_the_test_engine_and_every_format_and_axis_is_tried(wel
         return [check["name"] for check in well.record["checks"] if check["group"] == group]
 
     assert names("engines") == [name for name in ENGINES.names() if name != "fake"]
-    assert names("KV formats (hf)") == [*FORMATS.names(), "k16v8"]
+    assert names("KV formats (hf)") == [*FORMATS.names(), *CACHE_FORMATS, "k16v8"]
     assert names("axes") == AXES.names()
 
 
