@@ -19,7 +19,8 @@ a warning, or are refused where they lack a name that is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from k16v8.errors import NotSupportedError
 from k16v8.plugins.shared import DEFAULT, LABEL, Engine, Formats, Pages, switched
@@ -74,6 +75,7 @@ VLLM = Engine(
     },
 )
 _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
+_CACHE = "vllm.config.cache"
 DTYPE = "k16v8"  # of --kv-cache-dtype
 NAME = "K16V8"  # of --attention-backend, where DTYPE is
 
@@ -85,9 +87,7 @@ def refusal() -> str:
 
 def takes_names() -> bool:
     """Return whether this vLLM takes new names in ``--kv-cache-dtype``, as 0.33 does."""
-    from vllm.config import cache
-
-    return hasattr(cache, "register_kv_cache_dtype")
+    return hasattr(import_module(_CACHE), "register_kv_cache_dtype")
 
 
 def register() -> None:
@@ -127,9 +127,9 @@ def register() -> None:
 def _register_dtype() -> None:
     """Make :data:`DTYPE` a value of ``--kv-cache-dtype``: bytes, which only this backend reads."""
     import torch
-    from vllm.config import cache
-    from vllm.v1.kv_cache_interface import KVQuantMode
 
+    # not among the names that every version must have
+    cache, modes = import_module(_CACHE), import_module("vllm.v1.kv_cache_interface")
     if cache.is_known_kv_cache_dtype(DTYPE):
         return
 
@@ -140,8 +140,8 @@ def _register_dtype() -> None:
         def torch_dtype(self) -> torch.dtype:
             return torch.uint8
 
-        def quant_mode(self) -> KVQuantMode:
-            return KVQuantMode.CUSTOM
+        def quant_mode(self) -> Any:
+            return modes.KVQuantMode.CUSTOM
 
 
 def formats_of(cache_dtype: str) -> Formats | None:
