@@ -76,6 +76,30 @@ def test_the_formats_are_those_of_the_kernels() -> None:
 
 
 @pairs
+def test_pages_that_vllm_holds_as_bytes_are_read_in_the_models_type(text: str) -> None:
+    """As with ``--kv-cache-dtype k16v8``, whose one type is fixed before a model is known."""
+    cache, formats = allocated(text), Formats.parse(text)
+    typed, of_bytes = pages(cache, DIM, formats), pages(cache.view(torch.uint8), DIM, formats, torch.bfloat16)
+    written(typed, *sequence(), [1, 3])
+    assert (of_bytes.k_format, of_bytes.v_format) == (typed.k_format, typed.v_format)
+    assert len(typed.tensors) == len(of_bytes.tensors)
+    for one, other in zip(typed.tensors, of_bytes.tensors, strict=True):
+        assert (one.dtype, one.shape, one.data_ptr()) == (other.dtype, other.shape, other.data_ptr())
+        assert torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("switch", "cache_dtype", "found"), [("", "auto", None), ("0", "k16v8", "native/fp8_e4m3")])
+def test_the_name_of_the_cache_type_asks_for_the_pair_without_the_switch(
+    switch: str, cache_dtype: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, switch)
+    formats = plugin.formats_of(cache_dtype)
+    assert (None if formats is None else str(formats)) == found
+    monkeypatch.setenv(SWITCH, "int8/int4")
+    assert str(plugin.formats_of(cache_dtype)) == "int8/int4"
+
+
+@pairs
 @pytest.mark.parametrize("layers", [1, 4])
 def test_keys_values_and_scales_fill_the_page_and_share_no_byte(text: str, layers: int) -> None:
     cache = allocated(text, layers=layers)

@@ -112,7 +112,7 @@ class Formats:
 
     def in_layer(self, layer: int) -> Formats:
         """Return the formats of one layer."""
-        return _UNCHANGED if layer in self.skip_layers else replace(self, skip_layers=())
+        return UNCHANGED if layer in self.skip_layers else replace(self, skip_layers=())
 
     def content_bytes(self, head_dim: int, v_dim: int) -> int:
         """Return the bytes of one head of one token, in a layer that is not skipped."""
@@ -142,9 +142,10 @@ class Formats:
         return f"{pair} but layers {','.join(map(str, self.skip_layers))}" if self.skip_layers else pair
 
 
-_UNCHANGED = Formats(Side(NATIVE), Side(NATIVE))
+UNCHANGED = Formats(Side(NATIVE), Side(NATIVE))
+DEFAULT = Formats(Side(NATIVE), Side("fp8_e4m3"))
 _WORDS = {
-    "1": Formats(Side(NATIVE), Side("fp8_e4m3")),
+    "1": DEFAULT,
     "per-token-head": Formats(Side(NATIVE), Side("fp8_e4m3", scaled=True)),
 }
 

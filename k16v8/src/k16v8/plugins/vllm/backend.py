@@ -37,6 +37,7 @@ from k16v8.kernels.prefill import PrefillBatch
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import (
     LABEL,
+    UNCHANGED,
     Formats,
     Pages,
     attend_prompts,
@@ -45,9 +46,8 @@ from k16v8.plugins.shared import (
     decode_step,
     read_back,
     reserve,
-    switched,
 )
-from k16v8.plugins.vllm.plugin import pages
+from k16v8.plugins.vllm.plugin import DTYPE, NAME, formats_of, pages, takes_names
 
 _log = init_logger(f"vllm.{__name__}")
 _PAGE = 64  # tokens: fewer cost more loads of the block table; static, unmeasured
@@ -60,12 +60,12 @@ class K16V8Backend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = _DTYPES
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", DTYPE]
 
     @staticmethod
     def get_name() -> str:
         """A name that vLLM's table of backends has."""
-        return "CPU_ATTN" if _ON_CPU else "CUSTOM"
+        return "CPU_ATTN" if _ON_CPU else NAME if takes_names() else "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[K16V8Attention]:
@@ -95,7 +95,8 @@ class K16V8Backend(AttentionBackend):
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """The bytes of keys, values and scales, in a layer that is not skipped."""
-        formats = switched()
+        named = getattr(spec.kv_quant_mode, "name", "") == "CUSTOM"  # of the page's own layer
+        formats = formats_of(DTYPE if named else "")
         if formats is None or spec.state_content_bytes is not None:
             return spec
         return replace(spec, state_content_bytes=formats.content_bytes(spec.head_size, spec.head_size_v))
@@ -178,6 +179,11 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
         )
 
 
+def _cache_dtype() -> str:
+    """What ``--kv-cache-dtype`` says."""
+    return str(get_current_vllm_config().cache_config.cache_dtype)
+
+
 def _drafts(config: Any) -> int:
     """Drafts that a step verifies for each sequence."""
     drafts: int | None = config.speculative_config and config.speculative_config.num_speculative_tokens
@@ -228,17 +234,21 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             raise NotImplementedError(f"{LABEL} has no ALiBi")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{LABEL} is for decoders; this layer is of type {attn_type}")
-        if kv_cache_dtype != "auto":
+        if kv_cache_dtype not in ("auto", DTYPE):
             raise NotImplementedError(f"{LABEL} has formats of its own: leave --kv-cache-dtype auto")
         if get_current_vllm_config().kv_transfer_config is not None:  # CPUs do not ask supports_kv_connector
             raise NotImplementedError(f"{LABEL} takes no KV connector: they read pages as two halves of one type")
-        formats = switched()
+        formats = formats_of(_cache_dtype())
         if formats is None:
-            raise NotImplementedError(f"{LABEL} was switched off after it was put in place")
+            named = f": pass --kv-cache-dtype {DTYPE}" if takes_names() else " after it was put in place"
+            raise NotImplementedError(f"{LABEL} was switched off{named}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.formats = formats  # of all layers
+        # vLLM names a layer of --kv-cache-dtype-skip-layers by the type that it keeps
+        self._kept = _cache_dtype() == DTYPE and kv_cache_dtype == "auto"
+        self._native: torch.dtype = get_current_vllm_config().model_config.dtype
         self.layer: int | None = None  # whose keys and values it has; known when the cache is there
         self.kernels: Kernels | None = None
         self._of = kv_sharing_target_layer_name
@@ -303,7 +313,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         if self._cache is kv_cache:
             return
         self.layer = extract_layer_index(self._of or str(layer.layer_name))
-        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer)).on(kv_cache.device)
+        self._pages: Pages = pages(kv_cache, self.head_size, self._in_layer(self.layer), dtype).on(kv_cache.device)
         self._attention = self._options()
         self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
         counted = counters(1, kv_cache.device)
@@ -311,18 +321,23 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
 
+    def _in_layer(self, layer: int) -> Formats:
+        """The formats of a layer, which may keep the model's own type."""
+        return UNCHANGED if self._kept else self.formats.in_layer(layer)
+
     def _options(self) -> Attention:
         sinks = None if self.sinks is None else self.sinks.float()
         return Attention(self.scale, self._window, self._softcap, sinks)
 
     def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str, queries: int) -> None:
         """Compile what this layer launches, before its pages are there; layers that are alike compile once."""
-        here = self.formats.in_layer(extract_layer_index(self._of or layer_name))
+        here, native = self._in_layer(extract_layer_index(self._of or layer_name)), self._native
         width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
         shape = (2, spec.num_kv_heads, spec.block_size, width)
-        held: Pages = pages(torch.empty(shape, dtype=spec.dtype, device="meta"), self.head_size, here).on(device)
-        kernels = held.kernels(self.num_heads, spec.dtype, device)
-        held.warm_up(kernels, self.num_heads, spec.dtype, self._options(), device, queries)
+        empty = torch.empty(shape, dtype=spec.dtype, device="meta")
+        held: Pages = pages(empty, self.head_size, here, native).on(device)
+        kernels = held.kernels(self.num_heads, native, device)
+        held.warm_up(kernels, self.num_heads, native, self._options(), device, queries)
 
     def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
         """Return the cache specification of a layer of the model's ``layers``.
@@ -331,9 +346,9 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             NotImplementedError: If the model cannot have these formats.
         """
         formats: Formats = self.formats
-        if reason := formats.refusal(spec.dtype, spec.head_size, spec.head_size_v, layers):
+        if reason := formats.refusal(self._native, spec.head_size, spec.head_size_v, layers):
             raise NotImplementedError(f"{LABEL} ({formats}) {reason}")
-        here = formats.in_layer(extract_layer_index(layer_name))
+        here = self._in_layer(extract_layer_index(layer_name))
         return replace(spec, state_content_bytes=here.content_bytes(spec.head_size, spec.head_size_v))
 
     def read_back(self, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:

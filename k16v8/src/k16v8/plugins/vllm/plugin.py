@@ -1,8 +1,11 @@
 """K16/V8 and other pairs of formats inside stock vLLM: keys and values each in a format of their own.
 
 ``K16V8=1 vllm serve …`` switches it on (:mod:`k16v8.plugins.shared` has all words): every vLLM of the environment loads
-:func:`register` through the entry point ``vllm.general_plugins``.  ``--kv-cache-dtype`` stays ``auto``: vLLM takes no
-new name there.
+:func:`register` through the entry point ``vllm.general_plugins``.  ``--kv-cache-dtype`` may stay ``auto``.
+
+vLLM 0.33 takes new names there: ``vllm serve … --kv-cache-dtype k16v8 --attention-backend K16V8`` needs no switch on
+GPUs, and means ``K16V8=1`` unless the switch names another pair.  Layers of ``--kv-cache-dtype-skip-layers`` keep the
+model's type then.  A CPU has one backend, which the switch replaces: the name is there with the switch alone.
 
 A page of vLLM holds all heads of some tokens.  Of each head's run of bytes the keys come first, then the values, then
 the scales of both: heads can still be moved one by one, rows stay aligned, and all are views that share no byte::
@@ -16,12 +19,14 @@ a warning, or are refused where they lack a name that is used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from k16v8.errors import NotSupportedError
-from k16v8.plugins.shared import LABEL, Engine, Formats, Pages, switched
+from k16v8.plugins.shared import DEFAULT, LABEL, Engine, Formats, Pages, switched
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 VLLM = Engine(
@@ -70,6 +75,9 @@ VLLM = Engine(
     },
 )
 _BACKEND = "k16v8.plugins.vllm.backend.K16V8Backend"
+_CACHE = "vllm.config.cache"
+DTYPE = "k16v8"  # of --kv-cache-dtype
+NAME = "K16V8"  # of --attention-backend, where DTYPE is
 
 
 def refusal() -> str:
@@ -77,16 +85,23 @@ def refusal() -> str:
     return VLLM.refusal()
 
 
-def register() -> None:
-    """Put the backend in place, where the environment asks for it; may be called again.
+def takes_names() -> bool:
+    """Return whether this vLLM takes new names in ``--kv-cache-dtype``, as 0.33 does."""
+    return hasattr(import_module(_CACHE), "register_kv_cache_dtype")
 
-    CPUs have one backend, which is replaced; elsewhere it is ``CUSTOM``, chosen by ``--attention-backend CUSTOM``.
+
+def register() -> None:
+    """Put the backend in place, where the environment asks for it or vLLM can be asked by name; may be called again.
+
+    CPUs have one backend, which is replaced; elsewhere it is ``CUSTOM``, chosen by ``--attention-backend CUSTOM``, and
+    ``K16V8`` where :func:`takes_names`.
 
     Raises:
         NotSupportedError: If this version of vLLM lacks a name that is used.
         UsageError: See :func:`switched`.
     """
-    if switched() is None:
+    asked = switched() is not None
+    if not asked and (refusal() or not takes_names()):
         return
     if reason := refusal():
         raise NotSupportedError(reason)
@@ -95,18 +110,56 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     on_cpu, log = current_platform.device_type == "cpu", init_logger(f"vllm.{__name__}")
-    if warning := VLLM.warning():
+    if on_cpu and not asked:  # its own backend would misread pages of this name
+        return
+    if asked and (warning := VLLM.warning()):
         log.warning_once("%s", warning)
-    if not on_cpu:
-        log.info("%s runs with --attention-backend CUSTOM", LABEL)
+    named = takes_names()
+    if asked and not on_cpu:
+        log.info("%s runs with --attention-backend %s", LABEL, NAME if named else "CUSTOM")
+    if named:
+        _register_dtype()
     register_backend(AttentionBackendEnum.CPU_ATTN if on_cpu else AttentionBackendEnum.CUSTOM, _BACKEND)
+    if named and not on_cpu:
+        register_backend(NAME, _BACKEND)
+
+
+def _register_dtype() -> None:
+    """Make :data:`DTYPE` a value of ``--kv-cache-dtype``: bytes, which only this backend reads."""
+    import torch
+
+    # not among the names that every version must have
+    cache, modes = import_module(_CACHE), import_module("vllm.v1.kv_cache_interface")
+    if cache.is_known_kv_cache_dtype(DTYPE):
+        return
+
+    @cache.register_kv_cache_dtype(DTYPE)
+    class Handler:
+        name = DTYPE
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return modes.KVQuantMode.CUSTOM
+
+
+def formats_of(cache_dtype: str) -> Formats | None:
+    """Return the formats of a model whose ``--kv-cache-dtype`` is this; ``None``: nothing asks for any.
+
+    Raises:
+        UsageError: See :func:`switched`.
+    """
+    return switched() or (DEFAULT if cache_dtype == DTYPE else None)
 
 
 # ------------------------------------------------------------------------------------------------- the page
 
 
-def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
-    """The views of what vLLM allocated: ``[blocks, heads, tokens, …]`` in the model's type, a head's bytes in one run.
+def pages(cache: Tensor, head_dim: int, formats: Formats, native: torch.dtype | None = None) -> Pages:
+    """The views of what vLLM allocated: ``[blocks, heads, tokens, …]``, a head's bytes in one run.
+
+    ``native``: the model's type, where pages are bytes.
 
     Raises:
         RuntimeError: If they are not in one run, as in a layout other than the one that the backend asks for.
@@ -116,7 +169,7 @@ def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
     from k16v8.kernels.cache import storage
 
     blocks, heads, tokens, _ = cache.shape
-    raw, native = cache.view(torch.uint8), str(cache.dtype)
+    raw, model_type = cache.view(torch.uint8), str(native or cache.dtype)
     run = raw.view(blocks, heads, -1)  # refuses what would need a copy
     k, v = formats.k, formats.v
     of_keys, of_scales = k.code_bytes(head_dim), k.scale_bytes + v.scale_bytes
@@ -130,7 +183,7 @@ def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
     def scales(first: int, size: int) -> Tensor | None:
         return part(first, size, torch.float16).squeeze(3) if size else None
 
-    names = k.kernel_name(native), v.kernel_name(native)
+    names = k.kernel_name(model_type), v.kernel_name(model_type)
     return Pages(
         part(0, of_keys, storage(names[0]).dtype),
         part(of_keys, of_values, storage(names[1]).dtype),
