@@ -216,6 +216,9 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         NotImplementedError: If the layer needs a feature that the kernels lack. vLLM ends with that line.
     """
 
+    _kept: bool = False  # a layer of --kv-cache-dtype-skip-layers
+    _native: torch.dtype | None = None  # the model's type; None: that of its pages
+
     def __init__(
         self,
         num_heads: int,
@@ -246,9 +249,9 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         self.formats = formats  # of all layers
-        # vLLM names a layer of --kv-cache-dtype-skip-layers by the type that it keeps
+        # vLLM names such a layer by the type that it keeps
         self._kept = _cache_dtype() == DTYPE and kv_cache_dtype == "auto"
-        self._native: torch.dtype = get_current_vllm_config().model_config.dtype
+        self._native = get_current_vllm_config().model_config.dtype
         self.layer: int | None = None  # whose keys and values it has; known when the cache is there
         self.kernels: Kernels | None = None
         self._of = kv_sharing_target_layer_name
@@ -331,7 +334,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
 
     def warm_up(self, spec: AttentionSpec, layer_name: str, device: torch.device | str, queries: int) -> None:
         """Compile what this layer launches, before its pages are there; layers that are alike compile once."""
-        here, native = self._in_layer(extract_layer_index(self._of or layer_name)), self._native
+        here, native = self._in_layer(extract_layer_index(self._of or layer_name)), self._native or spec.dtype
         width = here.content_bytes(spec.head_size, spec.head_size_v) // spec.dtype.itemsize
         shape = (2, spec.num_kv_heads, spec.block_size, width)
         empty = torch.empty(shape, dtype=spec.dtype, device="meta")
@@ -346,7 +349,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             NotImplementedError: If the model cannot have these formats.
         """
         formats: Formats = self.formats
-        if reason := formats.refusal(self._native, spec.head_size, spec.head_size_v, layers):
+        if reason := formats.refusal(self._native or spec.dtype, spec.head_size, spec.head_size_v, layers):
             raise NotImplementedError(f"{LABEL} ({formats}) {reason}")
         here = self._in_layer(extract_layer_index(layer_name))
         return replace(spec, state_content_bytes=here.content_bytes(spec.head_size, spec.head_size_v))
