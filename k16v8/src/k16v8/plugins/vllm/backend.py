@@ -180,7 +180,7 @@ class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
 
 
 def _cache_dtype() -> str:
-    """What ``--kv-cache-dtype`` says."""
+    """The value of ``--kv-cache-dtype``."""
     return str(get_current_vllm_config().cache_config.cache_dtype)
 
 
