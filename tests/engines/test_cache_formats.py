@@ -100,6 +100,8 @@ def test_layers_are_exact_by_number_by_kind_and_by_the_engines_own_rule() -> Non
         ("fp8_e4m3fn", "", "the same format is called fp8_e4m3 here"),
         ("float8_e4m3fn", "vllm", "the same format is called fp8_e4m3 here"),
         ("fp16", "vllm", "the same format is called float16 here"),
+        ("fp16", "sglang", "the same format is called f16 here"),  # and not auto, which is any model's type
+        ("fp8", "llamacpp", "engines sglang and vllm have fp8_e4m3: pass --engine sglang"),
         ("q8", "llamacpp", "the same format is called q8_0 here"),
         ("Q8_0", "llamacpp", "the same format is called q8_0 here"),
         ("octave_k3v4", "vllm", "vLLM has it from 0.33 on, and 0.32.0 is installed"),

@@ -16,8 +16,8 @@ from fidelab.formats import FORMATS
 # Names of one type, as engines, torch and other tools write it.
 _SAME: tuple[tuple[str, ...], ...] = (
     ("f32", "float32", "fp32", "float"),
-    ("f16", "float16", "fp16", "half", "auto"),
-    ("bf16", "bfloat16", "auto"),
+    ("f16", "float16", "fp16", "half"),
+    ("bf16", "bfloat16"),
     ("fp8_e4m3", "fp8", "fp8_e4m3fn", "float8_e4m3fn", "float8_e4m3", "fp8e4m3", "e4m3", "e4m3fn", "f8_e4m3"),
     ("fp8_e5m2", "float8_e5m2", "fp8e5m2", "e5m2", "f8_e5m2"),
     ("fp8_e4m3fnuz", "float8_e4m3fnuz", "e4m3fnuz"),
@@ -142,8 +142,9 @@ def _hint(name: str, known: Collection[str], engine: str, version: str) -> str:
         return f"the same format is called {own[0]} here"
     for other in same:
         if there := [cls.name for cls in owners(other) if cls.name != engine]:
-            it = "it" if other == name else other
-            return f"engine {' and '.join(there)} has {it}: pass --engine {there[0]}"
+            it, one = "it" if other == name else other, len(there) == 1
+            which = f"engine{'' if one else 's'} {' and '.join(there)} {'has' if one else 'have'}"
+            return f"{which} {it}: pass --engine {there[0]}"
     if engine and lower in FORMATS.names():
         return "engine hf has it: pass --engine hf"
     for tool in ELSEWHERE:
