@@ -536,3 +536,34 @@ def test_layers_with_a_window_hold_no_more_than_it_and_others_all_tokens() -> No
     sequence = present(_sequence(layers, 7))
     assert [sequence.bytes_of_sequence(n) for n in (10, 1000)] == [10 * 40 + 7, 64 * 10 + 1000 * 30 + 7]
     assert _sequence(layers[1:], 7) is None
+
+
+def test_layers_in_one_allocation_count_each_and_a_layer_that_reads_anothers_keys_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in Gemma 2, whose layers with a window have blocks of their own among those of the others."""
+    held = torch.zeros(4, 2, 16, 2 * 8, dtype=torch.bfloat16)  # blocks, heads, tokens, keys and values
+
+    def attention(window: int | None, shares: str | None = None) -> Any:
+        sizes = {"num_kv_heads": 2, "head_size": 8, "sliding_window": window, "kv_sharing_target_layer_name": shares}
+        return SimpleNamespace(kv_cache=held, kv_cache_dtype="auto", impl=SimpleNamespace(), **sizes)
+
+    names = [f"model.layers.{n}.attn" for n in range(3)]
+    layers = dict(zip(names, (attention(4), attention(None), attention(None, names[1])), strict=True))
+    windowed, full = (
+        type("SlidingWindowSpec", (), {"block_size": 16, "sliding_window": 4})(),
+        SimpleNamespace(block_size=16),
+    )
+    groups = [
+        SimpleNamespace(layer_names=[names[0]], kv_cache_spec=windowed),
+        SimpleNamespace(layer_names=names[1:], kv_cache_spec=full),
+    ]
+    runner = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(num_blocks=4, kv_cache_groups=groups),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+    )
+    monkeypatch.setattr(vllm_capture, "kernel_block_size", lambda _runner, _group: 16)
+    found = vllm_capture._cache_layers(runner)
+    assert [(row["number"], row["window"], row["windowed"]) for row in found] == [(0, 4, True), (1, None, False)]
+    assert [row["bytes_per_token"] for row in found] == [64.0, 64.0]
+    assert sum(row["bytes"] for row in found) == held.numel() * 2
