@@ -20,7 +20,17 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Layerwise, request_record
 from fidelab.core import Status
 from fidelab.workers.fork_server import ForkServer
-from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
+from fidelab.workers.messages import (
+    PROTOCOL,
+    Captured,
+    Hello,
+    Message,
+    Opened,
+    ProbeTask,
+    Progress,
+    decode,
+    encode,
+)
 from fidelab.workers.parent import JobOutcome, Worker
 from tests.captures import sample
 from tests.present import present
@@ -269,6 +279,33 @@ def test_a_worker_and_its_processes_go_when_the_parent_does(
     process.send_signal(number)
     process.wait(30)
     assert until(lambda: not alive(grandchild) and not alive(worker))
+
+
+def test_a_worker_that_hears_of_the_parents_death_by_its_own_answer_ends_its_processes_too(
+    tmp_path: Path, plugin_path: str
+) -> None:
+    arm = replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))
+    log = tmp_path / "log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fidelab.workers.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env={**os.environ, "PYTHONPATH": plugin_path},
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert isinstance(decode(process.stdout.readline()), Hello)
+    process.stdout.close()  # standard input stays open: only what the worker writes can tell it
+    process.stdin.write(encode(make_job(tmp_path / "captures", arm)))
+    process.stdin.flush()
+    process.wait(30)
+    grandchild, worker = pids(log.read_text())
+    assert worker == process.pid
+    assert until(lambda: not alive(grandchild))
+    process.stdin.close()
 
 
 def test_a_second_ctrl_c_while_ending_a_worker_leaves_no_process_either(

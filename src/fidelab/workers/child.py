@@ -134,9 +134,17 @@ def main() -> int:
 def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[[], None]) -> int:
     """Send the greeting, read one job, and answer its tasks and those that follow. Returns the exit code.
 
-    ``log`` receives tracebacks. ``on_end`` is called in another thread when the inbox ends, before the work stops.
+    ``log`` receives tracebacks. ``on_end`` is called in another thread when the inbox ends, before the work stops, and
+    in this one when nobody reads the outbox: the parent is gone, and what the engine started has to end, too.
     """
-    box = _Outbox(outbox, log)
+    try:
+        return _serve(inbox, _Outbox(outbox, log), on_end)
+    except BrokenPipeError:
+        on_end()
+        return ORPHANED
+
+
+def _serve(inbox: IO[bytes], box: _Outbox, on_end: Callable[[], None]) -> int:
     box.send(Hello(pid=os.getpid()))
     line = inbox.readline()
     if not line:
@@ -154,7 +162,7 @@ def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[
         box.send(Failed(Status.NOT_SUPPORTED, str(error)))
         return 1
     except Exception as error:
-        traceback.print_exc(file=log)
+        traceback.print_exc(file=box.log)
         box.send(Failed(Status.FAILED, reason_of(error)))
         return 1
     return 0
