@@ -161,6 +161,8 @@ def test_embedded_model_chats_with_its_own_system_prompt(smollm2: Model) -> None
 
 
 def again(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer as another process has it."""
+    tokens._recent.clear()
     return Tokenizer.load(resolve(str(tokenizer.model.path)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, get_type_hints
 
 from fidelab.core.sequence import SequenceBytes
@@ -77,9 +78,14 @@ _MORE: Mapping[str, Any] = {
 """Fields that are read besides those of :class:`RuntimeInfo`."""
 
 
+@cache
+def _kinds() -> Mapping[str, Any]:
+    return {**get_type_hints(RuntimeInfo), **_MORE}
+
+
 def invalid_runtime_fields(ran: Mapping[str, Any]) -> Iterator[str]:
     """Yield the invalid fields of a record of runtime facts; unknown fields may have any value."""
-    for name, kind in {**get_type_hints(RuntimeInfo), **_MORE}.items():
+    for name, kind in _kinds().items():
         if name not in ran:
             continue
         counts = (ran[name] or {}).values() if name == "observed" and fits(ran[name], kind) else ()

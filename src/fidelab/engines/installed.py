@@ -6,6 +6,7 @@ Everything is read from the packages' files; none of them is imported.
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import os
 import platform
@@ -71,26 +72,23 @@ def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
     distributions = [metadata.distribution(name) for name in packages if is_installed(name)]
     if any(_source(distribution) for distribution in distributions):
         return None
-    files = [
-        Path(str(distribution.locate_file(file)))
-        for distribution in distributions
-        for file in distribution.files or []
-        if "__pycache__" not in file.parts
-    ]
-    roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d.files or [])]
-    roots += filter(None, map(package_folder, ("fidelab", "k16v8")))
-    files += [root / name for root in roots for name in _python_files(root)]
+    files: list[str] = []
+    roots = [str(folder) for folder in map(package_folder, ("fidelab", "k16v8")) if folder]
+    for base, recorded in map(_recorded, distributions):
+        files += [f"{base}/{name}" for name in recorded if "__pycache__" not in name.split("/")]
+        roots += [f"{base}/{root}" for root in _roots(recorded)]
+    files += [f"{root}/{name}" for root in roots for name in _python_files(root)]
     boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
     return digest(
         canonical_json([sys.version, sys.executable, boot, gpu_files(), shims(), dict(variables)]), *_stats(files)
     )
 
 
-def _stats(files: Iterable[Path]) -> Iterator[str]:
+def _stats(files: Iterable[str]) -> Iterator[str]:
     """Size and time of files and of the folders on ``sys.path``."""
-    for path in (*sorted(set(files)), *map(Path, sys.path)):
+    for path in (*sorted(set(files)), *sys.path):
         try:
-            status = path.stat()
+            status = Path(path or ".").stat()
         except OSError:
             yield f"{path} is not there"
             continue
@@ -138,25 +136,24 @@ def is_installed(name: str) -> bool:
 def _label(distribution: metadata.Distribution) -> str:
     if source := _source(distribution):
         return f"built from {source}"
-    files = _recorded(distribution)
-    changed = sorted({*_altered(files), *_added(distribution, files)})
+    base, files = _recorded(distribution)
+    changed = sorted({*_altered(base, files), *_added(base, files)})
     if not changed:
         return "stock"
     differ = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
     return f"modified: {differ} from the package, first {changed[0]}"
 
 
-def _recorded(distribution: metadata.Distribution) -> list[metadata.PackagePath]:
-    """Files that RECORD lists.  ``Distribution.files`` leaves out missing ones since Python 3.12."""
-    record = distribution.read_text("RECORD")
+def _recorded(distribution: metadata.Distribution) -> tuple[str, dict[str, str]]:
+    """Folder of a distribution, and for each file that RECORD lists its hash, as ``sha256=…``, or ``""``.
+
+    ``Distribution.files`` has the same files as paths, whose making takes seconds for an engine, and leaves out missing
+    ones since Python 3.12.
+    """
+    base, record = str(distribution.locate_file("")).rstrip("/"), distribution.read_text("RECORD")
     if record is None:
-        return distribution.files or []
-    files = []
-    for name, expected, *_ in csv.reader(record.splitlines()):
-        path = metadata.PackagePath(name)
-        path.dist, path.hash = distribution, metadata.FileHash(expected) if expected else None
-        files.append(path)
-    return files
+        return base, {file.as_posix(): "" for file in distribution.files or []}
+    return base, {name: expected for name, expected, *_ in csv.reader(record.splitlines())}
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
@@ -171,34 +168,40 @@ def _source(distribution: metadata.Distribution) -> str | None:
     return str(direct["url"]).removeprefix("file://") + (f"@{commit[:12]}" if commit else "")
 
 
-def _altered(files: Sequence[metadata.PackagePath]) -> Iterator[str]:
+def _altered(base: str, files: Mapping[str, str]) -> Iterator[str]:
     """Python files whose hash is not that of RECORD, or that are missing."""
-    for file in files:
-        if file.suffix != ".py" or file.hash is None:
+    for name, recorded in files.items():
+        if not (recorded and name.endswith(".py")):
             continue
+        kind, _, expected = recorded.partition("=")
+        path = f"{base}/{name}"
         try:
-            content = Path(str(file.locate())).read_bytes()
+            status = Path(path).stat()
+            actual = _hash(path, kind, (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
         except OSError:
-            yield str(file)
+            yield name
             continue
-        raw = hashlib.new(file.hash.mode, content).digest()
-        if urlsafe_b64encode(raw).rstrip(b"=").decode() != file.hash.value.rstrip("="):
-            yield str(file)
+        if actual != expected.rstrip("="):
+            yield name
 
 
-def _added(distribution: metadata.Distribution, files: Sequence[metadata.PackagePath]) -> Iterator[str]:
+@functools.lru_cache(maxsize=1 << 16)  # a process that plans often reads a file again only after a change
+def _hash(path: str, kind: str, _version: tuple[int, ...]) -> str:
+    raw = hashlib.new(kind, Path(path).read_bytes()).digest()
+    return urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+def _added(base: str, files: Mapping[str, str]) -> Iterator[str]:
     """Python files in the package's folders that RECORD does not list: some engines import every file there."""
-    listed = {str(file) for file in files}
-    base = Path(str(distribution.locate_file("")))
     for root in _roots(files):
-        for name in _python_files(base / root):
-            if (found := f"{root}/{name}") not in listed:
+        for name in _python_files(f"{base}/{root}"):
+            if (found := f"{root}/{name}") not in files:
                 yield found
 
 
-def _roots(files: Sequence[metadata.PackagePath]) -> set[str]:
+def _roots(files: Iterable[str]) -> set[str]:
     """The names of a distribution's packages."""
-    return {file.parts[0] for file in files if len(file.parts) == 2 and file.name == "__init__.py"}
+    return {name.partition("/")[0] for name in files if name.count("/") == 1 and name.endswith("/__init__.py")}
 
 
 def _content(folder: Path) -> str:
@@ -208,7 +211,7 @@ def _content(folder: Path) -> str:
     return digest(*parts)
 
 
-def _python_files(folder: Path) -> list[str]:
+def _python_files(folder: str | Path) -> list[str]:
     """Python files of a folder, relative to it, in a fixed order, without hidden folders and environments inside."""
     sources = []
     for place, folders, files in os.walk(folder):

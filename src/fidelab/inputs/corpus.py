@@ -170,8 +170,10 @@ def _spread(ranks: Mapping[int, int], n_tokens: int, n_ctx: int, n: int) -> list
     if len(ranks) < n:
         return [i * (n_tokens - n_ctx) // max(1, n - 1) for i in range(n)]
     chosen: list[int] = []
-    for rank in sorted({*ranks.values()}):
-        places = sorted(at for at, at_rank in ranks.items() if at_rank == rank)
+    by_rank: dict[int, list[int]] = {}
+    for at, rank in sorted(ranks.items()):
+        by_rank.setdefault(rank, []).append(at)
+    for _, places in sorted(by_rank.items()):
         count = min(len(places), n - len(chosen))
         chosen += [places[(2 * i + 1) * len(places) // (2 * count)] for i in range(count)]
     return sorted(chosen)

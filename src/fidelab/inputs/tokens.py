@@ -151,6 +151,8 @@ class _Bytes:
         return tuple(text.encode())
 
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
+        if text.isascii():
+            return self.encode(text), tuple(range(len(text)))
         return self.encode(text), tuple(i for i, char in enumerate(text) for _ in char.encode())
 
     def chat(self, messages: Sequence[ChatMessage], tools: Tools) -> Tokens:
@@ -171,6 +173,10 @@ class _Bytes:
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
 _MAX_CACHED_BYTES = 256 << 20  # bytes of answers; beyond, the older half is forgotten
+# A plan asks for the same text's tokens several times: the last answers stay in memory, but those of huge texts.
+_RECENT = 16
+_MAX_RECENT_BYTES = 8 << 20
+_recent: dict[tuple[Path, bytes], Any] = {}  # by store and key, the oldest first
 
 
 class _Remembered:
@@ -237,20 +243,27 @@ class _Remembered:
 
     def _recall(self, name: str, arguments: Any, compute: Callable[[], Any]) -> Any:
         key = hashlib.sha256(json.dumps([self._identity, name, arguments]).encode()).digest()
-        kept = self._store.read(key)
+        if (place := (self._store.path, key)) in _recent:
+            return _recent[place]
+        kept, found = self._store.read(key), None
         with contextlib.suppress(ValueError):  # a damaged answer is computed again
-            if kept is not None:
-                return json.loads(kept)
-        answer = compute()
-        self._store.write(key, json.dumps(answer))
-        return answer
+            found = None if kept is None else json.loads(kept)
+        if found is None:
+            found = compute()
+            kept = json.dumps(found)
+            self._store.write(key, kept)
+        while len(_recent) >= _RECENT:
+            _recent.pop(next(iter(_recent)), None)
+        if kept is not None and len(kept) <= _MAX_RECENT_BYTES:
+            _recent[place] = found
+        return found
 
 
 class _Store:
     """Texts by key in one SQLite file, which several processes may use at once."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def read(self, key: bytes) -> str | None:
         with contextlib.suppress(sqlite3.Error, OSError):
@@ -265,20 +278,20 @@ class _Store:
     @cached_property
     def _database(self) -> sqlite3.Connection:
         """Open the database once.  Replace a file that is not a database, and shrink one that is too large."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             return self._opened()
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):  # locked, read-only, no room
                 raise
-            self._path.unlink()
+            self.path.unlink()
             return self._opened()
 
     def _opened(self) -> sqlite3.Connection:
-        database = sqlite3.connect(self._path, timeout=1.0)
+        database = sqlite3.connect(self.path, timeout=1.0)
         database.execute("PRAGMA synchronous = OFF")  # an answer that is lost is computed again
         database.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT)")
-        if self._path.stat().st_size > _MAX_CACHED_BYTES:
+        if self.path.stat().st_size > _MAX_CACHED_BYTES:
             with database:
                 database.execute("DELETE FROM answers WHERE rowid <= (SELECT MIN(rowid) + COUNT(*) / 2 FROM answers)")
             database.execute("VACUUM")
