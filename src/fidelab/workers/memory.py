@@ -43,10 +43,12 @@ def _total(field: str) -> int | None:
 def _family(pid: int) -> set[int]:
     """The process and its living descendants."""
     children: dict[int, list[int]] = {}
-    for stat in _PROC.glob("[0-9]*/stat"):
+    for folder in _PROC.iterdir() if _PROC.is_dir() else ():
+        if not folder.name.isdecimal():
+            continue
         with suppress(OSError):  # it ended meanwhile
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])  # after the name, which may hold any character
-            children.setdefault(parent, []).append(int(stat.parent.name))
+            stat = (folder / "stat").read_bytes().rpartition(b")")[2]  # after the name, which may hold any byte
+            children.setdefault(int(stat.split(None, 2)[1]), []).append(int(folder.name))
     family, generation = {pid}, [pid]
     while generation:
         generation = [child for parent in generation for child in children.get(parent, ())]
