@@ -58,16 +58,16 @@ def test_fake_has_no_files_and_a_hash_of_its_name() -> None:
     assert model.weights != resolve("fake").weights
 
 
-def test_what_is_not_a_model_is_refused_and_a_folder_of_gguf_files_names_one(
+def test_what_is_not_a_model_is_refused_and_a_damaged_file_of_a_folder_is_named(
     tmp_path: Path, make_folder: MakeFolder
 ) -> None:
     broken, other = make_folder(tmp_path / "broken"), make_folder(tmp_path / "other", vocab_size=None)
     (broken / "config.json").write_text("{")
-    for name in ("m.gguf", "m.bin"):
-        (tmp_path / name).write_bytes(b"GGUF")
+    for name in ("m.gguf", "m.txt"):
+        (tmp_path / name).write_bytes(b"GGUF" if name == "m.gguf" else b"words")
     for place, said in (
-        *((broken, "not valid JSON"), (other, "no vocab_size"), (tmp_path / "m.bin", "is a file")),
-        *((tmp_path, r"pass one of them.*m\.gguf"), ("some/where.gguf", r"^no file some/where\.gguf$")),
+        *((broken, "not valid JSON"), (other, "no vocab_size"), (tmp_path / "m.txt", "is a file")),
+        *((tmp_path, r"m\.gguf is damaged"), ("some/where.gguf", r"^no file some/where\.gguf$")),
     ):
         with pytest.raises(InputError, match=said):
             resolve(str(place))

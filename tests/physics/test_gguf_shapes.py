@@ -165,7 +165,7 @@ def test_the_parts_of_a_split_model_are_read_and_a_missing_one_is_named(tmp_path
         gguf_geometry(other)
 
 
-@pytest.mark.parametrize("architecture", ["bert", "clip", "llada", "new-encoder"])
+@pytest.mark.parametrize("architecture", ["bert", "t5encoder", "llada", "new-encoder"])
 def test_what_does_not_decode_is_refused(architecture: str, tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", architecture, 1, {"attention.causal": False})
     with pytest.raises(InputError, match=f"is {architecture}, not a decoder: fidelab runs decoder-only models"):

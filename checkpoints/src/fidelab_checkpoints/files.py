@@ -11,7 +11,6 @@ an index cannot name files outside its folder, and pickled weights are refused.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from fidelab.core.errors import InputError
 from fidelab.models import embedded, gguf, hub
 from fidelab.models.convert import dequantized
+from fidelab.models.local import SPLIT, local_model, unknown_name
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import INDEX, read_entries, read_index, read_json, weight_files
 
@@ -50,7 +50,6 @@ RAW: Mapping[str, np.dtype[Any]] = {
 lacks come as the unsigned integers of their bits.  GGUF's plain types have the same names; its block types keep ggml's
 (``Q4_K``) and come as bytes, with the last dimension in bytes."""
 
-_SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _SINGLE = "model.safetensors"
 _MAX_SPLITS = 1000
 _CHUNK_BYTES = 16 << 20  # bytes
@@ -222,30 +221,25 @@ def open_checkpoint(name: str | Path, *, complete: bool = True) -> Checkpoint:
     text = str(name)
     if text in embedded.NAMES:
         return _open_gguf(embedded.gguf_file(text), text)
-    here = Path(text).expanduser()
-    if text and here.is_dir():
-        return _open_folder(here.absolute(), text, complete)
-    if here.is_file():
+    here = local_model(text)
+    if here is not None and here.is_dir():
+        return _open_folder(here, text, complete)
+    if here is not None:
         if here.suffix == ".gguf":
-            return _open_gguf(here.absolute(), text)
+            return _open_gguf(here, text)
         raise InputError(f"{text} is a file; a checkpoint is a folder (config.json, *.safetensors) or a .gguf file")
     match = HUB_ID.fullmatch(text)
-    if match is None or here.suffix == ".gguf":
-        raise InputError(
-            f"no checkpoint {text!r} here; a checkpoint is a folder with config.json and *.safetensors, a .gguf file, "
-            f"a hub id (owner/name or owner/name@revision) or an embedded model ({', '.join(embedded.NAMES)})"
+    if match is None or text.endswith(".gguf"):
+        forms = (
+            "a folder with config.json and *.safetensors, a .gguf file, a hub id (owner/name or owner/name@revision)"
         )
+        raise unknown_name(text, f"{forms} or an embedded name ({', '.join(embedded.NAMES)})")
     folder, _ = hub.snapshot(match["repo"], match["revision"])
     return _open_folder(folder, text, complete)
 
 
 def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
     if not (folder / "config.json").is_file():
-        ggufs = sorted(folder.glob("*.gguf"))
-        if ggufs:
-            if len(ggufs) == 1 or _SPLIT.fullmatch(ggufs[0].name):
-                return _open_gguf(ggufs[0], name)
-            raise InputError(f"{name} holds {len(ggufs)} GGUF files: pass one of them, for example {ggufs[0]}")
         weight_files(folder)  # its message names what the folder holds, such as pickled weights
         raise InputError(
             f"{name} has no config.json: a checkpoint folder holds config.json, *.safetensors and a tokenizer"
@@ -323,7 +317,7 @@ def _open_gguf(file: Path, name: str) -> Checkpoint:
     files, headers = [file], [header]
     count = header.metadata.get("split.count", 1)
     if isinstance(count, int) and count > 1:
-        match = _SPLIT.fullmatch(file.name)
+        match = SPLIT.fullmatch(file.name)
         if match is None or int(match["count"]) != count or count > _MAX_SPLITS:
             raise InputError(f"{file} is one of {count} parts, but is not called NAME-00001-of-{count:05}.gguf")
         files = [file.with_name(f"{match['stem']}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]

@@ -29,6 +29,7 @@ from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import ServerRecord, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.models import embedded
 from fidelab.models import path as model_path
+from fidelab.models.local import local_model
 
 _SETTINGS_TIMEOUT = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
@@ -224,8 +225,8 @@ def _model(name: str, cls: type[Engine]) -> str:
     gguf = cls.checkpoint_format == "gguf"
     if name in embedded.NAMES:
         return str(model_path(name, "gguf") if gguf else model_path(name))
-    path = expand(name)
-    if path.exists():
+    path = local_model(str(expand(name)))
+    if path is not None:
         return str(path)
     if gguf:
         raise InputError(

@@ -14,6 +14,7 @@ from fidelab.models import embedded, hub
 from fidelab.models.convert import check_room, to_safetensors
 from fidelab.models.decoder import check_decoder, check_decoder_gguf
 from fidelab.models.gguf import read_header, text_folder
+from fidelab.models.local import local_model, unknown_name
 from fidelab.models.store import TEXT, gguf_dir
 from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
 
@@ -94,19 +95,17 @@ def resolve(name: str) -> Model:
         )
     if name in embedded.NAMES:
         return _read_gguf(embedded.gguf_file(name), name, embedded.home(name) / "text")
-    here = Path(name).expanduser()
-    if name and here.is_dir():
-        files = list(here.absolute().glob("*.gguf"))
-        return _read(here.absolute(), name, gguf=files[0] if len(files) == 1 else None)
-    if here.is_file():
+    here = local_model(name)
+    if here is not None and here.is_dir():
+        files = list(here.glob("*.gguf"))
+        return _read(here, name, gguf=files[0] if len(files) == 1 else None)
+    if here is not None:
         if here.suffix != ".gguf":
             raise InputError(f"{name} is a file; a model is {_FORMS}")
-        return _read_gguf(here.absolute(), name)
+        return _read_gguf(here, name)
     match = HUB_ID.fullmatch(name)
-    if match is None or here.suffix == ".gguf":
-        raise InputError(
-            f"no file {name}" if here.suffix == ".gguf" else f"no model {name!r} here; a model is {_FORMS}"
-        )
+    if match is None or name.endswith(".gguf"):
+        raise InputError(f"no file {name}") if name.endswith(".gguf") else unknown_name(name, _FORMS)
     texts, _ = hub.snapshot(match["repo"], match["revision"], weights=False)
     if (texts / "config.json").is_file():  # before the weights are fetched
         check_decoder(read_json(texts / "config.json"), name)

@@ -20,6 +20,7 @@ from fidelab.core.registry import require
 from fidelab.core.sequence import KVLayer
 from fidelab.models import embedded, hub
 from fidelab.models.decoder import check_decoder, not_a_decoder
+from fidelab.models.local import local_model, unknown_name
 from fidelab.models.resolve import HUB_ID
 from fidelab.models.weights import read_json
 from fidelab.physics.gguf_shapes import gguf_geometry
@@ -78,17 +79,16 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
     Raises:
         InputError: If no model has that name, or Transformers cannot build its architecture.
     """
-    here = Path(name).expanduser()
-    if here.suffix == ".gguf" or name in embedded.NAMES:
-        file = here if here.suffix == ".gguf" else embedded.gguf_file(name)
-        if not file.is_file():
+    here = embedded.gguf_file(name) if name in embedded.NAMES else local_model(name)
+    if here is None:
+        if name.endswith(".gguf"):
             raise InputError(f"no file {name}")
-        return gguf_geometry(file, name), "bf16"
-    if not here.exists():
         match = HUB_ID.fullmatch(name)
         if match is None:
-            raise InputError(f"no model {name!r} here: name a folder with config.json, a .gguf file or a hub id")
+            raise unknown_name(name, "an embedded name, a hub id, a folder with config.json, or a .gguf file")
         here, _ = hub.snapshot(match["repo"], match["revision"], weights=False)
+    if here.suffix == ".gguf" and here.is_file():
+        return gguf_geometry(here, name), "bf16"
     words = read_json(here if here.is_file() else here / "config.json")
     return model_geometry(here, name), "f16" if "float16" in (words.get("torch_dtype"), words.get("dtype")) else "bf16"
 

@@ -18,6 +18,7 @@ from fidelab.core.errors import InputError
 from fidelab.core.sequence import KVLayer
 from fidelab.models.decoder import check_decoder_gguf
 from fidelab.models.gguf import Header, StoredTensor, read_header
+from fidelab.models.local import SPLIT
 from fidelab.physics.shapes import Geometry, Weights
 
 # Architecture: period of the windowed layers, and whether the first layer of a period is the full one (else the last).
@@ -47,7 +48,6 @@ _FULL_INTERVALS = ("qwen3next", "qwen35", "qwen35moe")  # every fourth layer has
 _ONLY_STATES = ("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7")  # no layer has attention
 _BOTH = ("falcon-h1",)  # every layer has attention and a state
 _STATE_BYTES = 4  # llama.cpp keeps states in float32
-_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_PARTS = 1_000
 _MAX_LAYERS = 2_000
 
@@ -105,11 +105,11 @@ def _other_tensors(file: Path, header: Header) -> Iterable[StoredTensor]:
         raise InputError(f"{file} is damaged: it is one of {count!r} parts")
     if count == 1:
         return
-    match = _PART.fullmatch(file.name)
+    match = SPLIT.fullmatch(file.name)
     if match is None or int(match["count"]) != count:
         raise InputError(f"{file} is one of {count} parts: its name must end in -00001-of-{count:05}.gguf")
     for number in range(2, count + 1):
-        part = file.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf")
+        part = file.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf")
         if not part.exists():
             raise InputError(f"{part} is missing: a model of {count} parts needs all of them in one folder")
         yield from read_header(part).tensors
