@@ -179,3 +179,44 @@ def test_the_command_writes_a_report_and_refuses_an_impossible_margin(tmp_path: 
     assert (done.folder / "report.html").is_file()
     refused = cli("import", "lm-eval", "ref", "test", "--margin", "200%", cwd=tmp_path)
     assert (refused.code, "margin" in refused.err) == (2, True)
+
+
+def test_of_a_folder_of_several_models_one_has_to_be_named(tmp_path: Path) -> None:
+    ref, test = samples(tmp_path / "ref", [1, 0, 1]), samples(tmp_path / "test", [1, 1, 1])
+    (ref / "another__int4").mkdir()
+    for file in (ref / "model__name").iterdir():
+        (ref / "another__int4" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(InputError, match=r"holds samples of 2 models: name one of another__int4, model__name$"):
+        import_samples(ref, [test], tmp_path)
+    imported = import_samples(ref / "model__name", [test], tmp_path)
+    assert imported.report.reference.name == "model__name"
+
+
+def test_of_several_runs_the_last_is_read_and_named(tmp_path: Path) -> None:
+    ref = samples(tmp_path / "ref", [1, 1, 1], time="2026-06-02T10-00-00.1")
+    samples(ref, [0, 0, 0], time="2026-06-01T10-00-00.1")
+    imported = import_samples(ref, [samples(tmp_path / "test", [1, 1, 1])], tmp_path)
+    [axis] = imported.report.candidates[0].axes.values()
+    assert axis.value("reference_accuracy") == 1.0
+    assert imported.notes == (
+        f"{ref} has an earlier run of arc_easy; samples_arc_easy_2026-06-02T10-00-00.1.jsonl was read",
+    )
+
+
+@pytest.mark.parametrize(("differ", "said"), [(0, None), (2, "prompt_hash differs in 2 of 3 items")])
+def test_other_prompts_are_said_with_the_comparison(differ: int, said: str | None, tmp_path: Path) -> None:
+    def change(item: dict[str, Any]) -> None:
+        if item["doc_id"] < differ:
+            item["prompt_hash"] = "another template"
+
+    imported = import_samples(
+        samples(tmp_path / "ref", [1, 0, 1]), [samples(tmp_path / "test", [1, 1, 1], change=change)], tmp_path
+    )
+    verdict = imported.report.candidates[0].verdict
+    assert verdict is not None
+    if said is None:
+        assert imported.notes == ()
+        assert "prompt_hash" not in verdict.sentence
+    else:
+        assert imported.notes == (f"arc_easy: {said} (chat template, few-shots): more than the model differs",)
+        assert said in verdict.sentence

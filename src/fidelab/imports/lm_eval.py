@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fidelab.results.record import ArmRecord, Verdict
 
 _SAMPLES_NAME = re.compile(r"samples_(?P<task>.+)_\d{4}-\d\d-\d\dT[\d.:-]+\.jsonl")
 _MAX_FILE_BYTES = 1 << 30  # bytes of a file
+_LISTED = 6  # models that one line names
 _SAMPLE_KEYS = {"doc_id", "doc_hash", "prompt_hash", "target_hash", "filter"}
 
 _ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the configuration answers correctly.")
@@ -44,12 +46,18 @@ Key = tuple[str, str, str]  # task, filter, metric
 
 @dataclass
 class _Samples:
-    """The items of one folder: key → document → 0 or 1; ``documents``: (task, document) → hash of its content."""
+    """The items of one folder: key → document → 0 or 1.
+
+    ``documents``, ``prompts``: (task, document) → hash of its content, and of the text that the model read.
+    ``earlier``: task → how many runs the folder has besides the one that is read, and the name of that one.
+    """
 
     path: Path
     values: dict[Key, dict[int, float]] = field(default_factory=dict)
     documents: dict[tuple[str, int], str] = field(default_factory=dict)
+    prompts: dict[tuple[str, int], str] = field(default_factory=dict)
     left: set[Key] = field(default_factory=set)
+    earlier: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 def import_samples(
@@ -79,7 +87,8 @@ def import_samples(
     pairs = [_paired(reference, arm) for arm in arms]
     bare: dict[str, Any] = {"engine": "lm-eval", "model": "unstated model"}
     records = []
-    for label, pair in zip(labels, pairs, strict=True):
+    for label, arm, pair in zip(labels, arms, pairs, strict=True):
+        prompts = partial(_other_prompts, reference, arm)
         axes = {_axis_name(key): _axis(key, *sides, seed) for key, sides in pair.items()}
         certificates = {
             _axis_name(key): Certificate.of(
@@ -94,7 +103,18 @@ def import_samples(
                 name=label,
                 axes=axes,
                 certificates=certificates,
-                verdict=Verdict(sentence="; ".join(_summarize(name, axes[name], certificates[name]) for name in axes)),
+                verdict=Verdict(
+                    sentence="; ".join(
+                        [
+                            *(_summarize(name, axes[name], certificates[name]) for name in axes),
+                            *(
+                                f"{task}: {said}"
+                                for task in sorted({key[0] for key in pair})
+                                if (said := prompts(task))
+                            ),
+                        ]
+                    )
+                ),
                 **bare,
             )
         )
@@ -109,14 +129,22 @@ def import_samples(
 def _read(path: Path) -> _Samples:
     if not path.is_dir():
         raise InputError(f"{path} is not a folder: name what lm_eval --output_path PATH --log_samples wrote")
-    files: dict[str, Path] = {}
-    for file in sorted(path.rglob("samples_*.jsonl")):
+    files: dict[str, list[Path]] = {}
+    for file in sorted(path.rglob("samples_*.jsonl"), key=lambda file: file.name):  # by task, then by time
         if match := _SAMPLES_NAME.fullmatch(file.name):
-            files[match["task"]] = file  # of several runs the last one
+            files.setdefault(match["task"], []).append(file)
     if not files:
         raise InputError(f"{path} holds no samples_TASK_TIME.jsonl: run lm_eval with --log_samples")
+    folders = sorted({file.parent for runs in files.values() for file in runs})
+    if len(folders) > 1:
+        listed = ", ".join(str(folder.relative_to(path)) for folder in folders[:_LISTED])
+        more = f" and {len(folders) - _LISTED} more" if len(folders) > _LISTED else ""
+        raise InputError(f"{path} holds samples of {len(folders)} models: name one of {listed}{more}")
     samples = _Samples(path)
-    for task, file in files.items():
+    for task, runs in files.items():
+        file = runs[-1]
+        if len(runs) > 1:
+            samples.earlier[task] = (len(runs) - 1, file.name)
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise InputError(f"{file} has more than {_MAX_FILE_BYTES >> 30} GiB: that is not a file of samples")
         with file.open("r", encoding="utf-8", errors="replace") as lines:
@@ -137,6 +165,8 @@ def _add(samples: _Samples, task: str, line: str, where: str) -> None:
     content = f"{item.get('doc_hash')} {item.get('target_hash')}"
     if samples.documents.setdefault((task, document), content) != content:
         raise InputError(f"{where}: item {document} is there twice with different contents")
+    if isinstance(item.get("prompt_hash"), str):
+        samples.prompts[task, document] = item["prompt_hash"]
     listed = item.get("metrics")
     metrics = listed if isinstance(listed, list) else [name for name in item if name not in _SAMPLE_KEYS]
     for name in filter(lambda name: isinstance(name, str), metrics):
@@ -221,10 +251,31 @@ def _summarize(name: str, axis: Measurement, certificate: Certificate) -> str:
     return f"{name.removeprefix('lm-eval:')}: {counts}; {words[claim.state]}"
 
 
+def _tasks(keys: Iterable[Key]) -> list[str]:
+    return sorted({task for task, *_ in keys})
+
+
+def _other_prompts(ref: _Samples, arm: _Samples, task: str) -> str:
+    """Say in how many items of a task two models read other prompts; empty: in none, or the files do not say."""
+    common = [key for key in ref.prompts.keys() & arm.prompts.keys() if key[0] == task]
+    differ = sum(ref.prompts[key] != arm.prompts[key] for key in common)
+    if not differ:
+        return ""
+    where = f"{differ} of {len(common)} items"
+    return f"prompt_hash differs in {where} (chat template, few-shots): more than the model differs"
+
+
 def _notes(ref: _Samples, arms: Sequence[_Samples], pairs: Sequence[Mapping[Key, Any]]) -> Iterator[str]:
+    for side in (ref, *arms):
+        for task, (count, name) in sorted(side.earlier.items()):
+            others = "an earlier run" if count == 1 else f"{count} earlier runs"
+            yield f"{side.path} has {others} of {task}; {name} was read"
     for key in sorted(set[Key]().union(ref.left, *(arm.left for arm in arms))):
         yield f"{_axis_name(key)} has values other than 0 and 1 and was left out"
     for arm, pair in zip(arms, pairs, strict=True):
         alone = sorted({key[0] for key in ref.values.keys() ^ arm.values.keys()} - {key[0] for key in pair})
         if alone:
             yield f"{arm.path} and {ref.path} do not both have {', '.join(alone)}"
+        for task in _tasks(pair):
+            if differ := _other_prompts(ref, arm, task):
+                yield f"{task}: {differ}"
