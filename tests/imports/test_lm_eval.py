@@ -198,9 +198,8 @@ def test_of_several_runs_the_last_is_read_and_named(tmp_path: Path) -> None:
     imported = import_samples(ref, [samples(tmp_path / "test", [1, 1, 1])], tmp_path)
     [axis] = imported.report.candidates[0].axes.values()
     assert axis.value("reference_accuracy") == 1.0
-    assert imported.notes == (
-        f"{ref} has an earlier run of arc_easy; samples_arc_easy_2026-06-02T10-00-00.1.jsonl was read",
-    )
+    said = f"{ref} has an earlier run of arc_easy; samples_arc_easy_2026-06-02T10-00-00.1.jsonl was read"
+    assert said in imported.notes
 
 
 @pytest.mark.parametrize(("differ", "said"), [(0, None), (2, "prompt_hash differs in 2 of 3 items")])
@@ -215,8 +214,8 @@ def test_other_prompts_are_said_with_the_comparison(differ: int, said: str | Non
     verdict = imported.report.candidates[0].verdict
     assert verdict is not None
     if said is None:
-        assert imported.notes == ()
+        assert not any("prompt_hash" in note for note in imported.notes)
         assert "prompt_hash" not in verdict.sentence
     else:
-        assert imported.notes == (f"arc_easy: {said} (chat template, few-shots): more than the model differs",)
+        assert f"arc_easy: {said} (chat template, few-shots): more than the model differs" in imported.notes
         assert said in verdict.sentence
