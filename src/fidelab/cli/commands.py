@@ -80,11 +80,16 @@ class Group(_Shown, typer.core.TyperGroup):
 
     def _nearest(self, ctx: Any, word: str) -> list[str]:
         """Return the commands whose name is nearest to a word: below this group, else of any group."""
+        if ctx.command_path.endswith(" import") and any(word.lower() in tool for tool in _LOADS):
+            return [f"{ctx.command_path} loads"]
         for top, path in ((self, ctx.command_path), (ctx.find_root().command, ctx.find_root().command_path)):
             known = [*_paths(top, path)]
             if near := get_close_matches(word, {name for name, _ in known}, 1):
                 return [path for name, path in known if name == near[0]]
         return []
+
+
+_LOADS = ("vllm-bench-serve", "sglang-bench_serving", "guidellm")  # tools whose files `import loads` reads
 
 
 def _paths(group: Any, path: str) -> Iterator[tuple[str, str]]:

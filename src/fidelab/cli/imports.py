@@ -143,6 +143,38 @@ def lm_eval(
     _finish(imported, as_json=as_json)
 
 
+@app.command("loads")
+@options.expand_options
+def loads(
+    *,
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…", help="Results of a configuration's loads; those of the first are the reference."
+        ),
+    ],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="Name of a configuration, once per file (default: the file's).")
+    ] = None,
+    runs: _RunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Read loads of a server from vllm bench serve, SGLang's bench_serving or GuideLLM.
+
+    [bold]Examples[/bold]
+
+      vllm bench serve --save-result --result-filename bf16.json …
+
+      fidelab import loads bf16.json fp8.json
+
+      fidelab import loads guidellm/benchmarks.json --name bf16
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("loads")(files, runs.output_dir, names=name or None, command=command_line())
+    _finish(imported, as_json=as_json)
+
+
 def _finish(imported: ImportedArm, *, as_json: bool) -> None:
     from fidelab.results.numbers import one_line
 

@@ -10,6 +10,7 @@ IMPORTS = Registry(
     {
         "refract": "fidelab.imports.refract:import_refract",
         "kld-dumps": "fidelab.imports.kld_dumps:import_dumps",
+        "loads": "fidelab.imports.loads:import_loads",
         "lm-eval": "fidelab.imports.lm_eval:import_samples",
     },
 )

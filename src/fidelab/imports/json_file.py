@@ -97,24 +97,45 @@ def read_json(path: Path, what: str = "file") -> JsonFile:
     Raises:
         InputError: If the file cannot be read or is not JSON.  The message names the place.
     """
+    return parse_json(path, read_text(path, what))
+
+
+def read_text(path: Path, what: str = "file") -> str:
+    """Read a file of UTF-8 text, with or without a byte order mark.
+
+    Raises:
+        InputError: As :func:`read_json`.
+    """
+    try:
+        return read_file(path, _MAX_FILE_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the {what}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def parse_json(path: Path, text: str, line: int = 0) -> JsonFile:
+    """Return the JSON of a file, or of one of its lines.
+
+    Raises:
+        InputError: If it is not JSON.  The message names the place.
+    """
     not_finite = 0
 
     def absent(_constant: str) -> None:
         nonlocal not_finite
         not_finite += 1
 
+    where = f"{path}: " + (f"line {line}: " if line else "")
     try:
-        raw = read_file(path, _MAX_FILE_BYTES)
-        data = strict_json(raw.decode("utf-8-sig"), not_finite=absent, half_pairs=True)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the {what}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        data = strict_json(text, not_finite=absent, half_pairs=True)
     except json.JSONDecodeError as error:
-        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+        raise InputError(f"{path}: line {line or error.lineno}, column {error.colno}: {error.msg}") from error
     except ValueError as error:
-        raise InputError(f"{path}: {error}") from error
-    return JsonFile(path, hashlib.sha256(raw).hexdigest(), not_finite, Node(data, f"{path}: "))
+        raise InputError(f"{where}{error}") from error
+    return JsonFile(path, hashlib.sha256(text.encode()).hexdigest(), not_finite, Node(data, where))
 
 
 def _text(value: str) -> str:
