@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,17 @@ def test_a_candidate_that_cannot_be_converted_leaves_the_others_alone(tmp_path: 
     reasons = [settings.unsupported[arm.name] for arm in settings.candidates[1:]]
     assert "reads no GGUF files of architecture 'smollm3': use engine llamacpp" in reasons[0]
     assert "partial.gguf cannot be converted for Transformers (1 of 11 parameters" in reasons[1]
+
+
+def test_a_model_with_another_tokenizer_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf")
+    other = {"model": "smollm2-135m", "kv": "f32"}
+    said = r"another tokenizer than the reference's \(261 and 49,152 ids\): no KL between their distributions"
+    with pytest.raises(UsageError, match=f"smollm2-135m f32 has {said}"):
+        _hf(tmp_path, file, candidates=[other])
+    settings = _hf(tmp_path, file, candidates=["int4", other])
+    [(name, reason)] = settings.unsupported.items()
+    assert (name, re.match(said, reason) is not None) == ("smollm2-135m f32", True)
 
 
 def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> None:

@@ -25,6 +25,7 @@ from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.asked import Engines, check_kv_name, installation_record, native_kv, versions_there
 from fidelab.environments.container import existing_paths
 from fidelab.environments.queries import EngineAnswers
+from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.gguf import head_sizes, read_header
 from fidelab.models.weights import content_sha256
@@ -135,6 +136,7 @@ class _Resolver:
         )
         self._resolved: dict[str, ResolvedArm] = {}
         self._unsupported: dict[str, str] = {}
+        self._strangers: dict[str, str] = {}  # arms with another tokenizer than the reference's, and the reason
 
     def settings(self) -> Settings:
         experiment = self._experiment
@@ -148,6 +150,8 @@ class _Resolver:
                 reference, engine_class(reference.engine), self._model, environment, self._pack.versions, borrowed=True
             )
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
+        if candidates and all(arm.name in self._strangers for arm in candidates):
+            raise UsageError(f"{candidates[0].name} has {self._strangers[candidates[0].name]}")
         # Refuse what would be captured twice: the same arm, in environments of the same versions
         names: set[str] = set()
         twins: dict[str, str] = {}
@@ -257,6 +261,9 @@ class _Resolver:
             sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
             reason = f"the draft model has another vocabulary: {sizes}"
             verdict = Support(False, f"{reason}; draft with a smaller model of the same family")
+        elif self._axes and (other := _other_tokens(self._model, model)):
+            self._strangers[arm.name] = other
+            verdict = Support(False, other)
         elif (
             cls.checkpoint_format == "gguf"
             and model.gguf is not None
@@ -441,6 +448,30 @@ def _with_resolved(settings: Settings, resolved: Mapping[str, ResolvedArm]) -> S
     """The settings with arms as they were resolved last; an arm whose engine is not there was not."""
     roles = {role: resolved[arm.name].arm if arm.name in resolved else arm for role, arm in settings.roles.items()}
     return replace(settings, roles=roles, resolved=resolved)
+
+
+# Words, numbers, white space, accents and another script: what tokenizers cut differently.
+_SAMPLE = "The 1,234 naïve foxes' code:\n\tif x != 0:  return 'été' # 漢字かな\n"
+
+
+def _other_tokens(reference: Model, model: Model) -> str:
+    """Return why a model's distributions cannot be compared with the reference's; empty: they are over one vocabulary.
+
+    A model without a tokenizer of its own that can be loaded is left to its engine.
+    """
+    if model.path == reference.path or "fake" in (model.kind, reference.kind):
+        return ""
+    try:
+        ours, theirs = Tokenizer.load(reference), Tokenizer.load(model)
+        if ours.encode(_SAMPLE) == theirs.encode(_SAMPLE):
+            return ""
+        sizes = f"{len(ours.pieces()):,} and {len(theirs.pieces()):,} ids"
+    except InputError:
+        return ""
+    return (
+        f"another tokenizer than the reference's ({sizes}): no KL between their distributions; compare their answers, "
+        "by lm_eval --log_samples and fidelab import lm-eval"
+    )
 
 
 def refuse_same_server(settings: Settings) -> None:
