@@ -133,3 +133,28 @@ def test_the_balanced_choice_uses_experts_that_others_leave_idle() -> None:
     assert set(balanced(counts, 3)) >= {2, 4}
     assert (counts[balanced(counts, 3)].sum(axis=0) > 0).all()
     assert balanced(counts, 99) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "quant_stage:\n  quant_modifiers:\n    QuantizationModifier:\n      ignore: [lm_head]\n      scheme: FP8_DYNAMIC\n",
+            "(QuantizationModifier); the same here: method: rtn, scheme: FP8, keep: [lm_head]",
+        ),
+        (
+            "default_stage:\n  default_modifiers:\n    SmoothQuantModifier: {smoothing_strength: 0.8}\n"
+            "    GPTQModifier: {scheme: W4A16_ASYM, targets: [Linear]}\n",
+            "(SmoothQuantModifier, GPTQModifier); the same here: method: gptq, scheme: W4A16",
+        ),
+        ("AWQModifier: {scheme: W8A8}\n", "(AWQModifier); the same here: method: awq, no scheme for W8A8"),
+        ("PruningModifier: {}\n", "(PruningModifier); the same here: see docs/checkpoints.md"),
+    ],
+)
+def test_a_recipe_of_llm_compressor_is_named_with_the_keys_that_say_the_same(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    (path := tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_recipe(path)
+    assert str(caught.value) == f"{path} is llm-compressor's own recipe {said}"

@@ -178,9 +178,12 @@ def read_recipe(path: Path) -> Recipe:
 
     Raises:
         ConfigError: If the file is missing, is not YAML, or has an unknown key (the message names the nearest) or an
-            invalid value.
+            invalid value.  A recipe of llm-compressor is named, with the keys that say the same here.
     """
-    recipe = validate_as(Recipe, read_yaml(path), str(path))
+    content = read_yaml(path)
+    if said := _of_llm_compressor(content):
+        raise ConfigError(f"{path} is {said}")
+    recipe = validate_as(Recipe, content, str(path))
     base = path.expanduser().absolute().parent
     if recipe.fidelity is not None and recipe.fidelity.text not in ("default", "wikitext-2"):
         text = _file(path, base, "fidelity.text", recipe.fidelity.text)
@@ -194,6 +197,39 @@ def read_recipe(path: Path) -> Recipe:
     if recipe.fidelity is not None and any(source.text == recipe.fidelity.text for source in sources):
         raise ConfigError(f"{path}: fidelity.text is also calibrated on, which flatters the result: name another")
     return recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update={"sources": sources})})
+
+
+_MODIFIERS = {  # llm-compressor's class → the method that does the same here
+    "QuantizationModifier": "rtn",
+    "GPTQModifier": "gptq",
+    "AWQModifier": "awq",
+    "AutoRoundModifier": "autoround",
+}
+
+
+def _of_llm_compressor(content: Any) -> str:
+    """Describe a recipe of llm-compressor in this file's keys; empty for any other content.
+
+    ``llm-compressor's own recipe (GPTQModifier); the same here: method: gptq, scheme: W4A16, keep: [lm_head]``
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    level = [content]
+    for _ in range(6):  # stages hold groups, groups hold modifiers
+        tables = [table for table in level if isinstance(table, dict)]
+        for table in tables:
+            found |= {k: v for k, v in table.items() if str(k).endswith("Modifier") and isinstance(v, dict)}
+        level = [value for table in tables for value in table.values()]
+    if not found:
+        return ""
+    name = next((key for key in found if key in _MODIFIERS), next(iter(found)))
+    scheme, ignored = found[name].get("scheme"), found[name].get("ignore")
+    same = [f"method: {_MODIFIERS[name]}"] if name in _MODIFIERS else []
+    if isinstance(scheme, str):
+        known = next((form for form in _FORMATS if scheme.upper().startswith(form)), None)
+        same.append(f"scheme: {known}" if known else f"no scheme for {scheme:.40}")
+    if isinstance(ignored, list):
+        same.append(f"keep: [{', '.join(map(str, ignored[:8]))}{', …' if len(ignored) > 8 else ''}]")
+    return f"llm-compressor's own recipe ({', '.join(found)}); the same here: {', '.join(same) or 'see docs/checkpoints.md'}"
 
 
 def _file(path: Path, base: Path, key: str, name: str) -> str:
