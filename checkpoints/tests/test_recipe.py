@@ -139,7 +139,7 @@ def test_the_balanced_choice_uses_experts_that_others_leave_idle() -> None:
     ("text", "said"),
     [
         (
-            "quant_stage:\n  quant_modifiers:\n    QuantizationModifier:\n      ignore: [lm_head]\n      scheme: FP8_DYNAMIC\n",
+            "quant_stage:\n  quant_modifiers:\n    QuantizationModifier: {ignore: [lm_head], scheme: FP8_DYNAMIC}\n",
             "(QuantizationModifier); the same here: method: rtn, scheme: FP8, keep: [lm_head]",
         ),
         (

@@ -229,7 +229,8 @@ def _of_llm_compressor(content: Any) -> str:
         same.append(f"scheme: {known}" if known else f"no scheme for {scheme:.40}")
     if isinstance(ignored, list):
         same.append(f"keep: [{', '.join(map(str, ignored[:8]))}{', …' if len(ignored) > 8 else ''}]")
-    return f"llm-compressor's own recipe ({', '.join(found)}); the same here: {', '.join(same) or 'see docs/checkpoints.md'}"
+    words = ", ".join(same) or "see docs/checkpoints.md"
+    return f"llm-compressor's own recipe ({', '.join(found)}); the same here: {words}"
 
 
 def _file(path: Path, base: Path, key: str, name: str) -> str:
