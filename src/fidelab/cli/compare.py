@@ -303,13 +303,13 @@ def launch(
     from fidelab.run.repeat import execute_all
 
     if dry_run:
-        from fidelab.cli.dry_run import show_plan
+        from fidelab.cli.dry_run import show_pasted, show_plan
 
         show_plan(experiment, show.as_json)
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
-        for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
-            note(f"fidelab: ignored flags from --serve: {words} ({reason})")
+        if experiment.serve is not None:
+            show_pasted(experiment.serve)
         return None
     command = command_line()
     for secret in secrets:
