@@ -175,7 +175,7 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     """
     file = text.removeprefix("@").strip()
     where, place = "--serve", None
-    if text.startswith("@") or ("\n" not in file and " " not in file and expand(file).is_file()):
+    if (text.startswith("@") and "\n" not in file) or ("\n" not in file and " " not in file and expand(file).is_file()):
         place = Path(file)
         text, where = read_text(expand(file)), file
     pasted = read_pasted(text, where)

@@ -200,6 +200,8 @@ class _Script:
             if self._sets_variables(words, plain) or self._is_aside(statement, plain, bool(command)):
                 continue
             for redirect in statement.redirects:
+                if redirect.startswith("<"):
+                    raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
                 self.notes.ignored[redirect] = _OUTPUT
             if plain[0].startswith("-") and command:  # no command begins with a dash: the backslash was lost
                 self.notes.translated[f"line {plain[0]} …"] = "joined with the line above"
