@@ -42,7 +42,12 @@ BASES = (
         ("vllm", "serve"),
         "vllm/vllm-openai:latest",
         ("owner/m",),
-        (("--kv-cache-dtype", "fp8"), ("--max-model-len", "4096"), ("--speculative-config", JSON), ("--enforce-eager",)),
+        (
+            ("--kv-cache-dtype", "fp8"),
+            ("--max-model-len", "4096"),
+            ("--speculative-config", JSON),
+            ("--enforce-eager",),
+        ),
         {"VLLM_A": "1", "VLLM_B": "a b"},
     ),
     Base(
@@ -165,7 +170,9 @@ class Writer:
 
     def prompted(self) -> str:
         """A line from a terminal, with its prompts."""
-        prompt = self.one("$ ", "user@host:~$ ", "(env) $ ", "(base) root@a1b2:/workspace# ", "[me@node dir]$ ", "% ", "❯ ")
+        prompt = self.one(
+            "$ ", "user@host:~$ ", "(env) $ ", "(base) root@a1b2:/workspace# ", "[me@node dir]$ ", "% ", "❯ "
+        )
         begin = [f"{name}={shlex.quote(value)}" for name, value in self.base.env.items()]
         words = [*self.wrapped(), *self.program(), *map(self.quoted, self.base.words)]
         if self.often():
@@ -194,8 +201,24 @@ class Writer:
     def docker(self) -> str:
         """``docker run``."""
         program = self.one("docker run", "sudo docker run", "podman run", "docker container run", "nerdctl run")
-        flags = ["--rm", "-it", "-d", "--gpus all", "--gpus '\"device=0,1\"'", "--ipc=host", "-p 8000:8000", "-v /data:/x"]
-        flags += ["--shm-size 16g", "--restart always", "--name ds", "--runtime=nvidia", "--network=host", "-v /x:/y:ro"]
+        flags = [
+            "--rm",
+            "-it",
+            "-d",
+            "--gpus all",
+            "--gpus '\"device=0,1\"'",
+            "--ipc=host",
+            "-p 8000:8000",
+            "-v /data:/x",
+        ]
+        flags += [
+            "--shm-size 16g",
+            "--restart always",
+            "--name ds",
+            "--runtime=nvidia",
+            "--network=host",
+            "-v /x:/y:ro",
+        ]
         flags = self.random.sample(flags, 4)
         for name, value in self.base.env.items():
             flags.append(self.one("-e ", "--env ", "-e", "--env=") + f"{name}={shlex.quote(value)}")
@@ -231,7 +254,9 @@ class Writer:
         if self.often():
             services = {"web": {"image": "nginx:latest", "command": "nginx -g off", "env_file": ".env"}, **services}
             service["depends_on"] = ["web"]
-        text = yaml.safe_dump({"services": services} if self.often(0.8) else {"server": service}, sort_keys=False, width=60)
+        text = yaml.safe_dump(
+            {"services": services} if self.often(0.8) else {"server": service}, sort_keys=False, width=60
+        )
         return self.one("", "---\n", "# how we serve\n", "version: '3'\n" if "services:" in text else "") + text
 
     def systemd(self) -> str:
@@ -266,7 +291,9 @@ class Writer:
         if form == "container":
             return yaml.safe_dump(container, sort_keys=False)
         if form == "list":
-            return yaml.safe_dump([{"name": "proxy", "image": "envoy:1", "args": ["-c", "x"]}, container], sort_keys=False)
+            return yaml.safe_dump(
+                [{"name": "proxy", "image": "envoy:1", "args": ["-c", "x"]}, container], sort_keys=False
+            )
         pod = {"template": {"spec": {"containers": [container]}}}
         whole = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "x"}, "spec": pod}
         if form == "json":
@@ -279,7 +306,9 @@ class Writer:
         lines = [f"$env:{name} = '{value}'" for name, value in self.base.env.items()]
         words = [word if re.fullmatch(r"[\w./:=@-]+", word) else f"'{word}'" for word in self.base.words]
         first, *rest = self.base.program
-        program = self.one(f".\\{first}.exe", f"C:\\bin\\{first}.exe", f"& 'C:\\my bin\\{first}.exe'", f".\\bin\\{first}.exe")
+        program = self.one(
+            f".\\{first}.exe", f"C:\\bin\\{first}.exe", f"& 'C:\\my bin\\{first}.exe'", f".\\bin\\{first}.exe"
+        )
         end = self.one(" `\n  ", " ")
         return "\n".join([*lines, end.join([" ".join([program, *rest]), *words])])
 

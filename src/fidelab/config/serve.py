@@ -205,10 +205,18 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     said.fields["model"] = move_folders(said.fields["model"], run.mounts)
     for values in (said.options, said.env):
         values.update({name: move_folders(value, run.mounts) for name, value in values.items()})
-    said.ignored = {**pasted.ignored, **run.ignored, **said.ignored}
     said.secrets += secrets
+    said.ignored = _without(said.secrets, {**pasted.ignored, **run.ignored, **said.ignored})
+    translated = _without(said.secrets, translated)
     words = tuple(program[len(run.entry) :])
     return ServeCommand(engine, said, words, tuple(run.wrapper), run.mounts, place, translated)
+
+
+def _without(secrets: Sequence[str], notes: Mapping[str, str]) -> dict[str, str]:
+    """Return notes with ``…`` for the values of secrets."""
+    values = [re.escape(value) for value in sorted(filter(None, secrets), key=len, reverse=True)]
+    hidden = re.compile("|".join(values)) if values else None
+    return {hidden.sub("…", key): hidden.sub("…", text) for key, text in notes.items()} if hidden else dict(notes)
 
 
 def program_python(pasted: ServeCommand) -> str | None:

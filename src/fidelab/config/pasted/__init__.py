@@ -23,13 +23,15 @@ _LONG_DASHES = "—―"  # editors make these of two hyphens
 _BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
 _NOTHING = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")
 _FENCE = re.compile(r"(?m)^[ \t]*(?:```|~~~)[\w+-]*[ \t]*(?:\n|\Z)")
-_PLACE = r"(?:\[[\w.-]+@[^\]\n]*\]|[\w.-]+@[\w.-]+[: ][^\s$#%>❯]*|PS [A-Za-z]:[^>\n]*|[A-Za-z]:\\[^>\n]*|(?:ba|z)?sh-[\d.]+)"
+_PLACE = (
+    r"(?:\[[\w.-]+@[^\]\n]*\]|[\w.-]+@[\w.-]+[: ][^\s$#%>❯]*|PS [A-Za-z]:[^>\n]*|[A-Za-z]:\\[^>\n]*|(?:ba|z)?sh-[\d.]+)"
+)
 _PROMPT = re.compile(
     rf"(?m)^[ \t]*(?:\([\w.:/ -]+\)[ \t]*)*(?:{_PLACE}[ \t]*(?:[$#%❯➜][ \t]+|>[ \t]*)|[$%❯➜][ \t]+|>{{1,2}}[ \t]+|![ \t]*(?=\w))"
 )
 _ROOT_PROMPT = re.compile(r"\A[ \t\n]*#[ \t]+(?=[\w./~-]+ [^\n]*(?:\\[ \t]*\n|\s*\Z))")
-_POWERSHELL_SIGNS = re.compile(r"(?m)`[ \t]*\n|\$env:\w+|^[ \t]*\$\w+[ \t]*=|^[ \t]*&[ \t]+[\"']?[A-Za-z.]")
-_CMD_SIGNS = re.compile(r"(?mi)\^[ \t]*\n|^[ \t]*@?set[ \t]+\"?[a-z_]\w*=|%[a-z_]\w*%|^@echo ")
+_POWERSHELL_SIGNS = re.compile(r"(?m)[ \t]`[ \t]*\n|\$env:\w+|^[ \t]*\$\w+[ \t]*=|^[ \t]*&[ \t]+[\"']?[A-Za-z.]")
+_CMD_SIGNS = re.compile(r"(?mi)[ \t]\^[ \t]*\n|^[ \t]*@?set[ \t]+\"?[a-z_]\w*=|%[a-z_]\w*%|^@echo ")
 _WINDOWS_PATHS = re.compile(r"(?<![\w\"'/])[\"']?[A-Za-z]:\\\w|(?:^|\s)\.{1,2}\\\w")
 _OTHER_FORMS = (
     (re.compile(r"\A\s*(?:#[^\n]*\n\s*)*(?:FROM|ARG)\s+\S", re.MULTILINE), "a Dockerfile"),

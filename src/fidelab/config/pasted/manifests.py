@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,7 +15,9 @@ from fidelab.config.pasted.shell import Command
 from fidelab.core.errors import UsageError
 from fidelab.engines.base import engines
 
-_FIRST_KEY = re.compile(r"""\s*(?:---\s*)?(?:-[ \t]+)*["']?[A-Za-z_][\w./-]*["']?:(?:[ \t]+\S|[ \t]*(?:\n|\Z)|[ \t]*[|>&])""")
+_FIRST_KEY = re.compile(
+    r"""\s*(?:---\s*)?(?:-[ \t]+)*["']?[A-Za-z_][\w./-]*["']?:(?:[ \t]+\S|[ \t]*(?:\n|\Z)|[ \t]*[|>&])"""
+)
 _COMMENTS = re.compile(r"(?:[ \t]*(?:#[^\n]*|---|%YAML[^\n]*)?\n)*")
 _KUBERNETES_KEYS = frozenset(
     "args env envFrom volumeMounts resources livenessProbe readinessProbe startupProbe imagePullPolicy "
@@ -26,6 +27,7 @@ _COMPOSE_KEYS = frozenset("environment entrypoint volumes deploy env_file ipc sh
 _VARIABLE = re.compile(
     r"\$\$|\$\{(?P<braced>\w+)(?:(?P<operator>:?[-?+])(?P<other>(?:[^{}]|\$\{[^{}]*\})*))?\}|\$(?P<name>[A-Za-z_]\w*)"
 )
+_SHORT = 60  # characters
 _IN_CLUSTER = "the value lies in the cluster (Secret, ConfigMap or field), which is not read; write it if it matters"
 _OF_CONTAINER = "concerns the container"
 _ENV_FILE = "a file of variables, which is not read; write those that matter"
@@ -34,7 +36,10 @@ _ENV_FILE = "a file of variables, which is not read; write those that matter"
 def is_manifest(text: str) -> bool:
     """Whether a text begins like YAML or JSON: with ``key:``, ``- key:``, ``{`` or ``["``."""
     start = text[_COMMENTS.match(text).end() :]  # type: ignore[union-attr]
-    return _FIRST_KEY.match(start) is not None or re.match(r"""\s*(\{\s*["']|\[\s*["'{]|-[ \t]+["']?-)""", start) is not None
+    return (
+        _FIRST_KEY.match(start) is not None
+        or re.match(r"""\s*(\{\s*["']|\[\s*["'{]|-[ \t]+["']?-)""", start) is not None
+    )
 
 
 @dataclass
@@ -229,7 +234,9 @@ def _add_flags(found: _Container, key: str, value: Any, where: str) -> bool:
         for each in value:
             found.flags += ["-p", _filled(each, where)]
     elif key in ("ipc", "shm_size", "runtime", "network_mode", "gpus") and isinstance(value, str):
-        found.flags.append(f"--{ {'shm_size': 'shm-size', 'network_mode': 'network'}.get(key, key)}={_filled(value, where)}")
+        found.flags.append(
+            f"--{ {'shm_size': 'shm-size', 'network_mode': 'network'}.get(key, key) }={_filled(value, where)}"
+        )
     elif key == "deploy" and (gpus := _gpus(value)):
         found.flags += ["--gpus", gpus]
     else:
@@ -257,9 +264,7 @@ def _words(value: Any, where: str) -> list[str]:
             words = shlex.split(text, comments=False)
         except ValueError as error:
             raise UsageError(f"{where}: the command cannot be split into words: {str(error).lower()}") from None
-    return [
-        word if secret else _filled(word, where) for word, secret in zip(words, secret_words(words), strict=True)
-    ]
+    return [word if secret else _filled(word, where) for word, secret in zip(words, secret_words(words), strict=True)]
 
 
 def _environment(value: Any, where: str) -> Iterator[tuple[str, str | None]]:
@@ -300,8 +305,8 @@ def _filled(text: str, where: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return without_secrets(text if len(text) < 60 else f"{text[:57]}…")
+    """Return a short value; a longer one or a group is cut, since it may hold a key."""
+    return without_secrets(value) if isinstance(value, str) and len(value) < _SHORT and "\n" not in value else "…"
 
 
 # ------------------------------------------------------------------------------------------------ Kubernetes

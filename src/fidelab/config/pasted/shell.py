@@ -126,7 +126,22 @@ _STARTERS = {
     **dict.fromkeys(("conda", "mamba", "micromamba", "poetry", "pixi"), ("run",)),
     "uv": ("run", "tool"),
 }
-_READS_OUTPUT = ("tee", "cat", "ts", "less", "more", "grep", "egrep", "rg", "head", "tail", "logger", "sed", "awk", "jq")
+_READS_OUTPUT = (
+    "tee",
+    "cat",
+    "ts",
+    "less",
+    "more",
+    "grep",
+    "egrep",
+    "rg",
+    "head",
+    "tail",
+    "logger",
+    "sed",
+    "awk",
+    "jq",
+)
 _NOT_RUN = "not run: only the server's command is read"
 _OUTPUT = "concerns the server's output"
 _ASSIGNMENT = re.compile(r"(?:\$env:)?([A-Za-z_]\w*)(\+?)=")
@@ -159,7 +174,9 @@ def read_words(text: str, where: str, notes: Notes) -> Command:
         UsageError: If it has operators of a shell, or parts that would have to be run.
     """
     script = _Script(where, notes, POSIX, {})
-    found = [each for each in statements(text, where) if each.words or each.arrays or each.redirects or each.before.strip()]
+    found = [
+        each for each in statements(text, where) if each.words or each.arrays or each.redirects or each.before.strip()
+    ]
     for statement in found:
         if sign := next(iter(statement.redirects), "(" if statement.arrays else statement.before.strip()):
             raise UsageError(f"{where}: {sign.split()[0]!r} is shell syntax; paste flags alone, {_WITH_QUOTES}")
@@ -204,7 +221,7 @@ class _Script:
                     raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
                 self.notes.ignored[redirect] = _OUTPUT
             if plain[0].startswith("-") and command:  # no command begins with a dash: the backslash was lost
-                self.notes.translated[f"line {plain[0]} …"] = "joined with the line above"
+                self.notes.translated[f"line {plain[0].partition('=')[0]} …"] = "joined with the line above"
                 expanded += self._expanded(words)
                 continue
             if command:
@@ -446,7 +463,9 @@ def _tokens(text: str, where: str, shell: Shell) -> Iterator[Word | str]:
         elif kind in ("single", "double", "escape"):
             pieces += _quoted(kind, written, where, shell)
         elif kind == "runs":
-            raise UsageError(f"{where}: {'`' if written == '`' else f'{written}…)'} runs a command; write its result instead")
+            raise UsageError(
+                f"{where}: {'`' if written == '`' else f'{written}…)'} runs a command; write its result instead"
+            )
         elif kind == "document":
             raise UsageError(f"{where}: {written} begins a here-document; paste only the server's command")
         elif kind == "placeholder":

@@ -42,7 +42,7 @@ def script_of_unit(text: str, where: str, notes: Notes) -> str:
         elif key == "WorkingDirectory":
             notes.ignored[line.strip()] = "paths are read from the current folder"
         else:
-            notes.ignored[line.strip()] = "concerns the service"
+            notes.ignored[f"{key}=…"] = "concerns the service"
     notes.translated["systemd unit"] = "the command of ExecStart="
     return "\n".join([*exports, *(command.replace("$$", r"\$") for command in commands)])
 
