@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 from fidelab.config.pasted import PastedCommand, read_pasted
 from fidelab.config.serve import ServeCommand, read_change, read_served
-from fidelab.core.errors import ConfigError, UsageError
+from fidelab.core.errors import ConfigError, FidelabError, UsageError
 from fidelab.engines.base import engine_class
 from tests.run.harness import cli
 
@@ -41,8 +43,9 @@ services:
       --speculative-config '{"method":"mtp","num_speculative_tokens":2}'
 """
 POSITIONAL = """\
-sudo docker run -d --restart always --runtime nvidia --gpus '"device=0,1,2,3"' --ipc=host --name ds -e HF_HUB_OFFLINE=1 \
--v /data/model:/root/.cache/huggingface -p 127.0.0.1:3731:8000 lazymio/vllm-backport:latest-sm80 owner/small \
+sudo docker run -d --restart always --runtime nvidia --gpus '"device=0,1,2,3"' --ipc=host --name ds \
+-e HF_HUB_OFFLINE=1 -v /data/model:/root/.cache/huggingface -p 127.0.0.1:3731:8000 \
+lazymio/vllm-backport:latest-sm80 owner/small \
 --served-model-name beast --tensor-parallel-size 4 --kv-cache-dtype fp8_ds_mla --max-model-len 204800
 """
 VARIABLES = (
@@ -124,7 +127,8 @@ def test_a_value_after_a_switch_is_named() -> None:
     [
         ("$ vllm serve m", {"$": "prompt of a shell"}),
         ("# vllm serve m", {"#": "prompt of a shell"}),
-        ("vllm serve m 2>&1 | tee -a log", {"2>&1": "concerns the server's output", "| tee …": "concerns the server's output"}),
+        ("vllm serve m 2>&1 | tee -a log",
+         {"2>&1": "concerns the server's output", "| tee …": "concerns the server's output"}),
         ("cd /srv && vllm serve m", {"cd …": "not run: paths are read from the current folder"}),
         ("pip install vllm; vllm serve m", {"pip …": "not run: only the server's command is read"}),
         ("A=1\nvllm serve m", {"A=1": "set without export: the server does not see it"}),
@@ -133,7 +137,7 @@ def test_a_value_after_a_switch_is_named() -> None:
         ('vllm serve m "$@"', {"$@": "arguments of the script: none are known here"}),
         ("numactl -N 0 vllm serve m",
          {"numactl -N 0": "places the server on cores, memory or nodes; configurations run without it"}),
-        ("python3 -u -O -m vllm.entrypoints.openai.api_server --model m", {"python3 -u -O": "switches of the interpreter"}),
+        ("python3 -u -O -m sglang.launch_server --model m", {"python3 -u -O": "switches of the interpreter"}),
     ],
 )  # fmt: skip
 def test_parts_around_the_command_are_ignored_with_their_reason(text: str, ignored: dict[str, str]) -> None:
@@ -174,8 +178,8 @@ def test_dry_run_lists_what_was_taken_translated_and_ignored(tmp_path: Path) -> 
     assert "m.gguf" in err
     experiment = settings(text)["serve"]
     assert experiment["taken"] == ["-m m.gguf", "-ctk q8_0"]
-    assert experiment["translated"] == {"–ctk (dash –)": "-ctk"}
-    assert [*experiment["ignored"]] == ["$", "| tee …", "nice -n 5", "--port 1"]
+    assert experiment["translated"] == {"–ctk (typographic dash)": "-ctk"}
+    assert [*experiment["ignored"]] == ["$", "| tee …", "sudo", "nice -n 5", "--port 1"]
 
 
 # ------------------------------------------------------------------------------------------------- variables
@@ -197,6 +201,10 @@ def test_dry_run_lists_what_was_taken_translated_and_ignored(tmp_path: Path) -> 
         ("""vllm '{"a":"b"}' "{\\"a\\":1}" a\\ b""", ["vllm", '{"a":"b"}', '{"a":1}', "a b"]),
         ("vllm serve m\n--port 1\n  # why\n--seed 2", ["vllm", "serve", "m", "--port", "1", "--seed", "2"]),
         ("vllm serve m \\", ["vllm", "serve", "m"]),
+        ("vllm serve m \\ --port 1 \\  -q fp8", ["vllm", "serve", "m", "--port", "1", "-q", "fp8"]),
+        ("vllm serve m \\\n  > log 2>&1", ["vllm", "serve", "m"]),
+        ("> vllm serve m \\\n>  --port 1", ["vllm", "serve", "m", "--port", "1"]),
+        ("docker run –it –gpus all vllm/x –tp 2", ["docker", "run", "-it", "--gpus", "all", "vllm/x", "-tp", "2"]),
         ("`vllm serve m`", ["vllm", "serve", "m"]),
         ("!vllm serve m", ["vllm", "serve", "m"]),
         ('["vllm", "serve", "m"]', ["vllm", "serve", "m"]),
@@ -263,6 +271,8 @@ def test_a_secret_is_in_no_note_and_no_setting(text: str) -> None:
         ("X=ab\nvllm serve ${X%b}", r"\$\{X%b\} is not read; write its value"),
         ('vllm serve "${ARGS[@]}"', r"\$\{ARGS\[@\]\} is not set here"),
         ("MY_KEY=x\nvllm serve m --tokenizer $MY_KEY", r"\$MY_KEY is a secret"),
+        ("A=aaaaaaaaaa\n" + "A=$A$A\n" * 40 + "vllm serve $A", "a variable has more than 100,000 characters"),
+        ("A=(a b)\n" + 'A+=("${A[@]}")\n' * 40 + 'vllm "${A[@]}"', "a variable has more than 100,000 characters"),
         ("eval vllm serve m", "a command made of text"),
         ("FROM vllm/vllm-openai\nCMD [\"--model\", \"m\"]", "this is a Dockerfile"),
         ("import vllm\nllm = vllm.LLM('m')", "this is a Python program"),
@@ -271,10 +281,10 @@ def test_a_secret_is_in_no_note_and_no_setting(text: str) -> None:
         ("docker compose up -d", "docker compose up starts the services of a file; paste the file: @compose.yaml"),
         ("ExecStart=/opt/llama-server -m %h/m.gguf", "%h is a specifier of systemd; write its value"),
         ("models:\n  a:\n    cmd: llama-server -m m", "neither a Compose file nor a Kubernetes manifest"),
-        ("services:\n  a: {image: nginx}\n  b: {image: redis}", r"no container of this Compose file .* \(there are a, b\)"),
+        ("services: {a: {image: nginx}, b: {image: redis}}", r"no container .* starts a known server \(there are a, b\)"),
         ("services:\n  a: {image: vllm/a, command: --model m}\n  b: {image: vllm/b, command: --model n}",
          r"several containers of this Compose file start a server \(a, b\); keep one"),
-        ("services:\n  a:\n    image: vllm/a\n    command: --model ${NOT_SET_HERE}", r"\$NOT_SET_HERE is not set here"),
+        ("services: {a: {image: vllm/a, command: '--model ${NOT_SET_HERE}'}}", r"\$NOT_SET_HERE is not set here"),
         ("args:\n  - --model\n  - m", "Kubernetes fragment without an image"),
         ("apiVersion: v1\nkind: Service\nspec: {}", "manifest of kind Service has no container"),
         ("image: vllm/vllm-openai\nenv: [{name: M, valueFrom: {x: y}}]\nargs: [--model, $(M)]",
@@ -349,3 +359,29 @@ kind: Service
     assert found["serve"]["wrapper"][-3:] == ["--entrypoint", "vllm", "vllm/vllm-openai:v1"]
     ignored = found["serve"]["ignored"]
     assert {"env HF_TOKEN", "volume shm at /dev/shm", "kind: Service"} <= ignored.keys()
+
+
+PIECES = (
+    *(
+        "vllm serve m",
+        " --kv-cache-dtype",
+        " fp8",
+        "A=",
+        "export ",
+        "bash -c ",
+        "sudo ",
+        "docker run ",
+        "vllm/x",
+        "services:",
+    ),
+    *("  a:", "image: ", "- ", "ExecStart=", "$env:A", "&a", "<<", "python -m ", "uv run ", "${", "$(", " \\\n", "\n"),
+    *"'\"$}`()&|><;= -–“#[]{%^*@!\\\t\0",
+)
+
+
+def test_every_text_is_a_command_or_refused() -> None:
+    choose = random.Random(7)
+    for _ in range(2000):
+        text = "".join(choose.choices(PIECES, k=choose.randint(1, 12)))
+        with contextlib.suppress(FidelabError):  # any other error fails the test
+            assert all(isinstance(word, str) for word in pasted(text).words)

@@ -118,9 +118,9 @@ class Writer:
             "nice -10", "ionice -c 2 -n 0", "time", "time -p", "timeout 1h", "timeout -k 5 -s INT 60", "stdbuf -oL",
             "stdbuf -o L -e L", "nohup", "exec", "env", "env -u HTTP_PROXY", "setsid", "srun -N1 --gres gpu:1 --pty",
             "srun --ntasks=1 -p gpu", "mpirun -np 1 --allow-run-as-root", "mpirun -n 1 --mca btl self --bind-to none",
-            "uv run", "uv run --with vllm --no-sync", "uvx", "uvx --from vllm", "conda run -n env --no-capture-output",
+            "uv run", "uv run --with vllm --no-sync", "uvx", "uvx --from vllm", "conda run -n env --live-stream",
             "micromamba run -p /opt/env", "poetry run", "docker exec -it name", "docker exec -u root -w /x name",
-            "podman exec name", "kubectl exec -it pod -c server --", "apptainer exec --nv image.sif", "pixi run -e cuda",
+            "podman exec name", "kubectl exec -it pod -c server --", "apptainer exec --nv a.sif", "pixi run -e cuda",
         )  # fmt: skip
         return [self.random.choice(wrappers) for _ in range(self.random.choice((0, 0, 1, 1, 2, 3)))]
 
@@ -137,7 +137,7 @@ class Writer:
     def script(self) -> str:
         """A shell script or a line of one."""
         above, words = [], []
-        env = {name: value for name, value in self.base.env.items()}
+        env = dict(self.base.env)
         if self.often(0.4):
             above += [self.one("#!/bin/bash", "#!/usr/bin/env bash"), self.one("set -e", "set -euo pipefail")]
         above += [self.one("# a comment; don't run", "cd /srv", "source env/bin/activate", "mkdir -p logs", "")]

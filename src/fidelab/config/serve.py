@@ -99,7 +99,8 @@ _REFUSED = {
 class _FlagValues:
     """Meaning of flags and variables: fields and options of an arm, and the rest.
 
-    ``words``: ignored words as written, without secrets; ``taken``: the others, as written; ``unset``: options and fields that ``--no-NAME`` removes.
+    ``words``: ignored words as written, without secrets; ``taken``: the others, as written; ``unset``: options and
+    fields that ``--no-NAME`` removes.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -191,7 +192,9 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
         run.ignored |= inner.ignored
         secrets += inner.secrets
         translated |= inner.translated
-        program, rest = _program(inner.words, where, run.image, own=not run.entry)
+        program, rest = _program(
+            inner.words, where, run.image, own=not run.entry and "--entrypoint=" not in run.wrapper
+        )
         if program[-1:] == ["run"]:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
     engine = _engine_of(program, run.image, where)
@@ -443,7 +446,8 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
             if parts.get("type") == "bind" and source and target:
                 found.mounts[target.rstrip("/")] = str(expand(source))
         elif flag == "--entrypoint":
-            found.entry = [value]
+            found.entry = [value] if value else []
+            given = given if value else ["--entrypoint="]
         elif flag not in ("--rm", "-d", "--detach", "-i", "-t", "-it", "-ti"):
             found.ignored[" ".join(given)] = "concerns the container"
         found.wrapper += given

@@ -23,20 +23,21 @@ _LONG_DASHES = "—―"  # editors make these of two hyphens
 _BLANKS = re.compile("[\u00a0\u2000-\u200a\u202f\u205f\u3000]")
 _NOTHING = re.compile("[\u200b-\u200d\u2060\ufeff\u00ad]")
 _FENCE = re.compile(r"(?m)^[ \t]*(?:```|~~~)[\w+-]*[ \t]*(?:\n|\Z)")
-_PLACE = (
+_HOST = (
     r"(?:\[[\w.-]+@[^\]\n]*\]|[\w.-]+@[\w.-]+[: ][^\s$#%>❯]*|PS [A-Za-z]:[^>\n]*|[A-Za-z]:\\[^>\n]*|(?:ba|z)?sh-[\d.]+)"
 )
 _PROMPT = re.compile(
-    rf"(?m)^[ \t]*(?:\([\w.:/ -]+\)[ \t]*)*(?:{_PLACE}[ \t]*(?:[$#%❯➜][ \t]+|>[ \t]*)|[$%❯➜][ \t]+|>{{1,2}}[ \t]+|![ \t]*(?=\w))"
+    r"(?m)^[ \t]*(?:\([\w.:/ -]+\)[ \t]*)*"  # environments
+    rf"(?:{_HOST}[ \t]*(?:[$#%❯➜][ \t]+|>[ \t]*)|[$%❯➜][ \t]+|![ \t]*(?=\w))"
 )
-_ROOT_PROMPT = re.compile(r"\A[ \t\n]*#[ \t]+(?=[\w./~-]+ [^\n]*(?:\\[ \t]*\n|\s*\Z))")
+_SECOND_PROMPT = re.compile(r"(?m)^>{1,2}[ \t]+")  # of a line that continues one; an indented one is a redirection
 _POWERSHELL_SIGNS = re.compile(r"(?m)[ \t]`[ \t]*\n|\$env:\w+|^[ \t]*\$\w+[ \t]*=|^[ \t]*&[ \t]+[\"']?[A-Za-z.]")
 _CMD_SIGNS = re.compile(r"(?mi)[ \t]\^[ \t]*\n|^[ \t]*@?set[ \t]+\"?[a-z_]\w*=|%[a-z_]\w*%|^@echo ")
 _WINDOWS_PATHS = re.compile(r"(?<![\w\"'/])[\"']?[A-Za-z]:\\\w|(?:^|\s)\.{1,2}\\\w")
 _OTHER_FORMS = (
     (re.compile(r"\A\s*(?:#[^\n]*\n\s*)*(?:FROM|ARG)\s+\S", re.MULTILINE), "a Dockerfile"),
     (re.compile(r"(?m)^\s*(?:ENTRYPOINT|CMD)\s+\["), "a Dockerfile"),
-    (re.compile(r"\A\s*(?:#[^\n]*\n\s*)*\[(?:program|Container|Unit|server|\w+:\w+)[^\]]*\]"), "a file of settings"),
+    (re.compile(r"\A\s*(?:#[^\n]*\n\s*)*\[(?:program:[^\]]+|Container|Unit)\]"), "a file of settings"),
     (re.compile(r"\A\s*#!\s*/\S*python|\A\s*(?:from \w[\w.]* import |import \w)"), "a Python program"),
     (re.compile(r"\A\s*\S+\.(?:yaml|yml|sh|txt|service)\s*\Z"), "the name of a file that is not here"),
 )
@@ -140,13 +141,16 @@ def _cleaned(text: str, notes: Notes) -> str:
 
 def _without_prompts(text: str, notes: Notes) -> str:
     """Return a script without the prompts of a shell in front of its lines."""
-    prompts = {match[0].strip() for match in _PROMPT.finditer(text)}
+    found = [*_PROMPT.finditer(text)]
+    if found or text.lstrip().startswith(">"):
+        found += _SECOND_PROMPT.finditer(text)
+        text = _SECOND_PROMPT.sub("", text)
+    prompts = {match[0].strip() for match in found}
     text = _PROMPT.sub("", text)
-    if root := _ROOT_PROMPT.match(text):
-        lines = text[root.end() :].splitlines()
-        if len(lines) == 1 or lines[0].rstrip().endswith("\\"):  # else it is a comment
-            prompts.add("#")
-            text = text[root.end() :]
+    first, _, rest = text.strip().partition("\n")
+    if first.startswith("# ") and (not rest or first.rstrip().endswith("\\")):  # else it is a comment
+        prompts.add("#")
+        text = text.strip().removeprefix("# ")
     notes.ignored.update(dict.fromkeys(sorted(prompts), "prompt of a shell"))
     return text
 
@@ -165,7 +169,8 @@ def _short_flags() -> frozenset[str]:
     """All flags of known servers that begin with one dash."""
     dialects = [cls.dialect for cls in engines() if cls.dialect is not None]
     names = (flag for dialect in dialects for flag in (*dialect.short, *dialect.spellings))
-    return frozenset(flag for flag in names if not flag.startswith("--"))
+    short = {flag for flag in names if not flag.startswith("--")}
+    return frozenset(short | {"-it", "-ti", "-itd", "-dit", "-np"})  # and those of docker and mpirun
 
 
 def _straight(words: Sequence[str], notes: Notes) -> tuple[str, ...]:
@@ -175,12 +180,12 @@ def _straight(words: Sequence[str], notes: Notes) -> tuple[str, ...]:
 
 def _straight_word(word: str, notes: Notes) -> str:
     head = re.match(rf"[-{_DASHES}]+", word)
-    if head is None or not (typed := {sign for sign in word.partition("=")[0] if sign in _DASHES}):
+    if head is None or not any(sign in _DASHES for sign in word.partition("=")[0]):
         return word
     name, equals, value = word[head.end() :].partition("=")
     name = re.sub(rf"[{_DASHES}]", "-", name)
     count = sum(2 if sign in _LONG_DASHES else 1 for sign in head[0])
     single = len(name) == 1 or name[:1].isdigit() or (count == 1 and f"-{name}" in _short_flags())
     plain = f"{'-' if single else '--'}{name}{equals}{value}"
-    notes.translated[f"{word.partition('=')[0]} (dash {' '.join(sorted(typed))})"] = plain.partition("=")[0]
+    notes.translated[f"{word.partition('=')[0]} (typographic dash)"] = plain.partition("=")[0]
     return plain

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fidelab.config.load import parse_yaml
 from fidelab.config.pasted.notes import Notes, is_secret_name, secret_words, without_secrets
-from fidelab.config.pasted.shell import Command
+from fidelab.config.pasted.shell import Command, check_length
 from fidelab.core.errors import UsageError
 from fidelab.engines.base import engines
 
@@ -20,12 +20,16 @@ _FIRST_KEY = re.compile(
 )
 _COMMENTS = re.compile(r"(?:[ \t]*(?:#[^\n]*|---|%YAML[^\n]*)?\n)*")
 _KUBERNETES_KEYS = frozenset(
-    "args env envFrom volumeMounts resources livenessProbe readinessProbe startupProbe imagePullPolicy "
-    "securityContext lifecycle".split()
+    (
+        *("args", "env", "envFrom", "volumeMounts", "resources", "livenessProbe", "readinessProbe", "startupProbe"),
+        *("imagePullPolicy", "securityContext", "lifecycle"),
+    )
 )
-_COMPOSE_KEYS = frozenset("environment entrypoint volumes deploy env_file ipc shm_size runtime gpus restart".split())
+_COMPOSE_KEYS = frozenset(
+    ("environment", "entrypoint", "volumes", "deploy", "env_file", "ipc", "shm_size", "runtime", "gpus", "restart")
+)
 _VARIABLE = re.compile(
-    r"\$\$|\$\{(?P<braced>\w+)(?:(?P<operator>:?[-?+])(?P<other>(?:[^{}]|\$\{[^{}]*\})*))?\}|\$(?P<name>[A-Za-z_]\w*)"
+    r"\$\$|\$\{(?P<braced>\w+)(?:(?P<operator>:?[-?+])(?P<other>(?:[^{}]|\{[^{}]*\})*))?\}|\$(?P<name>[A-Za-z_]\w*)"
 )
 _SHORT = 60  # characters
 _IN_CLUSTER = "the value lies in the cluster (Secret, ConfigMap or field), which is not read; write it if it matters"
@@ -59,7 +63,7 @@ class _Container:
 
 
 class _Form(NamedTuple):
-    """What a file is: its name in messages, and its containers."""
+    """The form of a file: its name in messages, and its containers."""
 
     name: str
     containers: list[_Container]
@@ -102,6 +106,8 @@ def _docker_run(container: _Container) -> list[str]:
     for name, value in container.variables.items():
         words += ["-e", name if value is None else f"{name}={value}"]
     rest = list(container.words)
+    if container.entrypoint == []:  # the image's own is removed
+        words.append("--entrypoint=")
     if container.entrypoint:
         words += ["--entrypoint", container.entrypoint[0]]
         rest = [*container.entrypoint[1:], *rest]
@@ -208,7 +214,7 @@ def _service(name: str, data: Mapping[str, Any], where: str, notes: Notes) -> _C
 def _read_service(found: _Container, data: Mapping[str, Any], where: str) -> None:
     found.image = _filled(str(data.get("image", "")), where)
     if "entrypoint" in data:
-        found.entrypoint = _words(data["entrypoint"], where) or None
+        found.entrypoint = _words(data["entrypoint"], where)
     found.words = _words(data.get("command", ""), where)
     found.variables = dict(_environment(data.get("environment", {}), where))
     for key, value in data.items():
@@ -389,4 +395,6 @@ def _references(text: str, container: _Container, elsewhere: set[str], where: st
         found = container.variables.get(name)
         return match[0] if found is None else found
 
-    return re.sub(r"\$?\$\(([A-Za-z_][\w.-]*)\)", value, text)
+    filled = re.sub(r"\$?\$\(([A-Za-z_][\w.-]*)\)", value, text)
+    check_length(filled, where)
+    return filled

@@ -1,4 +1,4 @@
-"""What a reader of pasted text ignored and translated, and which of its words are secrets."""
+"""Notes of a reader of pasted text: parts that it ignored or translated, and words that are secrets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=\S+")
 
 @dataclass
 class Notes:
-    """What became of the parts of a pasted text that are no plain command of a server.
+    """Parts of a pasted text that do not reach the server's command as they are.
 
     ``ignored``: words → the reason.  ``translated``: as pasted → as read.  ``secrets``: values that no record may hold.
     """

@@ -57,7 +57,8 @@ class Command(NamedTuple):
 
 
 _POSIX_TOKENS = r"""
-    (?P<join>(?<!\S)\\[ \t]*(?:\#[^\n]*)?(?:\n|\Z)(?:[ \t]*\#[^\n]*\n)*|\\[ \t]*(?:\n|\Z)(?:[ \t]*\#[^\n]*\n)*)
+    (?P<join>(?<!\S)\\[ \t]*(?:\#[^\n]*)?(?:\n|\Z)(?:[ \t]*\#[^\n]*\n)*|\\[ \t]*(?:\n|\Z)(?:[ \t]*\#[^\n]*\n)*
+      |(?<!\S)\\[ \t]+(?=--?[A-Za-z]))
   | (?P<single>'[^']*')
   | (?P<double>"(?:\\.|[^"\\])*")
   | (?P<escape>\\.)
@@ -114,10 +115,29 @@ _KEYWORDS = {
 }
 # Commands around a server's that change nothing in what it computes.
 _SIDE_COMMANDS = frozenset(
-    """: :: . activate alias apt apt-get cat cd chcp chmod clear conda curl date deactivate docker-compose echo git hf
-    huggingface-cli jobs ls mamba micromamba mkdir modelscope module nvidia-smi pip pip3 popd printf pushd pwd read rem
-    shift shopt sleep source tail trap true ulimit umask uname wait wget which whoami setlocal endlocal pause title
-    uv pixi poetry docker podman nerdctl systemctl journalctl tee""".split()
+    (
+        *(
+            ":",
+            "::",
+            ".",
+            "activate",
+            "alias",
+            "apt",
+            "apt-get",
+            "cat",
+            "cd",
+            "chcp",
+            "chmod",
+            "clear",
+            "conda",
+            "curl",
+        ),
+        *("date", "deactivate", "docker", "docker-compose", "echo", "endlocal", "git", "hf", "huggingface-cli", "jobs"),
+        *("journalctl", "ls", "mamba", "micromamba", "mkdir", "modelscope", "module", "nerdctl", "nvidia-smi", "pause"),
+        *("pip", "pip3", "pixi", "podman", "poetry", "popd", "printf", "pushd", "pwd", "read", "rem", "setlocal"),
+        *("shift", "shopt", "sleep", "source", "systemctl", "tail", "tee", "title", "trap", "true", "ulimit", "umask"),
+        *("uname", "uv", "wait", "wget", "which", "whoami"),
+    )
 )
 # Programs that run a command with these words after them; with others they stand aside.
 _STARTERS = {
@@ -142,11 +162,12 @@ _READS_OUTPUT = (
     "awk",
     "jq",
 )
+_MOST_CHARACTERS = 100_000
 _NOT_RUN = "not run: only the server's command is read"
 _OUTPUT = "concerns the server's output"
 _ASSIGNMENT = re.compile(r"(?:\$env:)?([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(
-    r"\$\{(?P<braced>[A-Za-z_]\w*)\}|\$\{(?P<either>[A-Za-z_]\w*)(?P<operator>:?[-=?+])(?P<other>(?:[^{}]|\$?\{[^{}]*\})*)\}"
+    r"\$\{(?P<braced>[A-Za-z_]\w*)\}|\$\{(?P<either>[A-Za-z_]\w*)(?P<operator>:?[-=?+])(?P<other>(?:[^{}]|\{[^{}]*\})*)\}"
     r"|\$env:(?P<windows>\w+)|\$(?P<name>[A-Za-z_]\w*)|%(?P<percent>\w+)%|(?P<strange>\$(?:\{[^}]*\}?|[\d@*#?!$-]))",
     re.DOTALL,
 )
@@ -253,18 +274,13 @@ class _Script:
         for name, words in statement.arrays.items():
             before = self.arrays.get(name.removesuffix("+"), []) if name.endswith("+") else []
             self.arrays[name.removesuffix("+")] = [*before, *self._expanded(words)]
+            check_length(" ".join(self.arrays[name.removesuffix("+")]), self.where)
 
     def _sets_variables(self, words: list[Word], plain: list[str]) -> bool:
         """Take a statement that only sets variables or options of the shell."""
+        if self._sets_variable_of_windows(words, plain):
+            return True
         first, rest = plain[0], words[1:]
-        if self.shell is POWERSHELL and len(words) > 2 and plain[1] == "=" and first.startswith("$"):
-            name, value = first.removeprefix("$env:").removeprefix("$"), " ".join(self._expanded(words[2:]))
-            self._set(name, value, exported=first.startswith("$env:"))
-            return True
-        if self.shell is CMD and first.lower() == "set":
-            name, _, value = " ".join("".join(piece.text for piece in word) for word in rest).partition("=")
-            self._set(name.strip(), self._substituted(value, secret=is_secret_name(name)), exported=True)
-            return True
         if first == "set":
             self.exports_all = "-a" in plain or (self.exports_all and "+a" not in plain)
             return True
@@ -284,7 +300,21 @@ class _Script:
                 self.exported[name] = self.values[name]
         return True
 
+    def _sets_variable_of_windows(self, words: list[Word], plain: list[str]) -> bool:
+        """Take ``$env:A = 'b'`` of PowerShell and ``set A=b`` of cmd."""
+        first = plain[0]
+        if self.shell is POWERSHELL and len(words) > 2 and plain[1] == "=" and first.startswith("$"):
+            name, value = first.removeprefix("$env:").removeprefix("$"), " ".join(self._expanded(words[2:]))
+            self._set(name, value, exported=first.startswith("$env:"))
+            return True
+        if self.shell is CMD and first.lower() == "set":
+            name, _, value = " ".join(plain[1:]).partition("=")
+            self._set(name.strip(), self._substituted(value, secret=is_secret_name(name)), exported=True)
+            return True
+        return False
+
     def _set(self, name: str, value: str, *, exported: bool) -> None:
+        check_length(value, self.where)
         self.values[name] = value
         if exported or self.exports_all or name in self.exported:
             self.exported[name] = value
@@ -360,7 +390,7 @@ class _Script:
         ``secret``: the text holds a key or a token, whose variable need not be set here.
 
         Raises:
-            UsageError: If a variable is not set, or holds a secret that is no secret's place.
+            UsageError: If a variable is not set, or holds a secret where none belongs.
         """
 
         def value(match: re.Match[str]) -> str:
@@ -394,6 +424,16 @@ class _Script:
         if re.fullmatch(r"\$\{?\d\}?", written):
             raise UsageError(f"{self.where}: {written} is an argument of the script; write its value")
         raise UsageError(f"{self.where}: {written} is not read; write its value")
+
+
+def check_length(value: str, where: str) -> None:
+    """Refuse a value that no command line has: variables of variables may grow without end.
+
+    Raises:
+        UsageError: If it is longer than 100,000 characters.
+    """
+    if len(value) > _MOST_CHARACTERS:
+        raise UsageError(f"{where}: a variable has more than {_MOST_CHARACTERS:,} characters; write its value")
 
 
 def _plain(word: Word) -> str:
@@ -463,9 +503,8 @@ def _tokens(text: str, where: str, shell: Shell) -> Iterator[Word | str]:
         elif kind in ("single", "double", "escape"):
             pieces += _quoted(kind, written, where, shell)
         elif kind == "runs":
-            raise UsageError(
-                f"{where}: {'`' if written == '`' else f'{written}…)'} runs a command; write its result instead"
-            )
+            shown = "`" if written == "`" else f"{written}…)"
+            raise UsageError(f"{where}: {shown} runs a command; write its result instead")
         elif kind == "document":
             raise UsageError(f"{where}: {written} begins a here-document; paste only the server's command")
         elif kind == "placeholder":

@@ -54,15 +54,15 @@ _SUDO = _flags("-u -g -h -p -C -T -D -R -r -t -U --user --group --host --prompt 
 _CONDA = _flags("-n --name -p --prefix --cwd")
 _UV = _flags(
     "--with --with-editable --with-requirements --python -p --extra --group --only-group --no-group --project "
-    "--directory --package --env-file --index --default-index --index-url --extra-index-url --find-links -f --cache-dir "
-    "--from --torch-backend --index-strategy --prerelease --resolution --link-mode --python-platform -w"
+    "--directory --package --env-file --index --default-index --index-url --extra-index-url --find-links -f "
+    "--cache-dir --from --torch-backend --index-strategy --prerelease --resolution --link-mode --python-platform -w"
 )
 _EXEC = Wrapper(_INSIDE, _flags("-u --user -w --workdir --env-file --detach-keys"), 1, _flags("-e --env"))
 _MPI = Wrapper(
     _PLACES,
     _flags(
-        "-np -n -c -N -H -host --host -hostfile --hostfile -machinefile --machinefile --map-by --bind-to --rank-by -wdir "
-        "--prefix --npernode -npernode -ppn -f --np --timeout --output-filename"
+        "-np -n -c -N -H -host --host -hostfile --hostfile -machinefile --machinefile --map-by --bind-to --rank-by "
+        "-wdir --prefix --npernode -npernode -ppn -f --np --timeout --output-filename"
     ),
     sets=_flags("-x"),
     two_values=_flags("-mca --mca -gmca --gmca -genv --genv"),
@@ -206,8 +206,7 @@ def _without(name: str, words: list[str], sets: dict[str, str], notes: Notes) ->
     if name in _FRESH and rest and "@" in rest[0]:
         notes.translated[rest[0]] = rest[0].partition("@")[0]
         rest[0] = notes.translated[rest[0]]
-    if taken != [name] or wrapper.why != _STARTS:  # sudo, env and exec alone say nothing
-        notes.ignored[without_secrets(shlex.join(taken))] = wrapper.why
+    notes.ignored[without_secrets(shlex.join(taken))] = wrapper.why
     return ["python", "-m", *rest] if module else rest
 
 
