@@ -160,7 +160,7 @@ def test_a_secret_is_in_no_setting(flags: str) -> None:
         ("llama-server -hf a/b:Q4", "-hf names a file of a hub"),
         ("nginx -c x", "nginx -c x is not a known server"),
         ("bash", "bash is a shell"),
-        ("bash serve.sh --port 1", "bash runs the script serve.sh; give the script itself: --serve @serve.sh"),
+        ("bash serve.sh --port 1", "bash runs the script serve.sh; give the script itself: --serve @FILE"),
         ("docker run", "names no image"),
         ("docker run -v ~no-such-user/x:/m vllm/vllm-openai --model /m", "~no-such-user/x: "),
         ("~no-such-user/serve.sh", "~no-such-user/serve.sh: "),

@@ -93,7 +93,11 @@ class ArmOptions(options.Options, panel=options.ARMS):
     ] = None
     serve: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="Reference as a server command: vllm serve …, llama-server … or @FILE."),
+        typer.Option(
+            metavar="COMMAND",
+            help="Reference as a server command: vllm serve …, docker run …, llama-server …; or @FILE with a command, "
+            "script, systemd unit, Compose or Kubernetes file.",
+        ),
     ] = None
     change: Annotated[
         list[str] | None,

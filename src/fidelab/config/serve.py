@@ -24,7 +24,7 @@ from typing import Any
 
 from fidelab.config.load import read_text
 from fidelab.config.pasted import read_pasted, read_pasted_flags, unwrap_pasted
-from fidelab.config.pasted.notes import SECRET_FLAGS, SECRET_REASON, is_secret_name
+from fidelab.config.pasted.notes import SECRET_FLAGS, SECRET_REASON, is_secret_name, shorten
 from fidelab.core import plain_json
 from fidelab.core.errors import UsageError
 from fidelab.core.paths import expand
@@ -176,7 +176,7 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     """
     file = text.removeprefix("@").strip()
     where, place = "--serve", None
-    if (text.startswith("@") and "\n" not in file) or ("\n" not in file and " " not in file and expand(file).is_file()):
+    if "\n" not in file and (text.startswith("@") or _is_file(file)):
         place = Path(file)
         text, where = read_text(expand(file)), file
     pasted = read_pasted(text, where)
@@ -220,6 +220,14 @@ def _without(secrets: Sequence[str], notes: Mapping[str, str]) -> dict[str, str]
     values = [re.escape(value) for value in sorted(filter(None, secrets), key=len, reverse=True)]
     hidden = re.compile("|".join(values)) if values else None
     return {hidden.sub("…", key): hidden.sub("…", text) for key, text in notes.items()} if hidden else dict(notes)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a word is the path of a file, and no command."""
+    try:
+        return " " not in text and expand(text).is_file()
+    except OSError:  # longer than a path can be
+        return False
 
 
 def program_python(pasted: ServeCommand) -> str | None:
@@ -366,7 +374,7 @@ def _program(words: Sequence[str], where: str, image: str = "", *, own: bool = F
         return [], list(words)
     known = ", ".join(program for dialect in _dialects().values() for program in dialect.programs)
     raise UsageError(
-        f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}, "
+        f"{where}: {shorten(shlex.join(words[:3])) or 'nothing'} is not a known server; supported: {known}, "
         "and docker run with one of them"
     )
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 SECRET_REASON = "a secret, which no report may hold; it is left out of the commands that the report shows"
 SECRET = re.compile(r"(?i).*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*)")
 SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password")
+_LONGEST = 200  # characters of a pasted text in a message
 _ASSIGNED = re.compile(r"(?<![\w-])([A-Za-z_]\w*)=\S+")
 
 
@@ -32,6 +33,12 @@ def is_secret_name(name: str) -> bool:
 def without_secrets(text: str) -> str:
     """Return a text with ``…`` for the values of variables that hold keys and tokens."""
     return _ASSIGNED.sub(lambda match: f"{match[1]}=…" if is_secret_name(match[1]) else match[0], text)
+
+
+def shorten(text: str) -> str:
+    """Return a text in one line that fits a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def secret_words(words: Sequence[str]) -> Iterator[bool]:

@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from fidelab.config.pasted.notes import Notes, is_secret_name, secret_words
+from fidelab.config.pasted.notes import Notes, is_secret_name, secret_words, shorten
 from fidelab.core.errors import UsageError
 
 
@@ -423,7 +423,7 @@ class _Script:
             return ""
         if re.fullmatch(r"\$\{?\d\}?", written):
             raise UsageError(f"{self.where}: {written} is an argument of the script; write its value")
-        raise UsageError(f"{self.where}: {written} is not read; write its value")
+        raise UsageError(f"{self.where}: {shorten(written)} is not read; write its value")
 
 
 def check_length(value: str, where: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 
-from fidelab.config.pasted.notes import Notes, without_secrets
+from fidelab.config.pasted.notes import Notes, shorten, without_secrets
 from fidelab.config.pasted.shell import Command, read_script
 from fidelab.core.errors import UsageError
 
@@ -144,9 +144,8 @@ def unwrap(words: Sequence[str], where: str, notes: Notes, variables: Mapping[st
             sets |= inner.variables
             rest = inner.words
         elif _COMPOSE.match(" ".join(rest)):
-            raise UsageError(
-                f"{where}: {' '.join(rest[:_SHOWN])} starts the services of a file; paste the file: @compose.yaml"
-            )
+            shown = shorten(" ".join(rest[:_SHOWN]))
+            raise UsageError(f"{where}: {shown} starts the services of a file; paste the file: @compose.yaml")
         else:
             break
     return Command(sets, _without_switches(rest, notes))
@@ -226,7 +225,9 @@ def _script_of(words: Sequence[str], where: str) -> str:
         if re.fullmatch(r"-[a-z]*c[a-z]*", word) and n + 1 < len(words):
             return words[n + 1]
         if not word.startswith("-"):
-            raise UsageError(f"{where}: {words[0]} runs the script {word}; give the script itself: --serve @{word}")
+            raise UsageError(
+                f"{where}: {words[0]} runs the script {shorten(word)}; give the script itself: --serve @FILE"
+            )
     raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
 
 
