@@ -73,6 +73,29 @@ def test_a_fork_of_an_image_takes_the_model_as_a_word() -> None:
     assert found["engine_args"] == {"enforce-eager": "no", "tp": "4", "max-model-len": "204800"}
 
 
+@pytest.mark.parametrize(
+    ("image", "words", "engine", "program"),
+    [
+        ("my/vllm", "serve m", "vllm", ["serve"]),
+        ("ghcr.io/ggml-org/llama.cpp:full", "--server -m m", "llamacpp", ["--server"]),
+        ("--entrypoint= vllm/vllm-openai", "vllm serve m", "vllm", ["vllm", "serve"]),
+        ("--entrypoint bash lmsysorg/sglang", "-c 'sglang serve --model-path m'", "sglang", ["serve"]),
+        ("vllm/vllm-openai", "bash -c 'vllm serve m'", "vllm", ["vllm", "serve"]),
+        ("vllm/vllm-openai", "python3 -u -m vllm.entrypoints.openai.api_server --model m", "vllm",
+         ["python3", "-m", "vllm.entrypoints.openai.api_server"]),
+    ],
+)  # fmt: skip
+def test_a_container_starts_the_server_in_several_ways(image: str, words: str, engine: str, program: list[str]) -> None:
+    found = served(f"docker run --gpus all {image} {words}")
+    assert (found.engine, list(found.program), found.settings()["model"]) == (engine, program, "m")
+
+
+@pytest.mark.parametrize("words", ["python3 serve.py", "bash serve.sh"])
+def test_a_program_in_an_image_is_not_taken_for_a_model(words: str) -> None:
+    with pytest.raises(UsageError, match="not a known server|runs the script"):
+        served(f"docker run vllm/vllm-openai {words}")
+
+
 def test_variables_of_llama_server_are_its_flags() -> None:
     found = settings(VARIABLES)
     assert (found["reference"], found["engine_args"]) == ({"kv": "q8_0"}, {"flash-attn": "on"})
@@ -228,6 +251,7 @@ def test_words_are_those_that_a_shell_would_make(text: str, words: list[str]) ->
         ("sudo A=1 env B=2 vllm", {"A": "1", "B": "2"}),
         ("docker exec -e A=1 -it name vllm", {"A": "1"}),
         ("mpirun -x A=1 -np 1 vllm", {"A": "1"}),
+        ("time A=1 vllm", {"A": "1"}),
         ("export A=1\nexport A=2\nvllm", {"A": "2"}),
         ("$env:A = '1'; vllm.exe", {"A": "1"}),
         ('set A=1\nset "B=2 3"\nvllm', {"A": "1", "B": "2 3"}),

@@ -95,8 +95,7 @@ class ArmOptions(options.Options, panel=options.ARMS):
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="Reference as a server command: vllm serve …, docker run …, llama-server …; or @FILE with a command, "
-            "script, systemd unit, Compose or Kubernetes file.",
+            help="Reference as a server command (vllm serve …), script, unit or Compose file; or @FILE.",
         ),
     ] = None
     change: Annotated[

@@ -389,7 +389,10 @@ def _takes_model(image: str, word: str) -> bool:
 
 def _engine_of(program: Sequence[str], image: str, where: str) -> str:
     words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
-    marked = (engine for engine, dialect in _dialects().items() if re.search(dialect.mark, words.lower()))
+    places = (words, image)  # a program such as "serve" is one of the image's own
+    marked = (
+        engine for place in places for engine, dialect in _dialects().items() if re.search(dialect.mark, place.lower())
+    )
     found = next(marked, None)
     if found is None:
         raise UsageError(f"{where}: image {image} does not say which server it starts; write its command after it")

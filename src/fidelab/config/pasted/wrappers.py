@@ -82,7 +82,7 @@ _WRAPPERS: Mapping[str, Wrapper] = {
     "exec": Wrapper(_STARTS, _flags("-a")),
     **dict.fromkeys(("tini", "dumb-init"), Wrapper(_STARTS, _flags("-p -e --rewrite -r"))),
     **dict.fromkeys(("gosu", "su-exec"), Wrapper(_STARTS, operands=1)),
-    "time": Wrapper(_LIMITS, _flags("-f --format -o --output")),
+    "time": Wrapper(_LIMITS, _flags("-f --format -o --output"), assigns=True),
     "nice": Wrapper(_LIMITS, _flags("-n --adjustment")),
     "ionice": Wrapper(_LIMITS, _flags("-c -n --class --classdata")),
     "chrt": Wrapper(_LIMITS, _flags("-T -P -D"), 1),
