@@ -92,7 +92,7 @@ def test_a_container_starts_the_server_in_several_ways(image: str, words: str, e
 
 @pytest.mark.parametrize("words", ["python3 serve.py", "bash serve.sh"])
 def test_a_program_in_an_image_is_not_taken_for_a_model(words: str) -> None:
-    with pytest.raises(UsageError, match="not a known server|runs the script"):
+    with pytest.raises(UsageError, match=r"not a known server|runs the script"):
         served(f"docker run vllm/vllm-openai {words}")
 
 

@@ -139,7 +139,7 @@ _SIDE_COMMANDS = frozenset(
         *("uname", "uv", "wait", "wget", "which", "whoami"),
     )
 )
-# Programs that run a command with these words after them; with others they stand aside.
+# Programs that run a command with these words after them; with other words they are side commands.
 _STARTERS = {
     **dict.fromkeys(("docker", "podman", "nerdctl"), ("run", "exec", "container", "compose")),
     "docker-compose": ("exec", "run", "up"),
@@ -168,7 +168,7 @@ _OUTPUT = "concerns the server's output"
 _ASSIGNMENT = re.compile(r"(?:\$env:)?([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(
     r"\$\{(?P<braced>[A-Za-z_]\w*)\}|\$\{(?P<either>[A-Za-z_]\w*)(?P<operator>:?[-=?+])(?P<other>(?:[^{}]|\{[^{}]*\})*)\}"
-    r"|\$env:(?P<windows>\w+)|\$(?P<name>[A-Za-z_]\w*)|%(?P<percent>\w+)%|(?P<strange>\$(?:\{[^}]*\}?|[\d@*#?!$-]))",
+    r"|\$env:(?P<windows>\w+)|\$(?P<name>[A-Za-z_]\w*)|%(?P<percent>\w+)%|(?P<special>\$(?:\{[^}]*\}?|[\d@*#?!$-]))",
     re.DOTALL,
 )
 _ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}")
@@ -223,25 +223,20 @@ class _Script:
         expanded: list[str] = []
         own: dict[str, str] = {}
         for statement in statements(text, self.where, self.shell):
-            words = self._after_call(statement.words)
+            words = self._without_echo_sign(statement.words)
             self._take_arrays(statement)
             plain = [_plain(word) for word in words]
             if statement.before == "&" and command:
                 self.notes.ignored["&"] = "the server would run in the background"
             if not words:
                 continue
-            if plain[0] in _KEYWORDS:
-                raise UsageError(
-                    f"{self.where}: the script has {_KEYWORDS[plain[0]]} ({plain[0]}), which is not run; "
-                    "paste the server's command with its values filled in"
-                )
-            if self._sets_variables(words, plain) or self._is_aside(statement, plain, bool(command)):
+            self._refuse_keyword(plain[0])
+            if self._sets_variables(words, plain) or self._is_side_command(statement, plain, bool(command)):
                 continue
-            for redirect in statement.redirects:
-                if redirect.startswith("<"):
-                    raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
-                self.notes.ignored[redirect] = _OUTPUT
-            if plain[0].startswith("-") and command:  # no command begins with a dash: the backslash was lost
+            self._note_redirects(statement)
+            if (
+                plain[0].startswith("-") and command and statement.before == "\n"
+            ):  # no command begins with a dash: the backslash was lost
                 self.notes.translated[f"line {plain[0].partition('=')[0]} …"] = "joined with the line above"
                 expanded += self._expanded(words)
                 continue
@@ -254,6 +249,19 @@ class _Script:
         self._note_unused()
         return Command({**self.exported, **own}, expanded)
 
+    def _refuse_keyword(self, word: str) -> None:
+        if word in _KEYWORDS:
+            raise UsageError(
+                f"{self.where}: the script has {_KEYWORDS[word]} ({word}), which is not run; "
+                "paste the server's command with its values filled in"
+            )
+
+    def _note_redirects(self, statement: Statement) -> None:
+        for redirect in statement.redirects:
+            if redirect.startswith("<"):
+                raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
+            self.notes.ignored[redirect] = _OUTPUT
+
     def command(self, words: list[Word]) -> Command:
         """Return the variables in front of a command, and its words with the values of variables."""
         own: dict[str, str] = {}
@@ -263,8 +271,8 @@ class _Script:
             at += 1
         return Command(own, self._expanded(words[at:]))
 
-    def _after_call(self, words: list[Word]) -> list[Word]:
-        """Return the words after PowerShell's ``&`` and the loose ``@`` of cmd."""
+    def _without_echo_sign(self, words: list[Word]) -> list[Word]:
+        """Return words without cmd's ``@``, which only hides a line."""
         if self.shell is CMD and words and _plain(words[0]).startswith("@"):
             first = Piece(words[0][0].text[1:], words[0][0].quote)
             return [(first, *words[0][1:]), *words[1:]]
@@ -321,7 +329,7 @@ class _Script:
         elif is_secret_name(name):
             self.notes.secrets.append(value)
 
-    def _is_aside(self, statement: Statement, plain: list[str], found: bool) -> bool:
+    def _is_side_command(self, statement: Statement, plain: list[str], found: bool) -> bool:
         """Note a command that is not the server's."""
         if plain[0] == "sudo":
             plain = plain[next((n for n, word in enumerate(plain) if n and not word.startswith("-")), 0) :]
@@ -398,7 +406,7 @@ class _Script:
             if bool(match["percent"]) is not (self.shell is CMD):  # no variable in this shell
                 return match[0]
             if name is None:
-                return self._strange(match["strange"])
+                return self._special(match["special"])
             self.used.add(name)
             found = self.values.get(name, os.environ.get(name))
             operator = match["operator"] or ""
@@ -417,7 +425,7 @@ class _Script:
 
         return _PARAMETER.sub(value, text)
 
-    def _strange(self, written: str) -> str:
+    def _special(self, written: str) -> str:
         if written in ("$@", "$*", "${@}", "${*}"):
             self.notes.ignored[written] = "arguments of the script: none are known here"
             return ""
