@@ -286,6 +286,7 @@ def test_what_runs_in_engine_environments_needs_numpy_alone() -> None:
 
 # File → why its words are no names of engines, though some are spelled alike.
 NOT_ENGINES = {
+    "config/pasted/shell.py": "the hub's command line",
     "core/registry.py": "extras of the package, as pip knows them",
     "environments/recipes.py": "what pip installs, a recipe for each environment",
     "imports/refract_axes.py": "REFRACT's backends",

@@ -44,7 +44,10 @@ def refused(*words: object, cwd: Path) -> str:
     ("words", "said"),
     [
         ((*FAKE, "--kv", "tlit", *SIZES), "did you mean 'tilt'? There are: tilt, "),
-        (("compare", "--serve", "vllm serve m; reboot", "--change", "-q x"), "--serve: ';' is shell syntax"),
+        (
+            ("compare", "--serve", "vllm serve m; reboot", "--change", "-q x"),
+            "--serve: more than one command: 'reboot' comes after",
+        ),
         (("compare", "--serve", "vllm serve m"), "name at least one candidate"),
         (("compare", "m", "--serve", "vllm serve m", "--change", "-q x"), "leave out MODEL"),
         (("compare", "m", "--change", "-q x"), "give that with --serve COMMAND"),

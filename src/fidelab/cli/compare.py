@@ -93,7 +93,10 @@ class ArmOptions(options.Options, panel=options.ARMS):
     ] = None
     serve: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="Reference as a server command: vllm serve …, llama-server … or @FILE."),
+        typer.Option(
+            metavar="COMMAND",
+            help="Reference as a server command (vllm serve …), script, unit or Compose file; or @FILE.",
+        ),
     ] = None
     change: Annotated[
         list[str] | None,
@@ -303,13 +306,13 @@ def launch(
     from fidelab.run.repeat import execute_all
 
     if dry_run:
-        from fidelab.cli.dry_run import show_plan
+        from fidelab.cli.dry_run import show_pasted, show_plan
 
         show_plan(experiment, show.as_json)
         if experiment.runs > 1:
             note(f"fidelab: {experiment.runs} runs of this plan")
-        for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
-            note(f"fidelab: ignored flags from --serve: {words} ({reason})")
+        if experiment.serve is not None:
+            show_pasted(experiment.serve)
         return None
     command = command_line()
     for secret in secrets:

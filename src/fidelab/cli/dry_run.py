@@ -12,7 +12,7 @@ from fidelab.results.numbers import counted
 
 if TYPE_CHECKING:
     from fidelab.config.cross import CrossEngine
-    from fidelab.config.schema import Experiment
+    from fidelab.config.schema import Experiment, ServeConfig
     from fidelab.plan.estimate import Estimate
     from fidelab.plan.prepare import PreparedRun
 
@@ -26,6 +26,16 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
     _print_jobs(plan)
     print()
     _print_time(plan)
+
+
+def show_pasted(serve: ServeConfig) -> None:
+    """Print what became of each part of a pasted command: taken, translated, or ignored with the reason."""
+    if serve.taken:
+        note(f"fidelab: taken from --serve: {', '.join(serve.taken)}")
+    for written, read in serve.translated.items():
+        note(f"fidelab: translated from --serve: {written} → {read}")
+    for words, reason in serve.ignored.items():
+        note(f"fidelab: ignored from --serve: {words} ({reason})")
 
 
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:

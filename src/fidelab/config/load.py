@@ -25,7 +25,7 @@ def read_yaml(path: Path, overrides: Sequence[str] = (), keys: str = "'model:' a
     Raises:
         ConfigError: If the file is missing, is not UTF-8 or YAML, or has no keys.  The message names the place.
     """
-    data = _parse(read_text(path), path)
+    data = parse_yaml(read_text(path), path)
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys like {keys}, found {type(data).__name__}")
     apply_overrides(data, overrides)
@@ -52,15 +52,17 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
-def _parse(text: str, where: object) -> Any:
+def parse_yaml(text: str, where: object, *, texts: bool = False) -> Any:
     """Parse a YAML text that may come from anybody.
+
+    ``texts``: every value is the text that was written (``on`` stays ``on``), and ``<<`` is a key.
 
     Raises:
         ConfigError: If the text is not YAML, or aliases (``*name``) and nesting expand to more values than settings can
             have.
     """
     try:
-        loader = yaml.SafeLoader(text)  # control characters are refused here
+        loader = yaml.BaseLoader(text) if texts else yaml.SafeLoader(text)  # control characters are refused here
         node = loader.get_single_node()
         if node is None:
             return None
@@ -118,7 +120,7 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {text!r}: {'.'.join(parents)} is not a group of settings")
         try:
-            node[last] = _parse(value, "--set")
+            node[last] = parse_yaml(value, "--set")
         except ConfigError:
             raise ConfigError(f"--set {text!r}: the value is not YAML") from None
 

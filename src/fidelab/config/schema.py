@@ -194,6 +194,8 @@ class ServeConfig(BaseModel):
     words: tuple[str, ...] = Field(default=(), description="flags that no configuration uses")
     mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
     ignored: dict[str, str] = Field(default_factory=dict, description="ignored words → the reason")
+    taken: tuple[str, ...] = Field(default=(), description="words that became part of the configurations")
+    translated: dict[str, str] = Field(default_factory=dict, description="parts as pasted → as they were read")
 
 
 class Preset(ArmConfig):

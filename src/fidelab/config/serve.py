@@ -2,7 +2,7 @@
 
 ``vllm serve …``, ``python -m vllm.entrypoints.openai.api_server …``, ``python -m sglang.launch_server …``, ``sglang
 serve …``, ``llama-server …``, the same after ``NAME=value`` or ``docker run … IMAGE``, or a file with such a command.
-The command is split into words as a POSIX shell would, and is never run. Other shell features are refused.
+:func:`fidelab.config.pasted.read_pasted` finds the command in scripts, units and manifests. Nothing is run.
 
 The command is the reference.  Each change (flags and variables as on that command line) is a candidate.  Flags that
 only concern serving, and options that fidelab must control itself, become part of no arm.  They are listed with the
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.config.load import read_text
+from fidelab.config.pasted import read_pasted, read_pasted_flags, unwrap_pasted
+from fidelab.config.pasted.notes import SECRET_FLAGS, SECRET_REASON, is_secret_name, shorten
 from fidelab.core import plain_json
 from fidelab.core.errors import UsageError
 from fidelab.core.paths import expand
@@ -36,13 +38,10 @@ _ONLY_SERVING = "only concerns serving"
 _CHATS = "concerns how the server reads and writes chats; prompts are rendered with the checkpoint's own template"
 _GREEDY = "answers here are greedy"
 _LOGS = "concerns logs and metrics"
-_SECRET_REASON = "a secret, which no report may hold; it is left out of the commands that the report shows"
-_SECRET = re.compile(r"(?i).*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*)")
-_SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password")
 
 # Names that several servers share; the first match counts.
 _IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
-    (re.compile("|".join(_SECRET_FLAGS)), _SECRET_REASON),
+    (re.compile("|".join(SECRET_FLAGS)), SECRET_REASON),
     (
         re.compile(
             r"host|port|uds|root-path|path|api-prefix|api-key-file|ssl-.*|enable-ssl-refresh|uvicorn-.*|middleware|h11-.*"
@@ -90,7 +89,6 @@ _LIST_FLAGS = re.compile(
     r"lora-(modules|paths)|kv-cache-dtype-skip-layers|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*"
 )
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
-_ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
 
 _REFUSED = {
     "config": "reads options from a file; write them on the command line",
@@ -101,7 +99,8 @@ _REFUSED = {
 class _FlagValues:
     """Meaning of flags and variables: fields and options of an arm, and the rest.
 
-    ``words``: ignored words as written, without secrets; ``unset``: options and fields that ``--no-NAME`` removes.
+    ``words``: ignored words as written, without secrets; ``taken``: the others, as written; ``unset``: options and
+    fields that ``--no-NAME`` removes.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -110,6 +109,7 @@ class _FlagValues:
     unset: list[str] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)
     secrets: list[str] = field(default_factory=list)
     model_flag: str = ""
     given: dict[str, tuple[str, str]] = field(default_factory=dict)  # flag → as written, and the meaning
@@ -121,7 +121,7 @@ class ServeCommand:
 
     ``program``: its words before the flags, none if the image starts the server; ``wrapper``: ``docker run … IMAGE``;
     ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold; ``file``: the file that
-    held the command.
+    held the command; ``translated``: parts as pasted → as they were read.
     """
 
     engine: str
@@ -130,6 +130,7 @@ class ServeCommand:
     wrapper: tuple[str, ...] = ()
     mounts: Mapping[str, str] = field(default_factory=dict)
     file: Path | None = None
+    translated: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -160,6 +161,8 @@ class ServeCommand:
                 "words": list(self.said.words),
                 "mounts": dict(self.mounts),
                 "ignored": dict(self.said.ignored),
+                "taken": list(self.said.taken),
+                "translated": dict(self.translated),
             },
         }
 
@@ -173,16 +176,26 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     """
     file = text.removeprefix("@").strip()
     where, place = "--serve", None
-    if text.startswith("@") or ("\n" not in file and " " not in file and expand(file).is_file()):
+    if "\n" not in file and (text.startswith("@") or _is_file(file)):
         place = Path(file)
         text, where = read_text(expand(file)), file
-    assigned, words = split_command(text, where)
-    program, rest = _program(words, where)
+    pasted = read_pasted(text, where)
+    assigned, secrets, translated = dict(pasted.variables), [*pasted.secrets], dict(pasted.translated)
+    program, rest = _program(pasted.words, where)
     run = _Container()
-    if program[1:] == ["run"]:
-        run = _container(program, rest, where)
-        program, rest = _program([*run.entry, *run.words], where, run.image)
-        if program[1:] == ["run"]:
+    if program[-1:] == ["run"]:
+        run = _container(["docker" if program[1:] == ["container", "run"] else program[0], "run"], rest, where)
+        inner = unwrap_pasted([*run.entry, *run.words], run.env, where)
+        if run.entry and list(inner.words[:1]) != run.entry:  # a shell that started the server: started directly
+            run.start_with(inner.words[0] if inner.words else "")
+        run.env |= inner.variables
+        run.ignored |= inner.ignored
+        secrets += inner.secrets
+        translated |= inner.translated
+        program, rest = _program(
+            inner.words, where, run.image, own=not run.entry and "--entrypoint=" not in run.wrapper
+        )
+        if program[-1:] == ["run"]:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
     engine = _engine_of(program, run.image, where)
     if run.image and not _dialect(engine).in_image:
@@ -195,8 +208,26 @@ def read_served(text: str, controlled: Controlled) -> ServeCommand:
     said.fields["model"] = move_folders(said.fields["model"], run.mounts)
     for values in (said.options, said.env):
         values.update({name: move_folders(value, run.mounts) for name, value in values.items()})
-    said.ignored = {**run.ignored, **said.ignored}
-    return ServeCommand(engine, said, tuple(program[len(run.entry) :]), tuple(run.wrapper), run.mounts, place)
+    said.secrets += secrets
+    said.ignored = _without(said.secrets, {**pasted.ignored, **run.ignored, **said.ignored})
+    translated = _without(said.secrets, translated)
+    words = tuple(program[len(run.entry) :])
+    return ServeCommand(engine, said, words, tuple(run.wrapper), run.mounts, place, translated)
+
+
+def _without(secrets: Sequence[str], notes: Mapping[str, str]) -> dict[str, str]:
+    """Return notes with ``…`` for the values of secrets."""
+    values = [re.escape(value) for value in sorted(filter(None, secrets), key=len, reverse=True)]
+    hidden = re.compile("|".join(values)) if values else None
+    return {hidden.sub("…", key): hidden.sub("…", text) for key, text in notes.items()} if hidden else dict(notes)
+
+
+def _is_file(text: str) -> bool:
+    """Whether a word is the path of a file, and no command."""
+    try:
+        return " " not in text and expand(text).is_file()
+    except OSError:  # longer than a path can be
+        return False
 
 
 def program_python(pasted: ServeCommand) -> str | None:
@@ -229,7 +260,8 @@ def read_change(text: str, pasted: ServeCommand, controlled: Controlled) -> dict
         UsageError: If it contains no flags, or nothing in which an arm can differ.
     """
     where = f"--change {text!r}"
-    assigned, words = split_command(text, where)
+    read = read_pasted_flags(text, where)
+    assigned, words = read.variables, read.words
     stray = next((word for word in words[:1] if not word.startswith("-")), None)
     if stray is not None:
         raise UsageError(f"{where}: {stray!r} is neither a flag nor NAME=value; write as on the server's command line")
@@ -237,7 +269,7 @@ def read_change(text: str, pasted: ServeCommand, controlled: Controlled) -> dict
     change = _flags(engine, words, controlled(engine), where, base.options, positional=False)
     given = {**base.given, **change.given}
     _variables(change, _server_variables(change, engine, assigned, controlled(engine), where, base.options, given), "")
-    if change.secrets or any(_SECRET.fullmatch(name) for name in change.env):
+    if change.secrets or any(is_secret_name(name) for name in change.env):
         raise UsageError("--change: a key or token cannot differ between configurations; set it for all of fidelab")
     shared = {**_dialect(engine).unsaid, **base.options}
     fields: dict[str, Any] = {}
@@ -309,96 +341,10 @@ def _kv(fields: Mapping[str, str], base: Mapping[str, str], engine: str) -> str 
     return merged.get("kv")
 
 
-# ------------------------------------------------------------------------------------------------- words
-
-
-def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables before a command, and its words, as a POSIX shell would split them.
-
-    Comments and line ends after a backslash are dropped; lines before the command may set variables (``export
-    NAME=value``) and options of the shell (``set -e``).  ``$NAME`` is replaced by this process's variable.
-
-    Raises:
-        UsageError: If there are operators, substitutions, several commands, or an unclosed quote.
-    """
-    assigned: dict[str, str] = {}
-    command: list[str] = []
-    for line in _logical_lines(text, where):
-        try:
-            words = shlex.split(line)
-        except ValueError as error:
-            raise UsageError(f"{where}: the command cannot be split into words: {str(error).lower()}") from None
-        while words and words[0] in ("export", "exec", "nohup", "env", "sudo"):
-            words = words[1:]
-        if not words or words[0] == "set":
-            continue
-        if command:
-            raise UsageError(f"{where}: more than one command: {words[0]!r} comes after {command[0]!r}; paste one")
-        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-            assigned[match[1]] = match[2]
-            words = words[1:]
-        command = words
-    assigned = {name: value if _SECRET.fullmatch(name) else _expanded(value, where) for name, value in assigned.items()}
-    secret = False
-    for n, word in enumerate(command):  # a secret is dropped; the variable that it is read from need not exist here
-        name, _, value = word.lstrip("-").partition("=")
-        is_secret = secret or name in _SECRET_FLAGS or (name.isidentifier() and _SECRET.fullmatch(name) is not None)
-        command[n] = word if is_secret else _expanded(word, where)
-        secret = word.startswith("-") and name in _SECRET_FLAGS and not value
-    return assigned, command
-
-
-_PIECES = re.compile(r"""(?s)\\.|'[^']*'|"(?:\\.|[^"\\])*"|(?<!\S)\#[^\n]*|\$\(|.""")  # of a shell's text
-
-
-def _logical_lines(text: str, where: str) -> list[str]:
-    """Return the lines of a command without comments; lines continued by a backslash are joined.
-
-    A line that is only a comment does not end a continued command.
-
-    Raises:
-        UsageError: If there is anything outside of quotes that a shell would interpret.
-    """
-    text = re.sub(r"(?m)^[ \t]*#.*\n?", "", text.replace("\r\n", "\n")).replace("\\\n", " ")
-    lines = [""]
-    for piece in _PIECES.findall(text):
-        if not piece.startswith(("'", "#")) and (runs := re.search(r"(?<!\\)(`|\$\()", piece)):
-            raise UsageError(f"{where}: {'`' if runs[1] == '`' else '$(…)'} runs a command; write its result instead")
-        if piece in ";|&<>()":
-            raise UsageError(
-                f"{where}: {piece!r} is shell syntax; paste only the server's command, "
-                "with quotes around values that hold such signs"
-            )
-        if piece == "\n":
-            lines.append("")
-        elif not piece.startswith("#"):
-            lines[-1] += piece
-    return [line for line in lines if line.strip()]
-
-
-def _expanded(word: str, where: str) -> str:
-    """Replace ``~`` and ``$NAME`` in a word as a shell does.
-
-    Raises:
-        UsageError: If the variable is not set, or holds a secret.
-    """
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if _SECRET.fullmatch(name):
-            raise UsageError(f"{where}: ${name} is a secret, which the report would show; remove that flag")
-        if name not in os.environ:
-            raise UsageError(f"{where}: ${name} is not set here; write its value")
-        return os.environ[name]
-
-    word = re.sub(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", value, word)
-    return re.sub(r"(^|(?<==))~(?=/|$)", lambda _: str(Path.home()), word)
-
-
 # ----------------------------------------------------------------------------------------------- programs
 
 
-_CONTAINERS = r"(docker|podman|nerdctl) run"
+_CONTAINERS = r"(docker|podman|nerdctl) (container )?run"
 
 
 def _dialects() -> dict[str, Dialect]:
@@ -412,27 +358,41 @@ def _dialect(engine: str) -> Dialect:
     return dialect
 
 
-def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str]]:
-    """Return the words of the program, which is ``docker run`` for a container, and the words after it."""
+def _program(words: Sequence[str], where: str, image: str = "", *, own: bool = False) -> tuple[list[str], list[str]]:
+    """Return the words of the program, which is ``docker run`` for a container, and the words after it.
+
+    ``image``: the image that gets the words.  ``own``: its own program gets them, which may take a model as a word.
+    """
     line = " ".join([Path(words[0]).name, *words[1:]]) if words else ""
     patterns = "|".join((_CONTAINERS, *(dialect.program for dialect in _dialects().values())))
-    if (match := re.match(rf"({patterns})(?!\S)", line)) or (image and (match := re.match(r"server(?!\S)", line))):
+    if (match := re.match(rf"({patterns})(?!\S)", line)) or (
+        image and (match := re.match(r"((--)?server|serve)(?!\S)", line))
+    ):
         n = len(match[0].split())
         return list(words[:n]), list(words[n:])
-    if image and line[:1] in ("", "-"):
+    if image and (line[:1] in ("", "-") or (own and _takes_model(image, words[0]))):
         return [], list(words)
-    if line.partition(" ")[0] in ("sh", "bash"):
-        raise UsageError(f"{where}: {words[0]} is a shell; paste only the server's command")
     known = ", ".join(program for dialect in _dialects().values() for program in dialect.programs)
     raise UsageError(
-        f"{where}: {shlex.join(words[:3]) or 'nothing'} is not a known server; supported: {known}, "
+        f"{where}: {shorten(shlex.join(words[:3])) or 'nothing'} is not a known server; supported: {known}, "
         "and docker run with one of them"
     )
 
 
+def _takes_model(image: str, word: str) -> bool:
+    """Whether a word is a model for the program of an image, as for ``vllm serve``."""
+    if re.fullmatch(r"(\S*/)?(python[\d.]*|\w*sh)", word):
+        return False
+    engine = next((name for name, each in _dialects().items() if re.search(each.mark, image.lower())), None)
+    return engine is not None and _dialect(engine).positional_model
+
+
 def _engine_of(program: Sequence[str], image: str, where: str) -> str:
     words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
-    marked = (engine for engine, dialect in _dialects().items() if re.search(dialect.mark, words.lower()))
+    places = (words, image)  # a program such as "serve" is one of the image's own
+    marked = (
+        engine for place in places for engine, dialect in _dialects().items() if re.search(dialect.mark, place.lower())
+    )
     found = next(marked, None)
     if found is None:
         raise UsageError(f"{where}: image {image} does not say which server it starts; write its command after it")
@@ -461,6 +421,12 @@ class _Container:
         """Name of the image; empty outside of a container."""
         return self.wrapper[-1] if self.wrapper else ""
 
+    def start_with(self, program: str) -> None:
+        """Replace the program that ``--entrypoint`` names."""
+        at = self.wrapper.index("--entrypoint")
+        self.entry = [program] if program else []
+        self.wrapper[at : at + 2] = ["--entrypoint", program] if program else []
+
 
 def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Container:
     found, rest = _Container(list(wrapper)), list(words)
@@ -477,9 +443,9 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
             if written or name in os.environ:
                 found.env[name] = text if written else os.environ[name]
             # without a value, a secret is taken from the environment of the command
-            given = ["-e", name] if _SECRET.fullmatch(name) else []
+            given = ["-e", name] if is_secret_name(name) else []
         elif flag == "--env-file":
-            raise UsageError(f"{where}: {flag} reads variables from a file; write those that matter with -e")
+            found.ignored[" ".join(given)] = "a file of variables, which is not read; write those that matter with -e"
         elif flag in ("-v", "--volume"):
             source, _, target = value.partition(":")
             if target and source.startswith(("/", ".", "~")):
@@ -491,7 +457,8 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
             if parts.get("type") == "bind" and source and target:
                 found.mounts[target.rstrip("/")] = str(expand(source))
         elif flag == "--entrypoint":
-            found.entry = [value]
+            found.entry = [value] if value else []
+            given = given if value else ["--entrypoint="]
         elif flag not in ("--rm", "-d", "--detach", "-i", "-t", "-it", "-ti"):
             found.ignored[" ".join(given)] = "concerns the container"
         found.wrapper += given
@@ -518,13 +485,15 @@ def move_folders(text: str, folders: Mapping[str, str]) -> str:
 
 def _variables(said: _FlagValues, assigned: Mapping[str, str], mark: str) -> None:
     for name, value in assigned.items():
-        if _SECRET.fullmatch(name):
-            said.ignored[f"{mark}{name}"] = _SECRET_REASON
+        if is_secret_name(name):
+            said.ignored[f"{mark}{name}"] = SECRET_REASON
             said.secrets += [] if value.startswith("$") else [value]
         elif name == "OMP_NUM_THREADS" and value.isdecimal() and int(value) > 0:
             said.fields.setdefault("threads", value)
+            said.taken.append(f"{name}={value}")
         else:
             said.env[name] = value
+            said.taken.append(f"{name}={value}")
 
 
 def _flags(
@@ -551,6 +520,7 @@ def _flags(
             if not positional or not dialect.positional_model or "model" in said.fields:
                 raise UsageError(f"{where}: {values[0]!r} does not belong to a flag; quote values with spaces")
             said.fields["model"] = values[0]
+            said.taken.append(values[0])
             continue
         if refused := dialect.refused.get(name) or _REFUSED.get(name):
             raise UsageError(f"{where}: {flag} {refused}")
@@ -730,6 +700,8 @@ def _apply_flag(
     # A flag that says an option in other words is judged by that option.
     reason = dialect.ignored.get(head) or controlled.get(option)
     reason = reason or (None if head in dialect.names else controlled.get(head)) or _unimportant(head)
+    if reason is None or option.startswith("@"):
+        said.taken.append(written or " ".join([flag, *values]))
     if option.startswith("@"):
         key = option[1:]
         if negated:
@@ -743,7 +715,7 @@ def _apply_flag(
         if key == "model" and not negated:
             said.model_flag = flag
     elif reason is not None:
-        secret = head in _SECRET_FLAGS
+        secret = head in SECRET_FLAGS
         said.ignored[flag if secret else written or " ".join([flag, *values])] = reason
         said.secrets += values if secret else []
         said.words += [] if secret else [flag, *values]
