@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from fidelab.environments.servers import records
+from tests.models.tiny_gguf import write_gguf
 from tests.processes import alive, until
 from tests.run.harness import Done, cli, refused, write_inputs
 
@@ -45,8 +46,7 @@ def own(tmp_path: Path) -> Callable[..., Path]:
     """Writes a preset into the user's folder, or into another one."""
 
     def write(name: str = "mine", folder: Path | None = None, **changes: Any) -> Path:
-        model = tmp_path / "model.gguf"
-        model.write_bytes(b"GGUF")
+        model = write_gguf(tmp_path / "model.gguf")
         data = {
             "about": "a preset of a test",
             "engine": {"name": "llamacpp", "python": sys.executable},

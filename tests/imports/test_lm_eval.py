@@ -192,6 +192,19 @@ def test_of_a_folder_of_several_models_one_has_to_be_named(tmp_path: Path) -> No
     assert imported.report.reference.name == "model__name"
 
 
+def test_one_folder_has_its_figures_with_intervals_and_no_comparison(tmp_path: Path) -> None:
+    samples(tmp_path / "out", [1] * 30 + [0] * 10)
+    done = cli("import", "lm-eval", "out", cwd=tmp_path)
+    assert done.code == 0
+    assert "nothing was compared: name another folder" in done.err
+    assert "30 of 40 right" in done.out
+    metric = done.report["reference"]["axes"]["lm-eval:arc_easy:acc"]["metrics"][0]
+    low, high = binomtest(30, 40).proportion_ci(method="exact")
+    assert metric["value"] == 0.75
+    assert metric["ci"] == pytest.approx([low, high])
+    assert done.report["candidates"] == []
+
+
 def test_of_several_runs_the_last_is_read_and_named(tmp_path: Path) -> None:
     ref = samples(tmp_path / "ref", [1, 1, 1], time="2026-06-02T10-00-00.1")
     samples(ref, [0, 0, 0], time="2026-06-01T10-00-00.1")

@@ -117,7 +117,10 @@ def kld_dumps(
 def lm_eval(
     *,
     ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="Output folder of the reference, with samples.")],
-    test_dirs: _Tests,
+    test_dirs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[TEST…]", help="The same for candidates; none: figures of REF alone."),
+    ] = None,
     name: _Names = None,
     margin: options.Margin = None,
     bootstrap: options.SeedOptions,
@@ -131,6 +134,8 @@ def lm_eval(
       lm_eval --tasks arc_easy --output_path out/bf16 --log_samples …
 
       fidelab import lm-eval out/bf16 out/fp8 --margin 1%
+
+      fidelab import lm-eval out/bf16
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
@@ -138,7 +143,13 @@ def lm_eval(
 
     given = {} if margin is None else {"margin": validate_as(Limits, {"margin": margin}, "import lm-eval").margin}
     imported = IMPORTS.load("lm-eval")(
-        ref_dir, test_dirs, runs.output_dir, names=name or None, seed=bootstrap.seed, command=command_line(), **given
+        ref_dir,
+        test_dirs or [],
+        runs.output_dir,
+        names=name or None,
+        seed=bootstrap.seed,
+        command=command_line(),
+        **given,
     )
     _finish(imported, as_json=as_json)
 

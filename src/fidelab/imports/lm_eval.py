@@ -23,7 +23,7 @@ from fidelab.core import Status, plain_json
 from fidelab.core.errors import InputError, MismatchError
 from fidelab.imports.write_run import ImportedArm, Source, labels_of, write_run
 from fidelab.metrics.equivalence import MARGIN, Loss, certify, flip_counts
-from fidelab.metrics.intervals import RatioItems, paired_difference
+from fidelab.metrics.intervals import RatioItems, binomial_interval, paired_difference
 from fidelab.results.decision_record import Certificate, FlipRecord
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import ArmRecord, Verdict
@@ -72,6 +72,8 @@ def import_samples(
 ) -> ImportedArm:
     """Compare folders of samples with a reference folder, and write a run folder.
 
+    Without ``tests``, the run has the accuracies of ``ref`` with their intervals, and compares nothing.
+
     Args:
         names: of the candidates, one per folder; the folders' names by default.
         margin: loss of accuracy that the certificate rules out, 0 … 1.
@@ -82,6 +84,8 @@ def import_samples(
         MismatchError: If folders have no task in common, or different items in a task.
         UsageError: If names do not fit, or the reference is also a test.
     """
+    if not tests and names is None:
+        return _alone(ref, output_dir, command)
     labels = labels_of(ref, tests, names)
     reference, arms = _read(ref), [_read(test) for test in tests]
     pairs = [_paired(reference, arm) for arm in arms]
@@ -124,6 +128,40 @@ def import_samples(
         source, ArmRecord(status=Status.OK, name=ref.resolve().name, **bare), records, output_dir, command
     )
     return ImportedArm(report, folder, tuple(_notes(reference, arms, pairs)))
+
+
+def _alone(path: Path, output_dir: Path, command: str) -> ImportedArm:
+    """Write a run of one folder: its accuracies with their intervals, compared with nothing."""
+    samples = _read(path)
+    axes = {_axis_name(key): _accuracy(key, values) for key, values in sorted(samples.values.items())}
+    if not axes:
+        raise InputError(f"{path} has no task with right and wrong answers")
+    facts = {"reference": path.name, "tasks": _tasks(samples.values)}
+    source = Source("lm-eval", facts, facts, {"lm-eval": facts["tasks"]})
+    arm = ArmRecord(
+        status=Status.OK,
+        name=path.resolve().name,
+        engine="lm-eval",
+        model="unstated model",
+        axes=axes,
+    )
+    report, folder = write_run(source, arm, [], output_dir, command)
+    notes = (*_notes(samples, [], []), "nothing was compared: name another folder to compare with this one")
+    return ImportedArm(report, folder, notes)
+
+
+def _accuracy(key: Key, values: Mapping[int, float]) -> Measurement:
+    right, n = int(sum(values.values())), len(values)
+    share = binomial_interval(right, n)
+    return Measurement(
+        status=Status.OK,
+        title=f"{key[0]}, {key[2]}" + (f" ({key[1]})" if key[1] != "none" else ""),
+        n_items=n,
+        n_clusters=n,
+        cluster="item",
+        metrics=(_ACCURACY(right / n, share, headline=True),),
+        summary=f"{right} of {n} right",
+    )
 
 
 def _read(path: Path) -> _Samples:

@@ -176,9 +176,10 @@ def other_tests_table(report: Report) -> TextTable | None:
     """Return the reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
     An axis gives its result in words, followed by its headline metric in parentheses.  ``None`` without such axes.  The
-    last column is the composite, if all its axes were measured or its bands were requested.
+    last column is the composite, if all its axes were measured or its bands were requested.  Where nothing was
+    compared, the reference's own figures are shown.
     """
-    arms = _compared(report)
+    arms = _compared(report) or [report.reference]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != DECIDING):
         axes = [arm.axes.get(name) for arm in arms]

@@ -269,7 +269,7 @@ class ArmRecord(Outcome):
     ran: RuntimeRecord | None = None
     """Runtime; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
-    """Axis → fidelity against the reference; empty for the reference itself."""
+    """Axis → fidelity against the reference; of the reference itself its figures alone, where nothing was compared."""
     floor: NoiseFloor | None = None
     """Effect of last bits alone on a candidate; null unless that was asked for (``twins``)."""
     control: str | None = None
