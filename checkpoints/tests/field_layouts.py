@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -495,6 +496,11 @@ def build(
             module = name.removesuffix(".weight")
             one: Any = store(module) if by_name else store  # type: ignore[arg-type]
             replaced(content, module, one(content.tensors[name]))
+    for name, value in content.tensors.items():  # layers differ in the range of weights and of inputs
+        if name.endswith((".weight_scale_2", "_global_scale", ".input_scale")) and (
+            layer := re.search(r"\.(\d+)\.", name)
+        ):
+            content.tensors[name] = value * (1 + int(layer[1]) / 16)
     return content
 
 

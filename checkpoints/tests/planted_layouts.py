@@ -419,7 +419,9 @@ PLANTED: dict[str, Planted] = {
     "a kept layer that is not listed": Planted(_linear, lambda c, at: _kept(c, at, at.linear, listed=False), UNLISTED),
     "a listed layer that is quantized": Planted(_linear, lambda c, at: at.keep(c, at.linear), ("ignored-quantized",)),
     "an LM head that is not listed": Planted(
-        lambda at: at.lists_head and _has_list(at), lambda c, at: _unlist(c, "lm_head"), ("plain-not-ignored",)
+        lambda at: at.lists_head and _has_list(at) and at.build.__name__ != "modelopt_mixed",
+        lambda c, at: _unlist(c, "lm_head"),
+        ("plain-not-ignored",),
     ),
     "no quantization in the configuration": Planted(
         lambda at: True, lambda c, at: _without_config(c), ("quantization-mismatch",)
@@ -429,7 +431,7 @@ PLANTED: dict[str, Planted] = {
         _rename_list,
         ("ignore-key",),
     ),
-    "no codes": Planted(_linear, lambda c, at: _drop(c, f"{at.linear}.{at.codes}"), ("incomplete-module",)),
+    "no codes": Planted(_linear, lambda c, at: c.tensors.pop(f"{at.linear}.{at.codes}"), ("incomplete-module",)),
     "codes of zero": Planted(
         _linear,
         lambda c, at: c.tensors.update(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.core.errors import InputError, UsageError
-from fidelab_checkpoints import geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
+from fidelab_checkpoints import fusing, geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab_checkpoints.files import Checkpoint, open_checkpoint
 from fidelab_checkpoints.modules import SCALES, modules_of, scheme_of
 from fidelab_checkpoints.rules import RULES, Finding, Subject, counted

@@ -146,7 +146,7 @@ def _size(subject: Subject, module: Module) -> tuple[int, int] | None:
     packing = module.packing()
     if packing is None:
         return None
-    inputs = packing.inputs(subject.scheme.bits)
+    inputs = packing.inputs(subject.scheme.of(module.name).bits)
     return (packing.n, inputs) if inputs else None
 
 
