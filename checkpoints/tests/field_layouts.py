@@ -41,9 +41,10 @@ class Field(Synthetic):
     @property
     def quantization(self) -> dict[str, Any]:
         """The quantization in force, wherever it stands."""
-        places = (self.config, self.config.get("text_config", {}))
-        found = next((place["quantization_config"] for place in places if "quantization_config" in place), None)
-        return found if found is not None else self.json_files["hf_quant_config.json"]["quantization"]
+        file = self.json_files.get("hf_quant_config.json", {}).get("quantization")
+        places = (self.config, self.config.get("text_config", {}), {"quantization_config": file})
+        found: dict[str, Any] = next(place["quantization_config"] for place in places if "quantization_config" in place)
+        return found
 
 
 @dataclass
@@ -519,7 +520,12 @@ def _kv_names(key: str, value: str, prefix: str = "model") -> tuple[str, ...]:
 
 
 def _hf(algorithm: str, exclude: list[str], kv: str | None = None, **more: Any) -> dict[str, Any]:
-    quantization = {"quant_algo": algorithm, "kv_cache_quant_algo": kv, "exclude_modules": exclude, **more}
+    quantization: dict[str, Any] = {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": kv,
+        "exclude_modules": exclude,
+        **more,
+    }
     return {"producer": {"name": "modelopt", "version": "0.39.0"}, "quantization": quantization}
 
 
@@ -563,9 +569,15 @@ def modelopt_mixed() -> Field:
     return build(LLAMA, config, store, by_name=True, hf_quant_config=hf)
 
 
-_STATIC8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-_DYNAMIC8 = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-_LOCAL4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
+_STATIC8: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+_DYNAMIC8: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
+_LOCAL4: dict[str, Any] = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "dynamic": "local",
+}
 _GATE = "re:.*mlp.gate$"
 
 
@@ -585,7 +597,13 @@ def compressed_fp8() -> Field:
 
 def compressed_w4a16() -> Field:
     """Experts in 4 bits."""
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": True,
+    }
     quantization = _compressed("pack-quantized", ["lm_head", _GATE], **weights)
     config = _config("qwen3_moe", "Qwen3MoeForCausalLM", **_MOE, quantization_config=quantization)
     return build(MOE, config, integers(PackQuantized, 4, scale="BF16"))
@@ -593,14 +611,20 @@ def compressed_w4a16() -> Field:
 
 def compressed_nvfp4() -> Field:
     """NVFP4 as llm-compressor writes it, as case 32."""
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    }
     quantization = _compressed("nvfp4-pack-quantized", ["lm_head"], inputs=_LOCAL4, **weights)
     return build(LLAMA, _config(*_LLAMA, quantization_config=quantization), nvfp4_compressed)
 
 
 def glm() -> Field:
     """GLM 4.5 with its layer for multi-token prediction, in FP8 by rows."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     ignore = ["lm_head", _GATE, "re:.*eh_proj", "re:.*shared_head.*"]
     more = {**_DEEPSEEK, "quantization_config": _compressed("float-quantized", ignore, **weights)}
     for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
@@ -610,7 +634,13 @@ def glm() -> Field:
 
 def compressed_blocks() -> Field:
     """FP8 with blocks of 128 × 128."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128], "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": [128, 128],
+        "symmetric": True,
+    }
     quantization = _compressed("float-quantized", ["lm_head"], **weights)
     config = _config(*_LLAMA, quantization_config=quantization)
     return build(LLAMA, config, lambda weight: fp8_blocks(weight, "weight_scale", torch.bfloat16))
@@ -618,7 +648,13 @@ def compressed_blocks() -> Field:
 
 def awq() -> Field:
     """A llama of AWQ."""
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+    quantization: dict[str, Any] = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP,
+        "zero_point": True,
+        "version": "gemm",
+    }
     config = _config(
         *_LLAMA, torch_dtype="float16", quantization_config={**quantization, "modules_to_not_convert": None}
     )
@@ -628,7 +664,13 @@ def awq() -> Field:
 def gptq_dynamic() -> Field:
     """A llama of GPTQModel: layer 1 in 8 bits, layers' down_proj kept, as case 39."""
     dynamic = {r"+:.*\.1\..*": {"bits": 8}, r"-:.*\.3\.mlp\.down_proj.*": {}}
-    quantization = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "sym": True, "desc_act": False}
+    quantization: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP,
+        "sym": True,
+        "desc_act": False,
+    }
     quantization |= {"checkpoint_format": "gptq", "dynamic": dynamic, "lm_head": False}
     config = _config(*_LLAMA, torch_dtype="float16", quantization_config=quantization)
     store = lambda module: integers(Gptq, 8 if ".1." in module else 4)  # noqa: E731
@@ -639,9 +681,14 @@ def gptq_dynamic() -> Field:
 def auto_round() -> Field:
     """Experts of AutoRound: attention in 8 bits by extra_config, routers kept."""
     attention = [name.removesuffix(".weight") for name in MOE if "self_attn" in name]
-    extra = {name: {"bits": 8} for name in attention}
+    extra: dict[str, dict[str, Any]] = {name: {"bits": 8} for name in attention}
     extra |= {f"model.layers.{n}.mlp.gate": {"bits": 16, "data_type": "float"} for n in range(LAYERS)}
-    quantization = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True}
+    quantization: dict[str, Any] = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "sym": True,
+    }
     quantization |= {"group_size": GROUP, "extra_config": extra}
     config = _config(
         "qwen3_moe", "Qwen3MoeForCausalLM", **_MOE, quantization_config=quantization, torch_dtype="float16"
@@ -685,7 +732,7 @@ def quark_mxfp4() -> Field:
 
 def deepseek_v3() -> Field:
     """DeepSeek V3: latent attention, FP8 in blocks, a layer for multi-token prediction."""
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
@@ -700,7 +747,12 @@ def deepseek_v3() -> Field:
 
 def deepseek_v4() -> Field:
     """DeepSeek V4: block scales called .scale, experts in FP4, a module for multi-token prediction."""
-    quantization = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic"}
+    quantization: dict[str, Any] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+    }
     quantization |= {"weight_block_size": [128, 128]}
     more = {**_DEEPSEEK, "expert_dtype": "fp4", "quantization_config": quantization}
     blocks = lambda weight: fp8_blocks(weight, "scale", torch.float8_e8m0fnu)  # noqa: E731
@@ -714,7 +766,7 @@ def deepseek_v4() -> Field:
 def gpt_oss() -> Field:
     """gpt-oss: experts of a layer in two tensors of MXFP4."""
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    quantization: dict[str, Any] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     more = {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "quantization_config": quantization}
     content = build(_gpt_oss(), _config("gpt_oss", "GptOssForCausalLM", **more), fp8_rows, kept=("",))
     generator = torch.Generator().manual_seed(1)
@@ -732,7 +784,13 @@ def kimi() -> Field:
     """Kimi: experts in 4 bits, all else kept; the quantization stands in text_config."""
     prefix = "language_model.model"
     ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", _GATE]
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": True,
+    }
     text = _config("kimi_k2", "DeepseekV3ForCausalLM", **{**_DEEPSEEK, "num_nextn_predict_layers": 0})
     text["quantization_config"] = _compressed("pack-quantized", ignore, **weights)
     config = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "text_config": text}
@@ -757,7 +815,7 @@ def qwen35_fp8() -> Field:
     layers = [f"model.language_model.layers.{n}" for n in range(LAYERS) if n % 4 != 3]
     small = [f"{layer}.linear_attn.in_proj_{part}" for layer in layers for part in "ab"]
     kept = ["lm_head", "model.language_model.embed_tokens", *small, "model.visual", "mtp"]
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
@@ -768,7 +826,13 @@ def qwen35_fp8() -> Field:
 
 def qwen35_nvfp4() -> Field:
     """Qwen3.5 in NVFP4 of compressed-tensors; linear attention is kept as a whole."""
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": 16,
+        "symmetric": True,
+    }
     ignore = ["lm_head", "re:.*linear_attn.*", "re:.*visual.*", "re:^mtp.*"]
     quantization = _compressed("nvfp4-pack-quantized", ignore, inputs=_LOCAL4, **weights)
     return build(_hybrid(), _hybrid_config(quantization), nvfp4_compressed, kept=(*KEPT, "linear_attn"))
@@ -787,7 +851,13 @@ def _gemma(
 
 def gemma3n() -> Field:
     """Gemma 3n in 4 bits: alternating updates and layers' own embeddings kept."""
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+    weights: dict[str, Any] = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": GROUP,
+        "symmetric": True,
+    }
     ignore = [
         "lm_head",
         "re:.*altup.*",
@@ -803,7 +873,7 @@ def gemma3n() -> Field:
 
 def gemma4() -> Field:
     """Gemma 4 in FP8 by rows."""
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    weights: dict[str, Any] = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     quantization = _compressed("float-quantized", ["lm_head", "re:.*vision.*"], **weights)
     return _gemma("gemma4", "Gemma4ForConditionalGeneration", _gemma4(), fp8_rows, quantization, attention_k_eq_v=True)
 

@@ -131,8 +131,10 @@ def _grid(layout: Layout) -> bool:
     return bool(layout.linear) and _sample(layout, "scale").dim() == 2 and _sample(layout, "scale").shape[0] > 1
 
 
-def _drop(content: Field, start: str) -> None:
+def _drop(content: Field, start: str) -> int:
+    """Drop tensors, and return how many are left."""
     content.tensors = {name: value for name, value in content.tensors.items() if not name.startswith(start)}
+    return len(content.tensors)
 
 
 def _dense(content: Field, layout: Layout, module: str) -> torch.Tensor:
@@ -159,6 +161,11 @@ def _kept(content: Field, layout: Layout, module: str, *, listed: bool) -> None:
     content.tensors[f"{module}.weight"] = weight
     if listed:
         layout.keep(content, module)
+
+
+def _keep_siblings(content: Field, layout: Layout) -> None:
+    for module in layout.siblings:
+        _kept(content, layout, module, listed=module == layout.siblings[0])
 
 
 def _restored(
@@ -257,7 +264,7 @@ def _expert_change(role: int, to: Callable[[Field, Layout, str], Any]) -> Change
     return change
 
 
-def _drop_part(part: str) -> Callable[[Field, Layout, str], None]:
+def _drop_part(part: str) -> Callable[[Field, Layout, str], Any]:
     return lambda content, layout, module: _drop(content, f"{module}.{getattr(layout, part)}")
 
 
@@ -401,7 +408,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "all fused layers are kept, and one is listed": Planted(
         _siblings,
-        lambda c, at: [_kept(c, at, m, listed=m == at.siblings[0]) for m in at.siblings],
+        _keep_siblings,
         UNLISTED,
     ),
     "one of fused layers has another type": Planted(_siblings, _sibling(1, _other_type), (*OTHER, "doubly-quantized")),

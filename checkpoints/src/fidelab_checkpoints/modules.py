@@ -540,11 +540,14 @@ def _quark(base: Scheme) -> Scheme:
 
 def _quark_weights(settings: Any) -> Weights:
     weight = settings.get("weight") if isinstance(settings, dict) else None
-    bits = {"fp8_e4m3": 8, "fp4": 4}.get(str(weight.get("dtype"))) if isinstance(weight, dict) else None
+    weight = weight if isinstance(weight, dict) else {}
+    bits = {"fp8_e4m3": 8, "fp4": 4}.get(str(weight.get("dtype")))
     if bits is None:  # integers are packed in several ways
         return Weights()
     group = _number(weight, "group_size")
-    return Weights(bits, group if group and group > 0 else None, strategy=_QUARK_STRATEGIES.get(str(weight["qscheme"])))
+    return Weights(
+        bits, group if group and group > 0 else None, strategy=_QUARK_STRATEGIES.get(str(weight.get("qscheme")))
+    )
 
 
 def _announces_cache(raw: Mapping[str, Any]) -> bool:
