@@ -209,7 +209,7 @@ def _scale_absurd(subject: Subject) -> Iterator[Finding]:
     for limit, odd in below.items():
         yield from listed(f"scales below 1/{limit:g} of those of the same layers elsewhere in", odd)
     yield from listed("all scales are 1, as before any calibration, in", ones)
-    yield from listed("all groups have one and the same scale in", constant)
+    yield from listed("all groups have one and the same scale in", [name for name in constant if name not in extreme])
     yield from _alike_everywhere(subject)
     yield from _inputs_out_of_range(subject)
 
