@@ -279,6 +279,9 @@ def _deepseek_v4() -> Shapes:
             "wo_b": (HIDDEN, 64),
         }
         shapes: Shapes = {f"{layer}.attn.{part}.weight": shape for part, shape in attn.items()}
+        shapes |= {f"{layer}.attn.compressor.{part}.weight": (64, HIDDEN) for part in ("wkv", "wgate")}
+        shapes |= {f"{layer}.attn.indexer.wq_b.weight": (HIDDEN, 64), f"{layer}.attn.attn_sink": (2,)}
+        shapes |= {f"{layer}.attn.indexer.weights_proj.weight": (8, HIDDEN)}
         shapes |= {f"{layer}.ffn.gate.weight": (EXPERTS, HIDDEN)}
         for mlp in (*(f"experts.{e}" for e in range(EXPERTS)), "shared_experts"):
             shapes |= _mlp(f"{layer}.ffn.{mlp}", ("w1", "w3", "w2"))
@@ -757,7 +760,7 @@ def deepseek_v4() -> Field:
     more = {**_DEEPSEEK, "expert_dtype": "fp4", "quantization_config": quantization}
     blocks = lambda weight: fp8_blocks(weight, "scale", torch.float8_e8m0fnu)  # noqa: E731
     groups = lambda weight: mxfp4(weight, "scale", torch.float8_e8m0fnu)  # noqa: E731
-    kept = (*(part for part in KEPT if part not in ("mtp", "embed")), "embed.")
+    kept = (*(part for part in KEPT if part not in ("mtp", "embed")), "embed.", "compressor", "weights_proj")
     config = _config("deepseek_v4", "DeepseekV4ForCausalLM", **more)
     store = lambda module: groups if ".experts." in module else blocks  # noqa: E731
     return build(_deepseek_v4(), config, store, by_name=True, kept=kept)

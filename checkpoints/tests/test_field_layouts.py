@@ -122,6 +122,15 @@ def test_a_kv_cache_that_modelopt_announces_is_missed(place: str, tmp_path: Path
     _expect(audited(content, tmp_path), "kv-scales-missing", "suspicious")
 
 
+def test_modelopt_may_announce_the_kv_cache_alone(tmp_path: Path) -> None:
+    content = build(LLAMA, {**modelopt_fp8().config}, lambda weight: {"weight": weight})
+    of_file: dict[str, Any] = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    content.json_files["hf_quant_config.json"] = {"quantization": of_file}
+    _expect(audited(content, tmp_path / "bad"), "kv-scales-missing", "suspicious")
+    of_file["kv_cache_quant_algo"] = None
+    assert audited(content, tmp_path / "clean").findings == ()
+
+
 def test_layers_for_multi_token_prediction_that_are_announced_and_not_there_are_named(tmp_path: Path) -> None:
     """Case 36."""
     content = glm()

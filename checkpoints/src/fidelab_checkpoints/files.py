@@ -57,7 +57,8 @@ _CHUNK_BYTES = 16 << 20  # bytes
 _MAX_NAME_LENGTH = 512  # characters
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next to config.json, by older writers
 _MODELOPT = "hf_quant_config.json"
-_TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")  # of models that are more than text
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the text model's configuration, in models that are more than text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +314,7 @@ def _check(info: TensorInfo) -> None:
 
 def _configured(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantization that ``config.json`` gives, for the whole model or for its text model."""
-    texts = [value for key in _TEXT_CONFIGS if isinstance(value := config.get(key), dict)]
+    texts = [value for key in TEXT_CONFIGS if isinstance(value := config.get(key), dict)]
     inner = [value for text in texts if isinstance(value := text.get("text_config"), dict)]  # of a thinker
     for place in (config, *texts, *inner):
         for key in ("quantization_config", "compression_config"):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fidelab.core.errors import InputError
-from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
+from fidelab_checkpoints.files import RAW, TEXT_CONFIGS, Checkpoint, TensorInfo
 from fidelab_checkpoints.layouts import method_of
 
 METHODS = {
@@ -109,8 +109,11 @@ def leaf_of(name: str) -> str:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the text model, for a model that also has others."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    for key in TEXT_CONFIGS:
+        if isinstance(text := config.get(key), dict):
+            inner = text.get("text_config")  # of a thinker
+            return inner if isinstance(inner, dict) else text
+    return config
 
 
 def generates(config: Mapping[str, Any]) -> bool:
@@ -409,7 +412,8 @@ def scheme_of(checkpoint: Checkpoint) -> Scheme:
     named = raw.get("quant_method")
     method = METHODS.get(named) if isinstance(named, str) else None
     known = f"{', '.join(dict.fromkeys(METHODS.values()))}, GGUF and unquantized weights"
-    if named is None and {"bits", "group_size"} <= {*raw}:
+    of_mlx = "mode" in raw or any(name.endswith(".biases") for name in checkpoint.tensors)
+    if named is None and {"bits", "group_size"} <= {*raw} and of_mlx:
         raise InputError(
             f"{checkpoint.name} is quantized by MLX ({raw['bits']} bits, groups of {raw['group_size']}), whose layout "
             f"is not audited; audited are {known}"

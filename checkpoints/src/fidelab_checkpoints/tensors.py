@@ -727,7 +727,9 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
     if quantized and subject.scheme.method is None:
         yield from counted_findings(quantized, "module", "quantized and config.json says nothing of it")
     scales = subject.scheme.kv_cache and _cache_scale_names(subject)
-    if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
+    for_cache = subject.scheme.method == "modelopt" and not subject.scheme.raw.get("quant_algo")  # and for nothing else
+    expected = subject.scheme.method is not None and subject.checkpoint.tensors and not for_cache
+    if not quantized and not scales and expected:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
 
 
@@ -744,7 +746,7 @@ def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     yield from counted_findings(names, "quantized module", where)
 
 
-_EXEMPT_MODULES = re.compile(r"(^|\.)eh_proj$")  # of multi-token prediction, built plain by engines
+_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|weights_proj|compressor\.\w+)$")  # of DeepSeek, built plain by engines
 _MTP = re.compile(r"(^|\.)mtp\w*\.")
 
 
