@@ -15,7 +15,6 @@ from fidelab_checkpoints.layouts import unpack_words
 from fidelab_checkpoints.modules import (
     CACHE_SCALES,
     GLOBAL_SCALES,
-    IGNORING,
     INPUT_SCALES,
     SCALES,
     Module,
@@ -41,6 +40,7 @@ from fidelab_checkpoints.rules import (
     verb,
 )
 from fidelab_checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
+from fidelab_checkpoints.schemes import IGNORING
 
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
