@@ -10,6 +10,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from fidelab.core.errors import InputError
@@ -101,6 +102,7 @@ class Scheme:
     reordered: bool = False
     raw: Mapping[str, Any] = field(default_factory=dict)
     _known: dict[str, Weights] = field(default_factory=dict, compare=False, repr=False)
+    _kept: dict[str, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def of(self, module: str) -> Weights:
         """Return the settings of one module."""
@@ -119,9 +121,11 @@ class Scheme:
 
     def ignores(self, module: str) -> bool:
         """Return whether the configuration keeps this module in 16 bits."""
-        if self.listed and self._own(module) is None:
-            return True
-        return any(_matches(pattern, module, self.method) for pattern in self.ignored)
+        if module not in self._kept:
+            unlisted = self.listed and self._own(module) is None
+            named = (_matches(pattern, module, self.method) for pattern in self.ignored)
+            self._kept[module] = unlisted or any(named)
+        return self._kept[module]
 
     def targets_linear(self, module: str) -> bool:
         """Return whether an engine would build this linear layer quantized."""
@@ -139,13 +143,19 @@ def _matches(pattern: str, module: str, method: str | None) -> bool:
     if method == "gptq":  # GPTQModel's dynamic: regular expressions
         return _search(pattern, module, at_start=True)
     if method in ("modelopt", "quark", "mxfp4") and "*" in pattern:
-        names = {module, strip_prefixes(module)}
-        return any(fnmatch.fnmatchcase(name, one) for name in names for one in (pattern, f"{pattern}.*"))
+        matches = _wildcard(pattern).match
+        return matches(module) is not None or matches(strip_prefixes(module)) is not None
     if method in ("awq", "fp8", "auto-round", "mxfp4"):  # a part of the name between its dots
         return re.search(rf"(^|\.){re.escape(pattern.strip('.'))}(\.|$)", module) is not None or (
             method == "awq" and pattern in module
         )
     return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
+
+
+@lru_cache(maxsize=4096)
+def _wildcard(pattern: str) -> re.Pattern[str]:
+    """Return the expression for a name that matches stars, or for what is within it."""
+    return re.compile(rf"{fnmatch.translate(pattern)[:-2]}(\..*)?$", re.DOTALL)  # without the end that it sets itself
 
 
 def _search(pattern: str, text: str, *, at_start: bool) -> bool:
