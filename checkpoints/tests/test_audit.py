@@ -310,7 +310,9 @@ FAULTS: dict[str, Fault] = {
         "information",
     ),
     "scales that vanish": _changed("scale-underflow", W4, f"{DOWN}.weight_scale", _poked(1e-9), "suspicious"),
-    "subnormal scales": _changed("scale-underflow", GPTQ, f"{DOWN}.scales", lambda t: t * 0 + 3e-6),
+    "subnormal scales": _changed(
+        "scale-underflow", GPTQ, f"{DOWN}.scales", lambda t: t * 0 + 3e-6, also=("scale-absurd",)
+    ),
     "a norm beyond float16": _changed("overflow-float16", plain, "model.norm.weight", _poked(7e4), "suspicious"),
     "a norm beyond the float16 of the configuration": Fault(
         "overflow-float16",
@@ -345,6 +347,7 @@ FAULTS: dict[str, Fault] = {
             {f"model.layers.0.mlp.experts.{e}.up_proj.input_global_scale": torch.tensor([3.0 + e]) for e in (0, 1, 3)}
         ),
         ["model.layers.0.mlp.experts.2.up_proj"],
+        also=("fused-siblings",),
     ),
     "an expert missing amid others": Fault(
         "experts-missing",
@@ -591,6 +594,26 @@ FAULTS: dict[str, Fault] = {
         [V_SCALE],
         "suspicious",
     ),
+    "a scale of the KV cache at zero": _changed("kv-scales-invalid", _cached, V_SCALE, torch.zeros_like, "broken"),
+    "a scale of the KV cache at -1": _changed("kv-scales-invalid", _cached, V_SCALE, lambda t: t * 0 - 1, "broken"),
+    "a huge scale of the KV cache": _changed("kv-scales-invalid", _cached, V_SCALE, lambda t: t * 1e4, "suspicious"),
+    "one of fused layers kept": Fault(
+        "fused-siblings",
+        W4,
+        _several(_keep(QUERY, plain), _settings(ignore=["lm_head", QUERY])),
+        [QUERY, QUERY.replace("q_proj", "k_proj")],
+        "broken",
+    ),
+    "other scales of fused layers": Fault(
+        "fused-siblings",
+        _form("nvfp4"),
+        _set(f"{GATE}.weight_global_scale", lambda t: t * 2.1),
+        [GATE, GATE.replace("gate", "up")],
+        "suspicious",
+    ),
+    "no layer for multi-token prediction": Fault(
+        "mtp-missing", W4, lambda c: c.config.update(num_nextn_predict_layers=1), severity="suspicious"
+    ),
     "scales of the KV cache without a scheme": Fault(
         "kv-scales-unannounced", _cached, _settings(kv_cache_scheme=None), [V_SCALE], "suspicious"
     ),
@@ -664,7 +687,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-OURS = ("fidelab_checkpoints.tensors", "fidelab_checkpoints.original")
+OURS = ("fidelab_checkpoints.tensors", "fidelab_checkpoints.fusing", "fidelab_checkpoints.original")
 
 
 @pytest.mark.parametrize("kind", FAULTS)

@@ -25,7 +25,7 @@ from fidelab_checkpoints import convert as module
 from fidelab_checkpoints.convert import CERTIFICATE, convert
 from fidelab_checkpoints.files import open_checkpoint
 from fidelab_checkpoints.layouts import QuantizedLinear, StoredArray, quantized_modules
-from fidelab_checkpoints.modules import scheme_of
+from fidelab_checkpoints.schemes import scheme_of
 
 DOWN = "model.layers.1.mlp.down_proj"
 PAIRS = [

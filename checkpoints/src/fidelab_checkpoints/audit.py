@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.core.errors import InputError, UsageError
-from fidelab_checkpoints import geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
+from fidelab_checkpoints import fusing, geometry, original, templates, tensors  # noqa: F401 (their rules enter the table)
 from fidelab_checkpoints.files import Checkpoint, open_checkpoint
-from fidelab_checkpoints.modules import SCALES, modules_of, scheme_of
+from fidelab_checkpoints.modules import SCALES, modules_of
 from fidelab_checkpoints.rules import RULES, Finding, Subject, counted
 from fidelab_checkpoints.scan import Statistics, fused, readable, scan, slices
+from fidelab_checkpoints.schemes import scheme_of
 
 SCHEMA = "fidelab.audit/1"
 Verdict = Literal["ok", "suspicious", "broken"]

@@ -14,6 +14,7 @@ from fidelab_checkpoints.rules import RULES, Rule
 
 _SECTIONS = {  # module with the rules → heading
     "tensors": "Weights, scales and files",
+    "fusing": "What engines build as one",
     "original": "Against the original",
     "templates": "Chat template and special tokens",
     "geometry": "Sizes",

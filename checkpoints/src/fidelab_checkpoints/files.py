@@ -55,6 +55,9 @@ _MAX_SPLITS = 1000
 _CHUNK_BYTES = 16 << 20  # bytes
 _MAX_NAME_LENGTH = 512  # characters
 _LEGACY = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # next to config.json, by older writers
+_MODELOPT = "hf_quant_config.json"
+TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Keys of the text model's configuration, in models that are more than text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,10 @@ class Checkpoint:
         files: the existing weight files.
         tensors: the tensors by name, in the order of files and of places in them.
         config: content of ``config.json``; empty for GGUF.
-        quantization: ``quantization_config`` of the config (or of the file in which older writers of GPTQ and AWQ kept
-            it, with ``quant_method`` filled in); ``None`` if the checkpoint does not claim to be quantized.
+        quantization: ``quantization_config`` of the config or its text model, else of the file in which ModelOpt and
+            older writers of GPTQ and AWQ keep it, with ``quant_method`` filled in; ``None`` if the checkpoint does not
+            claim to be quantized.
+        modelopt: content of ModelOpt's ``hf_quant_config.json``, which may stand next to a ``quantization_config``.
         index: file name by tensor name, for a sharded safetensors checkpoint.
         missing_files: the files that the index names and the folder lacks.
         copies: further tensors with names that other files already hold.
@@ -99,6 +104,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     config: dict[str, Any] = field(default_factory=dict)
     quantization: dict[str, Any] | None = None
+    modelopt: dict[str, Any] | None = None
     index: dict[str, str] | None = None
     missing_files: tuple[str, ...] = ()
     copies: tuple[TensorInfo, ...] = ()
@@ -262,6 +268,7 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
     single = folder / _SINGLE
     stale = index is not None and single not in files and single.name not in missing and single.is_file()
     config = read_json(folder / "config.json")
+    modelopt = _modelopt(folder)
     return Checkpoint(
         name=name,
         folder=folder,
@@ -269,7 +276,8 @@ def _open_folder(folder: Path, name: str, complete: bool) -> Checkpoint:
         files=files,
         tensors=tensors,
         config=config,
-        quantization=_quantization(folder, config),
+        quantization=_configured(config) or modelopt or _legacy(folder),
+        modelopt=modelopt,
         index=index,
         missing_files=missing,
         copies=tuple(copies),
@@ -298,14 +306,30 @@ def _check(info: TensorInfo) -> None:
         )
 
 
-def _quantization(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, dict) else {})
-    for key in ("quantization_config", "compression_config"):
-        for place in places:
+def _configured(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization that ``config.json`` gives, for the whole model or for its text model."""
+    texts = [value for key in TEXT_CONFIGS if isinstance(value := config.get(key), dict)]
+    inner = [value for text in texts if isinstance(value := text.get("text_config"), dict)]  # of a thinker
+    for place in (config, *texts, *inner):
+        for key in ("quantization_config", "compression_config"):
             if isinstance(value := place.get(key), dict):
                 unnamed = "compressed-tensors" if "config_groups" in value else None
                 return {"quant_method": unnamed, **value}
+    mlx = config.get("quantization")
+    return {"quant_method": None, **mlx} if isinstance(mlx, dict) and "bits" in mlx else None
+
+
+def _modelopt(folder: Path) -> dict[str, Any] | None:
+    if not (folder / _MODELOPT).is_file():
+        return None
+    content = read_json(folder / _MODELOPT).get("quantization")
+    algorithms = ("quant_algo", "kv_cache_quant_algo")
+    if not isinstance(content, dict) or not any(content.get(key) for key in algorithms):
+        return None
+    return {"quant_method": "modelopt", **content}
+
+
+def _legacy(folder: Path) -> dict[str, Any] | None:
     for file, method in _LEGACY.items():
         if (folder / file).is_file():
             return {"quant_method": method, **read_json(folder / file)}

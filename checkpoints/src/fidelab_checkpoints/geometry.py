@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab_checkpoints.files import RAW
-from fidelab_checkpoints.modules import Module
+from fidelab_checkpoints.modules import Module, text_config
 from fidelab_checkpoints.rules import Finding, Subject, broken
 
 _MAX_PADDING_ROWS = 1024  # rows that an embedding may have beyond the vocabulary
@@ -117,11 +117,8 @@ def _geometry(subject: Subject) -> _Geometry:
         if prefix in ("qwen3next", "qwen35", "qwen35moe"):
             config["attn_output_gate"] = True
         return _Geometry({**config, "vocab_size": checkpoint.metadata.get("tokenizer.ggml.tokens")})
-    config = checkpoint.config
-    for key in ("text_config", "llm_config", "language_config"):
-        if isinstance(inner := config.get(key), dict):
-            return _Geometry(inner)
-    return _Geometry({} if config.get("is_encoder_decoder") else config)
+    config, text = checkpoint.config, text_config(checkpoint.config)
+    return _Geometry({} if text is config and config.get("is_encoder_decoder") else text)
 
 
 def _stack(subject: Subject) -> dict[int, list[tuple[str, Module]]]:
@@ -146,7 +143,7 @@ def _size(subject: Subject, module: Module) -> tuple[int, int] | None:
     packing = module.packing()
     if packing is None:
         return None
-    inputs = packing.inputs(subject.scheme.bits)
+    inputs = packing.inputs(subject.scheme.of(module.name).bits)
     return (packing.n, inputs) if inputs else None
 
 

@@ -1,4 +1,4 @@
-"""Group tensors into modules by their names, with each module's configuration.  Neither is trusted.
+"""Group tensors into modules by their names, which are not trusted.
 
 :mod:`fidelab_checkpoints.layouts` unpacks complete modules.  This module also recognizes modules with a missing or an
 extra part, for the audit.
@@ -6,49 +6,23 @@ extra part, for the audit.
 
 from __future__ import annotations
 
-import fnmatch
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core.errors import InputError
-from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
-from fidelab_checkpoints.layouts import method_of
-
-METHODS = {
-    "gptq": "gptq",
-    "gptq_marlin": "gptq",
-    "awq": "awq",
-    "awq_marlin": "awq",
-    "auto-round": "auto-round",
-    "intel/auto-round": "auto-round",
-    "auto_round": "auto-round",
-    "compressed-tensors": "compressed-tensors",
-    "compressed_tensors": "compressed-tensors",
-    "fp8": "fp8",
-    "fbgemm_fp8": "fp8",
-    "modelopt": "modelopt",
-    "modelopt_fp4": "modelopt",
-    "mxfp4": "mxfp4",
-}
-"""Methods as configurations name them → the families that the audit knows."""
-
-IGNORING = {
-    "gptq": ("modules_to_not_convert",),
-    "awq": ("modules_to_not_convert",),
-    "auto-round": ("modules_to_not_convert",),
-    "compressed-tensors": ("ignore",),
-    "fp8": ("modules_to_not_convert", "ignored_layers"),
-    "modelopt": ("exclude_modules", "ignore"),
-    "mxfp4": ("modules_to_not_convert",),
-}
-"""The keys under which engines look for modules that are not quantized, by method."""
+from fidelab_checkpoints.files import RAW, TEXT_CONFIGS, Checkpoint, TensorInfo
 
 PACKED = ("qweight", "weight_packed", "blocks")  # parts that hold codes by their name
+INPUT_SCALES = ("input_scale", "input_global_scale")
+"""Parts that hold a scale of a layer's inputs."""
+GLOBAL_SCALES = ("weight_scale_2", "weight_global_scale")
+"""Parts that hold a scale for a whole matrix, next to those of its groups."""
+CACHE_SCALES = ("k_scale", "v_scale", "kv_scale", "q_scale", "output_scale", "prob_scale", "prob_output_scale")
+"""Parts that hold scales of the KV cache and of attention."""
 SCALES = (
-    *("scales", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale"),
-    *("input_scale", "input_global_scale", "k_scale", "v_scale", "q_scale"),
+    *("scales", "scale", "weight_scale", "weight_scale_inv", *GLOBAL_SCALES),
+    *(*INPUT_SCALES, *CACHE_SCALES),
 )
 """Parts that hold scales."""
 _PARTS = (
@@ -99,8 +73,11 @@ def leaf_of(name: str) -> str:
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the text model, for a model that also has others."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
+    for key in TEXT_CONFIGS:
+        if isinstance(text := config.get(key), dict):
+            inner = text.get("text_config")  # of a thinker
+            return inner if isinstance(inner, dict) else text
+    return config
 
 
 def generates(config: Mapping[str, Any]) -> bool:
@@ -150,7 +127,7 @@ class Module:
     @property
     def scales(self) -> TensorInfo | None:
         """The scales of the weights."""
-        for part in ("scales", "weight_scale", "weight_scale_inv"):
+        for part in ("scales", "weight_scale", "weight_scale_inv", "scale"):
             if part in self.parts:
                 return self.parts[part]
         return None
@@ -183,10 +160,11 @@ class Module:
         if len(scales.shape) != 2 or scales.shape[1] == 0:
             return None
         n, per_row = packed.shape
+        small = packed.dtype in ("U8", "I8") and scales.dtype in ("F8_E4M3", "F8_E8M0", "U8")  # of NVFP4 and MXFP4
+        if small or ("weight_packed" in self.parts and packed.dtype == "U8"):
+            return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
         if "weight_packed" not in self.parts:
             return Packing("plain", n, per_row, 8, scales.shape[1])
-        if packed.dtype == "U8":
-            return Packing("bytes", n, per_row * 2, 4, scales.shape[1])
         return Packing("words", n, None, None, scales.shape[1], per_row)
 
     def _word_packing(self, packed: TensorInfo, scales: TensorInfo) -> Packing | None:
@@ -236,6 +214,10 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, Module]:
     grouped: dict[str, dict[str, TensorInfo]] = {}
     for name, info in checkpoint.tensors.items():
         module, part = _split(name)
+        if part == "scale":  # of DeepSeek V4; others call parameters of norms and activations so
+            weight = checkpoint.tensors.get(f"{module}.weight")
+            if info.dtype != "F8_E8M0" and (weight is None or weight.dtype not in _CODES):
+                module, part = name, ""
         grouped.setdefault(module, {})[part] = info
     return {name: Module(name, parts, kind_of(name)) for name, parts in grouped.items()}
 
@@ -269,197 +251,3 @@ def _split(name: str) -> tuple[str, str]:
         return module, part
     fused = _FUSED.match(name)
     return (fused["module"], fused["part"]) if fused else (name, "")
-
-
-@dataclass(frozen=True)
-class Scheme:
-    """Quantization according to a checkpoint's configuration.
-
-    Attributes:
-        method: a value of :data:`METHODS`; ``None``: nothing is quantized.
-        bits, group: set if one number holds for all modules; a group of ``None`` covers a whole row.
-        symmetric: whether there are no zero points.
-        ignored: patterns of modules that are not quantized, see :meth:`ignores`.
-        ignored_by: the key that lists them.
-        targets: patterns of quantized modules, if the configuration lists them; else all linear layers.
-        layout: a key of :data:`fidelab_checkpoints.layouts.LAYOUTS`, if modules are in one of them.
-        kv_cache: whether scales of the KV cache are announced.
-        strategy: of compressed-tensors' scales, if the same for all modules: ``tensor``, ``channel``, ``group`` …
-        block: outputs and inputs that share a scale of FP8, if the shape is the same for all modules.
-        reordered: whether a group index of the inputs is announced (``desc_act``, ``actorder: group``).
-    """
-
-    method: str | None = None
-    bits: int | None = None
-    group: int | None = None
-    symmetric: bool | None = None
-    ignored: tuple[str, ...] = ()
-    ignored_by: str = "ignore"
-    targets: tuple[str, ...] = ()
-    layout: str | None = None
-    kv_cache: bool = False
-    strategy: str | None = None
-    block: tuple[int, int] | None = None
-    reordered: bool = False
-    raw: Mapping[str, Any] = field(default_factory=dict)
-
-    def ignores(self, module: str) -> bool:
-        """Return whether the configuration keeps this module in 16 bits."""
-        return any(_matches(pattern, module, self.method) for pattern in self.ignored)
-
-    def targets_linear(self, module: str) -> bool:
-        """Return whether an engine would build this linear layer quantized."""
-        if self.ignores(module):
-            return False
-        return not self.targets or any(
-            target == "Linear" or _matches(target, module, self.method) for target in self.targets
-        )
-
-
-def _matches(pattern: str, module: str, method: str | None) -> bool:
-    """Return whether a pattern of a configuration names a module, by the rules of the library that wrote it."""
-    if pattern.startswith("re:"):
-        return _search(pattern[3:], module, at_start=True)
-    if method == "gptq":  # GPTQModel's dynamic: regular expressions
-        return _search(pattern, module, at_start=True)
-    if method == "modelopt":
-        return fnmatch.fnmatchcase(module, pattern)
-    if method in ("awq", "fp8", "auto-round", "mxfp4"):  # a part of the name between its dots
-        return re.search(rf"(^|\.){re.escape(pattern.strip('.'))}(\.|$)", module) is not None or (
-            method == "awq" and pattern in module
-        )
-    return module == pattern or module.startswith(f"{pattern}.") or module.endswith(f".{pattern}")
-
-
-def _search(pattern: str, text: str, *, at_start: bool) -> bool:
-    """Search with a regular expression from a file.
-
-    An expression that is broken, or so long or nested that it may not end, matches nothing.
-    """
-    if len(pattern) > 1000 or len(text) > 500 or re.search(r"\)[*+{]", pattern):
-        return False
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return (compiled.match(text) if at_start else compiled.search(text)) is not None
-
-
-def scheme_of(checkpoint: Checkpoint) -> Scheme:
-    """Return the quantization of the checkpoint's configuration, in one form for all methods.
-
-    Raises:
-        InputError: If the configuration names an unknown method, or an unknown variant of one.
-    """
-    raw = checkpoint.quantization
-    if raw is None:
-        return Scheme()
-    named = raw.get("quant_method")
-    method = METHODS.get(named) if isinstance(named, str) else None
-    if method is None:
-        raise InputError(
-            f"{checkpoint.name} says that it is quantized by the method {str(named)[:60]!r}, which is not known; "
-            f"known are {', '.join(dict.fromkeys(METHODS.values()))}, GGUF and unquantized weights"
-        )
-    if method == "compressed-tensors":
-        return _compressed(raw)
-    ignored_by, ignored = _listed(raw, *IGNORING[method])
-    dynamic = raw.get("dynamic")
-    if not ignored and method in ("gptq", "auto-round"):
-        ignored_by = "dynamic" if method == "gptq" else "extra_config"
-    if method == "gptq" and isinstance(dynamic, dict):
-        ignored_by, ignored = "dynamic", (*ignored, *(str(key)[2:] for key in dynamic if str(key).startswith("-:")))
-    extra = raw.get("extra_config")
-    if method == "auto-round" and isinstance(extra, dict):
-        kept = [str(name) for name, one in extra.items() if isinstance(one, dict) and one.get("bits") in (16, 32)]
-        ignored_by, ignored = "extra_config", (*ignored, *kept)
-    group = _number(raw, "group_size", "q_group_size")
-    block = raw.get("weight_block_size")
-    if method == "fp8" and isinstance(block, list) and len(block) == 2 and type(block[1]) is int:
-        group = block[1]
-    uniform = not isinstance(dynamic, dict) and not extra
-    if method == "awq":
-        zero_point = raw.get("zero_point")
-        symmetric = not zero_point if isinstance(zero_point, bool) else None
-    else:
-        said = {
-            settings["sym"]
-            for overrides in (dynamic, extra)
-            for settings in (raw, *(overrides.values() if isinstance(overrides, dict) else ()))
-            if isinstance(settings, dict) and isinstance(settings.get("sym"), bool)
-        }
-        symmetric = said.pop() if len(said) == 1 else None
-    return Scheme(
-        method=method,
-        bits=_number(raw, "bits", "w_bit") if uniform else None,
-        group=group if uniform and group is not None and group > 0 else None,
-        symmetric=symmetric,
-        ignored=ignored,
-        ignored_by=ignored_by,
-        targets=_strings(raw.get("modules_in_block_to_quantize")),
-        kv_cache=any(raw.get(key) for key in _ANNOUNCING) or (checkpoint.folder / "hf_quant_config.json").is_file(),
-        block=_block(block) if method == "fp8" else None,
-        reordered=method == "gptq" and raw.get("desc_act") is True,
-        layout=None if method in ("modelopt", "mxfp4") else method_of({**raw, "quant_method": method}),
-        raw=raw,
-    )
-
-
-_ANNOUNCING = ("kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant", "kv_cache_dtype", "kv_cache_config")
-"""Keys under which methods announce scales of the KV cache; ModelOpt also does so in a separate file."""
-
-
-def _block(value: Any) -> tuple[int, int] | None:
-    """Return the shape of blocks, ``(outputs, inputs)``."""
-    whole = isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)
-    return (value[0], value[1]) if whole else None
-
-
-def _compressed(raw: Mapping[str, Any]) -> Scheme:
-    groups = raw.get("config_groups")
-    weights = [
-        (group.get("targets"), group["weights"])
-        for group in (groups.values() if isinstance(groups, dict) else ())
-        if isinstance(group, dict) and isinstance(group.get("weights"), dict)
-    ]
-    one = weights[0][1] if len(weights) == 1 else {}
-    size = _number(one, "group_size")
-    symmetric = {settings.get("symmetric") for _, settings in weights if isinstance(settings.get("symmetric"), bool)}
-    strategy = one.get("strategy")
-    return Scheme(
-        method="compressed-tensors",
-        bits=_number(one, "num_bits"),
-        group=size if size is not None and size > 0 else None,
-        symmetric=symmetric.pop() if len(symmetric) == 1 else None,
-        ignored=_strings(raw.get("ignore")),
-        targets=tuple(target for targets, _ in weights for target in _strings(targets)),
-        layout="compressed-tensors",
-        kv_cache=isinstance(raw.get("kv_cache_scheme"), dict),
-        strategy=strategy if isinstance(strategy, str) else None,
-        block=_block(one.get("block_structure")) if strategy == "block" else None,
-        reordered=one.get("actorder") in ("group", True),
-        raw=raw,
-    )
-
-
-def _listed(raw: Mapping[str, Any], *keys: str) -> tuple[str, tuple[str, ...]]:
-    """Return the first of these keys that lists something, and its list."""
-    found = ((key, _strings(raw.get(key))) for key in keys)
-    return next(((key, names) for key, names in found if names), (keys[0], ()))
-
-
-def _strings(value: Any) -> tuple[str, ...]:
-    """Return all texts of a list, or of a list of lists."""
-    if isinstance(value, str):
-        return (value,)
-    items: Iterable[Any] = value if isinstance(value, list) else ()
-    return tuple(
-        text
-        for item in items
-        for text in (_strings(item) if isinstance(item, list) else (item,))
-        if isinstance(text, str)
-    )
-
-
-def _number(raw: Mapping[str, Any], *keys: str) -> int | None:
-    return next((raw[key] for key in keys if type(raw.get(key)) is int), None)

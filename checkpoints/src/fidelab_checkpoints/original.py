@@ -88,7 +88,7 @@ def _base_missing(subject: Subject) -> Iterator[Finding]:
         if "bias" in original.parts and "bias" not in module.parts:
             missing.append(original.parts["bias"].name)
         weight, packing = original.parts.get("weight"), module.packing()
-        k = packing.inputs(subject.scheme.bits) if packing else None
+        k = packing.inputs(subject.scheme.of(module.name).bits) if packing else None
         if weight is None or len(weight.shape) != 2:
             continue
         plain = module.parts.get("weight")
@@ -491,8 +491,8 @@ def _bits(subject: Subject, module: Module) -> int:
     if packed is not None and packed.dtype not in RAW:
         return packed.nbytes * 8 // max(1, math.prod(packed.shape))
     if packed is not None and packed.dtype in ("I8", "F8_E4M3", "F8_E5M2"):
-        return 8
-    return (packing.bits if packing else None) or subject.scheme.bits or 4
+        return packing.bits or 8 if packing else 8
+    return (packing.bits if packing else None) or subject.scheme.of(module.name).bits or 4
 
 
 def _readable(subject: Subject) -> Mapping[str, QuantizedModule]:

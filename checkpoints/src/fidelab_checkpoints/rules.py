@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any, Literal
 
 from fidelab_checkpoints.files import Checkpoint
-from fidelab_checkpoints.modules import Module, Scheme
+from fidelab_checkpoints.modules import Module
 from fidelab_checkpoints.scan import Statistics
+from fidelab_checkpoints.schemes import Scheme
 
 Severity = Literal["broken", "suspicious", "information"]
 

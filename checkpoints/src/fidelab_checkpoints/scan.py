@@ -114,7 +114,7 @@ class Statistics:
 def fused(info: TensorInfo) -> bool:
     """Return whether a tensor holds all experts of a layer."""
     named = ".experts." in info.name or "_exps." in info.name
-    return named and len(info.shape) == 3 and 1 < info.shape[0] <= MAX_EXPERTS
+    return named and len(info.shape) in (3, 4) and 1 < info.shape[0] <= MAX_EXPERTS
 
 
 def slices(info: TensorInfo) -> Iterator[TensorInfo]:

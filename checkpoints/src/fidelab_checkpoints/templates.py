@@ -312,6 +312,39 @@ def _tokenizer_unchecked(subject: Subject) -> Iterator[Finding]:
         yield Finding(text)
 
 
+_TOKENIZERS = {"gpt2": ("merges",), "llama": ("scores",), "t5": ("scores",)}  # GGUF's tokenizers → lists that they need
+
+
+@suspicious(
+    title="Metadata of the tokenizer that a GGUF file lacks",
+    symptom="llama.cpp splits text by the pre-tokenizer default, with a warning of degraded quality: other tokens than "
+    "the model was trained on; without a model, merges or scores the file does not load",
+    cause="a conversion by an old script, or of a model whose pre-tokenizer the script did not know",
+    check="a BPE vocabulary (gpt2) has tokenizer.ggml.pre; broken without tokenizer.ggml.model, "
+    "the list that it needs (merges, scores), or with lists of types or scores of another length than the tokens",
+    command="convert again with the convert_hf_to_gguf.py of today",
+)
+def _tokenizer_metadata(subject: Subject) -> Iterator[Finding]:
+    metadata = subject.checkpoint.metadata
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if subject.checkpoint.format != "gguf" or not isinstance(tokens, int):
+        return
+    model, pre = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if not isinstance(model, str):
+        yield Finding("there are tokens and no tokenizer.ggml.model", severity="broken")
+        return
+    for key in _TOKENIZERS.get(model, ()):
+        if f"tokenizer.ggml.{key}" not in metadata:
+            yield Finding(f"tokenizer.ggml.model is {model} and there is no tokenizer.ggml.{key}", severity="broken")
+    if model == "gpt2" and not pre:
+        yield Finding("there is no tokenizer.ggml.pre: llama.cpp splits text as 'default', with degraded quality")
+    for key in ("token_type", "scores"):
+        stored = metadata.get(f"tokenizer.ggml.{key}")
+        count = len(stored) if isinstance(stored, list | tuple) else stored  # long lists are kept as their length
+        if isinstance(count, int) and count != tokens:
+            yield Finding(f"tokenizer.ggml.{key} has {count:,} entries for {tokens:,} tokens", severity="broken")
+
+
 @broken(
     title="Special tokens that the vocabulary lacks",
     symptom="BOS becomes <unk> or several ordinary tokens; answers do not end, or ids lie outside the embedding",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 
 import numpy as np
@@ -13,7 +13,9 @@ import numpy as np
 from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
 from fidelab_checkpoints.layouts import unpack_words
 from fidelab_checkpoints.modules import (
-    IGNORING,
+    CACHE_SCALES,
+    GLOBAL_SCALES,
+    INPUT_SCALES,
     SCALES,
     Module,
     Packing,
@@ -38,11 +40,15 @@ from fidelab_checkpoints.rules import (
     verb,
 )
 from fidelab_checkpoints.scan import MAX_EXPERTS, Statistics, fused, scan, slices
+from fidelab_checkpoints.schemes import IGNORING
 
 _FLOAT16_MAX = 65504.0
 _LARGEST_WEIGHT = 1e4  # of what scales and codes may give together; weights of language models are below 100
 _SMALLEST_WEIGHT = 1e-8
 _OUTLIERS = 1000.0  # times the median of the same layer kind
+_INPUT_OUTLIERS = 3000.0  # of scales of inputs, whose largest values differ by hundreds between layers of one kind
+_CACHE_RANGE = (1e-5, 10.0)  # of FP8's scales: no key or value is beyond 4,480, and in no layer all are below 0.0045
+_ALIKE_LAYERS = 3  # layers whose calibration does not give the same number by chance
 _MASKS = ("masked_bias", ".attn.bias", ".attention.bias")  # of GPT-2 and its kind: masks, which may be infinite
 _MAX_LISTED_MISSING = 100_000  # missing experts after which the search stops
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -62,15 +68,18 @@ def _tensor_statistics(subject: Subject, info: TensorInfo) -> list[tuple[str, St
     return [(part.name, subject.statistics[part.name]) for part in slices(info) if part.name in subject.statistics]
 
 
-def _scales(subject: Subject, *, experts: bool | None = None) -> Iterator[tuple[Module, str, str, Statistics]]:
+def _scales(
+    subject: Subject, *, experts: bool | None = None, cache: bool = False
+) -> Iterator[tuple[Module, str, str, Statistics]]:
     """Yield every tensor of scales: module, part, name (also of an expert in a fused tensor), statistics.
 
     A GGUF tensor in blocks counts by its scales.  ``experts``: only numbered or fused experts, or only all others.
+    ``cache``: scales of the KV cache as well, which have rules of their own.
     """
     for module in subject.modules.values():
         for part, info in module.parts.items():
             blocks = info.dtype not in RAW and subject.checkpoint.format == "gguf"
-            if part not in SCALES and not blocks:
+            if (part not in SCALES and not blocks) or (part in CACHE_SCALES and not cache):
                 continue
             if experts is None or experts == (module.expert is not None or fused(info)):
                 for name, statistics in _tensor_statistics(subject, info):
@@ -107,7 +116,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL, then convert or quantize those layers again",
 )
 def _nonfinite(subject: Subject) -> Iterator[Finding]:
-    scales = {name for _, _, name, _ in _scales(subject)}
+    scales = {name for _, _, name, _ in _scales(subject, cache=True)}
     found = [
         (name, statistics)
         for info in subject.checkpoint.tensors.values()
@@ -157,36 +166,91 @@ def _scale_zero(subject: Subject) -> Iterator[Finding]:
     title="Absurd scales",
     symptom="activations overflow or vanish after the layer: noise, or answers as if the layer were missing",
     cause="a wrong unit of the scale (its reciprocal, a missing global scale), or a diverged optimization",
-    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scale, none {_OUTLIERS:g} "
-    "times the median of the same kind of layer, none left at exactly 1",
+    check=f"no weight beyond {_LARGEST_WEIGHT:g} or all below {_SMALLEST_WEIGHT:g} by its scales, none {_OUTLIERS:g} "
+    f"times more or less than the median of the same kind of layer (of inputs {_INPUT_OUTLIERS:g} times), none left at "
+    "exactly 1, not one number for all groups or for all layers, and most scales of inputs fit their format",
     command="fidelab checkpoint audit CHECKPOINT --base ORIGINAL compares the weights with the original's",
 )
 def _scale_absurd(subject: Subject) -> Iterator[Finding]:
-    alike: dict[str, list[tuple[str, Statistics, float]]] = defaultdict(list)
+    alike: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    extreme: dict[str, float] = {}
     ones: list[str] = []
+    constant: list[str] = []
     for module, part, name, s in _scales(subject):
-        if part not in ("scales", "weight_scale", "weight_scale_inv", "weight") or not module.quantized:
-            continue
-        if "weight_global_scale" in module.parts or "weight_scale_2" in module.parts or part == "blocks":
+        if not module.quantized or part == "blocks":
             continue
         info = module.parts[part]
-        if info.dtype in RAW and s.same and s.first == 1 and s.size > 4 and module.expert is None and not fused(info):
+        alone = module.expert is None and not fused(info)
+        scalar = part in INPUT_SCALES or part in GLOBAL_SCALES or module.packed is info or _eight_bits(module)
+        if alone and info.dtype in RAW and s.same and s.first == 1 and (s.size > 4 or (scalar and s.size == 1)):
             ones.append(name)
-        if s.finite and s.largest:
-            alike[f"{leaf_of(module.name)}.{part}"].append((name, s, s.largest * _code_range(module)))
-    extreme = [
-        name for items in alike.values() for name, _, weight in items if not _SMALLEST_WEIGHT < weight < _LARGEST_WEIGHT
-    ]
-    beyond = set(extreme)
-    largest = max((s.largest for items in alike.values() for name, s, _ in items if name in beyond), default=0.0)
-    yield from listed(f"scales up to {largest:.3g} give weights of an absurd size in", extreme)
-    odd: list[str] = []
-    for items in alike.values():
-        middle = median(s.largest for _, s, _ in items)
-        if len(items) >= 4:
-            odd += [name for name, s, _ in items if s.largest > _OUTLIERS * middle and name not in beyond]
-    yield from listed(f"scales over {_OUTLIERS:g} times those of the same layers elsewhere in", odd)
+        elif alone and s.same and s.size > 16 and info.dtype in (*_FLOATS, "F8_E4M3") and not s.dead:
+            constant.append(name)
+        if not s.finite or not s.largest:
+            continue
+        alike[f"{leaf_of(module.name)}.{part}"].append((name, s.largest))
+        if part not in INPUT_SCALES and part not in GLOBAL_SCALES:
+            factor = _global_factor(subject, module)
+            if factor and not _SMALLEST_WEIGHT < s.largest * factor * _code_range(module) < _LARGEST_WEIGHT:
+                extreme[name] = s.largest * factor
+    yield from listed(
+        f"scales up to {max(extreme.values(), default=0.0):.3g} give weights of an absurd size in", [*extreme]
+    )
+    above: dict[float, list[str]] = defaultdict(list)
+    below: dict[float, list[str]] = defaultdict(list)
+    for kind, items in alike.items():
+        middle = median(value for _, value in items)
+        limit = _INPUT_OUTLIERS if kind.endswith(INPUT_SCALES) else _OUTLIERS
+        for name, value in items if len(items) >= 4 else ():
+            if name not in extreme and not middle / limit <= value <= middle * limit:
+                (above if value > middle else below)[limit].append(name)
+    for limit, odd in above.items():
+        yield from listed(f"scales over {limit:g} times those of the same layers elsewhere in", odd)
+    for limit, odd in below.items():
+        yield from listed(f"scales below 1/{limit:g} of those of the same layers elsewhere in", odd)
     yield from listed("all scales are 1, as before any calibration, in", ones)
+    yield from listed("all groups have one and the same scale in", [name for name in constant if name not in extreme])
+    yield from _alike_everywhere(subject)
+    yield from _inputs_out_of_range(subject)
+
+
+def _eight_bits(module: Module) -> bool:
+    return module.packed is not None and module.packed.dtype.startswith("F8")
+
+
+def _global_factor(subject: Subject, module: Module) -> float:
+    """Return what a module's scales are multiplied by; 0 where other rules report that number."""
+    for part in GLOBAL_SCALES:
+        if part in module.parts:
+            value = subject.statistics[module.parts[part].name].largest
+            return 1 / value if value and part == "weight_global_scale" else value
+    return 1.0
+
+
+def _alike_everywhere(subject: Subject) -> Iterator[Finding]:
+    """Yield scales that are one number for a whole matrix, and the same number in all layers of several kinds."""
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    places: dict[str, set[tuple[str | None, str]]] = defaultdict(set)
+    for module, part, name, s in _scales(subject, experts=False):
+        if s.size == 1 and s.finite and module.quantized:
+            values[part][name] = s.first
+            places[part].add((_layer_of(module.name), leaf_of(module.name)))
+    for part, found in values.items():
+        layers, leaves = ({place[n] for place in places[part]} for n in (0, 1))
+        if len({*found.values()}) == 1 and len(layers) >= _ALIKE_LAYERS and len(leaves) >= 3:
+            number = next(iter(found.values()))
+            if number not in (0, 1):
+                yield Finding(f"{part} is {number:.4g} in all {counted([*found], 'module')}", [*found])
+
+
+def _inputs_out_of_range(subject: Subject) -> Iterator[Finding]:
+    """Yield scales of inputs if most say that inputs are beyond the range of their format without a scale."""
+    for part in INPUT_SCALES:
+        found = {name: s.first for _, name_of, name, s in _scales(subject) if name_of == part and s.size == 1}
+        middle = median(found.values()) if len(found) >= 4 else 0.0
+        if middle > 1 if part == "input_scale" else 0 < middle < 1:
+            text = f"the median {part} is {middle:.3g}, which no activations of language models need: reciprocals?"
+            yield Finding(f"{text} {counted([*found], 'scale')} in {and_more([*found])}", [*found])
 
 
 def _code_range(module: Module) -> float:
@@ -198,21 +262,29 @@ def _code_range(module: Module) -> float:
     return float(1 << ((packing.bits if packing and packing.bits else 4) - 1))
 
 
-@information(
+@broken(
     title="Negative scales",
-    symptom="none where the engine multiplies as it is; NaN or wrong weights where a tool takes logarithms of scales "
-    "or clamps them at zero",
-    cause="symmetric AutoRound keeps the sign of the value with the largest magnitude in its scale",
-    check="the share of scales below zero",
-    command="fidelab checkpoint convert CHECKPOINT DST --to awq flips code, zero point and scale together, bit-exact",
+    symptom="NaN or wrong weights where an engine takes logarithms of scales, clamps them at zero or drops their sign; "
+    "none where it multiplies integers as they are",
+    cause="a scale of -1 that was never set; symmetric AutoRound, which keeps the sign of the largest value in it",
+    check="no scale of small floats, of inputs or of a whole matrix is below zero; information for scales of integers",
+    command="fidelab checkpoint convert CHECKPOINT DST --to awq flips integers' code, zero point and scale together; "
+    "quantize others again",
 )
 def _scale_negative(subject: Subject) -> Iterator[Finding]:
-    found = [(name, s) for _, _, name, s in _scales(subject) if s.negative]
-    if found:
+    signed: list[tuple[str, Statistics]] = []
+    wrong: list[tuple[str, Statistics]] = []
+    for module, part, name, s in _scales(subject):
+        if s.negative:
+            integers = part in ("scales", "weight_scale") and module.packed is not None
+            integers = integers and module.packed.dtype in ("I32", "I8")  # type: ignore[union-attr]
+            (signed if integers else wrong).append((name, s))
+    severities: tuple[tuple[list[tuple[str, Statistics]], Severity], ...] = ((wrong, "broken"), (signed, "information"))
+    for found, severity in severities:
         names = [name for name, _ in found]
         negative, size = (sum(getattr(s, what) for _, s in found) for what in ("negative", "size"))
-        share = 100 * negative / size
-        yield Finding(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in {and_more(names)}", names)
+        share = 100 * negative / size if size else 0
+        yield from listed(f"{negative:,} of {size:,} scales ({share:.1f}%) are negative in", names, severity)
 
 
 @suspicious(
@@ -228,7 +300,7 @@ def _scale_underflow(subject: Subject) -> Iterator[Finding]:
         info = module.parts[part]
         if part not in ("scales", "weight_scale") or info.dtype not in _FLOATS or module.packed is None:
             continue
-        if module.packed.dtype.startswith("F8") or "weight_global_scale" in module.parts:
+        if module.packed.dtype.startswith("F8") or any(part in module.parts for part in GLOBAL_SCALES):
             continue
         if s.vanishing:
             vanishing.append((name, s.vanishing))
@@ -246,7 +318,7 @@ def _scale_underflow(subject: Subject) -> Iterator[Finding]:
     command="serve with --dtype bfloat16",
 )
 def _overflow_float16(subject: Subject) -> Iterator[Finding]:
-    scales = {name for _, _, name, _ in _scales(subject)}
+    scales = {name for _, _, name, _ in _scales(subject, cache=True)}
     found = [
         (name, statistics.largest)
         for info in subject.checkpoint.tensors.values()
@@ -581,7 +653,9 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
             lacking["weight_zero_point"].append(module.name)
         if weight is not None and weight.dtype in ("I8", "U8", "F8_E4M3", "F8_E5M2") and module.scales is None:
             lacking["scales of its 8-bit weight"].append(module.name)
-        scaled = [part for part in parts if part in SCALES and part not in ("k_scale", "v_scale", "q_scale")]
+        if _lacks_global(subject, module):
+            lacking["its global scale"].append(module.name)
+        scaled = [part for part in parts if part in SCALES and part not in CACHE_SCALES]
         if scaled and not module.quantized and not _cache_scales(module):
             lacking["the weight that its scales belong to"].append(module.name)
     for part, names in lacking.items():
@@ -591,9 +665,17 @@ def _incomplete_module(subject: Subject) -> Iterator[Finding]:
 def _asymmetric(subject: Subject, module: Module) -> bool:
     """Return whether compressed-tensors stores zero points of these integers."""
     scheme, packed = subject.scheme, module.packed
-    if scheme.layout != "compressed-tensors" or scheme.symmetric is not False or packed is None:
+    if scheme.layout != "compressed-tensors" or scheme.of(module.name).symmetric is not False or packed is None:
         return False
     return packed.dtype in ("I32", "I8") and not scheme.ignores(module.name)
+
+
+def _lacks_global(subject: Subject, module: Module) -> bool:
+    """Return whether NVFP4, whose groups' scales are 8-bit floats, has no scale for the whole matrix."""
+    scales, packing = module.scales, module.packing()
+    if scales is None or packing is None or packing.layout != "bytes" or scales.dtype != "F8_E4M3":
+        return False
+    return subject.scheme.method is not None and not any(part in module.parts for part in GLOBAL_SCALES)
 
 
 def _cache_scales(module: Module) -> bool:
@@ -624,6 +706,11 @@ def _doubly_quantized(subject: Subject) -> Iterator[Finding]:
     both = [key for key in ("quantization_config", "compression_config") if isinstance(config.get(key), dict)]
     if len(both) == 2 and config[both[0]].get("config_groups") != config[both[1]].get("config_groups"):
         yield Finding("config.json has a quantization_config and another compression_config")
+    file, own = subject.checkpoint.modelopt or {}, subject.scheme.raw
+    named = [place.get("quant_algo") for place in (own, file)]
+    if file and (subject.scheme.method != "modelopt" or (all(named) and named[0] != named[1])):
+        method = own.get("quant_algo") or subject.scheme.method
+        yield Finding(f"config.json says {method} and hf_quant_config.json {file.get('quant_algo')}")
 
 
 @broken(
@@ -639,8 +726,10 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
     quantized = [module.name for module in _quantized(subject)]
     if quantized and subject.scheme.method is None:
         yield from counted_findings(quantized, "module", "quantized and config.json says nothing of it")
-    scales = subject.scheme.kv_cache and any("k_scale" in module.parts for module in subject.modules.values())
-    if not quantized and not scales and subject.scheme.method is not None and subject.checkpoint.tensors:
+    scales = subject.scheme.kv_cache and _cache_scale_names(subject)
+    for_cache = subject.scheme.method == "modelopt" and not subject.scheme.raw.get("quant_algo")  # and for nothing else
+    expected = subject.scheme.method is not None and subject.checkpoint.tensors and not for_cache
+    if not quantized and not scales and expected:
         yield Finding(f"config.json says {subject.scheme.method} and no module is quantized")
 
 
@@ -653,47 +742,64 @@ def _quantization_mismatch(subject: Subject) -> Iterator[Finding]:
 )
 def _ignored_quantized(subject: Subject) -> Iterator[Finding]:
     names = [module.name for module in _quantized(subject) if subject.scheme.ignores(module.name)]
-    yield from counted_findings(names, "quantized module", f"listed in {subject.scheme.ignored_by}")
+    where = "not listed in quantized_layers" if subject.scheme.listed else f"listed in {subject.scheme.ignored_by}"
+    yield from counted_findings(names, "quantized module", where)
 
 
-_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|mtp\w*)(\.|$)")  # of multi-token prediction, built plain by engines
+_EXEMPT_MODULES = re.compile(r"(^|\.)(eh_proj|weights_proj|compressor\.\w+)$")  # of DeepSeek, built plain by engines
+_MTP = re.compile(r"(^|\.)mtp\w*\.")
 
 
 @broken(
     title="Layers kept in 16 bits that the configuration does not list",
     symptom="the engine builds a quantized layer and finds no packed weights: a missing key, or a layer that stays as "
     "initialized (NaN in a dense layer, text that is noise)",
-    cause="layers kept at quantization time and not written to the list",
-    check="every linear layer that the method would quantize and that is stored in 16 bits is on the list",
+    cause="layers kept at quantization time and not written to the list; experts in one tensor, which no tool took for "
+    "linear layers",
+    check="every linear layer that the method would quantize and that is stored in 16 bits is on the list, and so are "
+    "experts in one tensor; suspicious in modules for multi-token prediction",
     command="add the names to the list in config.json",
 )
 def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
-    if scheme.method in (None, "mxfp4", "modelopt") or not _quantized(subject):
+    if scheme.method is None or not _quantized(subject):
         return
     kinds = {leaf_of(module.name) for module in _quantized(subject)}
     plain: list[str] = []
     rest: list[str] = []
     for module in subject.modules.values():
-        weight = module.parts.get("weight")
-        if weight is None or module.quantized or len(weight.shape) != 2 or weight.dtype not in _FLOATS:
+        weight = module.parts.get("weight") or module.parts.get("")
+        if weight is None or module.quantized or weight.dtype not in _FLOATS:
+            continue
+        if fused(weight):
+            if not _experts_ignored(subject, module):
+                plain.append(module.name)
+            continue
+        if "weight" not in module.parts or len(weight.shape) != 2 or scheme.method == "mxfp4":
             continue
         exempt = module.kind in ("norm", "embedding") or _EXEMPT_MODULES.search(module.name)
         if exempt or not scheme.targets_linear(module.name):
             continue
         elsewhere = leaf_of(module.name) in kinds
-        if scheme.method == "compressed-tensors":
-            special = module.kind in ("head", "router", "shared gate")
+        if scheme.method in ("compressed-tensors", "modelopt", "quark"):
+            special = module.kind in ("head", "router", "shared gate") or _MTP.search(module.name)
             if special or module.in_layer:
                 (rest if special else plain).append(module.name)
         elif elsewhere:
             plain.append(module.name)
-        elif module.in_layer and module.kind in ("linear", "recurrent", "vision"):
+        elif (module.in_layer or _MTP.search(module.name)) and module.kind in ("linear", "recurrent", "vision"):
             rest.append(module.name)
-    yield from counted_findings(plain, "module", f"in 16 bits and not in {scheme.ignored_by}")
-    yield from counted_findings(
-        rest, "module", f"in 16 bits, may be built quantized, and not in {scheme.ignored_by}", "suspicious"
-    )
+    where = f"not in {scheme.ignored_by}" if not scheme.listed else "in quantized_layers"
+    yield from counted_findings(plain, "module", f"in 16 bits and {where}")
+    yield from counted_findings(rest, "module", f"in 16 bits, may be built quantized, and {where}", "suspicious")
+
+
+def _experts_ignored(subject: Subject, module: Module) -> bool:
+    """Return whether the experts in one tensor are kept, under their own name or those of single experts."""
+    layer = module.name.rpartition(".experts")[0]
+    roles = ("gate_proj", "up_proj", "down_proj")
+    names = (module.name, f"{layer}.experts", *(f"{layer}.experts.0.{role}" for role in roles))
+    return any(not subject.scheme.targets_linear(name) for name in names)
 
 
 @broken(
@@ -705,7 +811,7 @@ def _plain_not_ignored(subject: Subject) -> Iterator[Finding]:
 )
 def _ignore_key(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
-    if scheme.method is None or scheme.ignored:
+    if scheme.method is None or scheme.ignored or scheme.listed:
         return
     every = {key for keys in IGNORING.values() for key in keys}
     wrong = sorted(key for key in every - set(IGNORING[scheme.method]) if scheme.raw.get(key))
@@ -750,7 +856,7 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     names = []
     for module in _quantized(subject):
         packing = module.packing()
-        bits = (packing.bits if packing else None) or subject.scheme.bits
+        bits = (packing.bits if packing else None) or subject.scheme.of(module.name).bits
         if module.kind == "recurrent" and bits is not None and bits < 8:
             names.append(module.name)
     yield from counted_findings(names, "recurrent layer", "in fewer than 8 bits")
@@ -768,39 +874,49 @@ def _recurrent_quantized(subject: Subject) -> Iterator[Finding]:
     command="fix bits and group_size in config.json, or quantize again",
 )
 def _packing_mismatch(subject: Subject) -> Iterator[Finding]:
-    scheme = subject.scheme
     wrong: dict[str, list[str]] = defaultdict(list)
     for module in _quantized(subject):
-        if text := _strategy_shape(subject, module):
+        if text := _strategy_shape(subject, module) or _packing_fault(subject, module):
             wrong[text].append(module.name)
-            continue
-        packing = module.packing()
-        if packing is None:
-            if "qweight" in module.parts and "scales" in module.parts:
-                wrong["shapes that do not belong together"].append(module.name)
-            continue
-        named = (scheme.layout or "").removesuffix("_v2")
-        if named in ("gptq", "awq") and packing.layout in ("gptq", "awq") and packing.layout != named:
-            wrong[f"codes packed as {packing.layout} where the configuration says {named}"].append(module.name)
-            continue
-        if scheme.bits is not None and packing.bits is not None and packing.bits != scheme.bits:
-            wrong[f"{packing.bits} bits where the configuration says {scheme.bits}"].append(module.name)
-            continue
-        if text := _zeros_shape(module, packing, packing.bits or scheme.bits):
-            wrong[text].append(module.name)
-            continue
-        k = packing.inputs(scheme.bits)
-        if scheme.group is not None and k is not None and packing.groups != -(-k // scheme.group):
-            expected = f"groups of {scheme.group} would be {-(-k // scheme.group)}"
-            wrong[f"{packing.groups} groups of {k} inputs where {expected}"].append(module.name)
-        shape = module.parts.get("weight_shape")
-        if shape is not None and k is not None and subject.statistics[shape.name].size == 2:
-            stored = tuple(int(n) for n in subject.checkpoint.read(shape).tolist())
-            per_word = 32 // scheme.bits if scheme.bits and packing.layout == "words" else 1
-            if stored[0] != packing.n or not k - per_word < stored[1] <= k:
-                wrong[f"a weight_shape of {stored} where codes are ({packing.n}, {k})"].append(module.name)
     for text, names in wrong.items():
         yield from listed(f"{counted(names, 'module')} with {text}:", names)
+
+
+def _packing_fault(subject: Subject, module: Module) -> str | None:
+    """Return what differs between a module's tensors and its configuration."""
+    scheme, weights, packing = subject.scheme, subject.scheme.of(module.name), module.packing()
+    bits = packing.bits if packing else 8 if _eight_bits(module) else None
+    blocks, scales = module.parts.get("blocks"), module.scales
+    if blocks is not None and scales is not None and scales.shape != blocks.shape[:-1]:
+        return f"scales of shape {scales.shape} where blocks have {blocks.shape[:-1]}"
+    if weights.bits is not None and bits is not None and bits != weights.bits:
+        return f"{bits} bits where the configuration says {weights.bits}"
+    if packing is None:
+        together = "qweight" not in module.parts or "scales" not in module.parts
+        return None if together else "shapes that do not belong together"
+    named = (scheme.layout or "").removesuffix("_v2")
+    if named in ("gptq", "awq") and packing.layout in ("gptq", "awq") and packing.layout != named:
+        return f"codes packed as {packing.layout} where the configuration says {named}"
+    if packing.layout in ("bytes", "words") and scales is not None and scales.shape[0] != packing.n:
+        return f"scales of {scales.shape[0]} outputs where codes have {packing.n}"
+    if text := _zeros_shape(module, packing, packing.bits or weights.bits):
+        return text
+    k, group = packing.inputs(weights.bits), _group(subject, module)
+    if group is not None and k is not None and packing.groups != -(-k // group):
+        return f"{packing.groups} groups of {k} inputs where groups of {group} would be {-(-k // group)}"
+    shape = module.parts.get("weight_shape")
+    if shape is not None and k is not None and subject.statistics[shape.name].size == 2:
+        stored = tuple(int(n) for n in subject.checkpoint.read(shape).tolist())
+        per_word = 32 // weights.bits if weights.bits and packing.layout == "words" else 1
+        if stored[0] != packing.n or not k - per_word < stored[1] <= k:
+            return f"a weight_shape of {stored} where codes are ({packing.n}, {k})"
+    return None
+
+
+def _group(subject: Subject, module: Module) -> int | None:
+    """Return the configured inputs per group; blocks of FP8 say nothing of experts in FP4."""
+    weights = subject.scheme.of(module.name)
+    return None if weights.block is not None and not _eight_bits(module) else weights.group
 
 
 def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | None:
@@ -820,19 +936,19 @@ def _zeros_shape(module: Module, packing: Packing, bits: int | None) -> str | No
 
 def _strategy_shape(subject: Subject, module: Module) -> str | None:
     """Return the problem with the shape of the scales, by the configured strategy; ``None`` if it is right."""
-    scheme, packed, scales = subject.scheme, module.packed, module.scales
-    if packed is None or scales is None or len(packed.shape) != 2 or scheme.ignores(module.name):
+    weights, packed, scales = subject.scheme.of(module.name), module.packed, module.scales
+    if packed is None or scales is None or len(packed.shape) != 2 or subject.scheme.ignores(module.name):
         return None
     n, k = packed.shape
     count = math.prod(scales.shape)
-    if scheme.strategy == "tensor" and count != 1:
+    if weights.strategy == "tensor" and count != 1:
         return f"scales of shape {scales.shape} where strategy tensor has one"
-    if scheme.strategy == "channel" and count != n:
+    if weights.strategy == "channel" and (count != n or scales.shape[0] != n):
         return f"scales of shape {scales.shape} where strategy channel has one for each of {n} outputs"
-    if scheme.block is not None and packed.dtype.startswith("F8"):
-        expected = (-(-n // scheme.block[0]), -(-k // scheme.block[1]))
+    if weights.block is not None and packed.dtype.startswith("F8"):
+        expected = (-(-n // weights.block[0]), -(-k // weights.block[1]))
         if scales.shape != expected:
-            rows, columns = scheme.block
+            rows, columns = weights.block
             return f"scales of shape {scales.shape} where blocks of {rows} × {columns} have {expected}"
     return None
 
@@ -848,10 +964,10 @@ def _group_not_dividing(subject: Subject) -> Iterator[Finding]:
     found: dict[tuple[int, int], list[str]] = defaultdict(list)
     for module in _quantized(subject):
         packing = module.packing()
-        k = packing.inputs(subject.scheme.bits) if packing else None
+        k = packing.inputs(subject.scheme.of(module.name).bits) if packing else None
         if packing is None or k is None or packing.groups < 2:
             continue
-        group = subject.scheme.group or -(-k // packing.groups)
+        group = _group(subject, module) or -(-k // packing.groups)
         if k % group:
             found[k, group].append(module.name)
     for (k, group), names in found.items():
@@ -872,11 +988,11 @@ def _tp_split(subject: Subject) -> Iterator[Finding]:
     found: dict[str, list[str]] = defaultdict(list)
     for module in _quantized(subject):
         packing = module.packing()
-        k = packing.inputs(subject.scheme.bits) if packing else None
+        k = packing.inputs(subject.scheme.of(module.name).bits) if packing else None
         if packing is None or k is None:
             continue
         if module.parallel == "inputs":
-            group = (subject.scheme.group or -(-k // packing.groups)) if packing.groups > 1 else 1
+            group = (_group(subject, module) or -(-k // packing.groups)) if packing.groups > 1 else 1
             if k % tp:
                 found[f"{k} inputs over {tp} devices"].append(module.name)
             elif (k // tp) % group:
@@ -946,13 +1062,15 @@ def _group_index(subject: Subject) -> Iterator[Finding]:
 )
 def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
     scheme = subject.scheme
-    if scheme.layout not in ("gptq", "gptq_v2") or not scheme.symmetric:
+    if scheme.layout not in ("gptq", "gptq_v2"):
         return
     version = 2 if scheme.layout == "gptq_v2" else 1
     wrong: dict[int, list[str]] = defaultdict(list)
     for module in _quantized(subject):
         zeros, packing = module.parts.get("qzeros"), module.packing()
         if zeros is None or packing is None or packing.layout != "gptq" or packing.bits not in (4, 8):
+            continue
+        if not scheme.of(module.name).symmetric:
             continue
         s = subject.statistics[zeros.name]
         middle = {1: {4: 0x77777777, 8: 0x7F7F7F7F}, 2: {4: 0x88888888, 8: 0x80808080}}
@@ -974,13 +1092,13 @@ def _zero_point_offset(subject: Subject) -> Iterator[Finding]:
     command="set symmetric (sym, zero_point) in config.json to what the tensors are",
 )
 def _zero_point_unannounced(subject: Subject) -> Iterator[Finding]:
-    if not subject.scheme.symmetric:
-        return
     shifted, idle = [], []
     for module in _quantized(subject):
+        if not subject.scheme.of(module.name).symmetric:
+            continue
         zeros = module.parts.get("qzeros") or module.parts.get("weight_zero_point")
         packing = module.packing()
-        bits = (packing.bits if packing else None) or subject.scheme.bits
+        bits = (packing.bits if packing else None) or subject.scheme.of(module.name).bits
         if zeros is None or packing is None or not bits or not 1 <= bits <= 8 or _zeros_shape(module, packing, bits):
             continue
         if not _in_the_middle(subject.checkpoint, zeros, packing.n, bits):
@@ -1052,7 +1170,7 @@ def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
     scales = _cache_scale_names(subject)
     if not scales:
         if subject.scheme.kv_cache:
-            yield Finding("config.json has a kv_cache_scheme and no layer has a k_scale")
+            yield Finding("the configuration announces scales of the KV cache and no layer has one")
         return
     shared = text_config(subject.checkpoint.config).get("num_kv_shared_layers")  # the last layers cache nothing
     attention: dict[str, None] = {}
@@ -1074,14 +1192,24 @@ def _kv_scales_missing(subject: Subject) -> Iterator[Finding]:
 
 
 def _cache_scale_names(subject: Subject) -> dict[tuple[str, str], TensorInfo]:
-    """Return the scales of the KV cache by layer and part (``k_scale``, ``v_scale``)."""
-    return {
-        (layer, part): module.parts[part]
-        for name, module in subject.modules.items()
-        if re.search(r"(^|\.)(self_)?att(n|ention)(\.|$)", name) and (layer := _layer_of(name)) is not None
-        for part in ("k_scale", "v_scale")
-        if part in module.parts
-    }
+    """Return the scales of the KV cache by layer and part (``k_scale``, ``v_scale``).
+
+    Older writers have one ``kv_scale`` for both.  Quark's are the ``output_scale`` of the projections.
+    """
+    found: dict[tuple[str, str], TensorInfo] = {}
+    for name, module in subject.modules.items():
+        layer = _layer_of(name)
+        if layer is None or not re.search(r"(^|\.)(self_)?att(n|ention)(\.|$)", name):
+            continue
+        for part, kinds in _CACHE_PARTS.items():
+            for kind in kinds if part in module.parts else ():
+                found[layer, kind] = module.parts[part]
+        if "output_scale" in module.parts and name.endswith(("k_proj", "v_proj")):
+            found[layer, f"{name[-6]}_scale"] = module.parts["output_scale"]
+    return found
+
+
+_CACHE_PARTS = {"k_scale": ("k_scale",), "v_scale": ("v_scale",), "kv_scale": ("k_scale", "v_scale")}
 
 
 def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
@@ -1090,25 +1218,57 @@ def _place(scales: Mapping[tuple[str, str], TensorInfo], part: str) -> str:
     return places.get(part, f"self_attn.{part}")
 
 
+@broken(
+    title="Scales of the KV cache that no engine can use",
+    symptom="NaN or zeros in attention; engines take a scale of -1 for one that was not loaded, and use 1 or stop",
+    cause="a layer that calibration never reached, a place holder that was saved, or a scale stored as its reciprocal",
+    check="scales of the KV cache and of attention are finite and above zero; suspicious outside "
+    f"{_CACHE_RANGE[0]:g} to {_CACHE_RANGE[1]:g}",
+    command="fidelab checkpoint calibrate ORIGINAL measures them again",
+)
+def _kv_scales_invalid(subject: Subject) -> Iterator[Finding]:
+    found = [(name, s) for _, part, name, s in _scales(subject, cache=True) if part in CACHE_SCALES]
+    kinds = {
+        "NaN or infinite": [name for name, s in found if not s.finite],
+        "negative": [name for name, s in found if s.negative],
+        "zero": [name for name, s in found if s.finite and s.zeros],
+    }
+    for says, names in kinds.items():
+        yield from counted_findings(names, _cache_scale_noun(names), says)
+    least, most = _CACHE_RANGE
+    sound = [(name, s) for name, s in found if s.finite and not s.negative and not s.zeros]
+    names = [name for name, s in sound if s.smallest < least or s.largest > most]
+    says = f"beyond {least:g} to {most:g}"
+    yield from counted_findings(names, _cache_scale_noun(names), says, "suspicious")
+
+
 @suspicious(
-    title="Scales of the KV cache left at 1",
+    title="Scales of the KV cache left at 1, or at one number",
     symptom="an FP8 KV cache that clips keys beyond 448, or wastes most of its codes on small values: a loss that "
     "grows with the context",
     cause="calibration of the KV cache that did not run, or wrote its initial value",
-    check="no k_scale and no v_scale is exactly 1; information for ModelOpt, some of whose versions raise scales to 1",
+    check="no k_scale and no v_scale is exactly 1 (information for ModelOpt, some of whose versions raise scales to "
+    f"1), nor the same in all of {_ALIKE_LAYERS} layers or more",
     command="fidelab checkpoint calibrate ORIGINAL measures them; fidelab compare MODEL --kv fp8 measures the loss",
 )
 def _kv_scales_default(subject: Subject) -> Iterator[Finding]:
-    ones = [
-        info.name
-        for info in _cache_scale_names(subject).values()
-        if (s := subject.statistics[info.name]).size and s.same and s.first == 1
-    ]
+    scales = _cache_scale_names(subject)
+    ones = dict.fromkeys(
+        info.name for info in scales.values() if (s := subject.statistics[info.name]).size and s.same and s.first == 1
+    )
     severity: Severity = "information" if subject.scheme.method == "modelopt" else "suspicious"
-    yield from counted_findings(ones, _cache_scale_noun(ones), "exactly 1", severity)
+    yield from counted_findings([*ones], _cache_scale_noun([*ones]), "exactly 1", severity)
+    alike: dict[str, None] = {}
+    for kind in ("k_scale", "v_scale"):
+        names = [info.name for (_, part), info in scales.items() if part == kind]
+        numbers = {subject.statistics[name].first for name in names}
+        same = all(subject.statistics[name].same for name in names)
+        if len(names) >= _ALIKE_LAYERS and same and len(numbers) == 1 and not numbers & {0.0, 1.0}:
+            alike |= dict.fromkeys(names)
+    yield from counted_findings([*alike], _cache_scale_noun([*alike]), "one and the same number")
 
 
-def _cache_scale_noun(names: list[str]) -> str:
+def _cache_scale_noun(names: Sequence[str]) -> str:
     return "scale of the KV cache" if len(names) == 1 else "KV-cache scale"
 
 
@@ -1120,7 +1280,8 @@ def _cache_scale_noun(names: list[str]) -> str:
     command="add the kv_cache_scheme to quantization_config, as fidelab checkpoint calibrate writes it",
 )
 def _kv_scales_unannounced(subject: Subject) -> Iterator[Finding]:
-    names = [info.name for info in _cache_scale_names(subject).values() if math.prod(info.shape) == 1]
+    scales = _cache_scale_names(subject).values()
+    names = [*dict.fromkeys(info.name for info in scales if math.prod(info.shape) == 1)]
     if not subject.scheme.kv_cache:
         yield from counted_findings(names, _cache_scale_noun(names), "not announced")
 
