@@ -170,7 +170,7 @@ def test_block_scales_of_deepseek_v4_are_scales(tmp_path: Path) -> None:
     _expect(audited(content, tmp_path / "bad"), "packing-mismatch", "broken", down)
 
 
-def test_a_parameter_that_is_called_scale_is_no_scale_of_weights(tmp_path: Path) -> None:
+def test_a_parameter_that_is_called_scale_is_not_taken_for_a_scale_of_weights(tmp_path: Path) -> None:
     content = deepseek_v4()
     content.tensors["layers.0.attn.kv_norm.scale"] = torch.zeros(64)
     assert audited(content, tmp_path).findings == ()
@@ -327,7 +327,7 @@ def _scheme_by_name(content: Field) -> None:
 
 
 @pytest.mark.parametrize("change", [_same_rows, _input, _massive, _scheme_by_name])
-def test_what_writers_do_on_purpose_is_no_fault(change: Callable[[Field], None], tmp_path: Path) -> None:
+def test_what_writers_do_on_purpose_gives_ok(change: Callable[[Field], None], tmp_path: Path) -> None:
     content = compressed_fp8()
     change(content)
     assert audited(content, tmp_path).findings == ()

@@ -42,7 +42,7 @@ def test_an_audit_says_what_was_checked_and_what_was_not(tmp_path: Path) -> None
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     whole = plain().write(tmp_path / "whole")
     for words, says in (
-        ((tmp_path / "nothing",), "no checkpoint"),
+        ((tmp_path / "nothing",), "no model"),
         ((whole, "--tp", "0"), "at least 1"),
         ((whole, "--base", write_gguf(tmp_path / "m.gguf")), "in the same format"),
     ):
