@@ -10,6 +10,7 @@ from statistics import median
 
 import numpy as np
 
+from fidelab.models.key_sizes import LEAST_RATIO, fragile_keys, key_sizes
 from fidelab_checkpoints.files import RAW, Checkpoint, TensorInfo
 from fidelab_checkpoints.layouts import unpack_words
 from fidelab_checkpoints.modules import (
@@ -1377,3 +1378,20 @@ def _equal_values(checkpoint: Checkpoint, one: TensorInfo, other: TensorInfo) ->
     if one.dtype not in _FLOATS or other.dtype not in _FLOATS:
         return False
     return np.array_equal(checkpoint.floats(one), checkpoint.floats(other), equal_nan=True)
+
+
+@information(
+    title="Keys that formats of 8 bits lose",
+    symptom="with a KV cache of 8-bit keys: perplexity and KL many times those of other models, loops, wrong words; "
+    "with 16-bit keys nothing",
+    cause="the model as it was trained: large biases or weights of single channels of keys, as in Qwen2.5",
+    check=f"no channel of keys is {LEAST_RATIO} times the model's median channel, or beyond FP8's 448, by the weights",
+    command="fidelab compare MODEL --kv k16v8 --kv q8_0 measures the loss; keep keys in 16 bits, or rotate them",
+)
+def _fragile_keys(subject: Subject) -> Iterator[Finding]:
+    checkpoint = subject.checkpoint
+    if checkpoint.missing_files:
+        return
+    layers = key_sizes(checkpoint.files[0] if checkpoint.format == "gguf" else checkpoint.folder)
+    if text := fragile_keys(layers):
+        yield Finding(text)

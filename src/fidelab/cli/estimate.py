@@ -74,7 +74,7 @@ def model(
 ) -> None:
     """Estimate a model's KV cache size and maximum speed-up for each format.
 
-    Only the model's configuration is read, no weights. All rates are upper bounds (roofline).
+    The configuration is read, and of weights that are here those of keys. All rates are upper bounds (roofline).
 
     [bold]Examples[/bold]
 
@@ -108,6 +108,8 @@ def model(
         devices,
         None if memory is None else parse_bytes(memory),
     )
+    if name is not None and (text := _fragile_keys(name, [KVSpec.parse(one) for one in shown])):
+        found = {**found, "model": {**found["model"], "notes": [*found["model"].get("notes", ()), text]}}
     refused = _refusals(geometry, [KVSpec.parse(one) for one in shown])
     if as_json:
         print_json({**found, "not_supported": refused} if refused else found)
@@ -129,6 +131,22 @@ def _exists(name: str, engine: str | None) -> bool:
     except UsageError:
         return False
     return True
+
+
+def _fragile_keys(name: str, specs: Sequence[KVSpec]) -> str:
+    """Say where 8-bit keys will fail, where the model's weights are here; empty without such formats or weights."""
+    from fidelab.models import embedded
+    from fidelab.models.key_sizes import fragile_keys, key_sizes, narrow
+    from fidelab.models.local import local_model
+
+    if not any(narrow(spec.k.name) for spec in specs if spec.label != "k16v8"):
+        return ""
+    weights = embedded.gguf_file(name) if name in embedded.NAMES else local_model(name)
+    if weights is None or (weights.is_file() and weights.suffix != ".gguf"):
+        return ""
+    if weights.is_dir() and not any(weights.glob("*.safetensors")):
+        return ""
+    return fragile_keys(key_sizes(weights))
 
 
 def _refusals(geometry: Geometry, specs: Sequence[KVSpec]) -> list[str]:

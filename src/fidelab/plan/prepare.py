@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.models.key_sizes import fragile_keys, key_sizes, narrow
 from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.deploy import ResolvedArm
@@ -97,12 +98,28 @@ def prepare(
     plan = build_plan(converted, inputs, replicate)
     if inputs.traffic is not None:
         plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
+    plan = replace(plan, remarks=(*plan.remarks, *_fragile_keys(settings)))
     if only is None:
         refuse_same_server(settings)
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
     return PreparedRun(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
+
+
+def _fragile_keys(settings: Settings) -> Iterator[str]:
+    """Say where a candidate's 8-bit keys will fail, by the weights of its model, a line per model."""
+    said: set[Path] = set()
+    for arm in settings.candidates:
+        resolved = settings.resolved.get(arm.name)
+        if resolved is None or not narrow(arm.kv.k.name) or arm.name in settings.unsupported:
+            continue
+        model = resolved.model
+        weights = model.gguf if model.gguf is not None else model.path
+        if model.kind != "fake" and not resolved.engine_class.is_server and weights not in said:
+            said.add(weights)
+            if text := fragile_keys(key_sizes(weights)):
+                yield text if model is settings.model else f"{arm.name}: {text}"
 
 
 def require_packages(experiment: Experiment) -> None:
