@@ -54,12 +54,13 @@ OTHERS = {
         # the model on the server; the model whose cache is counted; a label
         "--model": "bench serve, bench sweep, setup formats, import kld-dumps",
         "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # one context, of no axis
-        "--name": "import refract, import kld-dumps, import loads, import lm-eval",  # a candidate's
+        # a candidate's
+        "--name": "import refract, import kld-dumps, import loads, import lm-eval, import nemo-evaluator",
         "--out": "report",  # a file or a folder
         "--output": "estimate explain",  # a page, not a folder
         # with captures; in a folder of its own; no run was made, only its folder
         "--output-dir": "compare, diagnose layers, diagnose sensitivity, checkpoint calibrate, reproduce run, "
-        "import refract, import kld-dumps, import loads, import lm-eval",
+        "import refract, import kld-dumps, import loads, import lm-eval, import nemo-evaluator",
         "--prompts": "bench serve, bench sweep",  # of a load; how prompts are sent
         "--python": "setup install",  # makes the environment
         "--repeats": "bench offline",  # answers of a bench, not passes over loads

@@ -39,7 +39,7 @@ def folder(path: Path, layers: list[Arrays], kind: str = "qwen2", dtype: torch.d
 def plain(seed: int = 0, size: float = 1.0) -> Arrays:
     """A projection whose channels have a root mean square of about ``size``."""
     rows = np.random.default_rng(seed).standard_normal((HEADS * DIM, HIDDEN), dtype=np.float32)
-    return {"k_proj.weight": np.asarray(rows * (size / HIDDEN**0.5), dtype=np.float32)}
+    return {"k_proj.weight": rows * np.float32(size / HIDDEN**0.5)}
 
 
 def test_a_channel_is_its_rows_norm_and_its_bias(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_channel_is_its_rows_norm_and_its_bias(tmp_path: Path) -> None:
     gain[:4] = 2.0
     layers: list[Arrays] = [
         {"k_proj.weight": rows},
-        {"k_proj.weight": rows / 16, "k_proj.bias": bias},
+        {"k_proj.weight": rows * np.float32(1 / 16), "k_proj.bias": bias},
         {"k_proj.weight": rows, "input_layernorm.weight": gain},
     ]
     found = key_sizes(folder(tmp_path / "m", layers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,6 +54,7 @@ def check(
     from fidelab.bench import BENCHES
     from fidelab.core import write_atomically
     from fidelab.core.errors import UsageError
+    from fidelab.imports import NEMO_EVALUATOR
     from fidelab.report.exports import choose_arm
     from fidelab.results.check import check as decide
     from fidelab.results.compare import compare
@@ -61,13 +63,15 @@ def check(
 
     if markdown and json_file == "-":
         raise UsageError("--markdown and --json -: name one")
-    asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}})
     report, diff = read_run(run_dir), None
+    measured = dict.fromkeys(name for arm in report.candidates for name in arm.axes)
+    asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
     if baseline is not None:
         diff = compare(read_run(find_run(baseline)), report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
     arms = report.candidates if every or everywhere else [choose_arm(report, arm)]
     groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}
+    groups |= {rule.metric.rpartition(".")[0] for rule in asked.rules if rule.metric.startswith(f"{NEMO_EVALUATOR}:")}
     found = decide(report, asked, arms, groups=groups, diff=diff)
     if json_file is not None and json_file != "-":
         write_atomically(json_file, found.to_json())
@@ -88,8 +92,10 @@ def check(
     raise typer.Exit(_CODES[found.decision])
 
 
-def _policy(path: Path | None, flags: dict[str, dict[str, Any]]) -> Policy:
+def _policy(path: Path | None, flags: dict[str, dict[str, Any]], axes: Collection[str]) -> Policy:
     """Return the rules of the file, and critical rules from the flags that were given.
+
+    A policy of NeMo Evaluator becomes rules on the benchmarks among ``axes``.
 
     Raises:
         ConfigError: If the file or a flag is invalid.  The message says what is wrong.
@@ -104,7 +110,12 @@ def _policy(path: Path | None, flags: dict[str, dict[str, Any]]) -> Policy:
         LIMIT.parse(same if same is not None else 0.0)
     except ValueError as error:
         raise UsageError(f"--min-same-top: {error}") from None
-    asked = Policy() if path is None else validate_as(Policy, read_yaml(path, keys="'rules:'"), str(path))
+    content = {} if path is None else read_yaml(path, keys="'rules:'")
+    if {"defaults", "benchmarks"} & content.keys():
+        from fidelab.imports.nemo_evaluator import GatePolicy
+
+        content = {"rules": [*validate_as(GatePolicy, content, str(path)).rules(axes)]}
+    asked = validate_as(Policy, content, str(path))
     rules = [{"metric": metric, **limit} for metric, limit in flags.items() if None not in limit.values()]
     given = validate_as(Policy, {"rules": rules}, "check")
     return asked.model_copy(update={"rules": (*given.rules, *asked.rules)})

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from fidelab.imports.write_run import ImportedArm
 
 _Tests = Annotated[list[Path], typer.Argument(metavar="TEST…", help="The same for one or more candidates.")]
+_OptionalTests = Annotated[
+    list[Path] | None, typer.Argument(metavar="[TEST…]", help="The same for candidates; none: the figures of REF.")
+]
 _Names = Annotated[
     list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder (default: the folder's name).")
 ]
@@ -117,10 +120,7 @@ def kld_dumps(
 def lm_eval(
     *,
     ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="Output folder of the reference, with samples.")],
-    test_dirs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[TEST…]", help="The same for candidates; none: figures of REF alone."),
-    ] = None,
+    test_dirs: _OptionalTests = None,
     name: _Names = None,
     margin: options.Margin = None,
     bootstrap: options.SeedOptions,
@@ -137,21 +137,53 @@ def lm_eval(
 
       fidelab import lm-eval out/bf16
     """
+    _compare_samples("lm-eval", ref_dir, test_dirs, name, margin, bootstrap, runs, as_json)
+
+
+def _compare_samples(
+    tool: str,
+    ref: Path,
+    tests: list[Path] | None,
+    names: list[str] | None,
+    margin: str | None,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    as_json: bool,
+) -> None:
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
     from fidelab.imports import IMPORTS
 
-    given = {} if margin is None else {"margin": validate_as(Limits, {"margin": margin}, "import lm-eval").margin}
-    imported = IMPORTS.load("lm-eval")(
-        ref_dir,
-        test_dirs or [],
-        runs.output_dir,
-        names=name or None,
-        seed=bootstrap.seed,
-        command=command_line(),
-        **given,
+    given = {} if margin is None else {"margin": validate_as(Limits, {"margin": margin}, f"import {tool}").margin}
+    imported = IMPORTS.load(tool)(
+        ref, tests or [], runs.output_dir, names=names or None, seed=bootstrap.seed, command=command_line(), **given
     )
     _finish(imported, as_json=as_json)
+
+
+@app.command("nemo-evaluator")
+@options.expand_options
+def nemo_evaluator(
+    *,
+    ref_dir: Annotated[Path, typer.Argument(metavar="REF", help="Output folder of the reference, with its bundles.")],
+    test_dirs: _OptionalTests = None,
+    name: _Names = None,
+    margin: options.Margin = None,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    as_json: options.Json = False,
+) -> None:
+    """Compare runs of NVIDIA NeMo Evaluator answer by answer, from their bundles.
+
+    fidelab check --policy FILE reads the policy of nel gate for such a run.
+
+    [bold]Example[/bold]
+
+      fidelab import nemo-evaluator out/bf16 out/fp8 --margin 1%
+
+      fidelab check latest --policy gate.yaml
+    """
+    _compare_samples("nemo-evaluator", ref_dir, test_dirs, name, margin, bootstrap, runs, as_json)
 
 
 @app.command("loads")
