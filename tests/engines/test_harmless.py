@@ -34,6 +34,7 @@ from fidelab.engines.harmless import (
 from fidelab.engines.sglang.launch import engine_options as sglang_options
 from fidelab.engines.vllm.launch import check_speculation
 from fidelab.engines.vllm.launch import engine_options as vllm_options
+from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import cli
 
 # Names of options that reach other machines, open something, or load code; none may be in a table.
@@ -161,7 +162,7 @@ def test_llama_servers_parser_shortens_nothing_and_its_other_flags_stay_a_preset
     file = tmp_path / "preset.yaml"
     options = {"cache-type": "ram", "device": "CUDA0"}
     file.write_text(json.dumps({"engine": "llamacpp", "model": "m.gguf", "serve": options}))
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    write_gguf(tmp_path / "m.gguf")
     done = cli("serve", "show", file, "--trust", file, cwd=tmp_path)
     assert done.code == 0, done.err
     assert "--cache-type ram --device CUDA0" in done.out
