@@ -136,6 +136,10 @@ class Degeneration(Axis):
         noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
         spared = sum(item.spared for item in good)
         more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
+        sound = [item for item in good if not _degenerates_early(item.ref)]
+        broken = sum(_degenerates_early(item.test) for item in sound)
+        where = f"in {broken} of {len(sound)} prompts that the reference begins well"
+        fault = f"garbage within the first {EARLIER} tokens {where}"
         faults = (f"all its {len(good)} greedy texts degenerate within the first {EARLIER} tokens",)
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
@@ -147,8 +151,8 @@ class Degeneration(Axis):
             proportion=True,
         ).with_measurement(
             downgrades=(_sentence(harmed, len(good)),) if noise or more else (),
-            fails=_fails(good),
-            reference_faults=faults if good and all(_degenerates_early(item.ref) for item in good) else (),
+            fails=(fault,) if 2 * broken > len(sound) else (),
+            reference_faults=faults if good and not sound else (),
         )
         degenerate = [item for item in good if item.test.onset]
         ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_MAX_SHOWN_ONSETS]
@@ -177,10 +181,17 @@ class Degeneration(Axis):
             x=tuple(map(float, lengths)),
             y=tuple(shares),
         )
+        clusters = [item.number for item in good]
         return score.with_measurement(
-            metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
+            metrics=(
+                _EARLIER(score.mean(), score.mean_interval(seed)),
+                _LATER(spared / len(good) if good else None),
+                _P(mcnemar_exact(len(harmed), spared)),
+                *_side(_OWN, [item.test for item in good], clusters, seed),
+                *_side(_REFERENCE, [item.ref for item in good], clusters, seed),
+            ),
             cluster="prompt",
-            summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",
+            summary=f"{len(harmed)} of {len(good)} earlier" if good else "",
             reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
             if good
             else "",
@@ -212,16 +223,6 @@ def _unended(ids: Sequence[int], stop: Sequence[int]) -> Sequence[int]:
 # --------------------------------------------------------------------------------------------- judgement
 
 
-def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
-    """The reason for a failure: over half of the texts that the reference begins well degenerate at once."""
-    sound = [item for item in items if not _degenerates_early(item.ref)]
-    broken = sum(_degenerates_early(item.test) for item in sound)
-    what = (
-        f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
-    )
-    return (what,) if 2 * broken > len(sound) else ()
-
-
 def _degenerates_early(text: _Text) -> bool:
     return text.onset is not None and text.onset.at < EARLIER
 
@@ -234,17 +235,6 @@ def _sentence(items: Sequence[_Item], n: int) -> str:
 
 
 # ------------------------------------------------------------------------------------- plots and texts
-
-
-def _metrics(items: Sequence[_Item], seed: int) -> list[Metric]:
-    harmed, spared = sum(item.harmed for item in items), sum(item.spared for item in items)
-    clusters = [item.number for item in items]
-    return [
-        _LATER(spared / len(items) if items else None),
-        _P(mcnemar_exact(harmed, spared)),
-        *_side(_OWN, [item.test for item in items], clusters, seed),
-        *_side(_REFERENCE, [item.ref for item in items], clusters, seed),
-    ]
 
 
 def _side(

@@ -15,23 +15,10 @@ from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import FidelabError
 from fidelab.formats import create
-from fidelab.formats.base import Format
 from fidelab.metrics.encoded import context_of_share, encoded_share
 from fidelab.results.sizes import CONTEXT_FACT, SHARE_FACT
 
 _MOST = 0.9  # of the tokens: from here on a loss is that of the format
-
-
-def _sides_with_exceptions(kv: KVSpec) -> Iterator[Format]:
-    """Yield the formats of keys and values that keep some tokens exact; those of other packages are unknown here."""
-    for spec in (kv.k, kv.v):
-        if {"sinks", "tail", "axis"} & dict(spec.options).keys():
-            try:
-                found = create(spec)
-            except FidelabError:
-                continue
-            if found.has_exceptions:
-                yield found
 
 
 def _share_and_context(
@@ -42,7 +29,15 @@ def _share_and_context(
     ``positions``: of the scored rows in windows of ``n_ctx`` tokens.
     """
     found = []
-    for side in _sides_with_exceptions(kv):
+    for spec in (kv.k, kv.v):
+        if not {"sinks", "tail", "axis"} & dict(spec.options).keys():
+            continue
+        try:
+            side = create(spec)
+        except FidelabError:  # of another package, unknown here
+            continue
+        if not side.has_exceptions:
+            continue
         exact = side.sinks, side.tail, side.token_block
         share = encoded_share(positions, *exact)
         found.append((share, context_of_share(_MOST, *exact, first=first, last=last, n_ctx=n_ctx)))

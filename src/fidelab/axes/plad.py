@@ -165,7 +165,11 @@ class PLAD(Axis):
         good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
         answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
         plain = [ref for ref, _ in answers], [test for _, test in answers]
-        constant = _constant(*plain)
+        constant: tuple[str, ...] = ()
+        if ignores_prompts(*plain):
+            what = "answers do not depend on the prompt: PLAD finds the same one for"
+            same = f"{commonest(plain[1])} of {len(plain[1])} prompts (reference: {commonest(plain[0])})"
+            constant = (f"{what} {same}",)
         counted = [] if constant else cells
         usable = [not (cell.failed or constant) for cell in cells]
         score = AxisScore(
@@ -269,15 +273,6 @@ def _cells(pair: Pair) -> list[_Cell]:
                 )
             )
     return cells
-
-
-def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
-    """Return the reason for a failure if the candidate's answers do not depend on the prompt."""
-    what = (
-        f"answers do not depend on the prompt: PLAD finds the same one for {commonest(test)} of {len(test)} prompts "
-        f"(reference: {commonest(ref)})"
-    )
-    return (what,) if ignores_prompts(ref, test) else ()
 
 
 @dataclass(frozen=True)

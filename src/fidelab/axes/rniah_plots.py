@@ -60,7 +60,16 @@ def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
         shown = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ANSWERS else f"first {_MAX_SHOWN_ANSWERS} of {len(lost)}"
-        plots.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_MAX_SHOWN_ANSWERS]))))
+        pairs = tuple(
+            TextPair(
+                label=f"{trial.length:,} tokens, position {trial.position:g}, trial {trial.trial + 1}",
+                reference=trial.texts[0],
+                candidate=trial.texts[1],
+                note=f"hidden: {', '.join(trial.codes)}",
+            )
+            for trial in lost[:_MAX_SHOWN_ANSWERS]
+        )
+        plots.append(Texts(title=f"Needles lost ({shown})", pairs=pairs))
     return tuple(plots)
 
 
@@ -87,13 +96,4 @@ def _heatmap(
         high=1.0,
         grids=(grid("reference", 0), grid("candidate", 1), grid("difference", None)),
         note="Share of needles found; no difference where the reference found none: such cells do not count.",
-    )
-
-
-def _miss(trial: Trial) -> TextPair:
-    return TextPair(
-        label=f"{trial.length:,} tokens, position {trial.position:g}, trial {trial.trial + 1}",
-        reference=trial.texts[0],
-        candidate=trial.texts[1],
-        note=f"hidden: {', '.join(trial.codes)}",
     )

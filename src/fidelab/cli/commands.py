@@ -125,8 +125,14 @@ class Commands(typer.Typer):
         def declare(function: CommandFunctionType) -> CommandFunctionType:
             hints = get_type_hints(function, include_extras=True)
             for argument, hint in hints.items():
-                if get_origin(hint) is Annotated:
-                    _name_value(argument, *get_args(hint)[:2])
+                if get_origin(hint) is not Annotated:
+                    continue
+                kind, declared = get_args(hint)[:2]
+                if isinstance(declared, ArgumentInfo) and declared.metavar is None:
+                    declared.metavar = argument.upper()
+                elif isinstance(declared, OptionInfo) and declared.metavar is None:
+                    kinds = [kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))]
+                    declared.metavar = next((_VALUES[each] for each in kinds if each in _VALUES), None)
             function.__annotations__ = hints  # otherwise typer would evaluate the annotations' text again
             # each paragraph in one line, since the terminal wraps it; indented lines are examples and stay as they are
             paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
@@ -136,11 +142,3 @@ class Commands(typer.Typer):
             return register(name, cls=cls, help=text, **settings)(function)
 
         return declare
-
-
-def _name_value(argument: str, hint: Any, declared: Any) -> None:
-    if isinstance(declared, ArgumentInfo) and declared.metavar is None:
-        declared.metavar = argument.upper()
-    elif isinstance(declared, OptionInfo) and declared.metavar is None:
-        kinds = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
-        declared.metavar = next((_VALUES[kind] for kind in kinds if kind in _VALUES), None)

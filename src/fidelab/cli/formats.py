@@ -78,7 +78,10 @@ def formats(
         known = row["bits_per_value"] is not None
         if not row["stored"] and (name is not None or not known):
             continue  # below, with the reason
-        numbers = [_bits(row), f"{row['bytes_per_token']:,}"] if known else ["–"] * 2
+        numbers = ["–"] * 2
+        if known:
+            sides = dict.fromkeys(f"{row[side]:.2f}" for side in ("k_bits", "v_bits"))  # one where both are the same
+            numbers = ["/".join(sides), f"{row['bytes_per_token']:,}"]
         if name is None:
             engines = [*row["engines"], *(f"({refused})" for refused in row["refused"])]
         else:
@@ -113,12 +116,6 @@ def formats(
             console.print(Padding(Text(f"{place.engine}: {place.problem}; {place.remedy}"), (0, 0, 0, 2)))
         for why, names in by_reason(place.refused).items():
             console.print(Padding(Text(f"({place.engine}) {', '.join(names)}: {why}"), (0, 0, 0, 2)))
-
-
-def _bits(row: Mapping[str, Any]) -> str:
-    """Bits of a value, of keys and of values where they differ."""
-    sides = [f"{row[side]:.2f}" for side in ("k_bits", "v_bits")]
-    return "/".join(dict.fromkeys(sides))
 
 
 def _other_versions(places: Mapping[str, InstalledEngine]) -> dict[str, list[str]]:

@@ -34,6 +34,7 @@ def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
         note(f"fidelab: there is no run in {runs.output_dir}")
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="")
     for name in ("run", "engine", "reference", "status", "recommended"):
@@ -44,7 +45,7 @@ def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
         status = row.status if row.kind == "run" else f"{row.status} ({row.kind})"
         size = _mebibytes(row.bytes + sum(row.existing_captures().values()))
         cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
-        table.add_row(*map(_plain_text, cells))
+        table.add_row(*map(Text, cells))
     open_console(400).print(table)
 
 
@@ -89,12 +90,6 @@ def _entry(row: LedgerRow) -> dict[str, Any]:
         "captures": {path: held.get(path) for path in row.captures},
         "capture_bytes": sum(held.values()),
     }
-
-
-def _plain_text(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
 
 
 def _mebibytes(size: int) -> str:

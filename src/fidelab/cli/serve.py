@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,7 +73,14 @@ class PresetOptions(options.Options, panel="Preset"):
             if "=" not in text or not {"preset", "engine"}.isdisjoint(fields):
                 raise UsageError(f"--set {text!r}: write KEY=VALUE, and another engine by --engine")
             changes = merged_fields(changes, fields)
-        preset = load_preset(found, _for_server(changes, load_preset(found)))
+        # Changed options go where the preset has them: options of its server, and ``serve.KEY``, to the server
+        own, to_server = load_preset(found), dict[str, Any]()
+        options_left = dict(changes.get("engine_args", {}))
+        for key in list(options_left):
+            if key.startswith(_SERVE) or key in own.serve:
+                to_server[key.removeprefix(_SERVE)] = options_left.pop(key)
+        moved = {"engine_args": options_left, **({"serve": to_server} if to_server else {})}
+        preset = load_preset(found, {**changes, **moved})
         if engine not in (None, preset.engine_name):
             raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
         given = {"python": self.python, "pythonpath": self.pythonpath}
@@ -88,15 +95,6 @@ class PresetOptions(options.Options, panel="Preset"):
             words |= {(key.removeprefix(_SERVE), value) for key, value in changes.get("engine_args", {}).items()}
             check_trust(preset, read_yaml(found.path), found.path, Trust(trusted, words))
         return preset
-
-
-def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
-    """Put changed options where the preset has them: options of its server, and ``serve.KEY``, go to the server."""
-    options, own = dict(changes.get("engine_args", {})), {}
-    for key in list(options):
-        if key.startswith(_SERVE) or key in preset.serve:
-            own[key.removeprefix(_SERVE)] = options.pop(key)
-    return {**changes, "engine_args": options, **({"serve": own} if own else {})}
 
 
 @app.command()
@@ -131,6 +129,7 @@ def start(
       fidelab serve start ./preset.yaml --port 8000 --dry-run
     """
     from fidelab.environments.launch import arm_of, check, check_servable, launch, plan
+    from fidelab.environments.servers import died
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
@@ -157,19 +156,12 @@ def start(
         if faults:
             note(f"fidelab: {arm.name} does not run as declared ({'; '.join(faults)}); it was ended")
             raise typer.Exit(1)
-        if not detach:
-            _wait(launched)
-
-
-def _wait(launched: RunningServer) -> None:
-    """Wait until the server ends, which is a fault."""
-    from fidelab.environments.servers import died
-
-    note("Ctrl-C ends it")
-    code = launched.process.wait()
-    launched.server.forget()
-    note(f"fidelab: {died(launched.server, code, note)}")
-    raise typer.Exit(1)
+        if not detach:  # wait until the server ends, which is a fault
+            note("Ctrl-C ends it")
+            code = launched.process.wait()
+            launched.server.forget()
+            note(f"fidelab: {died(launched.server, code, note)}")
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -28,7 +28,12 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
         return None
     cls, serve = engine_class(arm.engine), ServeConfig()
     if experiment is not None and experiment.serve is not None and arm.engine == experiment.engine.name:
-        serve = _in_its_image(experiment.serve, experiment, arm)
+        serve = experiment.serve
+        if serve.wrapper and experiment.engine.image:  # the pasted words with the image of the arm
+            config = next((each for each in experiment.arms if each.label == arm.name), experiment.reference)
+            image = (config.engine or experiment.engine).image  # none: it runs in an installed engine
+            wrapper = (*serve.wrapper[:-1], image)
+            serve = serve.model_copy(update={"wrapper": wrapper}) if image else ServeConfig()
     repository, _, revision = arm.model.partition("@")
     is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
     inside = {here: there for there, here in serve.mounts.items()}
@@ -52,15 +57,6 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
         given = [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
         return " ".join(map(_quoted, [*serve.wrapper[:-1], *given, serve.wrapper[-1], *words]))
     return " ".join([*(f"{name}={_quoted(value)}" for name, value in variables.items()), *map(_quoted, words)])
-
-
-def _in_its_image(serve: ServeConfig, experiment: Experiment, arm: Arm) -> ServeConfig:
-    """Return the pasted words with the image of the arm; empty where it runs in an installed engine."""
-    if not serve.wrapper or not experiment.engine.image:
-        return serve
-    config = next((each for each in experiment.arms if each.label == arm.name), experiment.reference)
-    image = (config.engine or experiment.engine).image
-    return serve.model_copy(update={"wrapper": (*serve.wrapper[:-1], image)}) if image else ServeConfig()
 
 
 def _without_pair(words: Sequence[str], *flags: str) -> list[str]:

@@ -62,12 +62,12 @@ class ShareBounds:
         validator = {"type": "no-info", "function": self.parse}
         schema = {"type": "function-before", "function": validator, "schema": handler(source)}
         # what is written has to read as the same share
-        written = {"type": "function-plain", "function": _written, "when_used": "json"}
+        written = {
+            "type": "function-plain",
+            "function": lambda share: f"{100 * share:.17g}%" if isinstance(share, float) and abs(share) >= 1 else share,
+            "when_used": "json",
+        }
         return {**schema, "serialization": written} if self.whole or self.beyond else schema
-
-
-def _written(share: Any) -> Any:
-    return f"{100 * share:.17g}%" if isinstance(share, float) and abs(share) >= 1 else share
 
 
 def _is_number(text: str) -> bool:

@@ -139,17 +139,14 @@ def _check_gguf(path: Path, name: str) -> None:
     match = SPLIT.fullmatch(path.name)
     if not header.metadata.get("split.no") or match is None:
         return
-    first = path.with_name(f"{match['stem']}-00001-of-{match['count']}.gguf")
-    lacking = [n for n in range(1, int(match["count"]) + 1) if not _part(path, match, n).is_file()]
+    count = int(match["count"])
+    files = {n: path.with_name(f"{match['stem']}-{n:05}-of-{match['count']}.gguf") for n in range(1, count + 1)}
+    lacking = [n for n, file in files.items() if not file.is_file()]
     parts = f"part{'s' if len(lacking) > 1 else ''} {', '.join(map(str, lacking[:_LISTED]))}"
-    missing = f"; {parts}{' …' if len(lacking) > _LISTED else ''} of {int(match['count'])} are missing here"
+    missing = f"; {parts}{' …' if len(lacking) > _LISTED else ''} of {count} are missing here"
     raise InputError(
-        f"{name} is part {int(match['number'])} of a split model: pass {first.name}{missing if lacking else ''}"
+        f"{name} is part {int(match['number'])} of a split model: pass {files[1].name}{missing if lacking else ''}"
     )
-
-
-def _part(path: Path, match: re.Match[str], number: int) -> Path:
-    return path.with_name(f"{match['stem']}-{number:05}-of-{match['count']}.gguf")
 
 
 def _other_gguf(header: Header) -> str:
@@ -191,14 +188,15 @@ def _folder(folder: Path, name: str) -> Path:
         raise InputError(f"{name} is a pipeline of diffusers, not a language model")
     if (folder / "params.json").is_file():
         raise InputError(f"{name} has params.json but no config.json: pass the model in the layout of Transformers")
-    inside = [place for place in sorted(folder.iterdir()) if place.is_dir() and _holds_model(place)]
+    inside = [
+        place
+        for place in sorted(folder.iterdir())
+        if place.is_dir()
+        and ((place / "config.json").is_file() or (place / "snapshots").is_dir() or _gguf_models(place))
+    ]
     if inside:
         raise InputError(f"{name} is a folder of models: pass one of them: {_choice([str(p) for p in inside])}")
     return folder
-
-
-def _holds_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or (folder / "snapshots").is_dir() or bool(_gguf_models(folder))
 
 
 def _snapshot(root: Path, name: str) -> Path:

@@ -204,8 +204,9 @@ def _read(
                 f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
             )
         raise InputError(no_config)
-    if (odd := next(filter(_is_special, sorted(folder.iterdir())), None)) is not None:
-        raise InputError(f"{odd} is a pipe or a device; a model folder holds regular files")
+    for file in sorted(folder.iterdir()):
+        if file.exists() and not file.is_file() and not file.is_dir():  # a link to nothing is left to whoever needs it
+            raise InputError(f"{file} is a pipe or a device; a model folder holds regular files")
     config = read_json(folder / "config.json")
     check_decoder(config, name)
     nested = config.get("text_config")
@@ -278,11 +279,6 @@ def _read_gguf(file: Path, name: str, text: Path | None = None) -> Model:
         text_only=True,
         convertible=(folder / "config.json").is_file(),
     )
-
-
-def _is_special(path: Path) -> bool:
-    """Neither a file nor a folder, links followed; a link to nothing is left to whoever needs it."""
-    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _first(config: dict[str, Any], *keys: str) -> int | None:

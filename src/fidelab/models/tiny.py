@@ -67,7 +67,10 @@ def make_tiny(
     import torch
     from safetensors.torch import save_file
 
-    letters = _byte_letters()
+    # The character of each byte in byte-level vocabularies: itself where it prints, else from U+0100
+    prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    substitutes = iter(range(256, 512))
+    letters = [chr(byte if byte in prints else next(substitutes)) for byte in range(256)]
     printable = [letters[byte] for byte in range(32, 127)]
     order = printable[65:] + printable[:65]  # lower-case letters first
     merges = list(islice(((a, b) for a in order for b in order), pairs))
@@ -210,13 +213,6 @@ def _write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _byte_letters() -> list[str]:
-    """The character of each byte in byte-level vocabularies: itself where it prints, else from U+0100."""
-    prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    substitutes = iter(range(256, 512))
-    return [chr(byte if byte in prints else next(substitutes)) for byte in range(256)]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
@@ -68,21 +68,17 @@ def find_for(model: Model, places: Sequence[str], note: Callable[[str], None]) -
     A place is a pack, on the hub or in a folder, or a folder of packs. Places that cannot be read or reached are noted.
     """
     for place in places:
-        for one in _inside(place):
+        folder = Path() if place.startswith(HUB) else expand(place)
+        packs = [place]
+        if not (place.startswith(HUB) or (folder / MANIFEST).is_file() or not folder.is_dir()):
+            packs = [str(path.parent) for path in sorted(folder.glob(f"*/{MANIFEST}"))]
+        for one in packs:
             try:
                 if find_pack(one, whole=False).manifest.checkpoint_sha256 == model.weights:
                     return one
             except FidelabError as error:
                 note(str(error))
     return None
-
-
-def _inside(place: str) -> Iterator[str]:
-    folder = Path() if place.startswith(HUB) else expand(place)
-    if place.startswith(HUB) or (folder / MANIFEST).is_file() or not folder.is_dir():
-        yield place
-    else:
-        yield from (str(path.parent) for path in sorted(folder.glob(f"*/{MANIFEST}")))
 
 
 def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:

@@ -88,11 +88,6 @@ def data_block(text: str) -> Markup:
     return Markup(printable(text, escaped=True).translate(_ESCAPES))
 
 
-def _breakable(text: str) -> Markup:
-    """Text that breaks between the settings of a name, rather than within a word."""
-    return Markup("<wbr>").join(map(printable, re.split(r"(?<=,)(?=[^\W\d])", text)))
-
-
 def _finalized(value: object) -> object:
     """Text of a value for a template; markup is kept."""
     if isinstance(value, Markup):
@@ -111,5 +106,8 @@ def templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["breakable"] = _breakable
+    # Text that breaks between the settings of a name, rather than within a word
+    environment.filters["breakable"] = lambda text: Markup("<wbr>").join(
+        map(printable, re.split(r"(?<=,)(?=[^\W\d])", text))
+    )
     return environment

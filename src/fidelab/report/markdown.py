@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelab.report.cells import engines_of, fact_of
 from fidelab.report.summary import Performance
-from fidelab.report.tables import NAME, TextTable
+from fidelab.report.tables import NAME
 from fidelab.report.view import FIGURES, Answer, View, build_view
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
@@ -33,11 +33,16 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     rows = ((row, code_cell(row.name), (row.mark, *(row.cells[n] for n in view.kept))) for row in view.candidates)
     cells = ((f"**{name}**" if row.chosen else name, *map(escaped, figures)) for row, name, figures in rows)
+    beside: list[str] = []
+    for table in view.beside:
+        words = table.named
+        lines = ((*map(code_cell, line[:words]), *map(_figure, line[words:])) for line in table.rows)
+        beside += [f"{escaped(table.title)}:", pipe_table(tuple(map(_figure, table.columns)), words, lines)]
     verdicts = (
         pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, cells),
         _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
         *(escaped(line) for line in (*view.headlines, *view.partings)),
-        *(part for table in view.beside for part in _titled(table)),
+        *beside,
         _bullets(map(escaped, view.remarks)),
         _LEGEND,
         _bullets(escaped(line) for line in (view.floor, view.control, view.weights, view.ranking) if line),
@@ -126,13 +131,6 @@ def _speed(view: View, speed: Performance) -> list[str]:
     return [table, escaped(speed.note) if table else "", doubts]
 
 
-def _titled(table: TextTable) -> list[str]:
-    """A table under its title."""
-    words, columns = table.named, map(_figure, table.columns)
-    rows = ((*map(code_cell, row[:words]), *map(_figure, row[words:])) for row in table.rows)
-    return [f"{escaped(table.title)}:", pipe_table(tuple(columns), words, rows)]
-
-
 def _figure(text: str) -> str:
     """Text in a cell of a table."""
     return escaped(text.replace("\\|", "\\ |"))  # as in code spans
@@ -149,14 +147,13 @@ def _bullets(lines: Iterable[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return text that is shown as it is."""
+    # As an entity where not all renderers take a backslash: python-markdown makes a tag of ``\<b>``
     return " ".join(
-        code_span(word) if _ADDRESS.search(word) else _MARKUP.sub(_escape, word) for word in text.split(" ")
+        code_span(word)
+        if _ADDRESS.search(word)
+        else _MARKUP.sub(lambda found: _ENTITIES.get(found[0], f"\\{found[0]}"), word)
+        for word in text.split(" ")
     )
-
-
-def _escape(found: re.Match[str]) -> str:
-    """As an entity where not all renderers take a backslash: python-markdown makes a tag of ``\\<b>``."""
-    return _ENTITIES.get(found[0], f"\\{found[0]}")
 
 
 def code_span(text: str) -> str:

@@ -256,14 +256,28 @@ def build_view(report: Report) -> View:
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
     rows = tuple(_row(role, arm, report, sizes) for role, arm in arms)
+    title = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
+    if performance is not None and not fidelity:  # with benches alone, the measured quantity comes first
+        title = f"{performance.measured[:1].upper()}{performance.measured[1:]} · {title}"
+    caches_alone = report.candidates and all(
+        arm.kv is not None and arm.name in (arm.kv_text, arm.kv.label) for arm in report.candidates
+    )
+    costs = [_control(arm) for arm in controls]
+    if any(arm.measured for arm in controls):
+        costs.append("The excess over the control is the paired difference to it")
+    details = [
+        ("run", report.run_id),
+        ("created", report.created.isoformat(timespec="seconds")),
+        *_flat("", report.environment),
+    ]
     return View(
-        title=_title(report, performance, fidelity),
+        title=title,
         facts=_sample(report) if len(arms) > 1 or fidelity else (),
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
         answer=_answer(report.recommendation),
-        subject=_subject(report),
+        subject="KV cache" if caches_alone else "configuration",
         failures=tuple(
             shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
         ),
@@ -272,7 +286,7 @@ def build_view(report: Report) -> View:
         ),
         rows=rows,
         floor=". ".join([_floor(report.floor), *_without_floor(report.candidates)]),
-        control=_controls(controls),
+        control=". ".join(costs) or "Control: none",
         weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
         tables=_present(
@@ -301,7 +315,9 @@ def build_view(report: Report) -> View:
                 for point in _points(sizes, "candidate", arm, number)
             ),
         ),
-        run_details=tuple(_run_details(report)),
+        run_details=tuple(
+            (one_line(name).removeprefix("packages.").replace("_", " "), one_line(value)) for name, value in details
+        ),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         comparability=json.dumps(report.comparability_key, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
@@ -321,21 +337,6 @@ def build_view(report: Report) -> View:
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
-
-
-def _title(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """``smollm2-135m · Transformers (CPU)``; with benches alone, the measured quantity comes first."""
-    what = f"{one_line(report.reference.model)} · {engines_of((report.reference, *report.candidates))}"
-    if fidelity or performance is None:
-        return what
-    return f"{performance.measured[:1].upper()}{performance.measured[1:]} · {what}"
-
-
-def _subject(report: Report) -> str:
-    alone = report.candidates and all(
-        arm.kv is not None and arm.name in (arm.kv_text, arm.kv.label) for arm in report.candidates
-    )
-    return "KV cache" if alone else "configuration"
 
 
 def _sample(report: Report) -> tuple[str, ...]:
@@ -580,7 +581,11 @@ def _repeats(measurement: Measurement) -> bool:
 def _floor(floor: Mapping[str, Measurement]) -> str:
     """Count of repeated items; else the distance of the reference from itself."""
     measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
-    same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
+    same = []
+    for name, axis in measured:
+        if _repeats(axis):
+            n = sum(context["n_positions"] for context in _scored_at(axis)) or axis.n_items
+            same.append(name if n is None else f"{name} ({n - (axis.n_failed or 0):,} of {n:,} items)")
     parts = [_repeatability_text(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
         verb = "are" if len(same) > 1 else "is"
@@ -606,12 +611,6 @@ def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
     return [f"{text} for {line}" for line in shared(missing)]
 
 
-def _repeated(name: str, measurement: Measurement) -> str:
-    """Properties that both captures share."""
-    n = sum(context["n_positions"] for context in _scored_at(measurement)) or measurement.n_items
-    return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
-
-
 def _repeatability_text(name: str, measurement: Measurement) -> str:
     """Figures of the difference between the two captures."""
     heads = [
@@ -621,13 +620,6 @@ def _repeatability_text(name: str, measurement: Measurement) -> str:
     if exact is not None and n is not None:
         heads.insert(0, f"{name}: {round(exact * (n - (measurement.n_failed or 0))):,} of {n:,} items repeat")
     return ", ".join(heads) or f"{name}: measured"
-
-
-def _controls(arms: Sequence[ArmRecord]) -> str:
-    """The cost of the control, and of the controls on other kernel paths."""
-    measured = any(arm.measured for arm in arms)
-    tail = ["The excess over the control is the paired difference to it"] if measured else []
-    return ". ".join([*map(_control, arms), *tail]) or "Control: none"
 
 
 def _control(arm: ArmRecord) -> str:
@@ -674,15 +666,6 @@ def _points(sizes: Sizes, role: str, arm: ArmRecord, number: int = 0) -> list[Fr
         return []
     name, key, place = one_line(arm.name), _key(role, arm), arm_id(role, number)
     return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit)]
-
-
-def _run_details(report: Report) -> list[tuple[str, str]]:
-    lines = [
-        ("run", report.run_id),
-        ("created", report.created.isoformat(timespec="seconds")),
-        *_flat("", report.environment),
-    ]
-    return [(one_line(name).removeprefix("packages.").replace("_", " "), one_line(value)) for name, value in lines]
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, str]]:

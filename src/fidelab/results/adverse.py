@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from fidelab.core import Status
 from fidelab.metrics.composite import Band, is_worse, kl_band
-from fidelab.results.measurement import DECIDING, DOMAIN, Measurement, Metric, label
+from fidelab.results.measurement import DECIDING, DOMAIN, Metric, label
 from fidelab.results.numbers import format_amount, format_figure, format_interval, format_nats, format_span, one_line
 from fidelab.results.rates import EQUAL_RATE_SHARE, rate_ratios
 from fidelab.results.record import ArmRecord
@@ -76,16 +76,13 @@ def _worse_tests(arm: ArmRecord) -> Iterator[Finding]:
         ordered = sorted(axis.metrics, key=lambda metric: bool(metric.cell))
         found = next((metric for metric in ordered if is_shown_worse(metric, _band(arm))), None)
         if found is not None:
-            yield Finding(f"{one_line(name)} is worse: {_figure(axis, found)}")
-
-
-def _figure(axis: Measurement, metric: Metric) -> str:
-    """``lost 9 of 36, accuracy difference −23.0 points (−42.0 to −4.0)``."""
-    at = f" at {one_line(label(metric.cell))}" if metric.cell else ""
-    unit = {"points": " points", "nats": " nats"}.get(metric.unit, "")
-    value = format_figure(metric.value, metric.unit, signed=metric.unit != "nats")
-    counts = f"{one_line(axis.summary)}, " if axis.summary else ""
-    return f"{counts}{one_line(metric.name)}{at} {value}{unit} ({format_interval(metric.ci, metric.unit)})"
+            # ``lost 9 of 36, accuracy difference −23.0 points (−42.0 to −4.0)``
+            at = f" at {one_line(label(found.cell))}" if found.cell else ""
+            unit = {"points": " points", "nats": " nats"}.get(found.unit, "")
+            value = format_figure(found.value, found.unit, signed=found.unit != "nats")
+            counts = f"{one_line(axis.summary)}, " if axis.summary else ""
+            figure = f"{counts}{one_line(found.name)}{at} {value}{unit} ({format_interval(found.ci, found.unit)})"
+            yield Finding(f"{one_line(name)} is worse: {figure}")
 
 
 def _worse_texts(arm: ArmRecord) -> Iterator[Finding]:

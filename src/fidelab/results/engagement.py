@@ -13,18 +13,15 @@ _REFUTED = "refuted: "
 _QUESTIONS = ("received", "stored", "named")  # of the proof of engagement, in the order of reasons
 
 
-def _question_rank(question: str) -> int:
-    """Rank of a question of the proof: what attention received says more than what was stored, and that than a name."""
-    return _QUESTIONS.index(question) if question in _QUESTIONS else len(_QUESTIONS)
-
-
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
     """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv
     proof = ran.get("proof") or {}  # a manifest has its keys in another order
-    answers = [str(proof[question]) for question in sorted(proof, key=_question_rank)]
+    # what attention received says more than what was stored, and that than a name
+    ranks = {question: rank for rank, question in enumerate(_QUESTIONS)}
+    answers = [str(proof[question]) for question in sorted(proof, key=lambda one: ranks.get(one, len(ranks)))]
     refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
     for side, asked in (("k", kv.k), ("v", kv.v)):
         stored = ran.get(f"{side}_format")

@@ -80,8 +80,11 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
     against = adverse(best, report.reference)
     confidence = _confidence(field, best, against)
     command, note = serve_command(best)
-    if command is None and (served := _best_served(report, asked)):
-        note = f"{note} {served}"
+    if command is None:
+        served = tuple(arm for arm in report.candidates if serve_command(arm)[0] is not None)
+        found = recommend(report.model_copy(update={"candidates": served}), **limits) if served else None
+        if found and found.arm:
+            note = f"{note} The best format that one can serve is {one_line(found.arm)}."
     return Recommendation(
         kind="use" if field.gains[chosen] else "safe",
         arm=best.name,
@@ -134,13 +137,6 @@ def _confidence(field: Field, best: ArmRecord, against: Sequence[Finding]) -> Co
     clusters = best.axes[DECIDING].n_clusters
     few = clusters is None or clusters < MIN_CLUSTERS
     return "preliminary" if few and best.status is not Status.IDENTICAL else "likely"
-
-
-def _best_served(report: Report, limits: Mapping[str, float]) -> str:
-    """The candidate that would be chosen among those that a supported server stores."""
-    served = tuple(arm for arm in report.candidates if serve_command(arm)[0] is not None)
-    found = recommend(report.model_copy(update={"candidates": served}), **limits) if served else None
-    return f"The best format that one can serve is {one_line(found.arm)}." if found and found.arm else ""
 
 
 # ------------------------------------------------------------------------------------------------- words
@@ -278,8 +274,20 @@ def _evidence(
     certificate = best.certificates.get(DECIDING)
     claims = certificate.claims if certificate else ()
     if confidence.startswith("confirmed"):
-        held = dict.fromkeys((*(_confirmed_claim(field, claim) for claim in claims), *_other_claims(best)))
-        yield f"{confidence}: {', '.join(held) or 'no change'}"
+        held = []
+        for claim in claims:
+            amount = _amount(field.limits.get(LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin), claim)
+            if claim.key == "mean_kl":
+                held.append(f"KLD below {amount.removesuffix(' nats')}")
+            else:
+                held.append(f"{claim.name} below {amount}")
+        held += [  # of other tests: ``gsm8k accuracy loss below 1 point``
+            f"{one_line(axis)} {claim.name} below {_amount(claim.margin, claim)}"
+            for axis, other in best.certificates.items()
+            if axis != DECIDING and other.state == "holds"
+            for claim in other.claims
+        ]
+        yield f"{confidence}: {', '.join(dict.fromkeys(held)) or 'no change'}"
     elif confidence == "preliminary":
         clusters = counted(kld.n_clusters or 0, kld.cluster or "document")
         yield f"preliminary: {clusters}, at least {MIN_CLUSTERS} are needed to confirm"
@@ -295,21 +303,6 @@ def _evidence(
         yield f"likely, not confirmed: {why}"
     if field.limits:
         yield f"limits: {_format_limits(field.limits)}"
-
-
-def _other_claims(arm: ArmRecord) -> Iterator[str]:
-    """Losses on other tests than the KLD that are ruled out: ``gsm8k accuracy loss below 1 point``."""
-    for axis, certificate in arm.certificates.items():
-        if axis != DECIDING and certificate.state == "holds":
-            for claim in certificate.claims:
-                yield f"{one_line(axis)} {claim.name} below {_amount(claim.margin, claim)}"
-
-
-def _confirmed_claim(field: Field, claim: CertificateClaim) -> str:
-    limit = field.limits.get(LIMIT_OF_CLAIM.get(claim.key, ""), claim.margin)
-    if claim.key == "mean_kl":
-        return f"KLD below {_amount(limit, claim).removesuffix(' nats')}"
-    return f"{claim.name} below {_amount(limit, claim)}"
 
 
 def _amount(value: float, claim: CertificateClaim) -> str:
@@ -402,15 +395,15 @@ def _more(arms: Sequence[ArmRecord]) -> str:
         claims = [claim for one in arm.certificates.values() for claim in one.claims if claim.state != "holds"]
         kld = arm.deciding
         word = (kld.cluster if kld else "") or "cluster"
-        most = max((claim for claim in claims if claim.clusters_needed), key=_factor, default=None)
+        most = max(
+            (claim for claim in claims if claim.clusters_needed),
+            key=lambda one: (one.clusters_needed or 0) / max(one.clusters, 1),
+            default=None,
+        )
         if most is not None and most.clusters_needed is not None and most.clusters_needed > most.clusters:
             needed = counted(most.clusters_needed, word)
             needs.append(f"{one_line(arm.name)} needs about {needed} (now {most.clusters:,}) for {most.name}")
     return " · ".join(needs)
-
-
-def _factor(claim: CertificateClaim) -> float:
-    return (claim.clusters_needed or 0) / max(claim.clusters, 1)
 
 
 def serve_command(arm: ArmRecord) -> tuple[str | None, str]:

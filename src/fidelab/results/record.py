@@ -51,13 +51,9 @@ BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 # ------------------------------------------------------------------------------------------------- arms
 
 
-def _kv_spec(value: Any) -> KVSpec:
-    return value if isinstance(value, KVSpec) else from_json(KVSpec, value)
-
-
 KV = Annotated[
     KVSpec,
-    PlainValidator(_kv_spec),
+    PlainValidator(lambda value: value if isinstance(value, KVSpec) else from_json(KVSpec, value)),
     PlainSerializer(to_json),
     WithJsonSchema(
         {

@@ -33,7 +33,6 @@ from fidelab.plan.estimate import Timings
 from fidelab.plan.looks import check_budget, n_looks, planned, seconds_of
 from fidelab.plan.prepare import PreparedRun, now, prepare, require_packages
 from fidelab.plan.resolve import Settings
-from fidelab.references.pack import Pack
 from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
@@ -184,7 +183,11 @@ def _run_jobs(
     plan = prepared.plan
     expected, started = prepared.estimate(), time.monotonic()
     after = expected.scoring + sum(expected.benches.values())
-    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=_borrowed(plan.settings.pack))
+    borrowed: dict[str, Any] = {}
+    if (pack := plan.settings.pack) is not None:
+        noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
+        borrowed = {**pack.borrowed().model_dump(mode="json"), "noise": noise}
+    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed)
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
     looked = 0.0  # seconds in which looks compared them
@@ -248,14 +251,6 @@ def _run_jobs(
     finally:
         servers.close()
         listener.close()
-
-
-def _borrowed(pack: Pack | None) -> dict[str, Any]:
-    """Return the report's record of a borrowed reference."""
-    if pack is None:
-        return {}
-    noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
-    return {**pack.borrowed().model_dump(mode="json"), "noise": noise}
 
 
 def _keep(

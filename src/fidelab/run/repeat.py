@@ -175,7 +175,15 @@ def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[
     merged = _repeated(found)
     # Describe the spread of an axis' headline figures, and the runs in which it has no result
     spread = [metric for metric in merged.headlines if len(metric.repeats) > 1]
-    flags = [Flag(kind="spread", text=f"{axis} {_spread(metric)}") for metric in spread]
+    flags = []
+    for metric in spread:
+        low, high = min(metric.repeats), max(metric.repeats)
+        said = f"the same in all {len(metric.repeats)} runs"
+        if low != high:
+            ends = " to ".join(format_figure(end, metric.unit) for end in (low, high))
+            sd = format_figure(statistics.stdev(metric.repeats), metric.unit)
+            said = f"{ends} over {len(metric.repeats)} runs, standard deviation {sd}"
+        flags.append(Flag(kind="spread", text=f"{axis} {metric.name}: {said}"))
     lost: dict[str, list[str]] = {}
     for number, (one, arm) in enumerate(zip(found, arms, strict=True), 1):
         end = arm if one is None else one
@@ -185,13 +193,3 @@ def _with_spread(axis: str, found: Sequence[Measurement | None], arms: Sequence[
         which = f"run{'s' * (len(runs) > 1)} {', '.join(runs)}"
         flags.append(Flag(kind=_LOST, text=f"{axis} failed in {which} of {len(arms)}: {reason}"))
     return merged.model_copy(update={"flags": (*merged.flags, *flags)})
-
-
-def _spread(metric: Metric) -> str:
-    """``score: 98.1 to 98.5 over 4 runs, standard deviation 0.17``."""
-    low, high = min(metric.repeats), max(metric.repeats)
-    if low == high:
-        return f"{metric.name}: the same in all {len(metric.repeats)} runs"
-    ends = " to ".join(format_figure(end, metric.unit) for end in (low, high))
-    sd = format_figure(statistics.stdev(metric.repeats), metric.unit)
-    return f"{metric.name}: {ends} over {len(metric.repeats)} runs, standard deviation {sd}"

@@ -217,10 +217,12 @@ class _Cache(Question):
         if self.storage.any_format:
             groups = {f"{layer}.{side}": (layer, side) for layer in known.layers for side in self.sides}
             pairs = {pair_name(k, v, self._wide): (k, v) for k in names for v in names if {k, v} != {NATIVE}}
+            everywhere = {name: f"*:{k}/{v}" for name, (k, v) in pairs.items()}
             sizes = sizes.reshape(len(groups), len(names))
         else:
             groups = {f"{layer}": (layer, side) for layer in known.layers for side in self.sides}
             pairs = {name: (name, name) for name in self.names}
+            everywhere = {name: f"*:{self._rounding('both', name)}" for name in pairs}
             sizes = sizes.sum(axis=1)
         least = sizes.min(axis=1).sum() / values
         if budget < least:
@@ -241,7 +243,7 @@ class _Cache(Question):
             per=values,
             values=values,
             option=self._option,
-            rivals={name: (self._everywhere(*pairs[name]), whole[name]) for name in fitting},
+            rivals={name: (everywhere[name], whole[name]) for name in fitting},
             together=[] if self.storage.any_format else [[NATIVE, name] for name in self.names],
             refined=bool(self.formats),
             kv=lambda formats: Recipe.of(formats).kv(self._wide),
@@ -266,9 +268,6 @@ class _Cache(Question):
             return ";".join(f"{layer}:{self._rounding('both', name)}" for layer, name in chosen.items())
         layers = self.statistics.layers
         return ";".join(f"{layer}:{chosen[f'{layer}.keys']}/{chosen[f'{layer}.values']}" for layer in layers)
-
-    def _everywhere(self, k: str, v: str) -> str:
-        return f"*:{k}/{v}" if self.storage.any_format else f"*:{self._rounding('both', k)}"
 
     @property
     def _wide(self) -> str:

@@ -32,7 +32,7 @@ from fidelab.models import resolve
 from fidelab.results.measurement import DECIDING, Coordinates, Definition, Flag, Measurement, Metric, key_of
 from fidelab.results.numbers import counted
 from fidelab.results.outcomes import ArmResult, read_outcomes
-from fidelab.results.record import Report, Verdict
+from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.results.study import PART, Study, StudyRow
 from fidelab.run.pipeline import execute
@@ -209,8 +209,10 @@ class _Line:
             metrics.append(_COMPOSITE(composite.value, composite.ci))
             if composite.band is not None:
                 facts["band"] = composite.band + (", too close" if composite.too_close_to_call else "")
-        if word := _verdict(arm.verdict):
-            facts["verdict"] = word
+        if (verdict := arm.verdict) is not None:
+            open_ = f"cannot tell, at best {verdict.at_best}" if verdict.at_worst else f"at best {verdict.at_best}"
+            if word := verdict.band or (open_ if verdict.at_best else ""):
+                facts["verdict"] = f"{word}, modified" if verdict.modified else word
         return self._row("candidate", arm.status, arm.reason, metrics, facts)
 
     def _speed(self, role: str, name: str, bench: Measurement) -> Iterator[StudyRow]:
@@ -259,14 +261,6 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[int, float | N
 
 def _score_key(axis: str) -> str:
     return f"{key_of(axis)}_score"
-
-
-def _verdict(verdict: Verdict | None) -> str:
-    if verdict is None:
-        return ""
-    open_ = f"cannot tell, at best {verdict.at_best}" if verdict.at_worst else f"at best {verdict.at_best}"
-    word = verdict.band or (open_ if verdict.at_best else "")
-    return f"{word}, modified" if word and verdict.modified else word
 
 
 def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> StudyRow:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Final
@@ -421,7 +422,12 @@ def _study(resolved: ResolvedProfile, command: str, **fields: Any) -> Study:
 def _measured_study(
     resolved: ResolvedProfile, folder: Path, ended: Mapping[str, StudyRow], facts: Mapping[str, Any], command: str
 ) -> Study:
-    outputs = {name: _output(folder, name) for name, row in ended.items() if row.status is not Status.NOT_SUPPORTED}
+    outputs: dict[str, Any] = {}
+    for name, row in ended.items():
+        if row.status is not Status.NOT_SUPPORTED:
+            outputs[name] = None  # what cannot be read
+            with suppress(OSError, ValueError):
+                outputs[name] = strict_json(read_file(folder / "stages" / name / "out.json", _MAX_STAGE_BYTES))
     lines = []
     for name, pinned in resolved.pins.packages.items():
         found = metadata.version(name) if util.find_spec(name) else "none"
@@ -443,13 +449,6 @@ def _measured_study(
         sentences=tuple(filter(None, said)),
         facts={**facts, "differences": list(differences), "outputs": outputs if resolved.collect else {}},
     )
-
-
-def _output(folder: Path, stage: str) -> Any:
-    try:
-        return strict_json(read_file(folder / "stages" / stage / "out.json", _MAX_STAGE_BYTES))
-    except (OSError, ValueError):
-        return None
 
 
 def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str, Any]) -> StudyRow:

@@ -83,7 +83,12 @@ def quantize(
     source = model_path(model)
     with checkpoints.open_checkpoint(source) as checkpoint:
         planned = checkpoints.plan(recipe, checkpoint)
-        identity = _identity(recipe, [*checkpoint.files, checkpoint.folder / "config.json"])
+        # Changes with the recipe, the texts it names and the model's files; large files by size and time
+        files = [(file, file.stat()) for file in (*checkpoint.files, checkpoint.folder / "config.json")]
+        stats = [(file.name, found.st_size, found.st_mtime_ns) for file, found in files]
+        texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
+        contents = [digest(Path(text).read_bytes()) for text in texts]
+        identity = digest(canonical_json([recipe.model_dump(mode="json"), contents, stats]))
     environment = _environment(python)
     _prepare(work, identity, resume)
     about = _quantized(recipe, planned, source, work, environment, say)
@@ -107,7 +112,14 @@ def quantize(
         "fidelity": None if report is None else "fidelab-report.json",
     }
     if report is not None:
-        report = _described(report, describe_recipe(recipe, planned, bits))
+        remark = describe_recipe(recipe, planned, bits)  # at the candidate: people read it without the other files
+        candidates = tuple(
+            arm.model_copy(
+                update={"ran": arm.ran and arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)})}
+            )
+            for arm in report.candidates
+        )
+        report = report.model_copy(update={"candidates": candidates})
         write_atomically(made / "fidelab-report.json", report.to_json())
         write_html(report, made / "fidelab-report.html")
     _write(made / RECORD, record)
@@ -124,14 +136,6 @@ def _environment(python: str | None) -> Environment:
         if read_marker(folder) is not None:
             return Environment(_TOOL, str(folder / "bin" / "python"))
     raise EngineError(f"{_TOOL} is not installed: {install_command(_TOOL)} (or name its Python with --python)")
-
-
-def _identity(recipe: checkpoints.Recipe, files: list[Path]) -> str:
-    """Changes with the recipe, the texts it names and the model's files; large files by size and time."""
-    texts = [source.text for source in recipe.calibration.sources] if recipe.calibration else []
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    contents = [digest(Path(text).read_bytes()) for text in texts]
-    return digest(canonical_json([recipe.model_dump(mode="json"), contents, stats]))
 
 
 def _prepare(work: Path, identity: str, resume: bool) -> None:
@@ -267,13 +271,6 @@ def describe_recipe(recipe: checkpoints.Recipe, planned: checkpoints.Plan, bits:
         f"quantized by {recipe.method} to {scheme.format}{groups}: {len(planned.quantized)} modules at {bits:.2f} bits "
         f"per weight, scales included; kept in 16 bits: {left}"
     )
-
-
-def _described(report: Report, remark: str) -> Report:
-    """The report, with the remark at its candidate: people read it without the other files."""
-    runs = [arm.ran and arm.ran.model_copy(update={"remarks": (*arm.ran.remarks, remark)}) for arm in report.candidates]
-    arms = (arm.model_copy(update={"ran": ran}) for arm, ran in zip(report.candidates, runs, strict=True))
-    return report.model_copy(update={"candidates": tuple(arms)})
 
 
 def _compared(

@@ -476,18 +476,11 @@ def _plan_sentences(plan: StudyPlan, by: str) -> Iterator[str]:
         smaller = "" if by == "module" else " Smaller groups (--by module) differ more." if plan.unit == "bytes" else ""
         yield f"No mixture of these formats promises less in this budget.{smaller}"
     elif plan.uniform is not None and plan.uniform_measured is not None and plan.uniform_size is not None:
-        yield (
-            f"{plan.uniform} everywhere takes {_format_size_difference(plan.uniform_size - plan.size, plan.unit)} and "
-            f"costs {_cost(plan.uniform_measured)}."
-        )
-
-
-def _format_size_difference(more: float, unit: str) -> str:
-    """Size of a rival, seen from the plan."""
-    if not more:
-        return "the same bytes" if unit == "bytes" else "the same bits"
-    amount = f"{abs(more) / 1024:,.0f} KiB" if unit == "bytes" else f"{format_figure(abs(more), '')} bits"
-    return f"{amount} {'more' if more > 0 else 'less'} than the plan"
+        more, in_bytes = plan.uniform_size - plan.size, plan.unit == "bytes"
+        amount = f"{abs(more) / 1024:,.0f} KiB" if in_bytes else f"{format_figure(abs(more), '')} bits"
+        than = f"{amount} {'more' if more > 0 else 'less'} than the plan"
+        size = than if more else f"the same {'bytes' if in_bytes else 'bits'}"
+        yield f"{plan.uniform} everywhere takes {size} and costs {_cost(plan.uniform_measured)}."
 
 
 def _cost(found: Measurement) -> str:

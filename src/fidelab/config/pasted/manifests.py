@@ -122,7 +122,9 @@ def _form_of(documents: Sequence[Any], where: str, notes: Notes) -> _Form:
     """
     first = documents[0] if documents else None
     if isinstance(first, dict) and "services" in first:
-        services = _mapping(first["services"], where, "services")
+        services = first["services"]
+        if not isinstance(services, dict):
+            raise UsageError(f"{where}: services is not a group of keys")
         return _Form("Compose file", [_service(name, _merged(data), where, notes) for name, data in services.items()])
     if any(isinstance(each, dict) and "kind" in each for each in documents):
         found = [pod for each in documents for pod in _pods(each)]
@@ -179,12 +181,6 @@ def _serves(container: _Container) -> bool:
     return any(re.search(mark, place) for mark in marks for place in (text, *text.split())) and "ollama" not in line
 
 
-def _mapping(data: Any, where: str, key: str) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise UsageError(f"{where}: {key} is not a group of keys")
-    return data
-
-
 def _merged(data: Any) -> dict[str, Any]:
     """Return a group of keys with those of its ``<<: *anchor``."""
     if not isinstance(data, dict):
@@ -203,29 +199,25 @@ def _service(name: str, data: Mapping[str, Any], where: str, notes: Notes) -> _C
     """Return a service of a Compose file.  A service that is not the server may have variables that are not set."""
     found = _Container(name)
     try:
-        _read_service(found, data, where)
+        found.image = _filled(str(data.get("image", "")), where)
+        if "entrypoint" in data:
+            found.entrypoint = _words(data["entrypoint"], where)
+        found.words = _words(data.get("command", ""), where)
+        found.variables = dict(_environment(data.get("environment", {}), where))
+        for key, value in data.items():
+            if key in ("image", "entrypoint", "command", "environment"):
+                continue
+            if key == "env_file":
+                found.ignored[f"env_file: {_shown(value)}"] = _ENV_FILE
+            elif key == "build":
+                found.ignored[f"build: {_shown(value)}"] = "an image that is built is not read; name it by image:"
+            elif not _add_flags(found, key, value, where):
+                found.ignored[f"{key}: {_shown(value)}"] = _OF_CONTAINER
     except UsageError:
         found.image = str(data.get("image", ""))
         if _serves(found) or _serves(_Container(name, "", None, str(data.get("command", "")).split())):
             raise
     return found
-
-
-def _read_service(found: _Container, data: Mapping[str, Any], where: str) -> None:
-    found.image = _filled(str(data.get("image", "")), where)
-    if "entrypoint" in data:
-        found.entrypoint = _words(data["entrypoint"], where)
-    found.words = _words(data.get("command", ""), where)
-    found.variables = dict(_environment(data.get("environment", {}), where))
-    for key, value in data.items():
-        if key in ("image", "entrypoint", "command", "environment"):
-            continue
-        if key == "env_file":
-            found.ignored[f"env_file: {_shown(value)}"] = _ENV_FILE
-        elif key == "build":
-            found.ignored[f"build: {_shown(value)}"] = "an image that is built is not read; name it by image:"
-        elif not _add_flags(found, key, value, where):
-            found.ignored[f"{key}: {_shown(value)}"] = _OF_CONTAINER
 
 
 def _add_flags(found: _Container, key: str, value: Any, where: str) -> bool:

@@ -230,10 +230,17 @@ class _Script:
                 self.notes.ignored["&"] = "the server would run in the background"
             if not words:
                 continue
-            self._refuse_keyword(plain[0])
+            if plain[0] in _KEYWORDS:
+                raise UsageError(
+                    f"{self.where}: the script has {_KEYWORDS[plain[0]]} ({plain[0]}), which is not run; "
+                    "paste the server's command with its values filled in"
+                )
             if self._sets_variables(words, plain) or self._is_side_command(statement, plain, bool(command)):
                 continue
-            self._note_redirects(statement)
+            for redirect in statement.redirects:
+                if redirect.startswith("<"):
+                    raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
+                self.notes.ignored[redirect] = _OUTPUT
             if (
                 plain[0].startswith("-") and command and statement.before == "\n"
             ):  # no command begins with a dash: the backslash was lost
@@ -246,21 +253,11 @@ class _Script:
                 )
             own, expanded = self.command(words)
             command = words[len(own) :]
-        self._note_unused()
+        for name, value in self.values.items():
+            if name not in self.exported and name not in self.used and value:
+                shown = name if is_secret_name(name) else f"{name}={value}"
+                self.notes.ignored.setdefault(shown, "set without export: the server does not see it")
         return Command({**self.exported, **own}, expanded)
-
-    def _refuse_keyword(self, word: str) -> None:
-        if word in _KEYWORDS:
-            raise UsageError(
-                f"{self.where}: the script has {_KEYWORDS[word]} ({word}), which is not run; "
-                "paste the server's command with its values filled in"
-            )
-
-    def _note_redirects(self, statement: Statement) -> None:
-        for redirect in statement.redirects:
-            if redirect.startswith("<"):
-                raise UsageError(f"{self.where}: {redirect.split()[0]!r} is not read; leave out the input")
-            self.notes.ignored[redirect] = _OUTPUT
 
     def command(self, words: list[Word]) -> Command:
         """Return the variables in front of a command, and its words with the values of variables."""
@@ -343,12 +340,6 @@ class _Script:
         self.notes.ignored[f"{first} …" if plain[1:] else first] = reason  # its words may hold a key
         return True
 
-    def _note_unused(self) -> None:
-        for name, value in self.values.items():
-            if name not in self.exported and name not in self.used and value:
-                shown = name if is_secret_name(name) else f"{name}={value}"
-                self.notes.ignored.setdefault(shown, "set without export: the server does not see it")
-
     # ------------------------------------------------------------------------------------------- expansion
 
     def _value(self, word: Word, match: re.Match[str]) -> str:
@@ -406,7 +397,13 @@ class _Script:
             if bool(match["percent"]) is not (self.shell is CMD):  # no variable in this shell
                 return match[0]
             if name is None:
-                return self._special(match["special"])
+                special = match["special"]
+                if special in ("$@", "$*", "${@}", "${*}"):
+                    self.notes.ignored[special] = "arguments of the script: none are known here"
+                    return ""
+                if re.fullmatch(r"\$\{?\d\}?", special):
+                    raise UsageError(f"{self.where}: {special} is an argument of the script; write its value")
+                raise UsageError(f"{self.where}: {shorten(special)} is not read; write its value")
             self.used.add(name)
             found = self.values.get(name, os.environ.get(name))
             operator = match["operator"] or ""
@@ -424,14 +421,6 @@ class _Script:
             return found
 
         return _PARAMETER.sub(value, text)
-
-    def _special(self, written: str) -> str:
-        if written in ("$@", "$*", "${@}", "${*}"):
-            self.notes.ignored[written] = "arguments of the script: none are known here"
-            return ""
-        if re.fullmatch(r"\$\{?\d\}?", written):
-            raise UsageError(f"{self.where}: {written} is an argument of the script; write its value")
-        raise UsageError(f"{self.where}: {shorten(written)} is not read; write its value")
 
 
 def check_length(value: str, where: str) -> None:

@@ -32,7 +32,15 @@ def script_of_unit(text: str, where: str, notes: Notes) -> str:
             continue
         key, value = match.groups()
         if key == "Environment":
-            exports += [_assignment(word, where) for word in _words(value, where)]
+            try:
+                words = shlex.split(value)
+            except ValueError as error:
+                raise UsageError(f"{where}: Environment={value}: {str(error).lower()}") from None
+            for word in words:
+                name, _, setting = word.partition("=")
+                if not name.isidentifier():
+                    raise UsageError(f"{where}: Environment={word} is not NAME=value")
+                exports.append(f"export {name}={shlex.quote(_plain(setting, where))}")
         elif key == "ExecStart":  # an empty one removes those before
             commands = [*commands, _plain(value.lstrip(_PREFIXES), where)] if value else []
         elif key == "EnvironmentFile":
@@ -45,20 +53,6 @@ def script_of_unit(text: str, where: str, notes: Notes) -> str:
             notes.ignored[f"{key}=…"] = "concerns the service"
     notes.translated["systemd unit"] = "the command of ExecStart="
     return "\n".join([*exports, *(command.replace("$$", r"\$") for command in commands)])
-
-
-def _words(value: str, where: str) -> list[str]:
-    try:
-        return shlex.split(value)
-    except ValueError as error:
-        raise UsageError(f"{where}: Environment={value}: {str(error).lower()}") from None
-
-
-def _assignment(word: str, where: str) -> str:
-    name, _, value = word.partition("=")
-    if not name.isidentifier():
-        raise UsageError(f"{where}: Environment={word} is not NAME=value")
-    return f"export {name}={shlex.quote(_plain(value, where))}"
 
 
 def _plain(value: str, where: str) -> str:

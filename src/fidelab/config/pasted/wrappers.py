@@ -133,9 +133,13 @@ def unwrap(words: Sequence[str], where: str, notes: Notes, variables: Mapping[st
     """
     rest, sets = list(words), dict[str, str]()
     while rest:
-        rest[0] = _program_name(rest[0], notes)
-        name = _wrapper_name(rest)
-        if name:
+        if rest[0].lower().endswith(".exe") or "\\" in rest[0]:  # the folder and the ending that Windows gives it
+            program = re.sub(r"(?i)\.exe$", "", PureWindowsPath(rest[0]).name)
+            notes.translated[rest[0]] = program
+            rest[0] = program
+        line = [_first(rest), *rest[1:_SHOWN]]
+        begins = (" ".join(line[:n]) for n in (3, 2, 1))  # a wrapper's name has up to three words
+        if name := next((begin for begin in begins if begin in _WRAPPERS), ""):
             rest = _without(name, rest, sets, notes)
         elif _first(rest) in _SHELLS:
             script = _script_of(rest, where)
@@ -155,21 +159,6 @@ def _first(words: Sequence[str]) -> str:
     return PurePosixPath(words[0]).name if words else ""
 
 
-def _program_name(word: str, notes: Notes) -> str:
-    """Return a program's name without the folder and the ending that Windows gives it."""
-    if not word.lower().endswith(".exe") and "\\" not in word:
-        return word
-    name = re.sub(r"(?i)\.exe$", "", PureWindowsPath(word).name)
-    notes.translated[word] = name
-    return name
-
-
-def _wrapper_name(words: Sequence[str]) -> str:
-    """Return the name of the wrapper that a command begins with, of up to three words; empty if it begins with none."""
-    line = [_first(words), *words[1:_SHOWN]]
-    return next((name for n in (3, 2, 1) if (name := " ".join(line[:n])) in _WRAPPERS), "")
-
-
 def _without(name: str, words: list[str], sets: dict[str, str], notes: Notes) -> list[str]:
     """Return the words after a wrapper and its flags.  ``sets`` takes the variables that it sets."""
     wrapper, at = _WRAPPERS[name], len(name.split())
@@ -187,7 +176,12 @@ def _without(name: str, words: list[str], sets: dict[str, str], notes: Notes) ->
             rest.pop(0)
             break
         elif word.startswith("-") and len(word) > 1:
-            count = 0 if equals or _is_packed(word, wrapper) else wrapper.takes(flag)
+            known = wrapper.values | wrapper.sets
+            if wrapper.switches is not None:
+                known = frozenset({word[:2]}) - wrapper.switches
+            # ``-n10``: a flag of one letter has its value in the same word
+            packed = not word.startswith("--") and len(word) > 2 and word not in known and word[:2] in known
+            count = 0 if equals or packed else wrapper.takes(flag)
             given = [rest.pop(0) for _ in range(min(1 + count, len(rest)))]
             if flag in wrapper.sets and (pair := value if equals else given[-1]):
                 variable, _, text = pair.partition("=")
@@ -207,12 +201,6 @@ def _without(name: str, words: list[str], sets: dict[str, str], notes: Notes) ->
         rest[0] = notes.translated[rest[0]]
     notes.ignored[without_secrets(shlex.join(taken))] = wrapper.why
     return ["python", "-m", *rest] if module else rest
-
-
-def _is_packed(word: str, wrapper: Wrapper) -> bool:
-    """Whether a flag of one letter has its value in the same word: ``-n10``."""
-    known = wrapper.values | wrapper.sets if wrapper.switches is None else frozenset({word[:2]}) - wrapper.switches
-    return not word.startswith("--") and len(word) > 2 and word not in known and word[:2] in known
 
 
 def _script_of(words: Sequence[str], where: str) -> str:
