@@ -8,7 +8,7 @@ from functools import partial
 import psutil
 
 from fidelab.bench.base import BenchInputs, LiveSettings, Question
-from fidelab.core import Status
+from fidelab.core import Arm, Status
 from fidelab.core.roles import CONTROL, EXACT, FLOOR, QUERIES, TRUTH, TWIN
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import random_prompts
@@ -48,8 +48,8 @@ class BenchPlan:
         live = [question for question in questions if not benches[question.bench].fresh]
         loads = self._loads(arms, live)
         for resolved in (self._settings.resolved[result.arm.name] for result in arms):
-            started = not resolved.engine_class.is_server  # by fidelab
-            asked = [q for q in questions if not q.impossible and (started or not benches[q.bench].not_on_servers)]
+            arm = resolved.arm
+            asked = [q for q in questions if not (q.impossible or self._served(arm, q.bench))]
             if any(question in live for question in asked):
                 yield "", resolved, loads, None, 0
             for question in asked:
@@ -81,3 +81,10 @@ class BenchPlan:
         sizes = (one.model.weight_bytes * (_FLOAT32_FACTOR if one.arm.dtype == "float32" else 1) for one in own)
         need = sum(_BESIDE_WEIGHTS + size for size in sizes)
         return need <= _SHARE * psutil.virtual_memory().available
+
+    def _is_server(self, arm: Arm) -> bool:
+        return self._settings.resolved[arm.name].engine_class.is_server
+
+    def _served(self, arm: Arm, bench: str) -> str:
+        """Reason why this bench cannot measure an engine that somebody else started; empty if it can."""
+        return self._settings.benches[bench].not_on_servers if self._is_server(arm) else ""
