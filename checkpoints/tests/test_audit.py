@@ -287,6 +287,7 @@ def _normed() -> Synthetic:
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 GPTQ, AWQ, W4, W4_MOE, FP8 = _form("gptq"), _form("awq"), _form("w4a16"), _form("w4a16", moe=True), _form("fp8")
 W4_ASYM = _form("w4a16-asymmetric")
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 NORM, V_SCALE = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.v_scale"
 EXPERT_SCALES = [f"model.layers.0.mlp.experts.{e}.up_proj.weight_scale" for e in range(1, EXPERTS)]
 INF, NAN = float("inf"), float("nan")
@@ -597,6 +598,13 @@ FAULTS: dict[str, Fault] = {
     "a scale of the KV cache at zero": _changed("kv-scales-invalid", _cached, V_SCALE, torch.zeros_like, "broken"),
     "a scale of the KV cache at -1": _changed("kv-scales-invalid", _cached, V_SCALE, lambda t: t * 0 - 1, "broken"),
     "a huge scale of the KV cache": _changed("kv-scales-invalid", _cached, V_SCALE, lambda t: t * 1e4, "suspicious"),
+    "keys with a channel far above the others": Fault(
+        "fragile-keys",
+        plain,
+        _set(KEYS, lambda t: torch.cat([t[:3], t[3:4] * 100, t[4:]])),
+        [],
+        "information",
+    ),
     "one of fused layers kept": Fault(
         "fused-siblings",
         W4,
