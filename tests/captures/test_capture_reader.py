@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fidelab.captures import reader
 from fidelab.captures.container import BFloat16
 from fidelab.captures.manifest import load_manifest
 from fidelab.captures.reader import Capture, find_captures, is_complete
@@ -98,10 +100,30 @@ def test_a_harmed_vocabulary_is_refused_by_name(harm: Callable[[Path], None], ca
         Capture(capture).pieces()
 
 
-def test_damage_after_a_first_reading_is_seen(capture: Path) -> None:
+@pytest.fixture
+def settled(capture: Path) -> Path:
+    """A capture whose files are older than a tick of the file system's clock, so that a check of it is remembered."""
+    time.sleep(2e-9 * reader._SETTLED)
     assert is_complete(capture)
-    flip(capture / PART)
-    assert not is_complete(capture)
+    assert capture in reader._complete
+    return capture
+
+
+@pytest.mark.parametrize("harm", [cut, flip, drop])
+@pytest.mark.parametrize("file", [PART, "probe.json.gz", "manifest.json", "head"])
+def test_damage_after_a_first_reading_is_seen(
+    harm: Callable[[Path], None], file: str, settled: Path, tmp_path: Path
+) -> None:
+    [head] = (tmp_path / "heads").iterdir()
+    harm(head if file == "head" else settled / file)
+    assert not is_complete(settled)
+
+
+def test_a_capture_that_did_not_change_is_not_read_again(settled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = Capture(settled).manifest["key"]
+    monkeypatch.setattr(reader, "Capture", lambda folder: pytest.fail(f"{folder} was read"))
+    assert is_complete(settled, key)
+    assert not is_complete(settled, {**key, "replicate": 7})
 
 
 def test_a_capture_of_another_key_is_not_the_one_that_is_wanted(capture: Path) -> None:

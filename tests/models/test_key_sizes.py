@@ -127,6 +127,25 @@ def test_the_embedded_models_are_silent_and_both_forms_of_one_agree(smollm2: Mod
 
 
 @pytest.mark.model
+def test_audit_estimate_and_the_plan_of_a_comparison_say_it_and_only_for_narrow_keys(
+    smollm2: Model, tmp_path: Path
+) -> None:
+    assert cli("checkpoint", "make-fragile", smollm2.path, "-o", "copy", "--factor", 64, cwd=tmp_path).code == 0
+    plan = ("compare", "--engine", "hf", "--reference", "bf16", "--axes", "kld", "--quick", "--dry-run")
+    said = {
+        "audit": cli("checkpoint", "audit", "copy", cwd=tmp_path),
+        "estimate": cli("estimate", "copy", "--kv", "q8_0", cwd=tmp_path),
+        "plan": cli(*plan, "copy", "--kv", "q8_0", cwd=tmp_path),
+        "estimate of 16 bits": cli("estimate", "copy", "--kv", "f16", cwd=tmp_path),
+        "plan of 16-bit keys": cli(*plan, "copy", "--kv", "k16v8", cwd=tmp_path),
+        "plan of the model itself": cli(*plan, smollm2.path, "--kv", "q8_0", cwd=tmp_path),
+    }
+    assert {done.code for done in said.values()} == {0}
+    warned = [place for place, done in said.items() if "times the model's median" in " ".join(done.out.split())]
+    assert warned == ["audit", "estimate", "plan"]
+
+
+@pytest.mark.model
 @pytest.mark.full
 def test_warnings_rise_with_the_measured_loss_and_are_silent_where_a_format_passes(
     smollm2: Model, tmp_path: Path

@@ -195,15 +195,10 @@ def _read(
     gguf: Path | None = None,
 ) -> Model:
     if not (folder / "config.json").is_file():
-        inside = sorted(file.name for file in folder.glob("*.gguf"))
-        if inside:
-            no_config = f"{name} has no config.json but GGUF files: pass one of them, for example {folder / inside[0]}"
-        else:
-            where = "" if str(folder) == name else f" ({folder})"
-            no_config = (
-                f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
-            )
-        raise InputError(no_config)
+        where = "" if str(folder) == name else f" ({folder})"
+        raise InputError(
+            f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
+        )
     for file in sorted(folder.iterdir()):
         if file.exists() and not file.is_file() and not file.is_dir():  # a link to nothing is left to whoever needs it
             raise InputError(f"{file} is a pipe or a device; a model folder holds regular files")
