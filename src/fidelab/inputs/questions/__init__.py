@@ -1,0 +1,1 @@
+"""Short questions with exact graders, in ten kinds."""
