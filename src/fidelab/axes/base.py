@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
 from fidelab.axes import AXES
-from fidelab.axes.answers import after_reasoning
+from fidelab.inputs.reasoning import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens

@@ -21,6 +21,7 @@ from fidelab.cli import (
     diagnose,
     doctor,
     estimate,
+    eval,
     imports,
     report,
     reproduce,
@@ -82,6 +83,7 @@ app = Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(rich_help_panel=_COMPARE, brief=compare.BRIEF)(compare.compare)
+app.command("eval", rich_help_panel=_COMPARE)(eval.evaluate)
 for _panel, _command in ((_RESULTS, check.check), (_RESULTS, report.report), (_MACHINE, doctor.doctor)):
     app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (

@@ -237,7 +237,7 @@ def _run(
             keeper.finish()
             note(f"fidelab: the cells so far are in {keeper.folder.path}")
         if isinstance(error, EngineError | UsageError):  # words of engine openai, which has other flags
-            raise type(error)(_in_flags(str(error))) from None
+            raise type(error)(in_flags(str(error))) from None
         raise
     report = keeper.keep(serving)
     keeper.finish()
@@ -263,12 +263,13 @@ def _gate(serving: Measurement) -> None:
         raise typer.Exit(1)
 
 
-def _in_flags(text: str) -> str:
+def in_flags(text: str, model: str = "--model") -> str:
+    """Return an error of engine openai in the words of a command whose model is named by ``model``."""
     for option, flag in (
         ("engine openai: environment variable", "environment variable"),
         ("(api-key-env)", "(--api-key-env)"),
         ("engine openai: base-url", "--base-url"),
-        ("correct base-url or model", "correct --base-url or --model"),
+        ("correct base-url or model", f"correct --base-url or {model}"),
         ("correct base-url", "correct --base-url"),
         ("as base-url", "as --base-url"),
         ("is base-url", "is --base-url"),
@@ -278,7 +279,7 @@ def _in_flags(text: str) -> str:
         ),
         ("give the key by api-key-env=NAME", "give the key by --api-key"),
         ("--engine-arg timeout=SECONDS", "--timeout SECONDS"),
-        ("--engine-arg model=NAME", "--model NAME"),
+        ("--engine-arg model=NAME", f"{model} NAME" if model.startswith("-") else model),
         (", start it again, then --resume", ", start it again"),
     ):
         text = text.replace(option, flag)

@@ -65,11 +65,12 @@ def check(
         raise UsageError("--markdown and --json -: name one")
     report, diff = read_run(run_dir), None
     measured = dict.fromkeys(name for arm in report.candidates for name in arm.axes)
-    asked = _policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
+    asked = read_policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
     if baseline is not None:
         diff = compare(read_run(find_run(baseline)), report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
-    arms = report.candidates if every or everywhere else [choose_arm(report, arm)]
+    alone = () if report.candidates else (report.reference,)  # a run that compares nothing
+    arms = alone or (report.candidates if every or everywhere else [choose_arm(report, arm)])
     groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}
     groups |= {rule.metric.rpartition(".")[0] for rule in asked.rules if rule.metric.startswith(f"{NEMO_EVALUATOR}:")}
     found = decide(report, asked, arms, groups=groups, diff=diff)
@@ -92,7 +93,7 @@ def check(
     raise typer.Exit(_CODES[found.decision])
 
 
-def _policy(path: Path | None, flags: dict[str, dict[str, Any]], axes: Collection[str]) -> Policy:
+def read_policy(path: Path | None, flags: dict[str, dict[str, Any]], axes: Collection[str]) -> Policy:
     """Return the rules of the file, and critical rules from the flags that were given.
 
     A policy of NeMo Evaluator becomes rules on the benchmarks among ``axes``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from inspect import Parameter
 from pathlib import Path
@@ -22,7 +22,7 @@ from fidelab.engines import DEFAULT, engine_name
 
 # ------------------------------------------------------------------------------------------------- groups
 
-_ENV = "env."  # prefix of an environment variable's name
+ENV = "env."  # prefix of an environment variable's name
 
 
 class Options:
@@ -199,8 +199,8 @@ class EngineOptions(Options, panel=ENGINE):
                 "image": self.image,
                 "pythonpath": self.pythonpath or [],
             },
-            "engine_args": {key: value for key, value in given.items() if not key.startswith(_ENV)},
-            "env": {key.removeprefix(_ENV): value for key, value in given.items() if key.startswith(_ENV)},
+            "engine_args": {key: value for key, value in given.items() if not key.startswith(ENV)},
+            "env": {key.removeprefix(ENV): value for key, value in given.items() if key.startswith(ENV)},
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,
@@ -208,15 +208,24 @@ class EngineOptions(Options, panel=ENGINE):
         }
 
     def _engine_args(self) -> dict[str, str]:
-        from fidelab.core.errors import UsageError
+        return split_engine_args(self.engine_arg or [])
 
-        pairs = {}
-        for argument in self.engine_arg or []:
-            key, equals, value = argument.partition("=")
-            if not equals or not key:
-                raise UsageError(f"--engine-arg {argument!r}: write key=value")
-            pairs[key.strip()] = value.strip()
-        return pairs
+
+def split_engine_args(given: Sequence[str]) -> dict[str, str]:
+    """Return the options of ``--engine-arg``; those of the environment have the prefix ``env.``.
+
+    Raises:
+        UsageError: If one is not ``KEY=VALUE``.
+    """
+    from fidelab.core.errors import UsageError
+
+    pairs = {}
+    for argument in given:
+        key, equals, value = argument.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--engine-arg {argument!r}: write key=value")
+        pairs[key.strip()] = value.strip()
+    return pairs
 
 
 class ServableEngineOptions(EngineOptions):

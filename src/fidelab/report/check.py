@@ -132,6 +132,12 @@ def _cells(result: RuleResult) -> tuple[str, ...]:
     )
 
 
+def rule_line(result: RuleResult) -> str:
+    """Return a result in one line: metric, value, interval, limit, and the reason where it is inconclusive."""
+    _, _, metric, value, interval, limit = _cells(result)
+    return "; ".join(filter(None, (f"{metric} is {value} ({interval}), limit {limit}", one_line(result.reason))))
+
+
 def _place(result: RuleResult) -> str:
     return f"{result.metric} {result.cell}".strip()
 

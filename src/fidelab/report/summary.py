@@ -335,12 +335,17 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
 
 
 def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, ...]:
-    """Return a sentence per bench: its first headline metric of every arm, with the ratio to the reference's.
+    """Return a sentence per bench: its own summary, or its first headline metric of every arm.
 
-    ``decode: rate at depth 512: bf16 40.1 tok/s; int8 41.2 tok/s (1.03×, better)``.
+    A metric has the ratio to the reference's: ``decode: rate at depth 512: bf16 40.1 tok/s; int8 41.2 tok/s (1.03×,
+    better)``.
     """
     sentences = []
     for name in dict.fromkeys(name for _, record in arms for name in record.benches):
+        summaries = [(arm.name, record.benches[name].summary) for arm, record in arms if name in record.benches]
+        if any(summary for _, summary in summaries):
+            sentences.append("; ".join(f"{arm}: {one_line(summary)}" for arm, summary in summaries if summary))
+            continue
         columns = _headlines(name, [record.benches.get(name) for _, record in arms])
         if not columns:
             if any(name in record.benches and record.benches[name].measured for _, record in arms):

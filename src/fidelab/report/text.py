@@ -20,17 +20,19 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.core import Status, shell_line
-from fidelab.report.cells import STATUS, shared
+from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.view import FIGURES, View, build_view
-from fidelab.results.numbers import printable
+from fidelab.results.numbers import ABSENT, one_line, printable
+from fidelab.results.plots import TablePlot
 from fidelab.results.record import Report
 
 _NAME_WIDTH = 17
 _INDENT_COLUMNS = 11  # of the lines below the answer
 _LONG_HEADING = 12  # letters
+_MAX_LISTED, _MAX_ROW = 40, 200  # rows of a table of words, and characters of a row
 _MAX_REASONS = 8  # lines on the first screen
 _DROPPED_COLUMNS = ("95% interval", "confident flips", "same top token", "size")
 """Columns that narrow terminals leave out, in this order."""
@@ -87,7 +89,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     others = [table for table in view.beside if table.key == "others"]
     for table in others:
         _print_titled(table, console)
-    if view.performance is not None and view.performance.columns:
+    if view.performance is not None and view.performance.columns and not _is_summarized(report):
         # Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's
         rows = tuple(
             (name, *map(str, figures))
@@ -109,6 +111,11 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
+
+
+def _is_summarized(report: Report) -> bool:
+    """Whether the only configuration has a sentence for its benches, so that no table of headlines is needed."""
+    return not report.candidates and any(bench.summary for bench in report.reference.benches.values())
 
 
 def _shown_path(path: Path) -> str:
@@ -224,6 +231,8 @@ def _print_details(view: View, console: Console) -> None:
         for text in (*section.sources, *section.lines, *section.footnotes):
             print_line(console, text)
         console.print()
+        for plot in (plot for part in section.shown for plot in part.tables):
+            _print_listed(plot, console)
     close = " (composite too close to call)"
     own = ((row, row.sentence + close * row.too_close) for row in view.candidates if view.fidelity)
     sentences = shared((row.name, " · ".join((sentence, *row.others))) for row, sentence in own)
@@ -260,6 +269,19 @@ def _print_whole(shown: Others, console: Console) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- benches
+
+
+def _print_listed(plot: TablePlot, console: Console) -> None:
+    """A table of words, a paragraph per row: the first cells on a line, the last ones below."""
+    print_line(console, one_line(plot.title), "bold")
+    width = max((len(fact_of(row[0])) for row in plot.rows), default=0) + 2
+    for row in plot.rows[:_MAX_LISTED]:
+        first, *rest = map(fact_of, row)
+        text = textwrap.shorten(" · ".join(cell for cell in rest if cell != ABSENT), _MAX_ROW, placeholder=" …")
+        console.print(_hanging(f"{first:<{width}}{text}", width, console, len(first)))
+    if len(plot.rows) > _MAX_LISTED:
+        print_line(console, f"… and {len(plot.rows) - _MAX_LISTED} more in the report")
+    console.print()
 
 
 def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:

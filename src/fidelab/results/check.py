@@ -178,7 +178,8 @@ def check(
     """Decide a report by a policy.
 
     Args:
-        arms: candidates to which rules without an ``arm`` apply.
+        arms: configurations to which rules without an ``arm`` apply: candidates, or the only one of a run that
+            compares nothing.
         groups: axes and ``benches.<bench>`` that exist, besides those of the report.
         diff: the report against its baseline.
 
@@ -221,14 +222,15 @@ def _results(
 ) -> Iterator[RuleResult]:
     _check_metric(rule, report, groups)
     unit: Unit = "share" if any(isinstance(limit, str) for limit in (rule.min, rule.max)) else ""
-    named = {arm.name: arm for arm in report.candidates}
+    role = "candidate" if report.candidates else "reference"
+    named = {arm.name: arm for arm in report.candidates or (report.reference,)}
     if rule.arm is not None and rule.arm not in named:
         raise UnknownNameError("configuration", rule.arm, named)
     for arm in arms if rule.arm is None else [named[rule.arm]]:
         found = {
             key: metric
             for key, metric in table.metrics.items()
-            if (key.role, key.arm, f"{key.group}.{key.metric}") == ("candidate", arm.name, rule.metric)
+            if (key.role, key.arm, f"{key.group}.{key.metric}") == (role, arm.name, rule.metric)
             and rule.cell.items() <= metric.cell.items()
         }
         over_all = {key: metric for key, metric in found.items() if not key.cell}
@@ -237,7 +239,7 @@ def _results(
         if not found:
             group, _, key = rule.metric.rpartition(".")
             why = (
-                table.reason(Key("candidate", arm.name, group, "", key))
+                table.reason(Key(role, arm.name, group, "", key))
                 or arm.reason
                 or f"the run has no {rule.metric}"
             )
@@ -321,11 +323,11 @@ def _doubt(report: Report, arm: ArmRecord, metric: Metric, measurement: Measurem
         return f"{measurement.n_failed:,} of {measurement.n_items or 0:,} items gave no figure"
     if report.reference_faults:
         return f"the reference is unusable: {report.reference_faults[0]}"
-    if is_unchanged(arm, report.reference):
+    if report.candidates and is_unchanged(arm, report.reference):
         return NOTHING_CHANGED
     ran = arm.status in (Status.OK, Status.IDENTICAL)
     reasons = [] if ran else [arm.reason or arm.status.value.replace("_", " ")]
-    reasons += [reason for axis in arm.axes.values() for reason in axis.fails]
+    reasons += [reason for found in (*arm.axes.values(), *arm.benches.values()) for reason in found.fails]
     return "; ".join(dict.fromkeys((*reasons, *harms_of(arm))))
 
 

@@ -16,6 +16,7 @@ from fidelab.bench.serving.measure import ServingWatch
 from fidelab.config.load import dump
 from fidelab.core import KVSpec, Status, slug, usable_cores
 from fidelab.engines import CLIENT
+from fidelab.engines.openai.server import Server
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Report, RuntimeRecord
@@ -85,42 +86,64 @@ class Keeper(ServingWatch):
         assert self._contact is not None
         assert self.folder is not None
         server, settings = self._contact.server, self._contact.settings
-        reported = server.kv or (None, None)
-        arm = ArmRecord(
-            status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
-            reason=serving.reason,
-            name=self._name or server.model,
-            engine=CLIENT,
-            model=settings.model or server.model,
-            kv=KVSpec.parse(self._kv) if self._kv else None,
-            ran=RuntimeRecord.model_validate(
-                {
-                    "k_dtype": reported[0],
-                    "v_dtype": reported[1],
-                    "versions": {server.kind: server.version} if server.version else {},
-                    "server": server.kind,
-                    **dict(server.facts),
-                }
-            ),
-            benches={"serving": serving},
-        )
-        # Describe the client's machine; of the server, only its address is known
-        return Report(
+        arm = server_arm(server, "serving", serving, model=settings.model, name=self._name, kv=self._kv)
+        return server_report(
+            arm,
             run_id=self.folder.run_id,
             created=self._created,
-            fidelab_version=fidelab.__version__,
             command=self._command,
-            environment={
-                "fidelab": fidelab.__version__,
-                "python": platform.python_version(),
-                "system": f"{platform.system()} {platform.release()}",
-                "machine": platform.machine(),
-                "usable_cores": usable_cores(),
-            },
             settings={"benches": {"serving": settings.model_dump(mode="json")}},
             comparability_key={"benches.serving": comparability(self._contact)},
-            reference=arm,
         )
+
+
+def server_arm(
+    server: Server,
+    bench: str,
+    measured: Measurement,
+    *,
+    model: str | None = None,
+    name: str | None = None,
+    kv: str | None = None,
+) -> ArmRecord:
+    """Return the record of a model on a server, with what a bench measured.
+
+    ``model``: as the user knows it; ``name``: of the row in reports; ``kv``: a label of its KV format.
+    """
+    reported = server.kv or (None, None)
+    return ArmRecord(
+        status=Status.FAILED if measured.status is Status.NOT_SUPPORTED else measured.status,
+        reason=measured.reason,
+        name=name or server.model,
+        engine=CLIENT,
+        model=model or server.model,
+        kv=KVSpec.parse(kv) if kv else None,
+        ran=RuntimeRecord.model_validate(
+            {
+                "k_dtype": reported[0],
+                "v_dtype": reported[1],
+                "versions": {server.kind: server.version} if server.version else {},
+                "server": server.kind,
+                **dict(server.facts),
+            }
+        ),
+        benches={bench: measured},
+    )
+
+
+def server_report(arm: ArmRecord, **fields: Any) -> Report:
+    """Return the report of a run against a server.
+
+    It describes the client's machine; of the server, only its address and what it reports are known.
+    """
+    environment = {
+        "fidelab": fidelab.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "usable_cores": usable_cores(),
+    }
+    return Report(fidelab_version=fidelab.__version__, environment=environment, reference=arm, **fields)
 
 
 def comparability(contact: Contact) -> dict[str, Any]:

@@ -310,16 +310,24 @@ class Client:
         """Address of the API."""
         return self.root + self._api
 
-    def post(self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE) -> dict[str, Any]:
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        api: bool = True,
+        largest: int = PAGE,
+        seconds: float | None = None,
+    ) -> dict[str, Any]:
         """Return the JSON object that answers a POST; ``path`` is relative to the API, or to the host.
 
-        ``largest``: bytes of the answer.
+        ``largest``: bytes of the answer.  ``seconds``: time for this request; the client's by default.
 
         Raises:
             Refused: If this request has no usable answer.
             EngineError: If the server is gone or denies access.
         """
-        answer = self._object(self._read(path, body, api, largest), path)
+        answer = self._object(self._read(path, body, api, largest, seconds), path)
         if isinstance(error := answer.get("error"), dict | str):  # some servers say 200 all the same
             raise Refused(f"{self.root} answers: {self.clean(message_of(error))}")
         return answer
@@ -338,11 +346,17 @@ class Client:
         return self._read(path, None, False, PAGE).decode("utf-8", "replace")
 
     def stream(
-        self, path: str, body: Mapping[str, Any], *, api: bool = True, largest: int = PAGE
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        api: bool = True,
+        largest: int = PAGE,
+        seconds: float | None = None,
     ) -> list[tuple[float, dict[str, Any]]]:
         """Yield server-sent events as JSON objects, each with the seconds since the request; raises as :meth:`post`."""
         try:
-            answer = self._send(path, body, api, largest, self._timeout, stream=True)
+            answer = self._send(path, body, api, largest, seconds or self._timeout, stream=True)
         except OSError as error:
             raise EngineError(self._connection_error(error)) from None
         if answer.status != 200:
@@ -356,14 +370,17 @@ class Client:
 
     # ------------------------------------------------------------------------------------------ one request
 
-    def _read(self, path: str, body: Mapping[str, Any] | None, api: bool, largest: int) -> bytes:
+    def _read(
+        self, path: str, body: Mapping[str, Any] | None, api: bool, largest: int, seconds: float | None = None
+    ) -> bytes:
         """The body of the answer, after at most ``_ATTEMPTS`` attempts."""
         wait = _FIRST_WAIT
-        over = time.monotonic() + self._timeout
+        limit = seconds or self._timeout
+        over = time.monotonic() + limit
         for left in reversed(range(_ATTEMPTS)):
             pause = wait
             try:
-                answer = self._send(path, body, api, largest, over - time.monotonic())
+                answer = self._send(path, body, api, largest, over - time.monotonic(), limit=limit)
             except OSError as error:
                 hopeless = isinstance(_root(error), ConnectionRefusedError | ssl.SSLError)
                 if not left or hopeless or pause > over - time.monotonic():
@@ -386,7 +403,9 @@ class Client:
         largest: int,
         seconds: float,
         stream: bool = False,
+        limit: float | None = None,
     ) -> Answer:
+        """Return one answer.  ``seconds``: what is left of ``limit``, the time for the request with its repeats."""
         headers = {"accept": "application/json, text/event-stream, text/plain"}
         if self.key:
             headers["authorization"] = f"Bearer {self.key}"
@@ -399,7 +418,7 @@ class Client:
             return self._session.ask(url, seconds=seconds, largest=largest, headers=headers, data=data, stream=stream)
         except TimeoutError:
             raise Refused(
-                f"{self.root} did not answer within {self._timeout:g} s: "
+                f"{self.root} did not answer within {limit or seconds:g} s: "
                 "check whether it hangs, or pass --engine-arg timeout=SECONDS"
             ) from None
         except TooLargeError:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from fidelab.axes.answers import (
+from fidelab.inputs.reasoning import (
     REASONING,
     after_reasoning,
 )
