@@ -89,6 +89,24 @@ def validate_schema(schema: Any) -> Mapping[str, Any]:
     return schema
 
 
+def validate_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """Return functions that are offered, in OpenAI's form.
+
+    Raises:
+        ValueError: If one has no name, no description, or no JSON schema of an object as its parameters.
+    """
+    if not isinstance(tools, list | tuple):
+        raise ValueError("tools is a list of functions")
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not all(_is_text(function.get(key)) for key in ("name", "description")):
+            raise ValueError("a tool is a function with name, description and parameters")
+        parameters = validate_schema(function.get("parameters"))
+        if parameters.get("type") != "object" or not isinstance(parameters.get("properties"), Mapping):
+            raise ValueError(f"parameters of {function['name']} are a JSON schema of an object with properties")
+    return tuple(tools)
+
+
 # ------------------------------------------------------------------------------------------------------------ graders
 
 
@@ -237,7 +255,8 @@ def _call(wanted: Any, text: str, calls: Sequence[Call], tools: Sequence[Mapping
     if not isinstance(found, dict):
         return f"the arguments are not an object, found {_shown(_dumped(found))}"
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in tools}
-    return "; ".join(_argument_faults(schemas[call.name], wanted["arguments"], found))
+    schema = schemas.get(call.name, {"properties": {}})
+    return "; ".join(_argument_faults(schema, wanted["arguments"], found))
 
 
 def _argument_faults(schema: Mapping[str, Any], wanted: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.haystack import generate_paragraphs
-from fidelab.inputs.questions.graders import validate_check, validate_schema
+from fidelab.inputs.questions.graders import validate_check, validate_tools
 from fidelab.inputs.questions.pictures import picture
 from fidelab.inputs.questions.question import KINDS, Question
 
@@ -180,13 +180,10 @@ def _tools(kind: str, check: Mapping[str, Any], names: Any, known: Mapping[str, 
         raise ValueError("tools lists the functions of a question of kind tools, whose check has call")
     found = []
     for name in names:
-        function = known.get(name) if isinstance(name, str) else None
-        if not isinstance(function, dict) or not isinstance(function.get("description"), str):
-            raise ValueError(f"tools are {', '.join(map(str, known))}, each with a description; found {name!r}")
-        parameters = validate_schema(function.get("parameters"))
-        described = {"name": name, "description": function["description"], "parameters": parameters}
-        found.append({"type": "function", "function": described})
+        if not isinstance(name, str) or not isinstance(known.get(name), dict):
+            raise ValueError(f"tools are {', '.join(map(str, known))}; found {name!r}")
+        found.append({"type": "function", "function": {"name": name, **known[name]}})
     called = check.get("call", "none")
     if called != "none" and called["name"] not in names:
         raise ValueError(f"call is of a tool that is not offered: {called['name']!r}")
-    return tuple(found)
+    return validate_tools(found)
