@@ -11,6 +11,7 @@ AXES = Registry(
         "plad": "fidelab.axes.plad:PLAD",
         "perplexity": "fidelab.axes.perplexity:Perplexity",
         "gsm8k": "fidelab.axes.gsm8k:GSM8K",
+        "eval": "fidelab.axes.eval:Eval",
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",
