@@ -21,13 +21,13 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import BaseModel, ConfigDict
 
 from fidelab.axes import AXES
-from fidelab.inputs.reasoning import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Request, Timed, Tokens
 from fidelab.config.load import validate_as
 from fidelab.core import Status
 from fidelab.core.errors import CaptureError, InputError
+from fidelab.inputs.reasoning import after_reasoning
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,

@@ -15,7 +15,7 @@ from fidelab.cli.options import ENV, Json, Options, RunsOptions, expand_options,
 from fidelab.cli.output import command_line, exit_on, note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.bench.eval import Evaluated, EvalSettings, EvalWatch
+    from fidelab.bench.eval import EvalSettings, Evaluated, EvalWatch
     from fidelab.config.schema import Preset
     from fidelab.results.record import Report
 
@@ -95,7 +95,9 @@ class _JudgeOptions(Options, panel="Limits"):
     ] = None
     baseline: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Compare with this earlier run, question by question.", callback=options.find_run),
+        typer.Option(
+            metavar="RUN", help="Compare with this earlier run, question by question.", callback=options.find_run
+        ),
     ] = None
 
 
@@ -227,9 +229,7 @@ def _evaluate(
     try:
         key = server.api_key or read_key(settings.base_url, server.api_key_env)
         command = command_line().replace(key, "KEY") if key else command_line()
-        keeper = EvalKeeper(
-            run.output_dir, command, settings, _lines(), model=model, name=run.name, kv=kv
-        )
+        keeper = EvalKeeper(run.output_dir, command, settings, _lines(), model=model, name=run.name, kv=kv)
         evaluated = evaluate(settings, key, watch=keeper)
     except BaseException as error:
         if keeper is not None and keeper.report is not None and keeper.folder is not None:
@@ -285,5 +285,3 @@ def _lines() -> EvalWatch:
             note(one_line(f"asking: {name}"))
 
     return Lines()
-
-

@@ -238,11 +238,7 @@ def _results(
             yield _decided(rule, report, arm, place, metric)
         if not found:
             group, _, key = rule.metric.rpartition(".")
-            why = (
-                table.reason(Key(role, arm.name, group, "", key))
-                or arm.reason
-                or f"the run has no {rule.metric}"
-            )
+            why = table.reason(Key(role, arm.name, group, "", key)) or arm.reason or f"the run has no {rule.metric}"
             yield _result(rule, arm, unit, decision="INCONCLUSIVE", reason=f"not measured: {why}")
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
 
+from fidelab.inputs.questions.calls import read_reply
 from fidelab.inputs.questions.question import Call, Question, Reply
 from tests.bench.eval.chat_model import (
     END,
@@ -293,14 +294,7 @@ def serving(server: ChatServer) -> Iterator[ChatServer]:
 
 
 def _reply_of(question: Question, tools: bool) -> Reply:
-    if question.kind == "tools" and tools:
-        try:
-            found = json.loads(question.answer)
-        except ValueError:
-            return Reply(question.answer)
-        calls = found if isinstance(found, list) else [found]
-        return Reply("", tuple(Call(call["name"], json.dumps(call["arguments"])) for call in calls))
-    return Reply(question.answer)
+    return read_reply(question.answer) if question.kind == "tools" and tools else Reply(question.answer)
 
 
 def _temperature(body: Mapping[str, Any]) -> float:

@@ -10,13 +10,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os.path import commonprefix
 from typing import Literal
 
 from fidelab.bench.eval.asker import Asker, Failure, Outcome
 from fidelab.bench.eval.chat import Ask, ChatAnswer, Position
 from fidelab.core.errors import EngineError
-from fidelab.inputs.questions.pictures import data_url
+from fidelab.inputs.questions.pictures import data_url, picture
 from fidelab.metrics.degeneration import loop_onset
 from fidelab.metrics.intervals import wilson_interval
 
@@ -45,7 +44,7 @@ _STREAMED = 4  # answers that are also streamed
 _SCORED = 2  # answers with log-probabilities
 _LONG_TOKENS = 1000
 _CODES = ("4817", "2953", "7306")
-_RED, _BLUE, _GREEN, _YELLOW = "red", "blue", "green", "yellow"
+_COLORS = ("red", "blue", "green", "yellow")
 _EARLY_CHARACTERS = 12  # rounding lets greedy answers part late; another seed or prompt, within the first words
 _MIXED_CHARACTERS = 20  # more characters in common with another prompt's answer than with its own
 _NOISY = 0.25  # share of answers that rounding may change, of 32 tokens each: more is sampling
@@ -192,7 +191,7 @@ def streaming(asker: Asker, base: Singles) -> CheckResult:
 def _missing(short: str, whole: str) -> str:
     """The one piece by which a text is shorter than the whole; empty if it is not."""
     gap = len(whole) - len(short)
-    start = len(commonprefix([short, whole]))
+    start = _shared(short, whole)
     return whole[start : start + gap] if gap > 0 and whole[start + gap :] == short[start:] and short[start:] else ""
 
 
@@ -422,12 +421,12 @@ def pictures(asker: Asker, *, blind: str = "") -> CheckResult:
     """Check that answers depend on the picture; ``blind``: why the server cannot take any, if that is known."""
     if blind or asker.chat.plain:
         return CheckResult("pictures", "not tested", blind or "the server has no chat template")
-    question = "Which colour fills the picture? Answer with one word."
+    question = "The picture has one color. Which color is it? Answer with one word only."
     outcomes = []
-    for colour in (_RED, _BLUE, _GREEN, _YELLOW):
+    for color in _COLORS:
         parts = [
             {"type": "text", "text": question},
-            {"type": "image_url", "image_url": {"url": data_url({"colour": colour})}},
+            {"type": "image_url", "image_url": {"url": data_url(picture({"color": color}))}},
         ]
         outcomes.append(asker.one(Ask(({"role": "user", "content": parts},), 8)))
         refused = outcomes[-1]
@@ -438,9 +437,9 @@ def pictures(asker: Asker, *, blind: str = "") -> CheckResult:
         return _unanswered("pictures", outcomes, refusable=True)
     n = len(answers)
     if len({one.text for one in answers}) == 1:
-        why = f"four pictures of different colours get the same answer: {_quoted(answers[0].text)}"
+        why = f"four pictures of different colors get the same answer: {_quoted(answers[0].text)}"
         return CheckResult("pictures", "failed", why, n)
-    return CheckResult("pictures", "passed", "pictures of different colours get different answers", n, n)
+    return CheckResult("pictures", "passed", "pictures of different colors get different answers", n, n)
 
 
 def context(asked: Iterable[tuple[int, ChatAnswer]]) -> CheckResult:
@@ -467,7 +466,7 @@ def serving_checks(asker: Asker, begin: Callable[[str], None]) -> list[CheckResu
     begin("repeat")
     base = singles(asker)
     found = [repeat(base)]
-    for name, run in (
+    runs: tuple[tuple[str, Callable[[], CheckResult]], ...] = (
         ("parallel", lambda: parallel(asker, base)),
         ("streaming", lambda: streaming(asker, base)),
         ("stop", lambda: stop(asker, base)),
@@ -476,7 +475,8 @@ def serving_checks(asker: Asker, begin: Callable[[str], None]) -> list[CheckResu
         ("loops", lambda: loops(asker)),
         ("logprobs", lambda: logprobs(asker, base)),
         ("usage", lambda: usage(asker)),
-    ):
+    )
+    for name, run in runs:
         begin(name)
         found.append(run())
     return found
@@ -492,7 +492,8 @@ def _unanswered(name: str, outcomes: Sequence[Outcome], *, refusable: bool = Fal
 
 
 def _shared(a: str, b: str) -> int:
-    return len(commonprefix([a, b]))
+    """Characters that two texts have in common at their beginning."""
+    return next((n for n, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def _parts_early(a: str, b: str) -> bool:

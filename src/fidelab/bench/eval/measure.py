@@ -17,7 +17,7 @@ from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.server import Server, identify, optional_object, other_models
 from fidelab.inputs.questions.graders import grade
 from fidelab.inputs.questions.load import load_questions, retrieval_questions
-from fidelab.inputs.questions.pictures import data_url
+from fidelab.inputs.questions.pictures import data_url, picture
 from fidelab.inputs.questions.question import KINDS, Question
 
 State = Literal["right", "wrong", "not tested", "not reached"]
@@ -236,7 +236,7 @@ def _request(question: Question) -> Ask:
     if question.image:
         parts = [
             {"type": "text", "text": messages[-1]["content"]},
-            {"type": "image_url", "image_url": {"url": data_url(question.image)}},
+            {"type": "image_url", "image_url": {"url": data_url(picture(question.image))}},
         ]
         messages[-1] = {"role": messages[-1]["role"], "content": parts}
     return Ask(tuple(messages), question.max_tokens, tools=question.tools)
@@ -280,5 +280,3 @@ def _blind(client: Client, server: Server) -> str:
         case "llama_cpp.server":
             return f"{why}: llama_cpp.server ignores them without a chat handler"
     return ""
-
-

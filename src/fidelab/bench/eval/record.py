@@ -159,11 +159,11 @@ def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
     theirs = theirs if isinstance(theirs, dict) else {}
     sides: dict[str, tuple[bool, bool]] = {}
     for one in evaluated.questions:
-        old = theirs.get(one.question.id)
-        now = _STATES.get(one.state)
-        if isinstance(old, dict) and old.get("digest") == _digest(one.question) and now is not None:
-            if isinstance(was := old.get("right"), bool):
-                sides[one.question.id] = was, now
+        old, now = theirs.get(one.question.id), _STATES.get(one.state)
+        if not isinstance(old, dict) or old.get("digest") != _digest(one.question) or now is None:
+            continue
+        if isinstance(was := old.get("right"), bool):
+            sides[one.question.id] = was, now
     if not sides:
         raise MismatchError(f"the baseline {baseline.run_id} has no answered question in common with this run")
     checks = before.facts.get("checks")
@@ -173,9 +173,7 @@ def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
         gained=tuple(name for name, (was, now) in sides.items() if now and not was),
         both=len(sides),
         broken=tuple(
-            check.name
-            for check in evaluated.checks
-            if check.state == "failed" and checks.get(check.name) == "passed"
+            check.name for check in evaluated.checks if check.state == "failed" and checks.get(check.name) == "passed"
         ),
     )
 
@@ -235,19 +233,19 @@ def _beyond(results: Sequence[QuestionResult]) -> str:
         below, beyond = (
             _count(one for one in results if (one.question.context >= context) is longer) for longer in (False, True)
         )
-        if below[1] and beyond[1] and below[0] >= _SHOWN_BELOW * below[1]:
-            if wilson_interval(*beyond)[1] < MIN_ACCURACY:
-                return (
-                    f"{beyond[0]} of {beyond[1]} found in texts of about {context:,} tokens and more, "
-                    f"{below[0]} of {below[1]} in shorter ones"
-                )
+        found_before = below[1] and below[0] >= _SHOWN_BELOW * below[1]
+        if found_before and beyond[1] and wilson_interval(*beyond)[1] < MIN_ACCURACY:
+            return (
+                f"{beyond[0]} of {beyond[1]} found in texts of about {context:,} tokens and more, "
+                f"{below[0]} of {below[1]} in shorter ones"
+            )
     return ""
 
 
 def _tables(evaluated: Evaluated) -> Iterator[TablePlot]:
     if evaluated.checks:
-        rows = tuple((check.name, check.state, check.detail) for check in evaluated.checks)
-        yield TablePlot(title="Serving", columns=("check", "result", "seen"), rows=rows)
+        checks = tuple((check.name, str(check.state), check.detail) for check in evaluated.checks)
+        yield TablePlot(title="Serving", columns=("check", "result", "seen"), rows=checks)
     wrong = [one for one in evaluated.questions if one.state == "wrong"]
     if wrong:
         rows = tuple((one.question.id, one.fault, one.answer, _asked(one.question)) for one in wrong)
