@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle, islice
 from typing import Any, Literal, Self
 
 from fidelab.inputs.questions.calls import read_reply
@@ -377,7 +378,8 @@ class _Handler(BaseHTTPRequestHandler):
             usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
         entries: list[Any] = [None] * len(shown)
         if body.get("logprobs"):
-            named = tokenize(prose("other", len(shown) + 1))[: len(shown)] if fault == "other-logprobs" else shown
+            others = cycle(tokenize(prose("other", len(shown))))
+            named = list(islice(others, len(shown))) if fault == "other-logprobs" else shown
             entries = [logprob_entry(token, at, body.get("top_logprobs") or 0) for at, token in enumerate(named)]
         head = {"id": f"chatcmpl-{len(server.requests):032x}", "created": int(time.time())}
         head |= {"model": body.get("model") or server.models[0]}
