@@ -89,7 +89,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     others = [table for table in view.beside if table.key == "others"]
     for table in others:
         _print_titled(table, console)
-    if view.performance is not None and view.performance.columns and not _is_summarized(report):
+    if view.performance is not None and view.performance.columns and not view.summarized:
         # Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's
         rows = tuple(
             (name, *map(str, figures))
@@ -111,11 +111,6 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
-
-
-def _is_summarized(report: Report) -> bool:
-    """Whether the only configuration has a sentence for its benches, so that no table of headlines is needed."""
-    return not report.candidates and any(bench.summary for bench in report.reference.benches.values())
 
 
 def _shown_path(path: Path) -> str:

@@ -212,6 +212,8 @@ class View:
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
+    summarized: bool
+    """Whether the only configuration has a sentence for its benches, so that no table of headlines is needed."""
     """Results of the benches, a sentence each."""
     partings: tuple[str, ...]
     """Which serving paths diverge, a sentence each."""
@@ -333,6 +335,7 @@ def build_view(report: Report) -> View:
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference", unit=unit),
         performance=performance,
         headlines=bench_headlines(arms_of(report)),
+        summarized=not report.candidates and any(bench.summary for bench in report.reference.benches.values()),
         partings=partings_of(report),
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
@@ -552,6 +555,7 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
         return [status_line(arm)]
     broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
+    lines += [one_line(fault) for bench in arm.benches.values() for fault in bench.fails]
     for name, axis in arm.axes.items():
         if not axis.measured:
             if not is_duplicate_reason(arm, axis.reason):

@@ -11,7 +11,7 @@ from fidelab.bench.eval.chat import Ask, Chat, ChatAnswer
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Refused
 
-_OVER = "not reached within the time limit"
+_OVER = "not reached within --time-limit"
 _MIN_SECONDS = 1.0  # seconds below which a request is not sent any more
 
 

@@ -1,7 +1,7 @@
 """Checks of a server by its answers: whether they are those of the model, whatever the model knows.
 
 Every check compares answers of the same model with each other, so that a small model passes, too.  See
-docs/eval.md#serving-checks.
+docs/metrics.md#serving-checks.
 """
 
 from __future__ import annotations
@@ -462,7 +462,7 @@ def context(asked: Iterable[tuple[int, ChatAnswer]]) -> CheckResult:
 
 
 def serving_checks(asker: Asker, begin: Callable[[str], None]) -> list[CheckResult]:
-    """Run the checks that need requests of their own, in order; ``begin`` gets the name of each."""
+    """Run the checks whose requests are short, in order; ``begin`` gets the name of each."""
     begin("repeat")
     base = singles(asker)
     found = [repeat(base)]
@@ -472,7 +472,6 @@ def serving_checks(asker: Asker, begin: Callable[[str], None]) -> list[CheckResu
         ("stop", lambda: stop(asker, base)),
         ("length", lambda: length(asker, base)),
         ("turns", lambda: turns(asker)),
-        ("loops", lambda: loops(asker)),
         ("logprobs", lambda: logprobs(asker, base)),
         ("usage", lambda: usage(asker)),
     )

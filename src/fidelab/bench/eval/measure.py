@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from fidelab.bench.eval.asker import Asker, Failure, Outcome
 from fidelab.bench.eval.chat import Ask, Chat, ChatAnswer
-from fidelab.bench.eval.checks import CheckResult, context, pictures, serving_checks, template
+from fidelab.bench.eval.checks import CheckResult, context, loops, pictures, serving_checks, template
 from fidelab.bench.eval.settings import SERVING, EvalSettings
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import mapping
@@ -135,6 +135,9 @@ class _Evaluation:
                 self._leave(asked, "not tested", blind)
             else:
                 self._ask(asked)
+        if serving:  # on a slow server, the longest answer costs as much as all questions
+            self._watch.begin("loops")
+            self._evaluated.checks.append(loops(self._asker))
         if RETRIEVAL in kinds:
             self._retrieve()
         if serving:
@@ -188,7 +191,7 @@ class _Evaluation:
             self._watch.begin(f"{RETRIEVAL} at {length:,} tokens")
             questions = retrieval_questions((length,))
             if not why and length > _FREE_CONTEXT and took * (length / last) * _GROWTH > self._asker.left:
-                state, why = "not reached", f"about {took * length / last * _GROWTH:.0f} s, beyond the time limit"
+                state, why = "not reached", f"about {took * length / last * _GROWTH:.0f} s, beyond --time-limit"
             if why:
                 self._leave(questions, state, why)
                 continue

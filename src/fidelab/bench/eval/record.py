@@ -1,6 +1,6 @@
 """An evaluation as a measurement: accuracies by kind, serving checks, failed questions, and what a baseline answered.
 
-See docs/metrics.md#sanity-of-a-server.
+See docs/metrics.md#serving-checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fidelab.core.errors import MismatchError
 from fidelab.engines.openai.http import split_url
 from fidelab.inputs.questions.question import KINDS, Question
 from fidelab.metrics.intervals import mcnemar_exact, wilson_interval
-from fidelab.results.measurement import Cell, Definition, Measurement, Metric
+from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
 from fidelab.results.plots import TablePlot
 from fidelab.results.record import Report
 
@@ -104,13 +104,13 @@ def measurement(evaluated: Evaluated, settings: EvalSettings, change: Change | N
         n_clusters=len(counted),
         cluster="question",
         summary="; ".join([*summary, *([change.sentence] if change else [])]),
+        flags=tuple(_flags(evaluated)),
         fails=tuple(faults_of(evaluated)),
         facts={
             "target": split_url(settings.base_url)[0],
             "model": evaluated.server.model,
             "parallel": settings.parallel,
             "time_limit": settings.time_limit,
-            "notes": list(evaluated.notes),
             "checks": {check.name: check.state for check in evaluated.checks},
             "questions": {
                 one.question.id: {"right": _STATES.get(one.state), "digest": _digest(one.question)}
@@ -135,14 +135,19 @@ def faults_of(evaluated: Evaluated) -> Iterator[str]:
 
 
 def open_of(evaluated: Evaluated) -> Iterator[str]:
-    """Yield a sentence for each check and kind that was not reached."""
+    """Yield a sentence for each reason why checks and kinds were not reached, with their names."""
+    missed: dict[str, list[str]] = {}
     for check in evaluated.checks:
         if check.state == "not reached":
-            yield f"{check.name} was not reached: {check.detail}"
+            missed.setdefault(check.detail, []).append(check.name)
     for kind in KINDS:
-        missed = [one for one in evaluated.of(kind) if one.state == "not reached"]
-        if missed:
-            yield f"{kind}: {len(missed)} of {len(evaluated.of(kind))} were not reached: {missed[0].fault}"
+        results = evaluated.of(kind)
+        left = [one for one in results if one.state == "not reached"]
+        if left:
+            count = "" if len(left) == len(results) else f" ({len(left)} of {len(results)})"
+            missed.setdefault(left[0].fault, []).append(f"{kind}{count}")
+    for why, names in missed.items():
+        yield f"{why}: {', '.join(names)}"
 
 
 def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
@@ -212,6 +217,20 @@ def _kind_metrics(results: Sequence[QuestionResult], at: Mapping[str, str]) -> I
         yield _RIGHT(right, cell=dict(at))
         yield _ASKED(n, cell=dict(at))
         yield _share(results, cell=dict(at))
+
+
+def _flags(evaluated: Evaluated) -> Iterator[Flag]:
+    """Remarks on the server, and on a model that answers little while serving works."""
+    for note in evaluated.notes:
+        yield Flag(kind="server", text=note)
+    right, n = _count(evaluated.questions)
+    served = evaluated.checks and not any(check.state == "failed" for check in evaluated.checks)
+    if n and served and right < MIN_ACCURACY * n:
+        yield Flag(
+            kind="small",
+            text="Most answers are wrong while serving works. Models below about 1B parameters answer few of these "
+            "questions. Compare with a run of the same model that is known to be good: --baseline RUN",
+        )
 
 
 def _cells(evaluated: Evaluated, kinds: Iterable[str]) -> Iterator[Cell]:
