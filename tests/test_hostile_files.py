@@ -233,7 +233,7 @@ class Captured:
         return report
 
 
-AXES = ("kld", "trajectory", "plad", "gsm8k")
+AXES = ("kld", "trajectory", "plad", "gsm8k", "eval")
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     room.mkdir()
     problem = {"question": "How much is 1 and 1?", "answer": "1 + 1 = 2\n#### 2"}
     (room / "problems.jsonl").write_text(f"{json.dumps(problem)}\n" * 2)
-    sets = ("axes.gsm8k.data=problems.jsonl", "axes.gsm8k.shots=1", "axes.gsm8k.n_predict=8", "axes.plad.n_predict=4")
+    sets = (
+        *("axes.gsm8k.data=problems.jsonl", "axes.gsm8k.shots=1", "axes.gsm8k.n_predict=8", "axes.plad.n_predict=4"),
+        *('axes.eval.kinds=["sql","json"]', "axes.eval.n_predict=8"),
+    )
     flags = ["--axes", ",".join(AXES), "--no-floor", *(word for text in sets for word in ("--set", text))]
     done = compare(room, "tilt", flags=flags, windows=2, limit=2)
     assert done.code == 0, done.err
