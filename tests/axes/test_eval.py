@@ -68,7 +68,7 @@ def test_every_question_of_text_is_asked_with_its_tools_through_the_chat_templat
     assert set(asked) == expected | {"retrieval-1", "retrieval-2"}
     assert asked["tools-1"] == "[get_weather][set_timer]<user>How will the weather be in Oslo tomorrow?"
     assert asked["instructions-3"].startswith("<system>You answer each question with exactly one word.<user>")
-    assert dict(request.settings) == {"n_predict": 96, "template": "chat"}
+    assert dict(request.settings) == {"n_predict": 150, "template": "chat"}
     assert max(question.max_tokens for question in load_questions()) <= request.max_tokens
 
 
@@ -94,7 +94,7 @@ def test_long_texts_are_asked_up_to_the_setting_and_as_many_as_the_model_can_rea
     settings: dict[str, Any] = {"kinds": ["retrieval"], "retrieval": 3000}
     assert _ids(_asked(**settings)) == [question.id for question in retrieval_questions([1024, 2048])]
     longest = max(len(question.messages[0]["content"]) for question in retrieval_questions([1024]))
-    assert _ids(_asked(longest + 96, **settings)) == ["retrieval-1", "retrieval-2"]
+    assert _ids(_asked(longest + 150, **settings)) == ["retrieval-1", "retrieval-2"]
 
 
 def test_a_short_question_beyond_the_models_limit_is_refused() -> None:

@@ -33,10 +33,10 @@ GROUPS = {
 }
 COMMANDS: list[tuple[str, ...]] = [
     (),
-    *((name,) for name in ("compare", "check", "report", "doctor", *GROUPS)),
+    *((name,) for name in ("compare", "eval", "check", "report", "doctor", *GROUPS)),
     *((group, name) for group, names in GROUPS.items() for name in names.split()),
 ]
-WITH_EXAMPLES = [words for words in COMMANDS if words in ((), ("compare",), ("check",), ("report",), ("doctor",))]
+WITH_EXAMPLES = [words for words in COMMANDS if words in ((), ("compare",), ("eval",), ("check",), ("report",), ("doctor",))]
 
 
 @pytest.fixture
@@ -126,10 +126,10 @@ def test_commands_and_options_stand_in_groups(shown: Callable[..., Done]) -> Non
     ]
 
 
-def test_there_are_fourteen_commands(shown: Callable[..., Done]) -> None:
+def test_there_are_fifteen_commands(shown: Callable[..., Done]) -> None:
     listed = re.findall(r"^│ ([a-z]+) ", shown("--help").out, re.M)
     assert sorted(listed) == sorted({words[0] for words in COMMANDS if words})
-    assert len(listed) == 14
+    assert len(listed) == 15
 
 
 def test_help_of_compare_shows_a_dozen_options_on_one_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ OTHERS = {
     option: set(commands.split(", "))
     for option, commands in {
         "--all": "serve stop",  # servers, not metrics
-        "--base-url": "bench serve, bench sweep, serve check",  # of any server
+        "--base-url": "bench serve, bench sweep, serve check, eval",  # of any server
         "--batch": "estimate model",  # cells of a table
         "--budget": "compare",  # a time, not bytes
         "--benches": "bench offline",  # benches are what it is for: never none
@@ -39,12 +39,12 @@ OTHERS = {
         "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
         # engines that pass on states; the engine of a plan; a filter; the preset's own; whose formats are meant
         "--engine": "diagnose layers, diagnose sensitivity, setup formats, serve start, serve show, serve check, "
-        "estimate model",
+        "estimate model, eval",
         "--image": "setup engines",  # what is listed instead
         "--floor": "diagnose layers",  # captures all again, not a quarter
         "--force": "serve start",  # starts a server
         # formats of servers, of no run, of no candidate; exactly one; the first is the reference; a label
-        "--kv": "estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, bench sweep",
+        "--kv": "estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, bench sweep, eval",
         "--arm": "report",  # of two forms alone
         "--max-kld": "check",  # decides, and recommends nothing
         "--json": "check",  # a file

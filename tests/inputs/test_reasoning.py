@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
+from fidelab.inputs.gsm8k import extract_answer
 from fidelab.inputs.reasoning import (
     REASONING,
     after_reasoning,
 )
-from fidelab.inputs.gsm8k import extract_answer
 from fidelab.metrics.retrieval import judged, returned
 
 

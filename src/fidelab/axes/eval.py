@@ -66,7 +66,7 @@ class EvalSettings(AxisSettings):
         default=1024, ge=LENGTHS[0], description="tokens of the longest text of questions of kind retrieval, about"
     )
     limit: int | None = Field(default=None, ge=1, description="first questions of each kind only; null: all")
-    n_predict: int = Field(default=96, ge=1, description="tokens generated per question")
+    n_predict: int = Field(default=150, ge=1, description="tokens generated per question")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="questions decoded together")
 

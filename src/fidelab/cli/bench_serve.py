@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.axes import counts
 from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
@@ -18,17 +19,11 @@ if TYPE_CHECKING:
 class _ServerOptions(Options, panel="Server"):
     """Options for the server and the model on it."""
 
-    base_url: Annotated[str, typer.Option(help="Server URL, http://host:port or http://host:port/v1.")]
+    base_url: options.ServerUrl
     model: Annotated[str | None, typer.Option(help="Model and tokenizer. \\[default: the only one served]")] = None
     served_model_name: Annotated[str | None, typer.Option(help="Model name on the server. \\[default: --model]")] = None
-    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token.")] = None
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
-        ),
-    ] = None
+    api_key: options.ApiKey = None
+    api_key_env: options.ApiKeyEnv = None
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
     tokenizer: Annotated[
         str | None,
@@ -137,8 +132,8 @@ class _RunOptions(RunsOptions, panel="Run"):
     """Options for sending requests and storing the run."""
 
     seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0
-    timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 600.0
-    name: Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")] = None
+    timeout: options.RequestTimeout = 600.0
+    name: options.RowName = None
     kv: Annotated[str | None, typer.Option(help="KV format of the server, as a label.")] = None
 
     def settings(self) -> dict[str, Any]:

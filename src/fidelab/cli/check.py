@@ -25,10 +25,8 @@ def check(
     min_same_top: Annotated[
         str | None, typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).")
     ] = None,
-    policy: Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")] = None,
-    baseline: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")
-    ] = None,
+    policy: options.Policy = None,
+    baseline: options.Baseline = None,
     arm: Annotated[
         str | None, typer.Option(metavar="NAME", help="Configuration. \\[default: the recommended or the only one]")
     ] = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
 
 _START_SECONDS = 1800.0  # a first start may compile
-_LLAMACPP = "llamacpp"  # the engine of .gguf files
 _KINDS_HELP = (
     "Kinds, comma-separated: serving, arithmetic, word-problems, sql, json, program-output, reasoning, instructions, "
     "tools, images, retrieval. \\[default: all]"
@@ -30,15 +29,9 @@ _KINDS_HELP = (
 class _ServerOptions(Options, panel="Server"):
     """Options for a running server."""
 
-    base_url: Annotated[str | None, typer.Option(help="Server URL, http://host:port or http://host:port/v1.")] = None
-    api_key: Annotated[str | None, typer.Option(help="API key, sent as a bearer token.")] = None
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
-        ),
-    ] = None
+    base_url: Annotated[str | None, get_args(options.ServerUrl)[1]] = None
+    api_key: options.ApiKey = None
+    api_key_env: options.ApiKeyEnv = None
 
 
 class _StartOptions(Options, panel="Server that is started"):
@@ -46,10 +39,8 @@ class _StartOptions(Options, panel="Server that is started"):
 
     engine: Annotated[str | None, typer.Option(help="Engine: llamacpp, vllm or sglang.")] = None
     kv: Annotated[str | None, typer.Option(help="KV format.")] = None
-    engine_arg: Annotated[
-        list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")
-    ] = None
-    dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
+    engine_arg: options.EngineArg = None
+    dtype: options.Dtype = "auto"
     python: options.Python = None
     pythonpath: options.PythonPath = None
     device: options.Device = "auto"
@@ -79,7 +70,7 @@ class _QuestionOptions(Options, panel="Questions"):
     kinds: Annotated[str | None, typer.Option(help=_KINDS_HELP)] = None
     parallel: Annotated[int, typer.Option(help="Requests in flight.", min=1)] = 4
     time_limit: Annotated[float, typer.Option(help="Time limit for all requests in seconds.")] = 600.0
-    timeout: Annotated[float, typer.Option(help="Time limit per request in seconds.")] = 120.0
+    timeout: options.RequestTimeout = 600.0
 
     def settings(self) -> dict[str, Any]:
         kinds = {} if self.kinds is None else {"kinds": tuple(filter(None, map(str.strip, self.kinds.split(","))))}
@@ -89,22 +80,14 @@ class _QuestionOptions(Options, panel="Questions"):
 class _JudgeOptions(Options, panel="Limits"):
     """Options for the exit code."""
 
-    policy: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="YAML file with limits, as of fidelab check. \\[default: half of each kind]"),
-    ] = None
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN", help="Compare with this earlier run, question by question.", callback=options.find_run
-        ),
-    ] = None
+    policy: options.Policy = None
+    baseline: options.Baseline = None
 
 
 class _RunOptions(RunsOptions, panel="Run"):
     """Options for storing the run."""
 
-    name: Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")] = None
+    name: options.RowName = None
 
 
 @expand_options
@@ -151,10 +134,10 @@ def evaluate(
 def _read(judge: _JudgeOptions) -> tuple[Any, Report | None]:
     """Return policy and baseline, read before anything is asked."""
     from fidelab.cli.check import read_policy
-    from fidelab.results.store import read_run
+    from fidelab.results.store import find_run, read_run
 
     policy = None if judge.policy is None else read_policy(judge.policy, {}, ())
-    return policy, None if judge.baseline is None else read_run(judge.baseline)
+    return policy, None if judge.baseline is None else read_run(find_run(judge.baseline))
 
 
 # ---------------------------------------------------------------------------------------------------- server
@@ -195,10 +178,9 @@ def _preset(model: str, start: _StartOptions) -> Preset:
     if name is not None:
         fields = load_preset(found[name]).model_dump(mode="json", exclude_defaults=True)
     else:
-        engine = start.engine or (_LLAMACPP if model.endswith(".gguf") else None)
-        if engine is None:
+        if start.engine is None:
             raise UsageError(f"{model}: name the engine whose server is started: --engine llamacpp, vllm or sglang")
-        fields["engine"] = engine
+        fields["engine"] = start.engine
     changes = start.changes()
     if start.engine is not None or start.python or start.pythonpath:
         known = fields["engine"] if isinstance(fields["engine"], str) else fields["engine"]["name"]

@@ -168,6 +168,22 @@ Image = Annotated[str | None, typer.Option(help="Container image with the engine
 PythonPath = Annotated[list[str] | None, typer.Option(help="Folder of modules to put first on PYTHONPATH. Repeatable.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]")]
+EngineArg = Annotated[list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")]
+Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
+
+ServerUrl = Annotated[str, typer.Option(help="Server URL, http://host:port or http://host:port/v1.")]
+ApiKey = Annotated[str | None, typer.Option(help="API key, sent as a bearer token.")]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
+    ),
+]
+RequestTimeout = Annotated[float, typer.Option(help="Time limit per request in seconds.")]
+RowName = Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")]
+Policy = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")]
+Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
 
@@ -179,10 +195,8 @@ class EngineOptions(Options, panel=ENGINE):
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
-    engine_arg: Annotated[
-        list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")
-    ] = None
-    dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
+    engine_arg: EngineArg = None
+    dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
     deadline: Annotated[

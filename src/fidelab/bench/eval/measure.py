@@ -14,7 +14,7 @@ from fidelab.bench.eval.settings import SERVING, EvalSettings
 from fidelab.core.errors import EngineError
 from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client, Refused
-from fidelab.engines.openai.server import Server, identify, optional_object, other_models
+from fidelab.engines.openai.server import Server, identify, other_models, why_blind
 from fidelab.inputs.questions.graders import grade
 from fidelab.inputs.questions.load import load_questions, retrieval_questions
 from fidelab.inputs.questions.pictures import data_url, picture
@@ -117,7 +117,7 @@ class _Evaluation:
         if serving:
             self._evaluated.checks += serving_checks(self._asker, self._watch.begin)
             self._keep()
-        blind = _blind(self._asker.chat.client, self._evaluated.server)
+        blind = why_blind(self._asker.chat.client, self._evaluated.server)
         if IMAGES in kinds or serving:
             self._watch.begin("pictures")
             seen = pictures(self._asker, blind=blind)
@@ -268,18 +268,3 @@ def _is_call(question: Question, outcome: ChatAnswer) -> bool:
     """Whether a text names an offered function and looks like a call of it."""
     names = (mapping(tool, "function").get("name") for tool in question.tools)
     return "{" in outcome.text and any(isinstance(name, str) and name in outcome.text for name in names)
-
-
-def _blind(client: Client, server: Server) -> str:
-    """Why the model on a server cannot take pictures, where the server says so."""
-    why = "the model takes no pictures"
-    match server.kind:
-        case "llama-server":
-            vision = mapping(optional_object(client, "/props"), "modalities").get("vision")
-            return f"{why}: started without --mmproj" if vision is False else ""
-        case "sglang":
-            about = optional_object(client, "/model_info") or optional_object(client, "/get_model_info")
-            return why if about.get("has_image_understanding") is False else ""
-        case "llama_cpp.server":
-            return f"{why}: llama_cpp.server ignores them without a chat handler"
-    return ""

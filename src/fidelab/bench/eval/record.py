@@ -154,7 +154,7 @@ def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
     """Pair the answers with those of an earlier run, by question.
 
     Raises:
-        MismatchError: If the baseline is no evaluation, or has no question in common.
+        MismatchError: If the baseline is another kind of run, or has no question in common.
     """
     arms = (baseline.reference, *baseline.candidates)
     before = next((arm.benches[EVAL] for arm in arms if EVAL in arm.benches), None)

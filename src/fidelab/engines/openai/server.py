@@ -82,6 +82,24 @@ def other_models(client: Client, server: Server) -> list[str]:
     return sorted(client.named - own)
 
 
+def why_blind(client: Client, server: Server) -> str:
+    """Return why the model on a server cannot take pictures, where the server says so; else an empty text.
+
+    vLLM refuses pictures that its model cannot take.  The others here may ignore them.
+    """
+    why = "the model takes no pictures"
+    match server.kind:
+        case "llama-server":
+            vision = mapping(optional_object(client, "/props"), "modalities").get("vision")
+            return f"{why}: started without --mmproj" if vision is False else ""
+        case "sglang":
+            about = optional_object(client, "/model_info") or optional_object(client, "/get_model_info")
+            return why if about.get("has_image_understanding") is False else ""
+        case "llama_cpp.server":
+            return f"{why}: llama_cpp.server ignores them without a chat handler"
+    return ""
+
+
 def _is_name(text: str, client: Client) -> bool:
     """Whether a text can be a model's name: short, printable, and not the key."""
     return 0 < len(text) <= _NAME and text.isprintable() and "\ufffd" not in text and not client.holds_key(text)
