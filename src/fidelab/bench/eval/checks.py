@@ -401,7 +401,7 @@ def _told_count(asker: Asker, grown: Sequence[Outcome]) -> str | None:
 
 
 def template(answers: Iterable[ChatAnswer]) -> CheckResult:
-    """Check that answers hold no markers of a chat template, and do not go on with the user's next turn."""
+    """Check that answers hold no markers of a chat template, and do not continue with the user's next turn."""
     texts = [one.whole for one in answers]
     if not texts:
         return CheckResult("template", "not reached", "no answer")
@@ -412,7 +412,7 @@ def template(answers: Iterable[ChatAnswer]) -> CheckResult:
         return CheckResult("template", "failed", why, len(texts), len(texts) - len(marked))
     going = [text for text in texts if _CONTINUED.search(text)]
     if len(going) > max(1, len(texts) // 10):
-        why = f"{len(going)} of {len(texts)} answers go on with the user's next turn: {_quoted(going[0])}"
+        why = f"{len(going)} of {len(texts)} answers continue with the user's next turn: {_quoted(going[0])}"
         return CheckResult("template", "failed", why, len(texts), len(texts) - len(going))
     return CheckResult("template", "passed", f"none in {len(texts)} answers", len(texts), len(texts))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.bench.eval.measure import RETRIEVAL, Evaluated, QuestionResult
+from fidelab.bench.eval.measure import RETRIEVAL, TOOLS, Evaluated, QuestionResult
 from fidelab.bench.eval.settings import EvalSettings
 from fidelab.core import Status, canonical_json, digest
 from fidelab.core.errors import MismatchError
@@ -130,7 +130,7 @@ def faults_of(evaluated: Evaluated) -> Iterator[str]:
         right, n = _count(results)
         if n and wilson_interval(right, n)[1] < MIN_ACCURACY:
             yield f"{kind}: {right} of {n} right"
-        elif kind == RETRIEVAL and (fault := _beyond(results)):
+        elif (kind == TOOLS and (fault := _miscalled(results))) or (kind == RETRIEVAL and (fault := _beyond(results))):
             yield f"{kind}: {fault}"
 
 
@@ -149,7 +149,7 @@ def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
     """Pair the answers with those of an earlier run, by question.
 
     Raises:
-        MismatchError: If the baseline is no evaluation, or has no question in common.
+        MismatchError: If the baseline is not an evaluation, or has no question in common.
     """
     arms = (baseline.reference, *baseline.candidates)
     before = next((arm.benches[EVAL] for arm in arms if EVAL in arm.benches), None)
@@ -225,6 +225,12 @@ def _cells(evaluated: Evaluated, kinds: Iterable[str]) -> Iterator[Cell]:
         why = left[0].fault if whole else f"{n - len(left)} of {n} asked: {left[0].fault}"
         status = Status.NOT_SUPPORTED if left[0].state == "not tested" else Status.NOT_MEASURABLE
         yield Cell(at={"kind": kind}, status=status if whole else Status.OK, reason=why)
+
+
+def _miscalled(results: Sequence[QuestionResult]) -> str:
+    """A fault of calls, which a right answer to a question without one would hide."""
+    right, n = _count(one for one in results if one.question.check.get("call") != "none")
+    return f"{right} of {n} calls right" if n and wilson_interval(right, n)[1] < MIN_ACCURACY else ""
 
 
 def _beyond(results: Sequence[QuestionResult]) -> str:

@@ -15,7 +15,7 @@ SERVING = "serving"
 
 
 class EvalSettings(BaseModel):
-    """What to ask, how many requests at once, and for how long."""
+    """Questions to ask, requests at once, and the time for them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
