@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fidelab.bench.eval.asker import Asker, Failure, Outcome
+from fidelab.bench.eval.asker import Asker, Failure, Outcome, reason_of
 from fidelab.bench.eval.chat import NO_CHAT, Ask, Chat, ChatAnswer
 from fidelab.bench.eval.checks import CheckResult, context, pictures, serving_checks, template
 from fidelab.bench.eval.settings import SERVING, EvalSettings
@@ -163,7 +163,7 @@ class _Evaluation:
         except Refused as error:
             if chat.plain and error.status in NO_CHAT:
                 raise EngineError(str(error)) from None
-            self._evaluated.notes.append(f"the first request failed: {error}")
+            self._evaluated.notes.append(f"the first request failed: {reason_of(error)}")
             return
         if others := other_models(chat.client, self._evaluated.server):
             raise EngineError(

@@ -93,9 +93,10 @@ def measurement(evaluated: Evaluated, settings: EvalSettings, change: Change | N
     summary = [f"{right} of {len(counted)} questions right"] if counted else []
     summary += [f"{passed} of {tested} serving checks passed"] if tested else []
     reached = bool(counted or tested)
+    reasons = (*evaluated.notes, *(one.fault for one in evaluated.questions), "nothing was answered")
     return Measurement(
         status=Status.OK if reached else Status.FAILED,
-        reason=None if reached else next(iter(evaluated.notes), "nothing was answered"),
+        reason=None if reached else next(filter(None, reasons)),
         title=TITLE,
         metrics=tuple(metrics),
         cells=tuple(_cells(evaluated, kinds)),
@@ -145,16 +146,26 @@ def open_of(evaluated: Evaluated) -> Iterator[str]:
             yield f"{kind}: {len(missed)} of {len(evaluated.of(kind))} were not reached: {missed[0].fault}"
 
 
+def answers_of(baseline: Report) -> Measurement:
+    """Return the measurement of an earlier evaluation.
+
+    Raises:
+        MismatchError: If the run is of another kind.
+    """
+    arms = (baseline.reference, *baseline.candidates)
+    before = next((arm.benches[EVAL] for arm in arms if EVAL in arm.benches), None)
+    if before is None:
+        raise MismatchError(f"the baseline {baseline.run_id} is not a run of fidelab eval")
+    return before
+
+
 def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
     """Pair the answers with those of an earlier run, by question.
 
     Raises:
         MismatchError: If the baseline is not an evaluation, or has no question in common.
     """
-    arms = (baseline.reference, *baseline.candidates)
-    before = next((arm.benches[EVAL] for arm in arms if EVAL in arm.benches), None)
-    if before is None:
-        raise MismatchError(f"the baseline {baseline.run_id} is not a run of fidelab eval")
+    before = answers_of(baseline)
     theirs = before.facts.get("questions")
     theirs = theirs if isinstance(theirs, dict) else {}
     sides: dict[str, tuple[bool, bool]] = {}
