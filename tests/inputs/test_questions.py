@@ -71,7 +71,7 @@ def fault(check: dict[str, Any], text: str) -> str:
 def test_there_are_sixty_questions_of_ten_kinds_within_the_budget_of_tokens() -> None:
     assert len(load_questions()) >= 60
     assert {question.kind for question in ALL} == set(KINDS)
-    assert sum(question.max_tokens for question in ALL) <= 2800
+    assert sum(question.max_tokens for question in ALL) <= 2829  # 5,000 with those of serving checks
 
 
 def test_every_id_is_unique_and_begins_with_its_kind() -> None:

@@ -104,7 +104,7 @@ def read_policy(path: Path | None, flags: dict[str, dict[str, Any]], axes: Colle
     from fidelab.core.share import LIMIT
     from fidelab.results.check import Policy
 
-    same = flags["kld.top1"].get("min")
+    same = flags.get("kld.top1", {}).get("min")
     try:
         LIMIT.parse(same if same is not None else 0.0)
     except ValueError as error:

@@ -133,11 +133,15 @@ def evaluate(
 
 def _read(judge: _JudgeOptions) -> tuple[Any, Report | None]:
     """Return policy and baseline, read before anything is asked."""
+    from fidelab.bench.eval import answers_of
     from fidelab.cli.check import read_policy
     from fidelab.results.store import find_run, read_run
 
     policy = None if judge.policy is None else read_policy(judge.policy, {}, ())
-    return policy, None if judge.baseline is None else read_run(find_run(judge.baseline))
+    if judge.baseline is None:
+        return policy, None
+    answers_of(baseline := read_run(find_run(judge.baseline)))
+    return policy, baseline
 
 
 # ---------------------------------------------------------------------------------------------------- server
@@ -213,6 +217,7 @@ def _evaluate(
         command = command_line().replace(key, "KEY") if key else command_line()
         keeper = EvalKeeper(run.output_dir, command, settings, _lines(), model=model, name=run.name, kv=kv)
         evaluated = evaluate(settings, key, watch=keeper)
+        change = None if baseline is None else compare_with(evaluated, baseline)
     except BaseException as error:
         if keeper is not None and keeper.report is not None and keeper.folder is not None:
             keeper.finish()
@@ -220,7 +225,6 @@ def _evaluate(
         if isinstance(error, EngineError | UsageError):  # words of engine openai, which has other flags
             raise type(error)(in_flags(str(error), "MODEL")) from None
         raise
-    change = None if baseline is None else compare_with(evaluated, baseline)
     report = keeper.keep(evaluated, change)
     keeper.finish()
     assert keeper.folder is not None

@@ -90,6 +90,8 @@ class ChatServer:
         answers: the reply to a conversation; the model improvises where it returns none.
         fault: one of :data:`FAULTS`; it strikes each ``every``-th request.
         chat: ``no-template`` and ``missing`` refuse chat with 400 and 404.
+        completes: whether ``/completions`` answers plain text.
+        scores: whether answers have log-probabilities.
         reasoning: ``reasoning`` (vLLM's field), ``content`` (``reasoning_content``, the older field), or ``think``
             (markers in the content).
         counts_end: whether the end token counts as a token and has log-probabilities, as in vLLM.
@@ -105,6 +107,8 @@ class ChatServer:
     takes_tools: bool = True
     tokenizes: bool = True
     chat: Literal["served", "no-template", "missing"] = "served"
+    completes: bool = True
+    scores: bool = True
     reasoning: Literal["", "reasoning", "content", "think"] = ""
     reasoning_tokens: int = 40
     counts_end: bool = True
@@ -131,6 +135,8 @@ class ChatServer:
         for question in questions:
             texts = tuple(text_of(message).strip() for message in users_of(question.messages))
             known[texts, (image_url(question),) if question.image and image_url else ()] = question
+            if not question.image:  # as plain text
+                known[("\n\n".join(text_of(message).strip() for message in question.messages),), ()] = question
 
         def answers(messages: Sequence[Message], tools: Sequence[Tool]) -> Reply | None:
             users = users_of(messages)
@@ -145,6 +151,12 @@ class ChatServer:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths that answer."""
+        chat = ("/v1/chat/completions",) if self.chat != "missing" else ()
+        return (*chat, "/v1/completions") if self.completes else chat
 
     def respond(self, body: Mapping[str, Any]) -> tuple[Generated, int, str]:
         """Return the answer to a chat request, its prompt tokens, and the fault that struck."""
@@ -196,7 +208,7 @@ class ChatServer:
         model, top = body.get("model"), body.get("top_logprobs") or 0
         if model is not None and model not in self.models:
             raise Refused(404, f"The model `{model}` does not exist.", "model")
-        if self.chat == "no-template":
+        if self.chat == "no-template" and "prompt" not in body:
             raise Refused(400, _NO_TEMPLATE)
         if not self.takes_images and any(images_of(message) for message in messages):
             raise Refused(400, f"{self.models[0]} is not a multimodal model")
@@ -298,6 +310,13 @@ def _reply_of(question: Question, tools: bool) -> Reply:
     return read_reply(question.answer) if question.kind == "tools" and tools else Reply(question.answer)
 
 
+def _old_logprobs(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return log-probabilities in the form of ``/completions``."""
+    tops = [{one["token"]: one["logprob"] for one in entry["top_logprobs"]} for entry in entries]
+    tokens, values = ([entry[key] for entry in entries] for key in ("token", "logprob"))
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
+
+
 def _temperature(body: Mapping[str, Any]) -> float:
     given = body.get("temperature")
     return 1.0 if given is None else float(given)
@@ -344,10 +363,12 @@ class _Handler(BaseHTTPRequestHandler):
             tokens = tokenize(body["prompt"]) if "prompt" in body else [""] * prompt_tokens(body["messages"])
             ids = [zlib.crc32(token.encode()) % 150_000 for token in tokens]
             self._json({"count": len(ids), "max_model_len": server.max_model_len, "tokens": ids, "token_strs": None})
-        elif self.path != "/v1/chat/completions" or server.chat == "missing":
+        elif self.path not in server.paths:
             self._json({"detail": "Not Found"}, 404)
         elif self._let_in():
             server.requests.append(body)
+            if "prompt" in body:
+                body = {**body, "messages": [{"role": "user", "content": body["prompt"]}]}
             trouble = server.trouble.pop(0) if server.trouble else None
             if isinstance(trouble, int):
                 self._error(Refused(trouble, f"trouble {trouble}"))
@@ -377,17 +398,22 @@ class _Handler(BaseHTTPRequestHandler):
             thoughts = sum(generated.thinking in delta for delta in generated.deltas())
             usage["completion_tokens_details"] = {"reasoning_tokens": thoughts}
         entries: list[Any] = [None] * len(shown)
-        if body.get("logprobs"):
+        if server.scores and body.get("logprobs"):
+            top = body["logprobs"] if "prompt" in body else body.get("top_logprobs") or 0
             others = cycle(tokenize(prose("other", len(shown))))
             named = list(islice(others, len(shown))) if fault == "other-logprobs" else shown
-            entries = [logprob_entry(token, at, body.get("top_logprobs") or 0) for at, token in enumerate(named)]
+            entries = [logprob_entry(token, at, top) for at, token in enumerate(named)]
         head = {"id": f"chatcmpl-{len(server.requests):032x}", "created": int(time.time())}
         head |= {"model": body.get("model") or server.models[0]}
         end = {"finish_reason": generated.finish, "stop_reason": generated.stop}
         if not body.get("stream"):
-            logprobs = {"content": entries} if body.get("logprobs") else None
-            choice = {"index": 0, "message": generated.message(), "logprobs": logprobs, **end}
-            whole = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+            said: dict[str, Any] = {"message": generated.message()}
+            logprobs: Any = {"content": entries} if entries and entries[0] else None
+            if "prompt" in body:
+                said, logprobs = {"text": generated.text}, _old_logprobs(entries) if logprobs else None
+            choice = {"index": 0, **said, "logprobs": logprobs, **end}
+            kind = "text_completion" if "prompt" in body else "chat.completion"
+            whole = {**head, "object": kind, "choices": [choice], "usage": usage}
             self._json({**whole, "prompt_logprobs": None}, breaks=breaks)
             return
         deltas = generated.deltas()
@@ -402,9 +428,11 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         for delta, entry in zip(deltas, entries, strict=True):
             if delta or entry or delta is deltas[-1]:
-                logprobs = {"content": [entry]} if entry else None
-                choices.append({"delta": delta, "logprobs": logprobs, "finish_reason": None})
+                scores = {"content": [entry]} if entry else None
+                choices.append({"delta": delta, "logprobs": scores, "finish_reason": None})
         choices[-1] |= end
+        if "prompt" in body:
+            choices = [{**choice, "text": choice["delta"].get("content", ""), "delta": {}} for choice in choices]
         chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, **choice}]} for choice in choices]
         if (body.get("stream_options") or {}).get("include_usage"):
             chunks.append({"choices": [], "usage": usage})

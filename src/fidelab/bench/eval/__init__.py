@@ -2,7 +2,7 @@
 
 from fidelab.bench.eval.keeper import EvalKeeper
 from fidelab.bench.eval.measure import Evaluated, EvalWatch, evaluate
-from fidelab.bench.eval.record import EVAL, Change, compare_with, decide_change, faults_of, open_of
+from fidelab.bench.eval.record import EVAL, Change, answers_of, compare_with, decide_change, faults_of, open_of
 from fidelab.bench.eval.settings import SERVING, EvalSettings
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "EvalSettings",
     "EvalWatch",
     "Evaluated",
+    "answers_of",
     "compare_with",
     "decide_change",
     "evaluate",

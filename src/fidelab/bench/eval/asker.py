@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,10 @@ from fidelab.core.errors import EngineError
 from fidelab.engines.openai.http import Refused
 
 _OVER = "not reached within --time-limit"
+_ADVICE = re.compile(  # of engine openai, which has other flags
+    r": (?:check whether it hangs|look at its log|start the server|correct base-url|lower concurrency"
+    r"|put it in an environment variable|give that address|is base-url).*"
+)
 _MIN_SECONDS = 1.0  # seconds below which a request is not sent any more
 
 
@@ -31,6 +36,11 @@ class Failure:
 
 
 Outcome = ChatAnswer | Failure
+
+
+def reason_of(error: EngineError) -> str:
+    """Return the reason of a failed request, without advice on how to start the whole command again."""
+    return _ADVICE.sub("", str(error))
 
 
 @dataclass
@@ -93,12 +103,12 @@ class Asker:
     def _failure(self, error: EngineError, *, over: bool) -> Failure:
         if isinstance(error, Refused):
             late = over and not error.status
-            return Failure(_OVER if late else str(error), error.status, missed=late)
+            return Failure(_OVER if late else reason_of(error), error.status, missed=late)
         try:
             self.chat.client.models()
         except Refused:
             pass
         except EngineError as now:
-            self.gone = str(now)
+            self.gone = reason_of(now)
             return Failure(self.gone, missed=True)
-        return Failure(str(error))
+        return Failure(reason_of(error))

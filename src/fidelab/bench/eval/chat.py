@@ -20,12 +20,14 @@ from fidelab.inputs.reasoning import REASONING, after_reasoning
 REASONING_TOKENS = 4096
 """Tokens that a model with reasoning may have beyond those of an answer."""
 
+NO_CHAT = (404, 405, 501)
+"""Statuses of servers that do not know an address."""
+
 _NOT_TAKEN = (400, 422)  # statuses of servers that do not take a field of a request
 _OPTIONAL = ("seed", "stream_options", "temperature")  # fields without which a request still asks the same
 _TOP = 5  # alternatives per position: the most that OpenAI's own models give without a special request
 _MAX_TOKENS = 1 << 24  # tokens of any request: larger counts are damaged
 _NO_TEMPLATE = "chat template"
-_NO_CHAT = (404, 405, 501)
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ class Chat:
         text = str(error)
         with self._lock:
             if not self.plain and (
-                (error.status in _NOT_TAKEN and _NO_TEMPLATE in text.lower()) or error.status in _NO_CHAT
+                (error.status in _NOT_TAKEN and _NO_TEMPLATE in text.lower()) or error.status in NO_CHAT
             ):
                 self.plain = "messages" in body and not body.get("tools")
                 return self.plain

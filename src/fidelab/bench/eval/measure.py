@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from fidelab.bench.eval.asker import Asker, Failure, Outcome
-from fidelab.bench.eval.chat import Ask, Chat, ChatAnswer
+from fidelab.bench.eval.asker import Asker, Failure, Outcome, reason_of
+from fidelab.bench.eval.chat import NO_CHAT, Ask, Chat, ChatAnswer
 from fidelab.bench.eval.checks import CheckResult, context, loops, pictures, serving_checks, template
 from fidelab.bench.eval.settings import SERVING, EvalSettings
 from fidelab.core.errors import EngineError
@@ -127,7 +127,11 @@ class _Evaluation:
         questions = load_questions()
         for kind in (kind for kind in kinds if kind not in (RETRIEVAL, IMAGES)):
             self._watch.begin(kind)
-            self._ask([one for one in questions if one.kind == kind])
+            of_kind = [one for one in questions if one.kind == kind]
+            if kind == TOOLS and self._asker.chat.plain:
+                self._leave(of_kind, "not tested", "the server has no chat template")
+            else:
+                self._ask(of_kind)
         if IMAGES in kinds:
             self._watch.begin(IMAGES)
             asked = [one for one in questions if one.kind == IMAGES]
@@ -153,14 +157,16 @@ class _Evaluation:
         """Ask once, so that a server without a chat template or with reasoning is known before anything counts.
 
         Raises:
-            EngineError: If the server is gone or denies access.
+            EngineError: If the server is gone, denies access, or has neither chat nor completions.
         """
         hello = Ask(({"role": "user", "content": "Say hello."},), 16)
         chat, limit = self._asker.chat, min(self._asker.timeout, self._asker.limit)
         try:
             answer = chat.ask(hello, limit)
         except Refused as error:
-            self._evaluated.notes.append(f"the first request failed: {error}")
+            if chat.plain and error.status in NO_CHAT:
+                raise EngineError(str(error)) from None
+            self._evaluated.notes.append(f"the first request failed: {reason_of(error)}")
             return
         if others := other_models(chat.client, self._evaluated.server):
             raise EngineError(

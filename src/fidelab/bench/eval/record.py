@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.bench.eval.measure import RETRIEVAL, Evaluated, QuestionResult
+from fidelab.bench.eval.measure import RETRIEVAL, TOOLS, Evaluated, QuestionResult
 from fidelab.bench.eval.settings import EvalSettings
 from fidelab.core import Status, canonical_json, digest
 from fidelab.core.errors import MismatchError
@@ -93,9 +93,10 @@ def measurement(evaluated: Evaluated, settings: EvalSettings, change: Change | N
     summary = [f"{right} of {len(counted)} questions right"] if counted else []
     summary += [f"{passed} of {tested} serving checks passed"] if tested else []
     reached = bool(counted or tested)
+    reasons = (*evaluated.notes, *(one.fault for one in evaluated.questions), "nothing was answered")
     return Measurement(
         status=Status.OK if reached else Status.FAILED,
-        reason=None if reached else next(iter(evaluated.notes), "nothing was answered"),
+        reason=None if reached else next(filter(None, reasons)),
         title=TITLE,
         metrics=tuple(metrics),
         cells=tuple(_cells(evaluated, kinds)),
@@ -130,7 +131,7 @@ def faults_of(evaluated: Evaluated) -> Iterator[str]:
         right, n = _count(results)
         if n and wilson_interval(right, n)[1] < MIN_ACCURACY:
             yield f"{kind}: {right} of {n} right"
-        elif kind == RETRIEVAL and (fault := _beyond(results)):
+        elif (kind == TOOLS and (fault := _miscalled(results))) or (kind == RETRIEVAL and (fault := _beyond(results))):
             yield f"{kind}: {fault}"
 
 
@@ -150,16 +151,26 @@ def open_of(evaluated: Evaluated) -> Iterator[str]:
         yield f"{why}: {', '.join(names)}"
 
 
-def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
-    """Pair the answers with those of an earlier run, by question.
+def answers_of(baseline: Report) -> Measurement:
+    """Return the measurement of an earlier evaluation.
 
     Raises:
-        MismatchError: If the baseline is another kind of run, or has no question in common.
+        MismatchError: If the run is of another kind.
     """
     arms = (baseline.reference, *baseline.candidates)
     before = next((arm.benches[EVAL] for arm in arms if EVAL in arm.benches), None)
     if before is None:
         raise MismatchError(f"the baseline {baseline.run_id} is not a run of fidelab eval")
+    return before
+
+
+def compare_with(evaluated: Evaluated, baseline: Report) -> Change:
+    """Pair the answers with those of an earlier run, by question.
+
+    Raises:
+        MismatchError: If the baseline is not an evaluation, or has no question in common.
+    """
+    before = answers_of(baseline)
     theirs = before.facts.get("questions")
     theirs = theirs if isinstance(theirs, dict) else {}
     sides: dict[str, tuple[bool, bool]] = {}
@@ -244,6 +255,12 @@ def _cells(evaluated: Evaluated, kinds: Iterable[str]) -> Iterator[Cell]:
         why = left[0].fault if whole else f"{n - len(left)} of {n} asked: {left[0].fault}"
         status = Status.NOT_SUPPORTED if left[0].state == "not tested" else Status.NOT_MEASURABLE
         yield Cell(at={"kind": kind}, status=status if whole else Status.OK, reason=why)
+
+
+def _miscalled(results: Sequence[QuestionResult]) -> str:
+    """A fault of calls, which a right answer to a question without one would hide."""
+    right, n = _count(one for one in results if one.question.check.get("call") != "none")
+    return f"{right} of {n} calls right" if n and wilson_interval(right, n)[1] < MIN_ACCURACY else ""
 
 
 def _beyond(results: Sequence[QuestionResult]) -> str:
