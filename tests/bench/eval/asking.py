@@ -42,11 +42,6 @@ def evaluated(*kinds: str, settings: dict[str, Any] | None = None, **about: Any)
         return evaluate(EvalSettings(base_url=server.url, kinds=kinds or ALL, **settings or {}))
 
 
-def failed(found: Evaluated) -> set[str]:
-    """Names of the serving checks that failed."""
-    return {check.name for check in found.checks if check.state == "failed"}
-
-
 def check_of(found: Evaluated, name: str) -> CheckResult:
     return next(check for check in found.checks if check.name == name)
 
