@@ -31,14 +31,13 @@ GROUPS = {
     "import": "refract kld-dumps",
     "setup": "engines install models fetch formats clean",
 }
+ALONE = ("compare", "eval", "check", "report", "doctor")
 COMMANDS: list[tuple[str, ...]] = [
     (),
-    *((name,) for name in ("compare", "eval", "check", "report", "doctor", *GROUPS)),
+    *((name,) for name in (*ALONE, *GROUPS)),
     *((group, name) for group, names in GROUPS.items() for name in names.split()),
 ]
-WITH_EXAMPLES = [
-    words for words in COMMANDS if words == () or words[0] in ("compare", "eval", "check", "report", "doctor")
-]
+WITH_EXAMPLES = [words for words in COMMANDS if words == () or words[0] in ALONE]
 
 
 @pytest.fixture
