@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,9 +29,10 @@ from fidelab.bench.eval.checks import (
     turns,
     usage,
 )
+from fidelab.engines.openai.http import Client
 from fidelab.inputs.questions.question import KINDS
-from tests.bench.eval.asking import Scripted, check_of, evaluated, wrong
-from tests.bench.eval.chat_server import FAULTS
+from tests.bench.eval.asking import Scripted, chat_server, check_of, evaluated, wrong
+from tests.bench.eval.chat_server import FAULTS, serving
 
 NAMED = {
     "template": "template",
@@ -274,6 +276,11 @@ def test_an_answer_has_to_end_at_max_tokens_and_say_so(answer: ChatAnswer, state
     assert said in found.detail
 
 
+def test_answers_that_end_by_themselves_leave_the_length_untested() -> None:
+    ended = replace(base(), first=tuple(say(text[:40], finish="stop") for text in TEXTS))
+    assert length(Scripted([]), ended).state == "not tested"
+
+
 def test_turns_fail_only_where_all_answers_are_the_same() -> None:
     assert turns(Scripted([say("I do not know.")] * 3)).state == "failed"
     assert turns(Scripted([say("4817"), say("2953"), say("I do not know.")])).right == 2
@@ -392,6 +399,16 @@ def test_a_text_twice_as_long_counts_twice_as_much(sizes: tuple[int, int, int]) 
     state, said = count(grown=list(map(counted, sizes)))
     assert state == "failed"
     assert str(list(sizes)) in said
+
+
+def test_a_prompt_that_the_servers_tokenizer_counts_otherwise_is_a_fault() -> None:
+    with serving(chat_server()) as server:
+        asker = Scripted(GROWN)
+        asker.chat.client = Client(server.url, None, 5.0)
+        asker.chat.model = server.models[0]
+        found = usage(asker)
+    assert found.state == "failed"
+    assert re.fullmatch(r"a prompt counts 150 tokens, and /tokenize counts \d+", found.detail)
 
 
 def test_several_faults_of_usage_are_counted() -> None:

@@ -296,6 +296,7 @@ def test_wrong_calls_are_named_though_the_question_without_a_call_is_right() -> 
         ("+++++++++++-", None),
         ("++++++++++--", None),  # 0 of 2 may be chance
         ("+-+-+-+-+-+-", None),  # no loss with length
+        ("+-+-----0000", None),  # shorter texts have losses, too
         ("++++++-+----", "0 of 4 found in texts of about 16,384 tokens and more, 7 of 8 in shorter ones"),
         ("++++----0000", "0 of 4 found in texts of about 4,096 tokens and more, 4 of 4 in shorter ones"),
     ],
