@@ -296,12 +296,18 @@ def test_a_policy_decides_as_fidelab_check_does(least: str, code: int, server: C
     assert cli("check", "latest", "--policy", policy, cwd=tmp_path).code == code
 
 
-def test_a_policy_on_one_kind_does_not_pass_a_run_in_which_another_fails(tmp_path: Path) -> None:
+def test_limits_of_a_policy_replace_those_of_all_kinds(tmp_path: Path) -> None:
     policy = rule(tmp_path, "60%")
     done = asked(tmp_path, "--kinds", "images,arithmetic", "--policy", policy, fault="dropped-images")
-    assert done.code == cli("check", "latest", "--policy", policy, cwd=tmp_path).code == 3
-    [line] = said(done)
-    assert line.endswith("images: 0 of 8 right")
+    assert (done.code, said(done)) == (0, [])
+    assert cli("check", "latest", "--policy", policy, cwd=tmp_path).code == 0
+    assert found(done)["downgrades"] == ["images: 0 of 8 right"]
+
+
+def test_kinds_that_a_server_refuses_leave_a_run_undecided(tmp_path: Path) -> None:
+    done = asked(tmp_path, "--kinds", "images", takes_images=False)
+    assert done.code == 3
+    assert said(done)[-1].startswith("fidelab: nothing was tested: the server takes no pictures")
 
 
 def test_a_policy_decides_on_the_kinds_that_it_names(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.bench_serve import in_flags
-from fidelab.cli.options import ENV, Json, Options, RunsOptions, expand_options, split_engine_args
+from fidelab.cli.options import ENV, SERVE, Json, Options, RunsOptions, expand_options, split_engine_args
 from fidelab.cli.output import command_line, exit_on, note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.bench.eval import EvalSettings, Evaluated, EvalWatch
+    from fidelab.bench.eval import EvalSettings, EvalWatch
     from fidelab.config.schema import Preset
     from fidelab.results.record import Report
 
@@ -55,8 +55,10 @@ class _StartOptions(Options, panel="Server that is started"):
     def changes(self) -> dict[str, Any]:
         """Return the fields of a preset that they change, without the engine."""
         pairs = split_engine_args(self.engine_arg or [])
+        own = {key: value for key, value in pairs.items() if not key.startswith((ENV, SERVE))}
         changes: dict[str, Any] = {
-            "engine_args": {key: value for key, value in pairs.items() if not key.startswith(ENV)},
+            "engine_args": own,
+            "serve": {key.removeprefix(SERVE): value for key, value in pairs.items() if key.startswith(SERVE)},
             "env": {key.removeprefix(ENV): value for key, value in pairs.items() if key.startswith(ENV)},
             "kv": self.kv,
             "dtype": None if self.dtype == "auto" else self.dtype,
@@ -207,7 +209,7 @@ def _evaluate(
     as_json: bool,
 ) -> None:
     """Ask, report, and set the exit code; on any exception the finished kinds are kept."""
-    from fidelab.bench.eval import EvalKeeper, compare_with, decide_change, evaluate, faults_of, open_of
+    from fidelab.bench.eval import EvalKeeper, compare_with, decide_change, evaluate, faults_of, open_of, serving_faults
     from fidelab.core.errors import EngineError, UsageError
     from fidelab.engines.openai.http import read_key
 
@@ -229,20 +231,16 @@ def _evaluate(
     keeper.finish()
     assert keeper.folder is not None
     show_report(report, as_json=as_json, folder=keeper.folder.path)
-    faults, open_ = list(faults_of(evaluated)), list(open_of(evaluated))
+    faults, open_ = faults_of(evaluated), list(open_of(evaluated))
     if change is not None:
         note(change.sentence)
         faults, undecided = decide_change(change)
         open_ += undecided
     if policy is not None:
-        faults = [fault for fault in faults if fault.partition(":")[0] not in _kinds(evaluated)]
-        more, undecided = _by_policy(report, policy)
-        faults, open_ = faults + more, open_ + undecided
+        more, undecided = _by_policy(report, policy)  # in place of the default limits of kinds
+        faults = [*(faults if change is not None else serving_faults(evaluated)), *more]
+        open_ += undecided
     exit_on(faults, open_)
-
-
-def _kinds(evaluated: Evaluated) -> set[str]:
-    return {one.question.kind for one in evaluated.questions}
 
 
 def _by_policy(report: Report, policy: Any) -> tuple[list[str], list[str]]:

@@ -23,6 +23,7 @@ from fidelab.engines import DEFAULT, engine_name
 # ------------------------------------------------------------------------------------------------- groups
 
 ENV = "env."  # prefix of an environment variable's name
+SERVE = "serve."  # prefix of an option that only the server has
 
 
 class Options:

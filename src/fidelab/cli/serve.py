@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fidelab.environments.launch import RunningServer
 
 _LOG = "; --log names its output"
-_SERVE = "serve."  # prefix of an option that only the server has
 
 app = Commands(help="Start, check and stop servers from presets.")
 
@@ -77,8 +76,8 @@ class PresetOptions(options.Options, panel="Preset"):
         own, to_server = load_preset(found), dict[str, Any]()
         options_left = dict(changes.get("engine_args", {}))
         for key in list(options_left):
-            if key.startswith(_SERVE) or key in own.serve:
-                to_server[key.removeprefix(_SERVE)] = options_left.pop(key)
+            if key.startswith(options.SERVE) or key in own.serve:
+                to_server[key.removeprefix(options.SERVE)] = options_left.pop(key)
         moved = {"engine_args": options_left, **({"serve": to_server} if to_server else {})}
         preset = load_preset(found, {**changes, **moved})
         if engine not in (None, preset.engine_name):
@@ -92,7 +91,7 @@ class PresetOptions(options.Options, panel="Preset"):
             words = {(key, str(value)) for key, value in place.items() if isinstance(value, str)}
             words |= {("pythonpath", folder) for folder in self.pythonpath or []}
             words |= {(f"env.{key}", value) for key, value in changes.get("env", {}).items()}
-            words |= {(key.removeprefix(_SERVE), value) for key, value in changes.get("engine_args", {}).items()}
+            words |= {(key.removeprefix(options.SERVE), value) for key, value in changes.get("engine_args", {}).items()}
             check_trust(preset, read_yaml(found.path), found.path, Trust(trusted, words))
         return preset
 

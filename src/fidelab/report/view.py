@@ -555,7 +555,7 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
         return [status_line(arm)]
     broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
-    lines += [one_line(fault) for bench in arm.benches.values() for fault in bench.fails]
+    lines += [one_line(fault) for bench in arm.benches.values() for fault in (*bench.fails, *bench.downgrades)]
     for name, axis in arm.axes.items():
         if not axis.measured:
             if not is_duplicate_reason(arm, axis.reason):

@@ -2,7 +2,16 @@
 
 from fidelab.bench.eval.keeper import EvalKeeper
 from fidelab.bench.eval.measure import Evaluated, EvalWatch, evaluate
-from fidelab.bench.eval.record import EVAL, Change, answers_of, compare_with, decide_change, faults_of, open_of
+from fidelab.bench.eval.record import (
+    EVAL,
+    Change,
+    answers_of,
+    compare_with,
+    decide_change,
+    faults_of,
+    open_of,
+    serving_faults,
+)
 from fidelab.bench.eval.settings import SERVING, EvalSettings
 
 __all__ = [
@@ -19,4 +28,5 @@ __all__ = [
     "evaluate",
     "faults_of",
     "open_of",
+    "serving_faults",
 ]

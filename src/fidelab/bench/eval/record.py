@@ -106,7 +106,8 @@ def measurement(evaluated: Evaluated, settings: EvalSettings, change: Change | N
         cluster="question",
         summary="; ".join([*summary, *([change.sentence] if change else [])]),
         flags=tuple(_flags(evaluated)),
-        fails=tuple(faults_of(evaluated)),
+        fails=tuple(serving_faults(evaluated)),
+        downgrades=tuple(kind_faults(evaluated)),
         facts={
             "target": split_url(settings.base_url)[0],
             "model": evaluated.server.model,
@@ -121,11 +122,20 @@ def measurement(evaluated: Evaluated, settings: EvalSettings, change: Change | N
     )
 
 
-def faults_of(evaluated: Evaluated) -> Iterator[str]:
-    """Yield a sentence for each failed serving check, and for each kind whose interval lies below the limit."""
+def faults_of(evaluated: Evaluated) -> list[str]:
+    """Return :func:`serving_faults` and :func:`kind_faults`."""
+    return [*serving_faults(evaluated), *kind_faults(evaluated)]
+
+
+def serving_faults(evaluated: Evaluated) -> Iterator[str]:
+    """Yield a sentence for each serving check that failed."""
     for check in evaluated.checks:
         if check.state == "failed":
             yield f"{check.name}: {check.detail}"
+
+
+def kind_faults(evaluated: Evaluated) -> Iterator[str]:
+    """Yield a sentence for each kind whose interval lies below the limit."""
     for kind in KINDS:
         results = evaluated.of(kind)
         right, n = _count(results)
@@ -149,6 +159,10 @@ def open_of(evaluated: Evaluated) -> Iterator[str]:
             missed.setdefault(left[0].fault, []).append(f"{kind}{count}")
     for why, names in missed.items():
         yield f"{why}: {', '.join(names)}"
+    tested = [*(one.state for one in evaluated.questions), *(check.state for check in evaluated.checks)]
+    if not missed and not {"right", "wrong", "passed", "failed"}.intersection(tested):
+        why = next((one.fault for one in evaluated.questions), next(iter(evaluated.notes), "no question"))
+        yield f"nothing was tested: {why}"
 
 
 def answers_of(baseline: Report) -> Measurement:
@@ -235,7 +249,9 @@ def _flags(evaluated: Evaluated) -> Iterator[Flag]:
     for note in evaluated.notes:
         yield Flag(kind="server", text=note)
     right, n = _count(evaluated.questions)
-    served = evaluated.checks and not any(check.state == "failed" for check in evaluated.checks)
+    # Small models also end in loops
+    failed = {check.name for check in evaluated.checks if check.state == "failed"}
+    served = evaluated.checks and failed <= {"loops"}
     if n and served and right < MIN_ACCURACY * n:
         yield Flag(
             kind="small",
@@ -254,7 +270,12 @@ def _cells(evaluated: Evaluated, kinds: Iterable[str]) -> Iterator[Cell]:
         whole = len(left) == n
         why = left[0].fault if whole else f"{n - len(left)} of {n} asked: {left[0].fault}"
         status = Status.NOT_SUPPORTED if left[0].state == "not tested" else Status.NOT_MEASURABLE
-        yield Cell(at={"kind": kind}, status=status if whole else Status.OK, reason=why)
+        if whole:
+            yield Cell(at={"kind": kind}, status=status, reason=why)
+        else:
+            yield Cell(
+                at={"kind": kind}, status=Status.OK, flags=(Flag(kind=left[0].state.replace(" ", "-"), text=why),)
+            )
 
 
 def _miscalled(results: Sequence[QuestionResult]) -> str:
