@@ -136,7 +136,9 @@ def sections_of(report: Report) -> list[Section]:
 def table_of(plot: TablePlot) -> TextTable:
     """Return a plot's cells as text: numbers with three significant digits, whole ones in full."""
     rows = tuple(tuple(map(fact_of, row)) for row in plot.rows)
-    return TextTable("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
+    words = all(isinstance(cell, str) for row in plot.rows for cell in row)
+    columns = tuple(one_line(name) for name in plot.columns)
+    return TextTable("plot", one_line(plot.title), columns, rows, named=len(columns) if words else 1)
 
 
 def _sections(
