@@ -20,7 +20,7 @@ from tests.run.harness import Done, cli
 
 # Group of commands → its commands.
 GROUPS = {
-    "runs": "list show",
+    "runs": "list page show",
     "bench": "offline serve sweep speculation",
     "estimate": "model explain",
     "diagnose": "layers sensitivity attention",

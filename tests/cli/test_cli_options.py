@@ -57,7 +57,7 @@ OTHERS = {
         # a candidate's
         "--name": "import refract, import kld-dumps, import loads, import lm-eval, import nemo-evaluator",
         "--out": "report",  # a file or a folder
-        "--output": "estimate explain",  # a page, not a folder
+        "--output": "estimate explain, runs page",  # a page, not a folder
         # with captures; in a folder of its own; no run was made, only its folder
         "--output-dir": "compare, diagnose layers, diagnose sensitivity, checkpoint calibrate, reproduce run, "
         "import refract, import kld-dumps, import loads, import lm-eval, import nemo-evaluator",

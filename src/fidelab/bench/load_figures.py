@@ -185,6 +185,14 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
         for key, what, y_label, y in figures:
             title = f"{what} against {word}"
             yield from curves(_series(some, x, y), key=f"{key}{suffix}", title=title, x_label=x_label, y_label=y_label)
+    several = len({load.cell.at["context"] for load in closed}) > 1
+    yield from curves(
+        _by_concurrency(closed) if several else {},
+        key="rate-context",
+        title="Output rate against context",
+        x_label="prompt tokens",
+        y_label="output tok/s",
+    )
     first = all(load.value(tpot) is None for load in loads)  # no answer had two tokens
     yield from curves(
         _series(loads, ttft if first else tpot, OUTPUT_RATE.key, named=True),
@@ -195,6 +203,17 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
         caption="A point per load, named by its requests at once (or per second). Further up is more throughput, "
         "further left less waiting.",
     )
+
+
+def _by_concurrency(loads: Sequence[CellResult]) -> dict[str, list[CurvePoint]]:
+    """Return the output rates of closed loops by concurrency, along the contexts."""
+    series: dict[str, list[CurvePoint]] = {}
+    for load in loads:
+        rate, at = load.value(OUTPUT_RATE.key), load.cell.at
+        if rate is not None:
+            name = label({"concurrency": at["concurrency"]}) if "concurrency" in at else ""
+            series.setdefault(name, []).append(CurvePoint(float(at["context"]), rate, doubt=doubt_of(load.cell)))
+    return series
 
 
 def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[CurvePoint]]:

@@ -337,7 +337,7 @@ def fit(
 
 @app.command()
 def explain(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Output file.")] = Path("explain.html"),
+    output: options.PageFile = Path("explain.html"),
     models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Models to show first.")] = None,
 ) -> None:
     """Write an interactive page that explains decoding: cache, bandwidth and saturation.

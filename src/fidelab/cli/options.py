@@ -183,6 +183,7 @@ ApiKeyEnv = Annotated[
 ]
 RequestTimeout = Annotated[float, typer.Option(help="Time limit per request in seconds.")]
 RowName = Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")]
+PageFile = Annotated[Path, typer.Option("--output", "-o", help="Output file.")]
 Policy = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")]
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
@@ -11,22 +15,38 @@ from fidelab.cli.output import note, open_console, print_json
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
+    from fidelab.report.runs import RunRow
 
 app = Commands(help="List and show runs.")
 
 
 @app.command("list")
 @options.expand_options
-def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
-    """List runs, newest first, with status, result and size.
+def list_runs(
+    runs: options.RunsOptions,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="A line per configuration: KLD, same top token, cache size, speed.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print these figures as CSV.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """List runs, newest first, with status, result and size, or with the figures of each configuration.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
-      fidelab runs list
+      fidelab runs list --figures
+
+      fidelab runs list --csv > runs.csv
     """
+    from fidelab.core.errors import UsageError
     from fidelab.ledger import index
 
+    if as_json and (figures or as_csv):
+        raise UsageError(f"--json and {'--csv' if as_csv else '--figures'}: name one")
     rows = index.list_runs(runs.output_dir)
+    if (figures or as_csv) and rows:
+        _print_figures(_figures([(runs.output_dir / row.path, row) for row in rows]), as_csv)
+        return
     if as_json:
         print_json({"runs": [_entry(row) for row in rows]})
         return
@@ -47,6 +67,71 @@ def list_runs(runs: options.RunsOptions, as_json: options.Json = False) -> None:
         cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
         table.add_row(*map(Text, cells))
     open_console(400).print(table)
+
+
+@app.command()
+@options.expand_options
+def page(
+    *,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="RUN_DIR", help="Run folders. \\[default: all in --output-dir]")
+    ] = None,
+    runs: options.RunsOptions,
+    output: options.PageFile = Path("runs.html"),
+) -> None:
+    """Write one page over several runs: a table of figures, and the charts of their benches.
+
+    [bold]Examples[/bold]
+
+      fidelab runs page -o runs.html
+
+      fidelab runs page runs/a runs/b
+    """
+    from fidelab.core.errors import InputError
+    from fidelab.ledger import index
+    from fidelab.report.runs import write_runs
+    from fidelab.results.store import find_run
+
+    if folders:
+        places = [find_run(folder) for folder in folders]
+        rows = _figures([(place, index.read_row(place)) for place in places])
+    else:
+        rows = _figures([(runs.output_dir / row.path, row) for row in index.list_runs(runs.output_dir)])
+    if not rows:
+        raise InputError("none of these runs has figures: name runs of compare, bench or eval")
+    print(write_runs(rows, output))
+
+
+def _figures(runs: Sequence[tuple[Path, LedgerRow]]) -> list[RunRow]:
+    """Return the figures of runs (folder, row) that have a report; others are counted in a note."""
+    from fidelab.core.errors import FidelabError
+    from fidelab.report.runs import rows_of
+    from fidelab.results.record import Report
+    from fidelab.results.store import REPORT
+
+    found: list[RunRow] = []
+    left: dict[str, int] = {}
+    for place, row in runs:
+        try:
+            found += rows_of(row.path, Report.from_json(place / REPORT))
+        except FidelabError:
+            why = row.status if row.status != "ok" else f"{row.kind}, another kind"
+            left[why] = left.get(why, 0) + 1
+    for why, count in left.items():
+        note(f"fidelab: {count} run{'s' if count > 1 else ''} without figures ({why})")
+    return found
+
+
+def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
+    from fidelab.report.runs import runs_csv, runs_table
+
+    if as_csv:
+        print(runs_csv(rows), end="")
+        return
+    from fidelab.report.text import print_table
+
+    table = runs_table(rows)
+    print_table(open_console(400), table.columns, table.rows, words=range(table.named), no_wrap=True)
 
 
 @app.command()

@@ -133,6 +133,13 @@ def sections_of(report: Report) -> list[Section]:
     return [*_sections("axis", axes, records), *_sections("bench", benches, records)]
 
 
+def benches_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> list[Section]:
+    """Return the benches of arms of any reports, without ratios to a reference."""
+    records = {arm.id: record for arm, record in arms}
+    sections = _sections("bench", [(arm, record.benches) for arm, record in arms], records)
+    return [section for section in sections if section.found]
+
+
 def table_of(plot: TablePlot) -> TextTable:
     """Return a plot's cells as text: numbers with three significant digits, whole ones in full."""
     rows = tuple(tuple(map(fact_of, row)) for row in plot.rows)

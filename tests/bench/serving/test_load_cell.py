@@ -308,11 +308,23 @@ def test_the_highest_valid_load_at_the_smallest_context_stands_for_the_server() 
 
 
 def test_rates_are_plotted_against_concurrency_and_what_is_invalid_says_why() -> None:
-    small, large = (plot for plot in serving_measurement(CELLS, {}).plots if isinstance(plot, Curve))
+    curves = (plot for plot in serving_measurement(CELLS, {}).plots if isinstance(plot, Curve))
+    small, large = (plot for plot in curves if plot.key == "throughput")
     assert (small.key, small.series, large.series) == ("throughput", "context 128", "context 1024")
     assert (small.x, small.y) == ((1, 2, 4, 8), (10, 11, 40, 41))
     assert small.doubts == ("", "not valid", "", "")
     assert large.doubts == ()
+
+
+def test_rates_are_plotted_against_contexts_where_there_are_several() -> None:
+    curves = [plot for plot in serving_measurement(CELLS, {}).plots if isinstance(plot, Curve)]
+    along = {plot.series: (plot.x, plot.y) for plot in curves if plot.key == "rate-context"}
+    assert set(along) == {f"concurrency {cell.cell.at['concurrency']}" for cell in CELLS}
+    for cell in CELLS:
+        x, y = along[f"concurrency {cell.cell.at['concurrency']}"]
+        assert y[x.index(cell.cell.at["context"])] == cell.value("output_rate")
+    short = [cell for cell in CELLS if cell.cell.at["context"] == 128]
+    assert "rate-context" not in {getattr(plot, "key", "") for plot in serving_measurement(short, {}).plots}
 
 
 def test_rates_are_plotted_against_latency_by_points_named_after_their_load() -> None:

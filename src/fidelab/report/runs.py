@@ -1,0 +1,175 @@
+"""Several runs next to each other: a row of figures per configuration, and one page with the charts of all.
+
+Rows of different models stand next to each other and are not compared: a mean KL is against each run's own reference.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import fidelab
+from fidelab.core import Status, write_atomically
+from fidelab.report.cells import estimate_of, kld_of, kv_of, top_token_estimate
+from fidelab.report.gallery import Part
+from fidelab.report.html import render_page
+from fidelab.report.plots import draw_plots
+from fidelab.report.sections import ReportArm, benches_of, table_of
+from fidelab.report.tables import TextTable
+from fidelab.results.measurement import DECIDING, Metric
+from fidelab.results.numbers import ABSENT, one_line
+from fidelab.results.record import ArmRecord, Report
+
+COLUMNS = (
+    "run",
+    "model",
+    "configuration",
+    "engine",
+    "device",
+    "verdict",
+    "KLD",
+    "same top token",
+    "B/token",
+    "tok/s",
+    "accuracy",
+)
+_CSV = (
+    *("run", "created", "model", "configuration", "engine", "kv", "device", "verdict", "kld_nats", "kld_low"),
+    *("kld_high", "same_top", "cache_bytes_per_token", "tokens_per_s", "tokens_per_s_of", "accuracy"),
+)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """Figures of one configuration of one run.  ``rate``: the first headline rate of its benches, and their name.
+
+    ``accuracy``: the share of right answers, of the first bench or test that has one.
+    """
+
+    run: str
+    report: Report
+    arm: ArmRecord
+    rate: Metric | None
+    rate_of: str
+    accuracy: Metric | None
+
+    @property
+    def verdict(self) -> str:
+        """Band of the verdict, or the reason why there is none."""
+        if self.arm.status in (Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTED):
+            return self.arm.status.value.replace("_", " ")
+        return (self.arm.verdict.band or "").lower() if self.arm.verdict else ""
+
+    @property
+    def device(self) -> str:
+        """Device that the engine reports, or that the run was planned for."""
+        others = {} if self.arm.ran is None else self.arm.ran.others()
+        return one_line(str(others.get("device") or ""))
+
+    @property
+    def cache_bytes(self) -> float | None:
+        """Bytes of the cache per token."""
+        return self.arm.ran.cache_bytes_per_token if self.arm.ran else None
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of :data:`COLUMNS`."""
+        kld = self.arm.axes.get(DECIDING)
+        size = self.cache_bytes
+        return (
+            self.run,
+            one_line(self.arm.model),
+            one_line(self.arm.name),
+            one_line(self.arm.engine),
+            self.device or ABSENT,
+            self.verdict or ABSENT,
+            str(kld_of(kld)),
+            top_token_estimate(kld).value,
+            ABSENT if size is None else f"{size:,.0f}",
+            str(estimate_of(self.rate)),
+            str(estimate_of(self.accuracy)),
+        )
+
+
+def rows_of(run: str, report: Report) -> list[RunRow]:
+    """Return a row per candidate, and one for the reference if a bench measured it or nothing was compared."""
+    arms = [report.reference] if report.reference.benches or not report.candidates else []
+    rows = []
+    for arm in (*arms, *report.candidates):
+        rates = (
+            (name, metric)
+            for name, bench in arm.benches.items()
+            for metric in bench.headlines
+            if metric.unit == "tok/s" and metric.value is not None
+        )
+        name, rate = next(rates, ("", None))
+        measured = (*arm.benches.values(), *arm.axes.values())
+        shares = (metric for one in measured if (metric := one.metric("accuracy", {})) and metric.value is not None)
+        rows.append(RunRow(run, report, arm, rate, name, next(shares, None)))
+    return rows
+
+
+def runs_table(rows: Sequence[RunRow]) -> TextTable:
+    """Return the table of figures; columns without any are left out."""
+    cells = [row.cells() for row in rows]
+    kept = [n for n, _ in enumerate(COLUMNS) if n < 4 or any(row[n] != ABSENT for row in cells)]
+    shown = tuple(tuple(row[n] for n in kept) for row in cells)
+    return TextTable("runs", "Figures", tuple(COLUMNS[n] for n in kept), shown, named=4)
+
+
+def runs_csv(rows: Sequence[RunRow]) -> str:
+    """Return the figures as CSV (RFC 4180): numbers in full, empty where nothing was measured."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_CSV)
+    for row in rows:
+        kld = row.arm.axes.get(DECIDING)
+        mean = kld.metric("mean", {}) if kld else None
+        low, high = (None, None) if mean is None or mean.ci is None else mean.ci
+        values = (
+            *(row.run, row.report.created.isoformat(), row.arm.model, row.arm.name, row.arm.engine, kv_of(row.arm)),
+            *(row.device, row.verdict, mean and mean.value, low, high, kld.value("top1", {}) if kld else None),
+            *(row.cache_bytes, row.rate and row.rate.value, row.rate_of),
+            row.accuracy and row.accuracy.value,
+        )
+        writer.writerow("" if value is None else _harmless(value) for value in values)
+    return text.getvalue()
+
+
+def _harmless(value: object) -> object:
+    """A cell that no spreadsheet takes for a formula: names come from files and servers."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" and value else value
+
+
+def render_runs(rows: Sequence[RunRow]) -> str:
+    """Render one page: the table, and for each bench the charts of all configurations that it measured."""
+    named = ((one_line(row.arm.model), one_line(row.arm.name)) for row in rows)
+    names = [name if name == model else f"{model} {name}" for model, name in named]
+    names = [name if names.count(name) == 1 else f"{name} ({row.run})" for name, row in zip(names, rows, strict=True)]
+    arms = [(ReportArm(name, "candidate", n), row.arm) for n, (name, row) in enumerate(zip(names, rows, strict=True))]
+    parts = [
+        Part(f"bench-{n}", section, draw_plots(section, rows[0].report)) for n, section in enumerate(benches_of(arms))
+    ]
+    runs = len({row.run for row in rows})
+    title = f"{runs} run{'' if runs == 1 else 's'}, {len(rows)} configuration{'' if len(rows) == 1 else 's'}"
+    newest = max(row.report.created for row in rows)
+    return render_page(
+        "runs.html.j2",
+        title,
+        [f"newest of {newest:%Y-%m-%d}", f"fidelab {fidelab.__version__}"],
+        table=runs_table(rows),
+        parts=parts,
+        table_of=table_of,
+        one_line=one_line,
+    )
+
+
+def write_runs(rows: Sequence[RunRow], path: Path) -> Path:
+    """Write the page atomically.
+
+    Raises:
+        OutputError: If the file cannot be written.
+    """
+    return write_atomically(path, render_runs(rows))
