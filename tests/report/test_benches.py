@@ -11,10 +11,12 @@ from rich.console import Console
 
 from fidelab.core import Status
 from fidelab.report.cells import ratio_of
+from fidelab.report.tables import TextTable
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement
 from fidelab.results.numbers import format_amount, format_mib, format_ratio, format_tokens
+from fidelab.results.plots import TablePlot
 from fidelab.results.record import Report, Timing
 from tests.report.sample import HOSTILE, arm, broken, sample_report
 from tests.report.sample_benches import (
@@ -234,8 +236,9 @@ def test_a_load_shows_latencies_by_median_and_tail_and_whether_it_counts() -> No
     row, valid = table(report, "serving")
     assert (row["concurrency"], row["valid"], valid["valid"]) == ("8", "no", "yes")
     values = {metric.name: metric.value for metric in load_cell(4096, 8)}
-    assert row["TTFT p50/p95/p99, ms"] == "/".join(format_amount(values[f"TTFT {p}"]) for p in ("p50", "p95", "p99"))
-    assert not [head for head in row if head.startswith("TTFT") and head != "TTFT p50/p95/p99, ms"]
+    parts = ("p50", "p95", "p99", "mean")
+    assert row["TTFT p50/p95/p99/mean, ms"] == "/".join(format_amount(values[f"TTFT {part}"]) for part in parts)
+    assert not [head for head in row if head.startswith("TTFT") and head != "TTFT p50/p95/p99/mean, ms"]
 
 
 def test_what_a_cell_says_besides_metrics_stands_beside_them_as_far_as_it_is_one_word_or_number() -> None:
@@ -274,7 +277,7 @@ def test_intervals_stand_behind_their_values_where_there_is_room_and_other_colum
     assert ["2,937 (2,879–2,996)" in printed(report, width) for width in (100, 30)] == [True, False]
     text = printed(bench_report("bf16", "k16v8"), 80)
     assert "left out" not in text
-    assert all(word in text for word in ("goodput,", "p50/p95/p99,", "notes"))
+    assert all(word in text for word in ("goodput,", "p50/p95/p99/mean,", "notes"))
 
 
 def test_an_arm_is_named_once_and_not_at_all_where_it_is_alone() -> None:
@@ -321,10 +324,80 @@ def test_hostile_text_is_literal_and_on_one_line() -> None:
     assert "\u202e" not in text
 
 
+def matrix(report: Report, name: str, figure: str) -> TextTable:
+    """The matrix of a bench's figure."""
+    section = next(section for section in build_view(report).benches if section.name == name)
+    return next(shown for shown in section.matrices if shown.title.startswith(f"{name}: {figure}"))
+
+
+def test_a_sweep_has_a_matrix_of_contexts_by_concurrency_for_each_leading_figure() -> None:
+    report = bench_report("bf16", serving=serving())
+    [section] = build_view(report).benches
+    assert [shown.title.partition(" (")[0] for shown in section.matrices] == [
+        "serving: output rate, tok/s",
+        *(f"serving: {name} p50, ms" for name in ("TTFT", "TPOT", "ITL", "E2E")),
+    ]
+    shown = matrix(report, "serving", "output rate")
+    assert shown.columns == ("configuration", "context", "1", "2", "4", "8", "16", "32", "64")
+    assert shown.rows[0] == ("bf16", "128", "59.7", "112", "199", "326", "478", "623", "735")
+    assert "(context down, concurrency across; output 128, arrival closed" in shown.title
+
+
+def test_a_decode_over_depths_and_batches_has_a_row_per_depth_of_each_arm() -> None:
+    shown = matrix(bench_report("bf16", "k16v8"), "decode", "isolated, tok/s")
+    assert shown.columns == ("configuration", "depth", "1", "4")
+    assert shown.rows[:2] == (("bf16", "0", "42.0", "168"), ("bf16", "1,024", "37.7", "151"))
+    assert [row[0] for row in shown.rows] == ["bf16"] * 5 + ["k16v8"] * 5
+
+
+def test_a_matrix_marks_invalid_cells_and_names_failed_and_missing_ones() -> None:
+    assert matrix(bench_report("bf16", serving=serving()), "serving", "output rate").rows[-1][-1] == "353*"
+    assert matrix(bench_report("bf16"), "decode", "isolated").rows[-1] == ("bf16", "65,536", "failed", "–")
+    titles = [matrix(bench_report("bf16"), name, "").title for name in ("serving", "decode")]
+    assert ["* not valid" in title for title in titles] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "cells", [((128, 1), (512, 1), (2048, 1)), ((128, 1), (512, 2)), ((128, 1),)], ids=["line", "diagonal", "one"]
+)
+def test_one_coordinate_with_several_values_makes_no_matrix(cells: tuple[tuple[int, int], ...]) -> None:
+    report = two(rates(*((n, batch, 100.0) for n, batch in cells)), {})
+    assert [section.matrices for section in build_view(report).benches] == [()]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_matrix_wider_than_the_terminal_goes_on_below_after_the_same_names(width: int) -> None:
+    text = printed(bench_report("bf16", serving=serving()), width).partition("serving: output rate, tok/s (")[2]
+    shown = text.partition("serving: TTFT p50")[0]
+    assert max(cell_len(line) for line in shown.splitlines()) <= width
+    assert {"59.7", "112", "735", "28.7", "353*"} <= set(shown.split())
+
+
+def test_markdown_prints_all_cells_of_a_bench() -> None:
+    text = bench_report("bf16", serving=serving(), decode=decode(1.0, (1, 4))).to_markdown()
+    assert "| 128 | 59.7 | 112 | 199 | 326 | 478 | 623 | 735 |" in text
+    assert "| 16,384 | 14.9 | 59.6 |" in text
+    assert text.count("\n| 4,096 | ") == 5 + 7 + 1 + 2  # matrices and cells of the sweep, then of the decode
+    assert "- 1: 64 requests at once were asked, 11.2 were in flight" in text
+
+
+def test_markdown_prints_tables_of_words_of_a_bench() -> None:
+    words = TablePlot(
+        title="Failed questions",
+        columns=("question", "fault", "answered"),
+        rows=(("sql-1", "no rows", "SELECT | FROM"), ("json-2", "", None)),
+    )
+    found = {"eval": Measurement(status=Status.OK, metrics=(RATE(1),), plots=(words,))}
+    alone = bench_report("bf16", **found).to_markdown()
+    assert "\nFailed questions:\n\n| question | fault | answered |\n| :-- | :-- | :-- |\n" in alone
+    assert "| `sql-1` | no rows | SELECT \\| FROM |\n| `json-2` | – | – |" in alone
+    assert "\nbf16: Failed questions:\n" in two(found, {}).to_markdown()
+
+
 def test_markdown_has_the_summary_and_names_no_server() -> None:
     text = bench_report("bf16", "k16v8").to_markdown()
     assert "| 1,395 (1.10×) | 16.4 (1.10×) |" in text
-    assert "decode: bf16, k16v8: the last three repeats differ by 8%" in text
+    assert "- 1: the last three repeats differ by 8%" in text
     assert "127.0.0.1" not in text
     assert "KLD" not in text
 
@@ -332,6 +405,6 @@ def test_markdown_has_the_summary_and_names_no_server() -> None:
 def test_markdown_of_hostile_benches_keeps_its_table_and_adds_no_markup() -> None:
     text = hostile_benches().to_markdown()
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 4
+    assert len(rows) == 4 + 6  # two arms with one figure, then two cells of each arm
     assert "\n<" not in text
     assert HOSTILE not in text

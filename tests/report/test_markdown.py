@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import re
 from itertools import chain
 
@@ -10,12 +11,18 @@ import markdown  # type: ignore[import-untyped]
 import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from rich.console import Console
 
+from fidelab.core import Status
+from fidelab.report.cells import estimate_of
 from fidelab.report.markdown import render_markdown
-from fidelab.results.numbers import one_line
+from fidelab.report.text import render_text
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.numbers import MIB, one_line
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
+from tests.report.sample_benches import rich_report
 
 COLUMNS = 7
 MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "inline"} | {
@@ -47,15 +54,20 @@ def tokens(report: Report) -> list[Token]:
     )
 
 
+def printed(report: Report, width: int) -> str:
+    """The details in a terminal."""
+    file = io.StringIO()
+    render_text(report, Console(file=file, width=width), details=True)
+    return file.getvalue()
+
+
 def kinds(seen: list[Token]) -> set[str]:
     return {re.sub(r"_(open|close)$", "", token.type) for token in seen}
 
 
 def tables(report: Report) -> list[list[list[str]]]:
     """Tables by the letter: lines cut at pipes that no backslash precedes."""
-    blocks = [
-        block for block in render_markdown(report).split("\n\n") if block.startswith(("| KV cache", "| configuration"))
-    ]
+    blocks = [block for block in render_markdown(report).split("\n\n") if block.startswith("| ")]
     return [[re.split(r"(?<!\\)\|", line)[1:-1] for line in table.split("\n")] for table in blocks]
 
 
@@ -78,13 +90,14 @@ def test_hostile_text_adds_no_tag_in_python_markdown(text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_hostile_names_neither_add_nor_end_a_cell(text: str) -> None:
     report = hostile(text)
-    table, others = tables(report)
+    table, _, others, *whole = shown = tables(report)
     assert [len(cells) for cells in table] == [COLUMNS] * (2 + len(report.candidates))
-    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 2 + 4)  # reference, control, what was measured
-    assert not re.search(
-        r"\\\\\|", "\n".join("|".join(row) for row in (*table, *others))
-    )  # read in two ways by readers
-    cells = sum(len(row) for shown in (table, others) for row in (shown[0], *shown[2:]))
+    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 2 + 4)  # reference, control, measured arms
+    assert len(whole) == 4  # an axis each
+    assert all(len(cells) == len(one[0]) for one in shown for cells in one)
+    # read in two ways by readers
+    assert not re.search(r"\\\\\|", "\n".join("|".join(row) for one in shown for row in one))
+    cells = sum(len(row) for one in shown for row in (one[0], *one[2:]))
     assert sum(token.type in ("th_open", "td_open") for token in read(text)) == cells
 
 
@@ -127,6 +140,57 @@ def test_a_row_holds_the_figures_of_its_arm() -> None:
     [_, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
     cells = ["pass", "0.0312", "0.025–0.037", "97.0%", "0.76%", "−50%"]
     assert [cell.strip() for cell in row[1:]] == cells
+
+
+def metrics_of(report: Report) -> set[tuple[str, str]]:
+    """Name and value of each metric, as tables show them; percentiles of one stem share a column."""
+    arms = (report.reference, *([report.control] if report.control else []), *report.candidates)
+    measured = [one for record in arms for one in (*record.axes.values(), *record.benches.values())]
+    shown = [metric for one in measured for metric in one.metrics if metric.value is not None]
+    return {(m.name, estimate_of(m, mib=m.unit == "bytes" and (m.value or 0) >= MIB).value) for m in shown}
+
+
+@pytest.mark.parametrize("width", [0, 80, 200])
+def test_each_metric_of_a_record_occurs_in_markdown_and_details(width: int) -> None:
+    report = rich_report()
+    text = printed(report, width) if width else render_markdown(report)
+    flat = re.sub(r"\\|&lt;", lambda found: "<" if found[0] == "&lt;" else "", text)
+    values = set(re.split(r"[\s|/()*]+", flat))
+    for name, value in metrics_of(report):
+        assert value in values or value in flat, (name, value)
+        stem = re.sub(r" (mean|p\d+)$", "", name)
+        assert all(word in flat for word in stem.split()), name
+
+
+def test_a_table_of_many_figures_has_a_row_for_each_of_them() -> None:
+    blocks = render_markdown(sample_report()).split("\n\n")
+    figures = blocks[blocks.index("KL divergence from the reference:") + 1].split("\n")
+    assert figures[0].startswith("| figure | control bf16 | k16v8 | fp8_e4m3 | int4")
+    assert figures[0].endswith(" | f16/f16 | run-to-run noise |")
+    assert "| p95, nats | 0.000120 | 0.00285 | 0.125 | 0.604 | 0 | 0 |" in figures
+
+
+def test_perplexity_stands_at_each_of_its_contexts() -> None:
+    ppl = Definition("ppl", "", "lower", name="PPL")
+    measured = Measurement(
+        status=Status.OK,
+        title="Perplexity",
+        metrics=tuple(ppl(value, cell={"context": n}) for n, value in ((64, 31.5), (128, 24.7))),
+    )
+    report = sample_report(candidates=(arm("q4", axes={"kld": kld_axis(0.02, 0.001), "perplexity": measured}),))
+    assert "| `q4` | 64 | 31.5 |\n| `q4` | 128 | 24.7 |" in render_markdown(report)
+    details = [line.split() for line in printed(report, 80).splitlines()]
+    assert ["q4", "64", "31.5"] in details
+    assert ["128", "24.7"] in details  # the name is that of the row above
+
+
+@pytest.mark.parametrize("title", ["1. one", "12) twelve", "> quote", "# head", "- item", "+ item"])
+def test_a_title_begins_no_list_quote_or_heading(title: str) -> None:
+    measured = Measurement(status=Status.OK, title=f"{title} kld", metrics=(Definition("n", "count")(1),))
+    report = sample_report(candidates=(arm("q4", axes={title: measured}),), control=None, floor={})
+    found = [token for token in tokens(report) if token.type == "inline" and "kld" in token.content]
+    assert any(token.content.replace("\\", "").startswith(title) for token in found)
+    assert kinds(tokens(report)) <= MARKUP
 
 
 def test_one_sentence_says_what_was_compared() -> None:

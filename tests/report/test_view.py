@@ -539,7 +539,31 @@ def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> 
     titles = {found.name: found.title for found in sections_of(report)}
     assert (titles["rniah"], titles["perplexity"]) == ("Is it so?", "perplexity")
     alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})  # without other axes there is no summary of them
-    assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()
+    assert [table.key for table in build_view(sample_report(candidates=(alone,), control=None)).beside] == [
+        "distribution"
+    ]
+
+
+def test_median_percentiles_and_maximum_of_the_kld_have_a_row_per_configuration() -> None:
+    arms = (arm("q8_0", axes={"kld": kld_axis(0.03, 0.01)}), arm("q4_0", axes={"kld": kld_axis(0.3, 0.1)}))
+    [table] = build_view(sample_report(candidates=arms, control=None)).beside
+    assert table.columns == ("configuration", "median", "p90", "p95", "p99", "p99.9", "max")
+    assert table.rows[0] == ("q8_0", "0.0100", "0.0600", "0.120", "0.270", "0.900", "3.00")
+    assert [row[0] for row in table.rows] == ["q8_0", "q4_0"]
+    assert "worst context" not in table.title
+
+
+def test_the_distribution_of_several_contexts_names_the_worst_one_as_its_source() -> None:
+    axes = {"kld": kld_axis(0.03, 0.01, contexts={512: (0.01, 900, 6), 2048: (0.03, 900, 6)})}
+    found = build_view(sample_report(candidates=(arm("q8_0", axes=axes),), control=None)).beside
+    [title] = [table.title for table in found if table.key == "distribution"]
+    assert title.endswith("at the worst context")
+
+
+def test_a_kld_without_percentiles_has_no_table_of_them() -> None:
+    bare = kld_axis(0.03, 0.01)
+    bare = bare.model_copy(update={"metrics": tuple(m for m in bare.metrics if m.key in ("mean", "top1"))})
+    assert build_view(sample_report(candidates=(arm("q8_0", axes={"kld": bare}),), control=None)).beside == ()
 
 
 def test_arms_that_differ_in_weights_alone_are_plotted_over_the_size_of_their_weights() -> None:

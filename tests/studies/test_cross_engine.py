@@ -99,6 +99,17 @@ def test_each_candidate_is_compared_with_its_own_reference_which_has_its_own_per
     assert [row(found, name, "reference").value("floor") for name in ("one", "two")] == [0.0, 0.0]
 
 
+def test_a_candidate_has_the_share_of_positions_with_its_references_top_token(found: Study) -> None:
+    share = row(found, "one", "candidate").metric("top1")
+    assert share is not None
+    assert (share.name, share.unit, share.value) == ("same top token", "share", 1.0)
+    out = io.StringIO()
+    render_study(found, Console(file=out, width=200))
+    table = out.getvalue().partition("\ncandidate\n")[2].partition("\nagreement\n")[0]
+    assert "same top token" in table
+    assert "100.00%" in table
+
+
 @pytest.mark.parametrize(("arm", "at"), [("reference", {"tokens": 64}), ("candidate", {"depth": 64})])
 def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, int], found: Study) -> None:
     speed = row(found, "one", "timing", arm=arm, batch=1, **at)

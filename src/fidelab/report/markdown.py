@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fidelab.report.cells import engines_of, fact_of
+from fidelab.report.sections import Section, table_of
 from fidelab.report.summary import Performance
-from fidelab.report.tables import NAME
+from fidelab.report.tables import NAME, TextTable
 from fidelab.report.view import FIGURES, Answer, View, build_view
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
@@ -23,7 +25,9 @@ _LEGEND = (
     "the same most likely token. Flips: positions whose top token changes although the reference clearly preferred "
     "its own."
 )
+_MAX_FIGURES = 8  # columns of figures; wider tables with fewer rows have a row per figure
 _MARKUP = re.compile(r"[\\`*\[\]<~$&|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+_BLOCK = re.compile(r"^(\d{1,9}(?=[.)])|(?=[>#+-]))(.)")  # begins a quote, a heading or a list
 _ENTITIES = {"<": "&lt;", "&": "&amp;"}
 _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 
@@ -33,11 +37,7 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     rows = ((row, code_cell(row.name), (row.mark, *(row.cells[n] for n in view.kept))) for row in view.candidates)
     cells = ((f"**{name}**" if row.chosen else name, *map(escaped, figures)) for row, name, figures in rows)
-    beside: list[str] = []
-    for table in view.beside:
-        words = table.named
-        lines = ((*map(code_cell, line[:words]), *map(_figure, line[words:])) for line in table.rows)
-        beside += [f"{escaped(table.title)}:", pipe_table(tuple(map(_figure, table.columns)), words, lines)]
+    beside = [line for table in view.beside for line in _table(table)]
     verdicts = (
         pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, cells),
         _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
@@ -67,6 +67,7 @@ def render_markdown(report: Report) -> str:
         _bullets(warnings),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
+        *(part for axis in view.axes for part in _section(axis, alone=False)),
         "To repeat:",
         _code_block(view.command),
         f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
@@ -121,14 +122,41 @@ def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]
 
 
 def _speed(view: View, speed: Performance) -> list[str]:
-    """Speed and memory of all arms, and the flags of their benches."""
+    """Speed and memory of all arms: the headline metrics, flags, then all tables of the benches."""
     arms = zip(speed.names, speed.rows, strict=True)
     cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
     table = pipe_table((NAME, *speed.columns), 1, cells) if speed.columns else ""
-    doubts = _bullets(
-        escaped(f"{bench.name}: {line}") for bench in view.benches for line in (*bench.lines, *bench.doubts)
-    )
-    return [table, escaped(speed.note) if table else "", doubts]
+    lines = _bullets(escaped(f"{bench.name}: {line}") for bench in view.benches for line in bench.lines)
+    whole = (part for bench in view.benches for part in _section(bench, alone=len(view.rows) == 1))
+    return [table, escaped(speed.note) if table else "", lines, *whole]
+
+
+def _section(section: Section, *, alone: bool) -> Iterator[str]:
+    """All tables of an axis or a bench; ``alone``: the report has one arm, which need not be named."""
+    for table in (*section.matrices, *section.tables):
+        shown = table.without_name() if alone else table
+        wide = len(shown.columns) - shown.named > max(_MAX_FIGURES, len(shown.rows))
+        whole = shown.turned() if wide else shown
+        yield from _table(whole, code=1 if whole.columns[0] == NAME else 0)
+    yield _bullets(map(escaped, section.footnotes))
+    if section.kind == "bench":
+        for part in section.shown:
+            for plot in part.tables:
+                title = plot.title if alone else f"{part.arm.name}: {plot.title}"
+                yield from _table(replace(table_of(plot), title=one_line(title), named=len(plot.columns)), code=1)
+
+
+def _table(table: TextTable, code: int | None = None) -> tuple[str, str]:
+    """Title and rows of a table; the first ``code`` columns are code spans, by default those that identify a row."""
+    spans = table.named if code is None else code
+    lines = ((*map(code_cell, line[:spans]), *map(_figure, line[spans:])) for line in table.rows)
+    colon = "" if table.title.endswith("?") else ":"
+    return f"{_paragraph(table.title)}{colon}", pipe_table(tuple(map(_figure, table.columns)), table.named, lines)
+
+
+def _paragraph(text: str) -> str:
+    """Text that begins a paragraph, whatever it begins with."""
+    return _BLOCK.sub(r"\1\\\2", escaped(text))
 
 
 def _figure(text: str) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from fidelab.report.cells import fact_of, is_duplicate_reason, shared, status_line
-from fidelab.report.tables import Notes, TextTable, tables_of
+from fidelab.report.tables import Notes, TextTable, matrices_of, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
@@ -93,6 +93,8 @@ class Section:
     """Settings and facts, after the arms' names; they may name servers and are not for publication."""
     tables: tuple[TextTable, ...]
     """Arm × cell: metrics.  One per set of coordinates, the first one first to be read."""
+    matrices: tuple[TextTable, ...]
+    """Leading figures of a bench over two coordinates, a table per figure."""
     footnotes: tuple[str, ...]
     """``1: text``, as the tables' column ``notes`` counts them."""
     doubts: tuple[str, ...]
@@ -184,6 +186,9 @@ def _section(
         lines=tuple(shared((arm.name, one_line(flag.text)) for arm, measurement in arms for flag in measurement.flags)),
         sources=tuple(shared((arm.name, line) for arm, measurement in arms if (line := _facts(measurement)))),
         tables=tuple(tables),
+        matrices=tuple(
+            matrices_of(name, [(arm.name, measurement) for arm, measurement in arms]) if kind == "bench" else ()
+        ),
         footnotes=tuple(notes.numbered()),
         doubts=tuple(notes.named()),
         legend=tuple(

@@ -41,8 +41,7 @@ class Performance:
 def contexts_of(report: Report) -> TextTable | None:
     """Return arm × contexts with the mean KL (nats) at each; ``None`` if no arm was measured at several."""
     klds = {arm.name: arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
-    means = [metric for axis in klds.values() for metric in axis.metrics if metric.key == "mean"]
-    sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
+    sizes = sorted({n for axis in klds.values() for n in _contexts(axis)})
     if len(sizes) < 2:
         return None
     rows = [
@@ -54,6 +53,29 @@ def contexts_of(report: Report) -> TextTable | None:
     texts = {n: next((text for axis in klds.values() if (text := _text_at(axis, n))), "") for n in sizes}
     heads = (f"{n:,} tokens{f', {texts[n]}' if texts[n] else ''}" for n in sizes)
     return TextTable("contexts", title, (NAME, *heads), tuple(rows))
+
+
+def _contexts(kld: Measurement) -> set[int]:
+    """Return the contexts at which the mean KL was measured by itself."""
+    cells = (metric.cell for metric in kld.metrics if metric.key == "mean")
+    return {n for cell in cells if isinstance(n := cell.get("context"), int)}
+
+
+_DISTRIBUTION = ("median", "p90", "p95", "p99", "p999", "max")
+
+
+def distribution_of(report: Report) -> TextTable | None:
+    """Return arm × median, percentiles and maximum of the KLD of a position (nats); ``None`` if none is recorded."""
+    klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
+    found = {name: [kld.metric(key, {}) for key in _DISTRIBUTION] for name, kld in klds.items()}
+    names = [next((m.name for m in column if m is not None), "") for column in zip(*found.values(), strict=True)]
+    kept = [n for n, name in enumerate(names) if name]
+    rows = [(name, *(estimate_of(metrics[n]).value for n in kept)) for name, metrics in found.items() if any(metrics)]
+    if not rows:
+        return None
+    several = any(len(_contexts(kld)) > 1 for kld in klds.values())
+    title = f"Distribution of KLD over positions (nats){', at the worst context' if several else ''}"
+    return TextTable("distribution", title, (NAME, *(one_line(names[n]) for n in kept)), tuple(rows))
 
 
 _CONCENTRATION = ("largest_document", "largest_positions", "unseen_documents", "breaking_document")

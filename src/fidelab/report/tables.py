@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import engine_title, estimate_of, fact_of, kv_sides, ratio_of, status_line
+from fidelab.report.cells import STATUS, engine_title, estimate_of, fact_of, kv_sides, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
@@ -32,6 +32,8 @@ RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
 """Units that are compared by a ratio to the reference."""
 _PERCENTILE = re.compile(r"(.+)_p(\d+(?:_\d+)?)")
+_MEDIAN = "50"
+_UNCOUNTED = "*"  # after figures of a matrix that must not be compared
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,20 @@ class TextTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     named: int = 1
+
+    def without_name(self) -> TextTable:
+        """Return the table without its first column, where further columns identify the rows."""
+        if self.named < 2:
+            return self
+        rows = tuple(row[1:] for row in self.rows)
+        return replace(self, columns=self.columns[1:], rows=rows, named=self.named - 1)
+
+    def turned(self) -> TextTable:
+        """Return the table with a row per figure and a column per former row."""
+        heads = (", ".join(cell for cell in row[: self.named] if cell) for row in self.rows)
+        figures = range(self.named, len(self.columns))
+        rows = tuple((self.columns[n], *(row[n] for row in self.rows)) for n in figures)
+        return replace(self, columns=("figure", *heads), rows=rows, named=1)
 
 
 @dataclass
@@ -111,17 +127,70 @@ def tables_of(
     ``base``: the reference's measurement, to which ratios refer.  ``notes`` takes the footnotes. Empty columns are left
     out; a coordinate that is the same in all rows is part of the title.
     """
-    rows = [
-        _Row(arm, measurement, None if measurement is base else base, at)
-        for arm, measurement in arms
-        for at in measurement.shapes()
-    ]
+    rows = _rows(arms, base)
     plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
     headed = title if plain_title.startswith(plain_name) else f"{name}: {title}"  # the name once
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         whole = number == 0  # figures of the whole measurement belong to its first table
         shaped = [row for row in rows if tuple(row.at) == coordinates]
         yield _table(headed if whole else name, shaped, coordinates, notes, whole)
+
+
+def matrices_of(name: str, arms: Sequence[tuple[str, Measurement]]) -> Iterator[TextTable]:
+    """Return a table per leading figure for each set of coordinates of which two or more have several values.
+
+    The last of these coordinates is across, the others are down.  Leading figures are those of which a cell is a
+    headline metric, and the medians of latencies.
+    """
+    rows = _rows(arms, None)
+    for coordinates in dict.fromkeys(tuple(row.at) for row in rows):
+        shaped = [row for row in rows if tuple(row.at) == coordinates]
+        varied = [key for key in coordinates if len({row.at[key] for row in shaped}) > 1]
+        lines = {(row.name, *(row.at[key] for key in varied[:-1])) for row in shaped}
+        if len(varied) < 2 or len(lines) == len(shaped):  # nothing stands next to each other
+            continue
+        by_key = {metric.key: metric for row in shaped for metric in row.metrics()}
+        leading = {metric.key for row in shaped for metric in row.metrics() if metric.headline}
+        for key, metric in by_key.items():
+            percentile = _PERCENTILE.fullmatch(key)
+            is_median = percentile is not None and percentile[2] == _MEDIAN and metric.unit in SPEEDS
+            if key in leading or is_median:
+                yield _matrix(name, shaped, key, varied)
+
+
+def _matrix(name: str, rows: Sequence[_Row], key: str, varied: Sequence[str]) -> TextTable:
+    *down, across = varied
+    known = [metric for row in rows if (metric := row.metric(key)) is not None]
+    mib = known[0].unit == "bytes" and any((metric.value or 0) >= MIB for metric in known)
+    columns = list(dict.fromkeys(row.at[across] for row in rows))
+    lines: dict[tuple[str, ...], dict[int | float | str, str]] = {}
+    for row in rows:
+        line = lines.setdefault((row.name, *(_coordinate(row.at[key]) for key in down)), {})
+        line[row.at[across]] = _matrix_cell(row, key, mib=mib)
+    cells = tuple((*named, *(line.get(value, ABSENT) for value in columns)) for named, line in lines.items())
+    fixed = {name: value for name, value in rows[0].at.items() if name not in varied}
+    words = f"{' and '.join(map(one_line, down))} down, {one_line(across)} across"
+    marked = any(cell.endswith(_UNCOUNTED) for line in lines.values() for cell in line.values())
+    notes = "; ".join(filter(None, (words, one_line(label(fixed)), f"{_UNCOUNTED} not valid" if marked else "")))
+    title = f"{one_line(name)}: {heading(known[0].name, known[0].unit, mib=mib)} ({notes})"
+    heads = (NAME, *map(one_line, down), *map(_coordinate, columns))
+    return TextTable("matrix", title, heads, cells, 1 + len(down))
+
+
+def _matrix_cell(row: _Row, key: str, *, mib: bool) -> str:
+    """The value without its interval, marked where it must not be compared; the status where the cell failed."""
+    value = estimate_of(row.metric(key), mib=mib).value
+    if row.cell is not None and not row.cell.measured:
+        return STATUS[row.cell.status] if value == ABSENT else f"{value}{_UNCOUNTED}"
+    return value if row.valid or value == ABSENT else f"{value}{_UNCOUNTED}"
+
+
+def _rows(arms: Sequence[tuple[str, Measurement]], base: Measurement | None) -> list[_Row]:
+    return [
+        _Row(arm, measurement, None if measurement is base else base, at)
+        for arm, measurement in arms
+        for at in measurement.shapes()
+    ]
 
 
 def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> TextTable:
@@ -163,16 +232,16 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     by_key = {metric.key: metric for row in rows for metric in row.metrics()}
     leading = {metric.key for row in rows for metric in row.metrics() if metric.headline}
     speeds = [key for key, metric in by_key.items() if metric.unit in SPEEDS]
-    # Metric → the percentiles of its stem (`ttft_p50` …), where there are several: they share a column
+    # Metric → the percentiles and the mean of its stem (`ttft_p50` …), where there are several: they share a column
     stems: dict[str, list[str]] = {}
     for key in by_key:
         if match := _PERCENTILE.fullmatch(key):
             stems.setdefault(match[1], []).append(key)
-    several = {stem: tuple(keys) for stem, keys in stems.items() if len(keys) > 1}
-    joined = {key: keys for stem, keys in several.items() for key in (*keys, f"{stem}_mean")}
+    several = [(*keys, *({f"{stem}_mean"} & by_key.keys())) for stem, keys in stems.items() if len(keys) > 1]
+    joined = {key: keys for keys in several for key in keys}
     for key, metric in by_key.items():
         if key in joined:
-            # The percentiles of a stem in one column, once: `TTFT p50/p95/p99`
+            # One column, once: `TTFT p50/p95/p99/mean`
             tails = [by_key[one] for one in joined[key]]
             if metric.key == tails[0].key:
                 others = [tail.name.rpartition(" ")[2] for tail in tails[1:]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -208,21 +209,12 @@ def _print_details(view: View, console: Console) -> None:
     for table in (*view.beside, *(table for table in view.tables if table.key in ("attribution", "cache-layers"))):
         if table.key != "others":
             _print_titled(table, console)
+    for section in view.axes:
+        _print_tables(section.tables, view, console)
+        for text in section.footnotes:
+            print_line(console, text)
     for section in view.benches:
-        for shown in section.tables:
-            console.print(literal(shown.title, console, "bold"))
-            # An arm is named in its first row only; not at all where it is the report's only arm, which the title
-            # names
-            if len(view.rows) == 1 and shown.named > 1:
-                rows = tuple(row[1:] for row in shown.rows)
-                grouped = Others(shown.key, shown.title, shown.columns[1:], rows, shown.named - 1)
-            else:
-                above = [None, *(row[0] for row in shown.rows)]
-                rows = tuple(
-                    ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, shown.rows, strict=False)
-                )
-                grouped = Others(shown.key, shown.title, shown.columns, rows, shown.named)
-            _print_table(grouped, console)
+        _print_tables((*section.matrices, *section.tables), view, console)
         for text in (*section.sources, *section.lines, *section.footnotes):
             print_line(console, text)
         console.print()
@@ -242,6 +234,20 @@ def _print_details(view: View, console: Console) -> None:
     for name, command in view.serve_commands:
         console.print(literal(f"  {name}:", console))
         console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
+
+
+def _print_tables(tables: Iterable[Others], view: View, console: Console) -> None:
+    """Tables of arm × cell. An arm is named in its first row only, and not at all where it is the only one."""
+    for shown in tables:
+        console.print(literal(shown.title, console, "bold"))
+        grouped = shown.without_name() if len(view.rows) == 1 else shown
+        if grouped is shown:
+            above = [None, *(row[0] for row in shown.rows)]
+            rows = tuple(
+                ("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, shown.rows, strict=False)
+            )
+            grouped = replace(shown, rows=rows)
+        _print_table(grouped, console)
 
 
 def _print_titled(table: Others, console: Console) -> None:

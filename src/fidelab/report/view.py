@@ -35,6 +35,7 @@ from fidelab.report.summary import (
     concentration_of,
     contexts_of,
     describe_other_tests,
+    distribution_of,
     engine_remarks_of,
     groups_of,
     joined,
@@ -242,6 +243,11 @@ class View:
         return tuple((why, tuple(names)) for why, names in owners.items() if why)
 
     @property
+    def axes(self) -> tuple[Section, ...]:
+        """Sections of axes that measured something."""
+        return tuple(section for section in self.sections if section.kind == "axis" and section.tables)
+
+    @property
     def benches(self) -> tuple[Section, ...]:
         """Sections of benches that measured something."""
         return tuple(section for section in self.sections if section.kind == "bench" and section.tables)
@@ -300,6 +306,7 @@ def build_view(report: Report) -> View:
         ),
         beside=_present(
             contexts_of(report),
+            distribution_of(report),
             concentration_of(report),
             groups_of(report, "domain"),
             groups_of(report, "structure"),

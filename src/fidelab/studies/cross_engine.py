@@ -200,8 +200,8 @@ class _Line:
         metrics = []
         for name in report.settings["axes"]:
             axis = arm.axes.get(name)
-            if axis is not None and name == DECIDING and (mean := axis.metric("mean")) is not None:
-                metrics.append(mean.model_copy(update={"key": "kld", "name": "mean KL"}))
+            if axis is not None and name == DECIDING:
+                metrics += _divergences(axis)
             if axis is not None and (score := axis.metric("score")) is not None:
                 metrics.append(score.model_copy(update={"key": _score_key(name), "name": f"{name} score"}))
         facts = {"KV": self.line.candidate.label}
@@ -263,19 +263,24 @@ def _score_key(axis: str) -> str:
     return f"{key_of(axis)}_score"
 
 
+def _divergences(kld: Measurement) -> list[Metric]:
+    """Mean KL and share of equal top tokens, by the names of the study's columns."""
+    names = {"mean": ("kld", "mean KL"), "top1": ("top1", "same top token")}
+    found = ((kld.metric(own), key, title) for own, (key, title) in names.items())
+    return [metric.model_copy(update={"key": key, "name": title}) for metric, key, title in found if metric is not None]
+
+
 def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> StudyRow:
     measured = scorer.measure(other)
     score = measured.deciding
     at: Coordinates = {"engine": name, PART: "agreement", "from": reference}
     if score is None:
         return StudyRow(status=Status.FAILED, reason=measured.reason or "no full-vocabulary KLD", at=at)
-    kept = {"mean": ("kld", "mean KL"), "top1": ("top1", "top1")}
-    found = ((score.found.metric(own), *to) for own, to in kept.items())
     return StudyRow(
         status=measured.status,
         reason=measured.reason,
         at=at,
-        metrics=tuple(m.model_copy(update={"key": key, "name": title}) for m, key, title in found if m is not None),
+        metrics=tuple(_divergences(score.found)),
         n_items=len(score.usable),
         n_failed=int((~score.usable).sum()),
     )
