@@ -17,6 +17,9 @@ from urllib.request import Request, urlopen
 import pytest
 import yaml
 
+from fidelab.engines.base import Support
+from fidelab.engines.fake import FakeEngine
+from fidelab.environments import launch
 from fidelab.environments.servers import records
 from tests.models.tiny_gguf import write_gguf
 from tests.processes import alive, until
@@ -213,6 +216,48 @@ def test_variables_of_llama_server_in_a_preset_are_the_settings_that_they_mean(
     assert "kv is q8_0, and a variable in env says q8_0/f16" in refused(
         cli("serve", "start", "mine", "--dry-run", cwd=tmp_path)
     )
+
+
+@pytest.fixture
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "gpu_files", list)
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_preset_for_gpus_shows_its_command_for_gpus_on_a_machine_without(tmp_path: Path) -> None:
+    for words in (("serve", "show", "gemma4-31b"), ("serve", "start", "gemma4-31b", "--dry-run")):
+        done = cli(*words, cwd=tmp_path)
+        assert (done.code, "SGLANG_USE_CPU_ENGINE" in done.out) == (0, False), done.err
+        assert "--attention-backend torch_native --context-length 8192 --tp-size 2 --dtype bfloat16" in done.out
+        assert "--device cuda" in done.out
+    assert "# not here: it needs a GPU, and this machine has none" in done.out
+
+
+@pytest.mark.usefixtures("without_gpus")
+def test_a_preset_for_gpus_is_refused_on_a_machine_without(tmp_path: Path) -> None:
+    line = refused(cli("serve", "start", "gemma4-31b", cwd=tmp_path))
+    assert "gemma4-31b cannot run here: it needs a GPU, and this machine has none" in line
+
+
+def test_a_dry_run_needs_no_engine(tmp_path: Path, own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own(engine="sglang", model="owner/model", kv="auto", engine_args={}, serve={})
+    done = cli("serve", "start", "mine", "--dry-run", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    planned = json.loads(done.out)
+    assert "python -m sglang.launch_server --model-path owner/model" in planned["shown"]
+    assert planned["missing"].startswith("engine sglang is not installed: ")
+    assert "engine sglang is not installed" in refused(cli("serve", "start", "mine", cwd=tmp_path))
+
+
+def test_a_server_that_its_engine_does_not_support_is_refused(
+    tmp_path: Path, own: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={})
+    monkeypatch.setattr(FakeEngine, "serve_command", classmethod(lambda cls, arm, host, port: ["fake"]))
+    monkeypatch.setattr(FakeEngine, "supports", classmethod(lambda cls, arm: Support(False, "no such cache here")))
+    line = refused(cli("serve", "start", "mine", cwd=tmp_path))
+    assert "mine cannot run here: no such cache here" in line
 
 
 @pytest.mark.parametrize(

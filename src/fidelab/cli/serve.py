@@ -134,10 +134,12 @@ def start(
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
     check_servable(chosen, arm)
     environment = None if dry_run or force else check(chosen, arm)
-    planned = plan(chosen, arm, host, port, environment)
+    planned = plan(chosen, arm, host, port, environment, dry_run=dry_run)
     if dry_run:
         about = {"preset": arm.name, "url": planned.url, "shown": planned.shown, "command": list(planned.command)}
-        print(json.dumps(about, indent=2) if as_json else f"{planned.shown}\n# here: {shlex.join(planned.command)}")
+        about |= {"missing": planned.missing} if planned.missing else {}
+        here = f"not here: {planned.missing}" if planned.missing else f"here: {shlex.join(planned.command)}"
+        print(json.dumps(about, indent=2) if as_json else f"{planned.shown}\n# {here}")
         return
     with launch(planned, timeout, note) as launched:
         faults = faults_of(launched.findings)

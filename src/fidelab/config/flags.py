@@ -104,5 +104,6 @@ def _from_preset(name: str, given: Collection[str], data: Mapping[str, Any], tru
         "engine_args": {**base.get("engine_args", {}), **data["engine_args"]},
         "env": {**base.get("env", {}), **data.get("env", {})},
         "dtype": data["dtype"] if "dtype" in given else base.get("dtype", data["dtype"]),
+        "device": data["device"] if "device" in given else preset.device or data["device"],
         "reference": data.get("reference", base["reference"]),
     }

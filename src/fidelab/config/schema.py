@@ -204,6 +204,7 @@ class Preset(ArmConfig):
     engine: EngineConfig = Field(description="engine of the configuration")
     model: str = Field(description="checkpoint of the configuration")
     about: str = Field(default="", description="description, in one line")
+    device: Literal["cpu", "cuda"] | None = Field(default=None, description="device that it needs; null: any")
     serve: Options = Field(default_factory=dict, description="options of its server only: template, parsers …")
 
     @property
@@ -213,7 +214,7 @@ class Preset(ArmConfig):
 
     def arm_fields(self) -> dict[str, Any]:
         """Fields of an arm that a comparison uses."""
-        return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
+        return self.model_dump(mode="json", exclude={"about", "device", "serve"}, exclude_defaults=True)
 
 
 class Limits(BaseModel):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, usable_cores
-from fidelab.core.errors import InputError, NotSupportedError, UsageError
+from fidelab.core.errors import EngineError, InputError, NotSupportedError, UsageError
 from fidelab.core.paths import expand
 from fidelab.core.serial import to_json
 from fidelab.engines import k16v8
@@ -39,7 +39,8 @@ _PYTHON = "python"  # how server commands call the interpreter of the engine's e
 class Plan:
     """A server that can be started: the arm with the server's own options, and the command of its process.
 
-    ``shown``: the engine's own command, for people.
+    ``shown``: the engine's own command, for people.  ``missing``: why it cannot be started here; a dry run alone
+    plans such a server, without ``command``.
     """
 
     arm: Arm
@@ -47,6 +48,7 @@ class Plan:
     command: tuple[str, ...]
     variables: Mapping[str, str]
     shown: str
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,15 +84,25 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
         weights="",
         kv=k16v8.meaning(kv, native),
         dtype=preset.dtype or "auto",
-        device=_device(device),
+        device=_device(preset.device or "auto" if device == "auto" else device),
         threads=threads or usable_cores(),
         options=tuple(sorted({**preset.engine_args, **preset.serve}.items())),
         env=tuple(sorted(preset.env.items())),
     )
 
 
-def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Environment | None = None) -> Plan:
+def plan(
+    preset: Preset,
+    arm: Arm,
+    host: str,
+    port: int | None,
+    environment: Environment | None = None,
+    *,
+    dry_run: bool = False,
+) -> Plan:
     """Plan a server without starting it.  ``port`` ``None``: a free one; ``environment``: the one of :func:`check`.
+
+    ``dry_run``: an engine or a device that this machine lacks is noted in the plan.
 
     Raises:
         UsageError: If the port is taken, or the address does not belong to this machine.
@@ -99,15 +111,21 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
     """
     cls, engine = engine_class(preset.engine_name), preset.engine
     port = _port(host, port)
-    variables = cls.serve_variables(arm)
-    if environment is None:
-        environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
-    command = cls.environment_command(arm, host, port)
+    shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url, shown, variables = f"http://{shown_host}:{port}", server_command(arm, host, port), cls.serve_variables(arm)
+    if dry_run and (missing := _missing_device(arm)):
+        return Plan(arm, url, (), variables, shown, missing)
+    try:
+        if environment is None:
+            environment = locate(engine.name, python=engine.python, pythonpath=engine.pythonpath)
+        command = cls.environment_command(arm, host, port)
+    except EngineError as error:
+        if not dry_run:
+            raise
+        return Plan(arm, url, (), variables, shown, str(error))
     if command[:2] == [_PYTHON, "-m"]:  # with the environment's interpreter
         command = [*environment.command(command[2]), *command[3:]]
-    shown_host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    shown, variables = server_command(arm, host, port), {**environment.variables(), **variables}
-    return Plan(arm, f"http://{shown_host}:{port}", tuple(command), variables, shown)
+    return Plan(arm, url, tuple(command), {**environment.variables(), **variables}, shown)
 
 
 def server_command(arm: Arm, host: str, port: int) -> str:
@@ -141,6 +159,8 @@ def check(preset: Preset, arm: Arm) -> Environment:
         NotSupportedError: If it cannot. The message says why.
         FidelabError: If the engine is not installed, or does not know an option or a format.
     """
+    if missing := _missing_device(arm):
+        raise NotSupportedError(f"{arm.name} cannot run here: {missing}")
     with Engines() as engines:
         asked = engines.ask(preset.engine)
         environment = asked.environment
@@ -233,6 +253,13 @@ def _model(name: str, cls: type[Engine]) -> str:
             f"{name} is not a file here; this engine's server loads a .gguf file: name one with model=PATH"
         )
     return name
+
+
+def _missing_device(arm: Arm) -> str:
+    """Return why this machine lacks the arm's device; empty if it may have it."""
+    if not arm.device.startswith("cuda") or gpu_files():
+        return ""
+    return "it needs a GPU, and this machine has none; --device cpu asks for the processor"
 
 
 def _device(asked: str) -> str:

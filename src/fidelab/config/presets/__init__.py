@@ -1,7 +1,8 @@
 """Presets: arms by name, for comparisons, benches and servers.  Some come with the package, others are the user's own.
 
 A preset is a YAML file with the keys of an arm (``engine``, ``model``, ``kv``, ``dtype``, ``engine_args``, ``env``), a
-description in one line (``about``), and ``serve``: options for its server only (chat template, parsers).
+description in one line (``about``), the device that it needs (``device``), and ``serve``: options for its server only
+(chat template, parsers).
 """
 
 from __future__ import annotations
