@@ -151,7 +151,6 @@ class Pool:
             figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
             figures.GOOD_REQUESTS: None if good is None else good / n,
             figures.ACCEPTANCE: drafts.acceptance_length if drafts else None,
-            figures.SERVER_RATE: server.output_rate if server else None,
             figures.COUNTED_CONTEXT: self.context(),
         }
 
@@ -300,7 +299,10 @@ def load_cell(asked: LoadCell, drives: Sequence[Drive]) -> CellResult:
         pools = [Pool(asked, [drive]) for drive in drives]
         rows = [{m.key: m.value or 0.0 for m in load_metrics(asked.at, pool.rates(), pool.shown)} for pool in pools]
         repeats = {name: tuple(row[name] for row in rows) for name in rows[0] if all(name in row for row in rows)}
-    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), repeats))
+    # The server's own rate stands next to the client's
+    server_rate = whole.server.output_rate if whole.server else None
+    rates = {figures.OUTPUT_RATE: None, figures.SERVER_RATE: server_rate, **whole.rates()}
+    return CellResult(cell, load_metrics(asked.at, rates, whole.shown, whole.more(), repeats))
 
 
 def why_invalid(cell: Cell) -> str:

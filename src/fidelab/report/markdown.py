@@ -125,7 +125,8 @@ def _speed(view: View, speed: Performance) -> list[str]:
     """Speed and memory of all arms: the headline metrics, flags, then all tables of the benches."""
     arms = zip(speed.names, speed.rows, strict=True)
     cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
-    table = pipe_table((NAME, *speed.columns), 1, cells) if speed.columns else ""
+    shown = speed.columns and not view.summarized
+    table = pipe_table((NAME, *speed.columns), 1, cells) if shown else ""
     lines = _bullets(escaped(f"{bench.name}: {line}") for bench in view.benches for line in bench.lines)
     whole = (part for bench in view.benches for part in _section(bench, alone=len(view.rows) == 1))
     return [table, escaped(speed.note) if table else "", lines, *whole]

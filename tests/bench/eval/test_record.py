@@ -119,6 +119,20 @@ def test_tables_show_the_checks_and_the_questions_that_failed() -> None:
     assert found.summary == "1 of 2 questions right; 0 of 1 serving checks passed"
 
 
+def test_markdown_has_the_kinds_the_serving_checks_and_the_failed_questions() -> None:
+    text = stored(run({"stop": "failed", "length": "passed"}, arithmetic="+-", sql="++")).to_markdown()
+    lines = text.splitlines()
+    assert "| check | result | seen |" in lines
+    assert "| `stop` | failed | stop was seen |" in lines
+    [wrong] = [line for line in lines if line.startswith("| `arithmetic-2` |")]
+    assert wrong.startswith("| `arithmetic-2` | why | an answer | ")
+    kinds = [line.split(" | ")[:4] for line in lines if line.startswith(("| arithmetic |", "| sql |"))]
+    assert [(kind, right, asked) for kind, right, asked, _ in kinds] == [
+        ("| arithmetic", "1", "2"),
+        ("| sql", "2", "2"),
+    ]
+
+
 def test_an_evaluation_without_any_answer_failed_with_its_reason() -> None:
     found = measurement(run(arithmetic="????????"), SETTINGS)
     assert (found.status, found.reason) == (Status.FAILED, "why")
