@@ -1,8 +1,8 @@
 """Profiles: the protocol of a published measurement, in stages, with its figures.
 
 A profile's stage is an experiment, a command of fidelab, or a computation from published figures.  ``{name}`` in its
-texts is replaced by a parameter of the profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and ``{stages}`` that of all stages. A variant
-(``tiny``) has other parameters and may replace parts of stages.
+texts is replaced by a parameter of the profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and
+``{stages}`` that of all stages. A variant (``tiny``) has other parameters and may replace parts of stages.
 
 The folder ``experiments`` holds experiment files that ``fidelab compare -f NAME`` finds by their names.
 """
