@@ -352,6 +352,7 @@ def test_a_shipped_profile_pins_its_models_or_says_that_it_cannot(name: str) -> 
 @pytest.mark.parametrize("name", names())
 def test_the_tiny_variant_needs_no_gpu_for_at_least_one_stage(name: str) -> None:
     resolved = resolve(name, load_profile(name), "tiny")
-    assert resolved.parameters["model"] == "smollm2-135m"
+    if any(stage.compute is None for stage in resolved.stages):  # else no model runs
+        assert resolved.parameters["model"] == "smollm2-135m"
     assert any(stage.needs.device in (None, "cpu") and not stage.needs.gpu_memory for stage in resolved.stages)
     assert resolved.differences

@@ -10,7 +10,16 @@ from fidelab_checkpoints.kv_scales import refuse_unscalable, write_kv_scales
 from fidelab_checkpoints.layouts import quantized_modules
 from fidelab_checkpoints.modules import modules_of
 from fidelab_checkpoints.quantizer import tail
-from fidelab_checkpoints.recipe import Fidelity, Plan, Recipe, plan, read_recipe
+from fidelab_checkpoints.recipe import (
+    Fidelity,
+    Layers,
+    Plan,
+    Recipe,
+    edge_and_global,
+    fitting_groups,
+    plan,
+    read_recipe,
+)
 from fidelab_checkpoints.rules import RULES, Finding
 
 WORKER = "fidelab_checkpoints.quantizer"
@@ -23,10 +32,13 @@ __all__ = [
     "Audit",
     "Fidelity",
     "Finding",
+    "Layers",
     "Plan",
     "Recipe",
     "audit",
     "convert",
+    "edge_and_global",
+    "fitting_groups",
     "make_fragile",
     "modules_of",
     "open_checkpoint",

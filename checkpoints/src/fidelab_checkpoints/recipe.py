@@ -320,6 +320,11 @@ def _rank(module: Module) -> int:
     return len(weight.shape) if weight is not None else 0
 
 
+def fitting_groups(inputs: int) -> list[int]:
+    """Return the usual sizes of groups that divide a layer's inputs, largest first: 704 takes 64, 32 and 16."""
+    return [size for size in (128, 64, 32, 16) if inputs % size == 0]
+
+
 def _check_groups(recipe: Recipe, modules: list[Module]) -> None:
     """Check that groups divide the inputs, and that kernels accept the outputs of one device; else raise InputError."""
     group = recipe.scheme.group
@@ -336,7 +341,7 @@ def _check_groups(recipe: Recipe, modules: list[Module]) -> None:
         if not whole:
             faults.append(f"{module.name} cannot be split over {recipe.tp} devices")
         elif k % group:
-            fitting = [size for size in (128, 64, 32, 16) if k % size == 0]
+            fitting = fitting_groups(k)
             hint = f"; {', '.join(map(str, fitting))} would" if fitting else ""
             faults.append(f"group {group} does not divide the {k} inputs of {module.name}{hint}")
         elif recipe.tp > 1 and n % 8:

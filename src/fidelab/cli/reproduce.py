@@ -127,15 +127,20 @@ def check_stages(resolved: ResolvedProfile, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 
     Raises:
-        ConfigError: If an experiment has an invalid key or value, or a command has invalid words.
+        ConfigError: If an experiment has an invalid key or value, a command has invalid words, or a computation has
+            invalid arguments.
+        UnknownNameError: If the function of a computation does not exist.
     """
     from fidelab.config.experiment import read_settings
     from fidelab.core.errors import ConfigError
+    from fidelab.studies.arithmetic import check_computation
 
     for stage in resolved.stages:
         where, words = f"{resolved.name}: stage {stage.name}", [str(word) for word in stage.command or ()]
         if stage.experiment is not None:
             read_settings(stage.experiment, where)
+        for figure, entry in (stage.compute or {}).items():
+            check_computation(entry.function, entry.of, f"{where}: {figure}")
         if words[:1] in ([], ["k16v8"]):  # no command, or one of another package
             continue
         command, left = root, words

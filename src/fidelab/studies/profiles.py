@@ -1,5 +1,7 @@
 """Run a profile: its stages one after another, each as a command of fidelab in a separate process.
 
+A stage of computations runs :mod:`fidelab.studies.arithmetic`, and its figures are computed, not measured.
+
 The folder of a profile's run is ``<output_dir>/profiles/<id>``. It contains ``config.resolved.yaml`` from the first
 moment, a folder per stage (``stages/<name>``: the command, its JSON, its log, its runs), the captures of all stages,
 ``skips.json``, and ``study.json``, which compares the source's figures with the measured ones.  A stage that this
@@ -10,6 +12,7 @@ the others still run.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -52,7 +55,14 @@ _SECONDS = Definition("seconds", "s", None, "Wall time.", name="time")
 _DISK = Definition("disk", "bytes", None, "Saved outputs and converted weights.")
 _EXPECTED = Definition("expected", "", None, "The source's figure.")
 _MEASURED = Definition("measured", "", None, "The same figure measured here.")
-_COLUMNS = ("name", "stage", "unit", "expected", "measured", "why", "seconds")
+_PUBLISHED = Definition("expected", "", None, "The source's figure.", name="published")
+_COMPUTED = Definition("measured", "", None, "The same figure computed from others of the source.", name="computed")
+_DIFFERENCE = Definition("difference", "", None, "The figure here minus the source's.")
+_COLUMNS = ("name", "stage", "unit", "expected", "measured", "difference", "agrees", "why", "seconds")
+_RANGES = (
+    "The range of a computed figure comes from the rounding of the figures that it follows from. Figures agree if the "
+    "published one, within half a unit of its last digit, lies in that range."
+)
 
 
 class Skip(Record):
@@ -212,21 +222,32 @@ def stage_command(stage: Stage, folder: Path) -> list[str]:
     """
     own = folder / "stages" / stage.name
     known = {"folder": str(own), "stages": str(folder / "stages")}
+    if stage.compute is not None:
+        entries = {name: entry.model_dump(mode="json") for name, entry in stage.compute.items()}
+        return ["fidelab.studies.arithmetic", str(_written(own / "compute.json", entries))]
     if stage.experiment is None:
         return _with_program([str(fill(word, known, stage.name)) for word in stage.command or ()])
     places = {"output_dir": str(own / "runs"), "captures_dir": str(folder / "captures")}
     if stage.experiment.get("kind") is not None:  # a cross-engine experiment keeps its captures itself
         del places["captures_dir"]
-    file = own / "experiment.yaml"
-    try:
-        own.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"{own} cannot be made: {error.strerror or error}") from None
     # JSON is YAML, and says what is a text and what a number
-    text = json.dumps({**places, **fill(stage.experiment, known, stage.name)}, indent=2, ensure_ascii=False)
-    write_atomically(file, f"{text}\n")
+    file = _written(own / "experiment.yaml", {**places, **fill(stage.experiment, known, stage.name)})
     # whoever runs the profile has trusted it
     return ["fidelab", "compare", "-f", str(file), "--json", "--trust", str(file)]
+
+
+def _written(file: Path, content: Any) -> Path:
+    """Write a stage's input as JSON into its folder.
+
+    Raises:
+        OutputError: If the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{file.parent} cannot be made: {error.strerror or error}") from None
+    write_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return file
 
 
 def plan_profile(resolved: ResolvedProfile, output_dir: Path, *, only: Sequence[str] = (), command: str = "") -> Study:
@@ -240,8 +261,13 @@ def plan_profile(resolved: ResolvedProfile, output_dir: Path, *, only: Sequence[
     machine, rows, commands = machine_record(output_dir), dict[str, StudyRow](), dict[str, str]()
     for stage in _chosen(resolved, only):
         skips = judge(stage, machine, {name: row.status for name, row in rows.items()})
-        words = ["compare", "-f", "EXPERIMENT", "--json"] if stage.experiment is not None else stage.command or ()
-        commands[stage.name] = shlex.join(_with_program([*map(str, words)]))
+        if stage.compute is not None:
+            commands[stage.name] = (
+                f"python -m fidelab.studies.arithmetic FILE  # {counted(len(stage.compute), 'figure')}"
+            )
+        else:
+            words = ["compare", "-f", "EXPERIMENT", "--json"] if stage.experiment is not None else stage.command or ()
+            commands[stage.name] = shlex.join(_with_program([*map(str, words)]))
         seconds, disk = (None, None) if skips or stage.experiment is None else _dry_run(stage)
         if seconds is None and stage.needs.hours is not None:
             seconds = 3600 * stage.needs.hours
@@ -440,19 +466,41 @@ def _measured_study(
         differences and "Differences of the protocol:",
         *(f"- {difference}" for difference in differences),
     )
+    computing = {stage.name for stage in resolved.stages if stage.compute is not None}
+    figures = [_figure(figure, ended, outputs, computed=figure.stage in computing) for figure in resolved.expected]
     return _study(
         resolved,
         command,
         run_id=folder.name,
         columns=_COLUMNS,
-        rows=(*ended.values(), *(_figure(figure, ended, outputs) for figure in resolved.expected)),
-        sentences=tuple(filter(None, said)),
+        rows=(*ended.values(), *figures),
+        sentences=(*_agreement(figures), *filter(None, said)),
+        note=_RANGES if any(figure.ci("measured") for figure in figures if figure.at["stage"] in computing) else "",
         facts={**facts, "differences": list(differences), "outputs": outputs if resolved.collect else {}},
     )
 
 
-def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str, Any]) -> StudyRow:
-    """A figure of the source and the measured one, or the reason why it is missing."""
+def _agreement(figures: Sequence[StudyRow]) -> list[str]:
+    """How many of the judged figures agree, and a line for each reason why others do not; empty without one."""
+    judged = [row for row in figures if "agrees" in row.facts]
+    unlike = dict[str, list[str]]()
+    for row in judged:
+        if row.facts["agrees"] == "no":
+            measured = str(row.facts["measured"]).partition(" ")[0]  # without the range
+            both = f"{row.at['name']} ({row.facts['expected']}, here {measured})"
+            unlike.setdefault(str(row.facts.get("remark", "no reason known")), []).append(both)
+    if not judged:
+        return []
+    n = sum(map(len, unlike.values()))
+    ending = f", {n} {'does' if n == 1 else 'do'} not:" if n else ""
+    lines = (f"- {', '.join(names)}: {reason}" for reason, names in unlike.items())
+    return [f"{len(judged) - n} of {counted(len(judged), 'published figure')} agree{ending}", *lines]
+
+
+def _figure(
+    figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str, Any], *, computed: bool = False
+) -> StudyRow:
+    """A figure of the source and the measured or computed one, or the reason why it is missing."""
     stage, value, interval = ended.get(figure.stage), None, None
     if stage is None or stage.status is Status.NOT_SUPPORTED:
         reason: str | None = "stage skipped" if stage else "stage not run"
@@ -460,12 +508,38 @@ def _figure(figure: Figure, ended: Mapping[str, StudyRow], outputs: Mapping[str,
         value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
         if value is None and stage.status is Status.FAILED:
             reason = "stage failed"
-    metrics = [_EXPECTED(figure.value)] if figure.value is not None else []
-    metrics += [_MEASURED(value, interval)] if value is not None else []
+    theirs, ours = (_PUBLISHED, _COMPUTED) if computed else (_EXPECTED, _MEASURED)
+    metrics = [theirs(figure.value)] if figure.value is not None else []
+    metrics += [ours(value, interval)] if value is not None else []
+    facts = {"unit": figure.unit} if figure.unit else {}
+    agrees = True
+    if value is not None and figure.value is not None and figure.tolerance is not None:
+        metrics.append(_DIFFERENCE(value - figure.value))
+        low, high = interval or (value, value)
+        slack = figure.tolerance * (1 + 1e-9)  # a half that is rounded up or down
+        agrees = low - slack <= figure.value <= high + slack
+        facts |= {"agrees": "yes" if agrees else "no", **_shown(figure.value, value, interval, figure.tolerance)}
+    if figure.remark:
+        facts["remark"] = figure.remark
+    if why := reason or (figure.remark if agrees else ""):
+        facts["why"] = why
     return StudyRow(
         status=Status.NOT_MEASURABLE if reason else Status.OK,
         reason=reason,
         at={PART: "figure", "name": figure.name, "stage": figure.stage},
         metrics=tuple(metrics),
-        facts={**({"unit": figure.unit} if figure.unit else {}), **({"why": reason} if reason else {})},
+        facts=facts,
     )
+
+
+def _shown(value: float, found: float, interval: tuple[float, float] | None, tolerance: float) -> dict[str, str]:
+    """Texts of a judged figure: the source's with its own digits, the one here with one more."""
+    digits = max(0, -math.floor(math.log10(2 * tolerance))) if tolerance else 0
+    more = digits + bool(tolerance)
+    span = "" if interval is None else f" ({interval[0]:,.{more}f}–{interval[1]:,.{more}f})"
+    gap = f"{found - value:+,.{more}f}"
+    return {
+        "expected": f"{value:,.{digits}f}",
+        "measured": f"{found:,.{more}f}{span}",
+        "difference": gap.replace("-", "−") if float(gap.replace(",", "")) else f"{0:.{more}f}",
+    }

@@ -1,8 +1,8 @@
 """Profiles: the protocol of a published measurement, in stages, with its figures.
 
-A profile's stage is an experiment or a command of fidelab.  ``{name}`` in its texts is replaced by a parameter of the
-profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and ``{stages}`` that of all stages. A variant
-(``tiny``) has other parameters and may replace parts of stages.
+A profile's stage is an experiment, a command of fidelab, or a computation from published figures.  ``{name}`` in its
+texts is replaced by a parameter of the profile (``model``, ``device``, …). ``{folder}`` is the stage's folder, and
+``{stages}`` that of all stages. A variant (``tiny``) has other parameters and may replace parts of stages.
 
 The folder ``experiments`` holds experiment files that ``fidelab compare -f NAME`` finds by their names.
 """
@@ -74,8 +74,17 @@ class StageChange(_Strict):
     command: tuple[Value, ...] | None = Field(default=None, description="words, replacing the stage's")
 
 
+class Computation(_Strict):
+    """A figure that follows from others: a function of ``fidelab.studies.arithmetic`` and its arguments."""
+
+    function: str = Field(description="name of the function")
+    of: dict[str, Any] = Field(
+        description="its arguments by name; a text such as '0.021' is a figure as printed, a number is exact"
+    )
+
+
 class Stage(_Strict):
-    """An experiment, or the words of a command of fidelab."""
+    """An experiment, the words of a command of fidelab, or computations."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", description="name, unique in the profile; that of its folder")
     about: str = Field(default="", description="what it measures, in one line")
@@ -84,12 +93,15 @@ class Stage(_Strict):
     command: tuple[Value, ...] | None = Field(
         default=None, min_length=1, description="command of fidelab, without that word; or k16v8 …"
     )
+    compute: dict[str, Computation] | None = Field(
+        default=None, min_length=1, description="name of a figure → its computation; nothing is measured"
+    )
     variants: dict[str, StageChange] = Field(default_factory=dict, description="variant → its replacements")
 
     @model_validator(mode="after")
     def _check_kind(self) -> Stage:
-        if (self.experiment is None) == (self.command is None):
-            raise ValueError("a stage has either 'experiment' or 'command'")
+        if [self.experiment, self.command, self.compute].count(None) != 2:
+            raise ValueError("a stage has either 'experiment' or 'command' or 'compute'")
         return self
 
 
@@ -101,6 +113,12 @@ class Figure(_Strict):
     at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric counts as its value")
     value: float | None = Field(default=None, description="value in the source; null where it has none")
     unit: str = Field(default="", description="unit, as in reports")
+    tolerance: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="largest difference at which both agree, usually half a unit of the last printed digit; null: the "
+        "figures are not judged",
+    )
+    remark: str = Field(default="", description="why the figures differ, or what has to be known to read them")
 
 
 class Variant(_Strict):
@@ -119,7 +137,9 @@ class Profile(_Strict):
     source: Source = Field(description="source of the protocol")
     needs: Needs = Field(default_factory=Needs, description="needs of every stage")
     pins: Pins = Field(default_factory=Pins, description="versions that the profile was written for")
-    parameters: dict[str, Value] = Field(description="name → value that replaces {name}; 'model' is one")
+    parameters: dict[str, Value] = Field(
+        description="name → value that replaces {name}; 'model' is one where a model runs"
+    )
     stages: tuple[Stage, ...] = Field(min_length=1, description="stages, in their order")
     expected: tuple[Figure, ...] = Field(default=(), description="figures of the source")
     differences: tuple[str, ...] = Field(default=(), description="differences of this protocol from the source's")
@@ -215,6 +235,7 @@ def resolve(name: str, profile: Profile, variant: str | None = None, overrides: 
             "needs": needs,
             "experiment": None if stage.experiment is None else _over(stage.experiment, change.experiment or {}),
             "command": change.command or stage.command,
+            "compute": stage.model_dump()["compute"],
         }
         stages.append(fill(data, {**values, **_FOLDERS}, f"{name}: stage {stage.name!r}"))
     expected = [
