@@ -287,8 +287,7 @@ def _show(found: Mapping[str, Any]) -> None:
         copied = "" if (rate := entry["copied_bytes_per_s"]) is None else f" (copies reach {rate / 1e9:,.0f})"
         line(
             f"{name}: {entry['memory_bytes'] / 1e9:.0f} GB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{copied}"
-            f"{unchecked}"
-            + ("" if entry["weights_fit"] else "; the weights alone do not fit")
+            f"{unchecked}" + ("" if entry["weights_fit"] else "; the weights alone do not fit")
         )
         contexts = list(entry["formats"][0]["largest_batch"])
         table(
