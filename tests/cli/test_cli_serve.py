@@ -156,6 +156,31 @@ def test_a_context_beyond_the_servers_limit_is_not_supported_and_the_sweep_goes_
     assert small["valid"]
 
 
+@pytest.mark.parametrize(("contexts", "real"), [("0,32", [1, 32]), ("0,1", [1])])
+def test_context_0_is_the_shortest_prompt_and_the_record_has_its_length(
+    tmp_path: Path, contexts: str, real: list[int]
+) -> None:
+    with MockServer(MockSettings(itl=0.005)) as mock:
+        done = sweep(mock.url, "--concurrency", 1, "--contexts", contexts, "--num-prompts", 3, cwd=tmp_path)
+    assert done.code == 0, done
+    assert [(cell["at"]["context"], cell["status"]) for cell in loads(done)] == [(n, "ok") for n in real]
+    assert loads(done)[0]["context counted"] == real[0]
+
+
+def test_the_shortest_prompt_counts_what_the_server_adds(tmp_path: Path) -> None:
+    """It puts a BOS before texts, whose tokens are bytes here: the shortest texts are of a few letters."""
+    from fidelab.models.tiny import make_tiny
+
+    tokenizer = save_tokenizer(make_tiny(tmp_path / "model"))
+    with serving(Served(takes_ids=False, adds_bos=True)) as server:
+        words = ("--concurrency", 1, "--contexts", 0, "--num-prompts", 3, "--tokenizer", tokenizer)
+        done = sweep(f"http://127.0.0.1:{server.port}", *words, "--repeats", 2, cwd=tmp_path)
+    assert done.code == 0, done
+    (cell,) = loads(done)
+    assert (cell["status"], cell["context counted"]) == ("ok", cell["at"]["context"])
+    assert 2 <= cell["at"]["context"] < 32
+
+
 def test_a_context_that_the_servers_own_tokens_fill_is_not_supported_and_the_sweep_goes_on(tmp_path: Path) -> None:
     """It puts a BOS before texts: no prompt makes one token there."""
     from fidelab.models.tiny import make_tiny

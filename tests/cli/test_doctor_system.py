@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -143,6 +144,41 @@ def test_gpus_that_do_not_reach_each_other_are_a_warning(nvidia: Machine, amd: M
     for file in (amd.root / "sys/class/kfd").rglob("p2p_links/0/properties"):
         file.unlink()
     assert "host memory" in amd.check("peer access").detail
+
+
+P2P, DMA = "CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA"
+BIOS = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "parameter", "remedy"),
+    [
+        (f"{DMA}=y\n# {P2P} is not set\n", "N", f"build the kernel with {P2P}=y"),
+        ("CONFIG_X=y\n", "Y", f"build the kernel with {P2P}=y and {DMA}=y"),
+        (f"{P2P}=y\n{DMA}=y\n", "N", "start the kernel with amdgpu.pcie_p2p=1"),
+        (f"{P2P}=y\n{DMA}=y\n", "Y", BIOS),
+        (None, "N", "start the kernel with amdgpu.pcie_p2p=1"),
+        (None, "", f"{BIOS}; the kernel needs {P2P} and {DMA}"),
+    ],
+)
+def test_amd_gpus_without_peer_access_name_the_option_of_the_kernel_that_is_missing(
+    amd: Machine, kernel: str | None, parameter: str, remedy: str
+) -> None:
+    for file in (amd.root / "sys/class/kfd").rglob("p2p_links/0/properties"):
+        file.unlink()
+    amd.write("/sys/module/amdgpu/parameters/pcie_p2p", f"{parameter}\n")
+    if kernel is not None:
+        (amd.root / "proc").mkdir(exist_ok=True)
+        (amd.root / "proc/config.gz").write_bytes(gzip.compress(kernel.encode()))
+    assert amd.check("peer access").remedy == remedy
+
+
+def test_a_damaged_configuration_of_the_kernel_is_taken_as_unknown(amd: Machine) -> None:
+    for file in (amd.root / "sys/class/kfd").rglob("p2p_links/0/properties"):
+        file.unlink()
+    (amd.root / "proc").mkdir(exist_ok=True)
+    (amd.root / "proc/config.gz").write_bytes(gzip.compress(b"CONFIG_X=y" * 100)[:-9])
+    assert amd.check("peer access").remedy == f"{BIOS}; the kernel needs {P2P} and {DMA}"
 
 
 def test_a_gpu_without_its_driver_is_bad(tmp_path: Path) -> None:

@@ -271,6 +271,7 @@ def test_measured_rates_of_the_table_are_those_of_the_recorded_runs(name: str) -
     assert name in record["device"]["name"]
     row = devices.devices()[name]
     assert row.sustained == pytest.approx(record["runs"][-1]["copy_bandwidth"], rel=1e-3)
+    assert row.verified.endswith(record["runs"][-1]["date"][:10])
     rates = [
         one["moved_bytes"] / one["seconds"] for cell in record["cells"] for one in cell["results"] if one["seconds"]
     ]
@@ -349,13 +350,34 @@ def test_a_link_must_carry_in_one_step_what_does_not_fit() -> None:
         assert row["link_shortfall"]["nvlink"] == pytest.approx(row["overflow_bytes"] * rate / 32 / 900e9)
     shown = " ".join(run(*words).stdout.split())
     beyond = found["devices"][0]["formats"][1]["overflow_bytes"] / 2**30
-    assert f"k16v8 at 128k × 32: {beyond:.1f} GiB do not fit; to be read in every step, a link would have" in shown
+    step = 32e3 / found["cells"][0]["decode"]["H100"]["k16v8"]["tokens_per_s"]
+    until = f"to be read in every step of {step:.3g} ms, a link would have"
+    assert f"k16v8 at 128k × 32: {beyond:.1f} GiB do not fit; {until}" in shown
     assert "do not fit" not in run(*SIZES, "--device", "H100").stdout
+
+
+@pytest.mark.parametrize(("batch", "shortfalls"), [(25, [11.1, 156.25, 312.5]), (125, [55.6, 781.25, 1562.5])])
+def test_a_step_time_is_the_deadline_of_a_link(batch: int, shortfalls: list[float]) -> None:
+    """A published table: links that lack 10 and 50 TB/s, as 100 and 500 GB have to come within 10 ms."""
+    sizes = ("--layers", "25", "--kv-heads", "4", "--head-dim", "100", "--params", "8e9", "--kv", "fp8_e4m3")
+    words = (*sizes, "--device", "H100", "--context", "100000", "--batch", str(batch), "--memory", "16G")
+    found = json.loads(run(*words, "--step-time", "10ms", "--json").stdout)["devices"][0]["formats"][0]
+    assert found["step_seconds"] == pytest.approx(0.01)
+    links = [found["link_shortfall"][link] for link in ("nvlink", "pcie5-x16", "cxl2")]
+    assert links == pytest.approx(shortfalls, rel=1e-2)
+    assert "to be read in every step of 10 ms" in " ".join(run(*words, "--step-time", "0.01 s").stdout.split())
+
+
+def test_a_device_that_was_measured_is_printed_with_its_copied_rate() -> None:
+    assert "H100: 86 GB, 3,350 GB/s (copies reach 3,018)" in run(*SIZES, "--device", "H100").stdout
+    assert "copies reach" not in run(*SIZES, "--device", "A100").stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ((*SIZES, "--step-time", "10"), "--step-time '10': write a time above 0 with its unit"),
+        ((*SIZES, "--step-time", "0ms"), "--step-time '0ms': write a time above 0"),
         (("--layers", "28"), "missing: --kv-heads, --head-dim, --params"),
         (("--layers", "0", *SIZES[2:]), "layers must be above 0"),
         ((*SIZES[:-1], "nan"), "params must be a number"),

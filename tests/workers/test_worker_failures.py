@@ -8,6 +8,23 @@ import pytest
 
 from fidelab.workers.failures import explain, explain_exit, split_dump
 
+BLACKWELL = [
+    '  File "/x/sglang/srt/model_executor/model_runner.py", line 412, in init_attention_backend',
+    "    assert backend in allowed",
+    "AssertionError",
+]
+
+
+def test_an_assertion_of_an_engine_without_a_message_names_other_attention_backends() -> None:
+    said = explain(BLACKWELL) or ""
+    assert "Blackwell" in said
+    assert "torch_native, then triton" in said
+
+
+@pytest.mark.parametrize("lines", [["AssertionError"], [*BLACKWELL[:2], "AssertionError: 3 is not 4"]])
+def test_other_assertions_stay_unexplained(lines: list[str]) -> None:
+    assert explain(lines) is None
+
 
 @pytest.mark.parametrize(
     ("line", "said"),
@@ -23,6 +40,11 @@ from fidelab.workers.failures import explain, explain_exit, split_dump
         ("ValueError: The checkpoint has model type `new` but Transformers does not recognize this", "upgrade"),
         ("ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (784).", "lower max_num_seqs"),
         ("ValueError: invalid argument for batch_prefill", "another one"),
+        ("HSA exception: Queue at 0x7f aborting", "torch_native, then triton"),
+        (
+            "Queue 0x7f aborting with error : HSA_STATUS_ERROR_EXCEPTION: An HSAIL operation",
+            "torch_native, then triton",
+        ),
         ("AttributeError: module 'aiter' has no attribute 'dtypes'", "shim"),
         ("dyld: Symbol not found: _llama_memory_breakdown_print", "different builds"),
         ("OSError: /x/libllama.so: undefined symbol: ggml_backend_dev_count", "different builds"),

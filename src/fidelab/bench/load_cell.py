@@ -114,6 +114,17 @@ class Pool:
         read = [exchange.prompt_tokens for exchange in self.done if exchange.prompt_tokens is not None]
         return float(np.mean(read)) if read else None
 
+    def prompt_rate(self) -> float | None:
+        """Return prompt tokens per second of prefill; ``None`` with other requests in flight, which share it.
+
+        See docs/metrics.md#serving-rates.
+        """
+        seconds, tokens = self.latencies.of("ttft") / 1e3, self.context()
+        if self.asked.arrival != "closed" or self.asked.concurrency != 1 or tokens is None or not len(seconds):
+            return None
+        typical = float(np.median(seconds))
+        return tokens / typical if typical > 0 else None
+
     def in_flight(self) -> float | None:
         spans = ((drive, drive.result.started, drive.result.ended) for drive in self.drives)
         flown = sum(effective_concurrency(d.measured, start, end) * (end - start) for d, start, end in spans)
@@ -152,6 +163,7 @@ class Pool:
             figures.GOOD_REQUESTS: None if good is None else good / n,
             figures.ACCEPTANCE: drafts.acceptance_length if drafts else None,
             figures.COUNTED_CONTEXT: self.context(),
+            figures.PROMPT_RATE: self.prompt_rate(),
         }
 
     def facts(self) -> dict[str, Any]:

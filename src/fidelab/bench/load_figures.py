@@ -25,6 +25,12 @@ COMPLETED_RATE = Definition("completed_rate", "req/s", "higher", "Requests answe
 SERVER_RATE = Definition(
     "server_output_rate", "tok/s", "higher", "Generated tokens as the server counts them.", name="server's output rate"
 )
+PROMPT_RATE = Definition(
+    "prompt_rate",
+    "tok/s",
+    "higher",
+    "Prompt tokens over the time to the first token (p50), with one request in flight.",
+)
 GOODPUT = Definition("goodput", "req/s", "higher", "Requests that met every target, over the measured part.")
 GOOD_REQUESTS = Definition("good_requests", "share", "higher", "Share of all requests sent that met every target.")
 FAILED_REQUESTS = Definition("failed_requests", "share", "lower", "Share of all requests sent that failed.")

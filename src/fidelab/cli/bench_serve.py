@@ -98,12 +98,12 @@ class _ManyLoadsOptions(_LoadOptions):
     """Options for a load for every context and concurrency."""
 
     concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
-    contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
+    contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k. 0: the shortest one.")] = "1k"
     fit: Annotated[bool, typer.Option(help="Skip cells whose requests do not fit into the server's cache.")] = True
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
-            "contexts": counts("--contexts", self.contexts),
+            "contexts": counts("--contexts", self.contexts, least=0),
             "concurrency": counts("--concurrency", self.concurrency),
             "fit": self.fit,
         }

@@ -25,6 +25,10 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
 
 
+_TIME = re.compile(r"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>us|ms|s)", re.IGNORECASE)
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
 app = Commands(
     default="model",
     help="Estimate the size and speed of formats from a model's shape. MODEL alone means model MODEL.",
@@ -45,6 +49,18 @@ def parse_counts(text: str, what: str) -> list[int]:
             raise UsageError(f"--{what} {item.strip()!r}: write whole numbers above 0, such as 2k,8k,32k")
         counts.append(int(value))
     return sorted(dict.fromkeys(counts))
+
+
+def parse_seconds(text: str, what: str) -> float:
+    """Parse a time such as ``10ms`` or ``0.5s``.
+
+    Raises:
+        UsageError: If it lacks its unit, or is not above 0.
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None or not float(match["number"]) > 0:
+        raise UsageError(f"--{what} {text.strip()!r}: write a time above 0 with its unit, such as 10ms")
+    return float(match["number"]) * _SECONDS[match["unit"].lower()]
 
 
 @app.command()
@@ -70,6 +86,13 @@ def model(
     tp: options.Sharing = 1,
     memory: options.Memory = None,
     overhead: options.Overhead = None,
+    step_time: Annotated[
+        str | None,
+        typer.Option(
+            help="Time of a decode step, e.g. 10ms, in which a link has to carry what does not fit. "
+            "\\[default: the device's shortest]"
+        ),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Estimate a model's KV cache size and maximum speed-up for each format.
@@ -107,6 +130,7 @@ def model(
         parse_counts(batch, "batch"),
         devices,
         None if memory is None else parse_bytes(memory),
+        None if step_time is None else parse_seconds(step_time, "step-time"),
     )
     if name is not None and (text := _fragile_keys(name, [KVSpec.parse(one) for one in shown])):
         found = {**found, "model": {**found["model"], "notes": [*found["model"].get("notes", ()), text]}}
@@ -260,9 +284,10 @@ def _show(found: Mapping[str, Any]) -> None:
         name = entry["device"]
         unchecked = "" if entry["verified"] else "; published figures, unverified"
         line("")
+        copied = "" if (rate := entry["copied_bytes_per_s"]) is None else f" (copies reach {rate / 1e9:,.0f})"
         line(
-            f"{name}: {entry['memory_bytes'] / 1e9:.0f} GB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{unchecked}"
-            + ("" if entry["weights_fit"] else "; the weights alone do not fit")
+            f"{name}: {entry['memory_bytes'] / 1e9:.0f} GB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{copied}"
+            f"{unchecked}" + ("" if entry["weights_fit"] else "; the weights alone do not fit")
         )
         contexts = list(entry["formats"][0]["largest_batch"])
         table(
@@ -293,7 +318,7 @@ def _show(found: Mapping[str, Any]) -> None:
                 said = ", ".join(f"{link} {format_ratio(times)}" for link, times in row["link_shortfall"].items())
                 line(
                     f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
-                    f"step, a link would have to be faster by: {said}"
+                    f"step of {1e3 * row['step_seconds']:.3g} ms, a link would have to be faster by: {said}"
                 )
 
 

@@ -6,12 +6,14 @@ a GPU.
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ _GROUP = "system"
 _TOOLS = ("usr/bin", "usr/local/bin", "opt/rocm/bin")
 _NVIDIA, _AMD = "0x10de", "0x1002"
 _TOOL_LIMIT = 30.0  # seconds for a tool's answer
+_PEER_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA")  # of a kernel whose AMD GPUs reach each other over PCIe
+_MAX_CONFIG_CHARACTERS = 2**22  # a kernel's configuration has about 300,000
 _XGMI, _PCIE = "11", "2"  # types of links in the kernel's topology of AMD GPUs
 
 
@@ -134,8 +138,7 @@ def _examined(system: System) -> Iterator[DoctorCheck]:
         elif _PCIE in found:
             yield _ok("peer access", "over PCIe")
         elif len(devices) > 1:
-            remedy = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
-            yield _warning("peer access", "none: copies between GPUs go through host memory", remedy)
+            yield _warning("peer access", "none: copies between GPUs go through host memory", _amd_peer_remedy(system))
     facts["CPU"] = ("AMX",) if re.search(r"^flags.*\bamx_tile\b", system.text("/proc/cpuinfo"), re.M) else ()
     firmware: list[str] = []
     for card in amd:
@@ -215,6 +218,22 @@ def _amd_gpus(system: System, cards: Iterable[str]) -> Iterator[_GPU]:
 
 
 # --- ways between GPUs
+
+
+def _amd_peer_remedy(system: System) -> str:
+    """Return the way to peer access of AMD GPUs, by the kernel's options and amdgpu's parameter where they are told."""
+    try:
+        with gzip.open(system.path("/proc/config.gz"), "rt", errors="replace") as file:
+            built = set(file.read(_MAX_CONFIG_CHARACTERS).splitlines())
+    except (OSError, EOFError, zlib.error):
+        built = None
+    lacking = [option for option in _PEER_OPTIONS if built is None or f"{option}=y" not in built]
+    if built is not None and lacking:
+        return f"build the kernel with {' and '.join(f'{option}=y' for option in lacking)}"
+    if system.text("/sys/module/amdgpu/parameters/pcie_p2p") == "N":
+        return "start the kernel with amdgpu.pcie_p2p=1"
+    bios = "in the BIOS, enable Above 4G Decoding and Resizable BAR"
+    return f"{bios}; the kernel needs {' and '.join(lacking)}" if lacking else bios
 
 
 def _peers_nvidia(system: System) -> Iterator[DoctorCheck]:

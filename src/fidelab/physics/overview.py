@@ -19,6 +19,7 @@ def overview(
     batches: Sequence[int],
     devices: Sequence[Device] = (),
     memory: float | None = None,
+    step_seconds: float | None = None,
 ) -> dict[str, Any]:
     """Return the record that ``fidelab estimate MODEL --json`` prints, as plain data.
 
@@ -26,6 +27,7 @@ def overview(
         reference: baseline format of the speed-ups; ``specs``: the other formats.
         contexts, batches: tokens per sequence, sequences; every combination is a cell.
         memory: bytes of each device, instead of the table's.
+        step_seconds: time in which a link has to carry what does not fit; ``None``: the least time of a decode step.
 
     Raises:
         UsageError: If a format is unknown, or this model's cache cannot have it.
@@ -70,7 +72,9 @@ def overview(
         "cells": [
             _cell(model, reference, everything, tokens, batch, devices) for tokens in contexts for batch in batches
         ],
-        "devices": [_check_memory(model, everything, contexts, batches, device, memory) for device in devices],
+        "devices": [
+            _check_memory(model, everything, contexts, batches, device, memory, step_seconds) for device in devices
+        ],
     }
 
 
@@ -109,13 +113,14 @@ def _check_memory(
     batches: Sequence[int],
     device: Device,
     memory: float | None,
+    step_seconds: float | None,
 ) -> dict[str, Any]:
     room = device.usable if memory is None else memory
     rows: list[dict[str, Any]] = []
     for spec in specs:
         needed = model.cache_bytes(spec, max(contexts), max(batches))
         beyond = max(0.0, model.device_bytes(spec, max(contexts), max(batches)) - room)
-        step = model.step_seconds(spec, max(contexts), max(batches), device)[0]
+        step = step_seconds or model.step_seconds(spec, max(contexts), max(batches), device)[0]
         required = min(needed, beyond) / step  # bytes per second of a link to what does not fit
         rows.append(
             {
@@ -123,6 +128,7 @@ def _check_memory(
                 "longest_in_memory": {str(batch): model.longest_context(spec, batch, room) for batch in batches},
                 "largest_batch": {str(tokens): model.largest_batch(spec, tokens, room) for tokens in contexts},
                 "overflow_bytes": beyond,
+                "step_seconds": step,
                 "link_shortfall": {name: required / rate for name, rate in device.links.items()},
             }
         )
@@ -130,6 +136,7 @@ def _check_memory(
         "device": device.name,
         "memory_bytes": room,
         "bandwidth_bytes_per_s": device.bandwidth,
+        "copied_bytes_per_s": device.sustained,
         "verified": device.verified or None,
         "weights_fit": model.weight_bytes / model.tp + model.overhead_bytes <= room,
         "formats": rows,

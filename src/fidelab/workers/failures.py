@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+_OTHER_BACKEND = "try another one (attention-backend=torch_native, then triton)"
 _CAUSES: tuple[tuple[str, str], ...] = (
     # memory and disk
     (
@@ -58,6 +59,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     (
         r"module 'aiter' has no attribute",
         "this image's AITER does not fit its engine: repair it, or put a folder with a shim before it (--pythonpath)",
+    ),
+    (
+        r"HSA[ _]?exception|HSA_STATUS_ERROR_EXCEPTION|Memory access fault by GPU",
+        f"a kernel of this attention backend faulted on the AMD GPU: {_OTHER_BACKEND}",
     ),
     (
         r"invalid argument for batch_prefill",
@@ -140,6 +145,10 @@ _GENERAL: tuple[tuple[str, str], ...] = (
 )
 
 
+_BARE_ASSERTION = re.compile(r"(^|[\s.])AssertionError:?\s*$")
+_ENGINE_FRAME = re.compile(r"\b(sglang|vllm)/\S*\.py|attention", re.IGNORECASE)
+
+
 def explain(lines: list[str]) -> str | None:
     """Return the likely cause by the last known message in a log, or ``None``."""
     for table in (_CAUSES, _GENERAL):
@@ -147,6 +156,9 @@ def explain(lines: list[str]) -> str | None:
             for pattern, cause in table:
                 if re.search(pattern, line, re.IGNORECASE):
                     return cause
+    # SGLang's check of attention on Blackwell ends so, without a message
+    if any(map(_BARE_ASSERTION.search, lines)) and any(map(_ENGINE_FRAME.search, lines)):
+        return f"a check of the engine failed; on Blackwell often that of the attention backend: {_OTHER_BACKEND}"
     return None
 
 

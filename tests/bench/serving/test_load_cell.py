@@ -82,6 +82,17 @@ def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
     assert load.cell.flags == ()
 
 
+def test_the_prompt_rate_is_context_over_ttft() -> None:
+    load = load_cell(replace(ASKED, concurrency=1), [drive(row(4))])
+    assert load.value("ttft_p50") == pytest.approx(500)
+    assert load.value("prompt_rate") == pytest.approx(100 / 0.5)
+
+
+@pytest.mark.parametrize("asked", [{"concurrency": 2}, {"concurrency": 1, "arrival": "poisson"}, {"concurrency": None}])
+def test_requests_that_share_a_server_have_no_prompt_rate(asked: dict[str, Any]) -> None:
+    assert load_cell(replace(ASKED, **asked), [drive(row(4))]).value("prompt_rate") is None
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_tokens_that_nobody_asked_for_make_a_cell_invalid(whole: bool) -> None:
     counted = [exchange(0, 0.0), exchange(1, 1.4, output_tokens=9_000_000)]

@@ -7,6 +7,7 @@ without streaming.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -40,6 +41,7 @@ _PROMPT = 24  # tokens of the trial prompts; a template of the server's comes on
 _OUTPUT = 4  # tokens of their answers
 _SEED = 7919  # seed of the trial prompts: no load begins with the same tokens
 _QUESTION_TIMEOUT = 30.0  # seconds for a single request
+_LONGEST_SHORT = 1024  # tokens: no chat template is as long
 _ATTEMPTS = 3  # at an answer that breaks off now and then
 _CONNECT_SECONDS = 5.0  # seconds of attempts
 _NOT_TAKEN = (400, 422)  # statuses of servers that do not take a field of a request
@@ -166,6 +168,19 @@ class Contact:
             )
             for index, (prompt, length, output) in enumerate(asked)
         ]
+
+    def shortest(self, count: int, seeds: Sequence[int]) -> int:
+        """Return the tokens of the shortest prompts, as the server counts them: ``count`` for each of the seeds.
+
+        Raises:
+            InputError: If none up to 1,024 tokens can be made.
+        """
+        for length in range(1, _LONGEST_SHORT + 1):
+            with contextlib.suppress(InputError):
+                for seed in seeds:
+                    self.prompts_of([length] * count, seed)
+                return length + self.added
+        raise InputError(f"no prompt of up to {_LONGEST_SHORT:,} tokens can be made: name contexts above 0")
 
     def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
         """Return one greedy request, with all the options that make the server write the whole answer."""

@@ -71,7 +71,15 @@ class _Sweep:
         self._contact = contact
         self._settings = contact.settings
         self._watch = watch
-        self._asked = [replace(asked, by_finish=contact.by_finish) for asked in contact.settings.cells()]
+        self._asked = list[LoadCell]()
+        for cell in contact.settings.cells():
+            context = cell.context
+            if not context:
+                count, number = contact.settings.count(cell) + contact.settings.warmup, len(self._asked)
+                context = contact.shortest(count, [self._seed(number, n) for n in range(contact.settings.repeats)])
+            asked = replace(cell, context=context, by_finish=contact.by_finish)
+            if asked not in self._asked:  # the shortest prompt may have a length that is named, too
+                self._asked.append(asked)
         self._drives: dict[int, list[Drive]] = {number: [] for number in range(len(self._asked))}
         self._ended: dict[int, CellResult] = {}  # cells that are not asked again
 
@@ -96,7 +104,7 @@ class _Sweep:
         try:
             # The requests, those of the warm-up first; every cell and repeat has its own prompts
             settings = self._settings
-            seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
+            seed = self._seed(number, repeat)
             count = settings.count(asked) + settings.warmup
             due = None
             if asked.request_rate is not None:
@@ -140,6 +148,10 @@ class _Sweep:
             driven = count_by_finish(driven) if asked.by_finish else driven
             whole = scraper.reading(begun, ended := time.monotonic())
         return compare_counts(driven, whole, ended - begun)
+
+    def _seed(self, number: int, repeat: int) -> int:
+        """Return the seed of a cell's prompts in one repeat."""
+        return int(np.random.SeedSequence([self._settings.seed, number, repeat]).generate_state(1)[0])
 
     def _limit_reason(self, asked: LoadCell) -> str | None:
         limit, tokens = self._contact.limit, asked.context + asked.output

@@ -30,7 +30,9 @@ class ServingSettings(BaseModel):
     tokenizer: str | None = Field(default=None, description="a model's name or folder; null: model, which must be here")
     endpoint: Literal["completions", "chat"] = "completions"
     prompts: Literal["auto", "ids", "text"] = "auto"
-    contexts: tuple[Tokens, ...] = Field(default=(1024,), min_length=1)
+    contexts: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(1024,), min_length=1, description="0: the shortest prompt that can be made for this server"
+    )
     output: Tokens = 128
     concurrency: tuple[Tokens, ...] = Field(default=(), description="cells; empty: no limit")
     request_rate: float | None = Field(default=None, gt=0, description="null: as fast as possible")
@@ -92,5 +94,5 @@ class ServingSettings(BaseModel):
         if self.duration is not None and self.request_rate is not None:
             return max(1, math.ceil(self.duration * self.request_rate))
         if self.duration is not None:
-            return max(_MIN_REQUESTS, min(_MAX_TIMED_REQUESTS, _TOKENS // asked.context))
+            return max(_MIN_REQUESTS, min(_MAX_TIMED_REQUESTS, _TOKENS // max(1, asked.context)))
         return max(_MIN_REQUESTS, 2 * (asked.concurrency or 0))
