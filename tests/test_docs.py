@@ -11,8 +11,10 @@ import os
 import pkgutil
 import re
 import runpy
+import shlex
 import subprocess
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,7 @@ from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
 from fidelab.cli import reference
+from tests.report.sample import sample_report
 from tests.run.harness import cli
 
 ROOT = Path(__file__).parents[1]
@@ -188,6 +191,51 @@ def test_every_page_is_in_the_navigation_at_most_twenty_one_and_begins_with_a_se
 
 def test_the_list_of_pages_for_programs_is_what_the_pages_say() -> None:
     assert (ROOT / "llms.txt").read_text("utf-8") == SITE["llms_text"](), "run: make docs"
+
+
+_K16V8 = re.compile(r"^(?:[$] )?(k16v8 (?:[^\n]*\\\n)*[^\n]*)$|`(k16v8 [a-z][^`\n]*)`", re.M)
+
+
+def k16v8_commands() -> list[str]:
+    """Commands of ``k16v8`` in documents, with their continuation lines; those that end in an ellipsis are parts."""
+    pages = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "k16v8").glob("*.md")))
+    found = (next(filter(None, match.groups())) for page in pages for match in _K16V8.finditer(page.read_text("utf-8")))
+    return sorted({" ".join(text.replace("\\\n", " ").split()) for text in found if "…" not in text})
+
+
+def test_documents_hold_commands_of_k16v8() -> None:
+    assert len(k16v8_commands()) >= 10
+
+
+@pytest.mark.parametrize("command", k16v8_commands())
+def test_a_command_of_k16v8_in_a_document_has_options_that_its_parser_takes(command: str) -> None:
+    k16v8 = pytest.importorskip("k16v8.cli")
+    words = shlex.split(command, comments=True)[1:]
+    assert k16v8._parser().parse_args(words).run is not None
+
+
+def test_options_that_k16v8_lacks_are_found() -> None:
+    k16v8 = pytest.importorskip("k16v8.cli")
+    with pytest.raises(k16v8.UsageError, match="unrecognized arguments: --model smollm2-135m"):
+        k16v8._parser().parse_args(["audit", "--model", "smollm2-135m"])
+
+
+def test_the_lines_for_dashboards_log_a_row_of_figures_per_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fence = next(text for text in FENCE.findall(text_of(ROOT / "docs" / "sharing.md")) if "trackio" in text)
+    logged: list[dict[str, object]] = []
+    begun: list[str] = []
+    module = types.SimpleNamespace(init=lambda **words: begun.append(words["name"]), log=logged.append, finish=int)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    report = sample_report()
+    (tmp_path / "runs" / "RUN").mkdir(parents=True)
+    (tmp_path / "runs" / "RUN" / "report.json").write_text(report.to_json())
+    monkeypatch.chdir(tmp_path)
+    exec(fence.strip("`").removeprefix("python"), {})
+    arms = [arm.name for arm in (report.reference, *report.candidates)]
+    assert {name.partition(" ")[2] for name in begun} >= {*arms}
+    assert all("kld" in " ".join(row) for row in logged[-len(report.candidates) :])
 
 
 def test_the_gallery_shows_what_is_printed_today(tmp_path: Path) -> None:

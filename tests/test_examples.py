@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,18 @@ from pathlib import Path
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
+import torch
+import transformers
+import yaml
 
+from fidelab.environments.checkpoints import checkpoints
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from tests.report.sample import sample_report
 from tests.run.harness import cli, write_inputs
 
 EXPERIMENT = Path(__file__).parents[1] / "examples" / "experiment.yaml"
+QUANTIZE = Path(__file__).parents[1] / "examples" / "quantize"
 SCRIPT = Path(__file__).parents[1] / "examples" / "compare_kv_formats.py"
 FAKE = ("--model", "fake", "--engine", "fake", "--dtype", "auto", "--reference", "exact", "--n-ctx", "16")
 INPUTS = ("--text", "text.txt", "--prompts", "prompts.txt", "--windows", "4", "--limit", "2", "--n-predict", "8")
@@ -110,3 +116,56 @@ def test_the_example_runs_on_the_embedded_model(tmp_path: Path) -> None:
     assert report.to_markdown() in done.stdout
     assert "17280.0" in section(done.stdout, "As a data frame")
     assert 0.0002 < report.to_pandas().set_index("name").loc["k16v8", "kld_mean"] < 0.002
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 128}
+LINEAR |= {
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+
+def planned(tmp_path: Path, recipe: str, config: str, **fields: object) -> checkpoints.Plan:
+    """The plan of a recipe for a model of random weights, from a copy of the recipe next to a text."""
+    built = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **fields))
+    built.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    (tmp_path / "calibration.txt").write_text("some words\n")
+    shutil.copy(QUANTIZE / recipe, tmp_path)
+    with checkpoints.open_checkpoint(tmp_path / "model") as checkpoint:
+        return checkpoints.plan(checkpoints.read_recipe(tmp_path / recipe), checkpoint)
+
+
+def test_the_recipe_for_dense_models_quantizes_all_but_the_head(tmp_path: Path) -> None:
+    found = planned(tmp_path, "dense.yaml", "LlamaConfig")
+    assert len(found.quantized) == 2 * 7
+    assert dict(found.kept) == {"lm_head": "head"}
+
+
+def test_the_recipe_for_experts_takes_704_inputs_on_two_devices_and_keeps_routers(tmp_path: Path) -> None:
+    found = planned(tmp_path, "moe.yaml", "Qwen3MoeConfig", moe_intermediate_size=704, **EXPERTS)
+    assert sum("experts" in name for name in found.quantized) == 2 * 4 * 3
+    assert {kind for name, kind in found.kept.items() if name != "lm_head"} == {"router"}
+
+
+def test_the_recipe_for_experts_balances_them() -> None:
+    recipe = yaml.safe_load((QUANTIZE / "moe.yaml").read_text())
+    assert (recipe["calibration"]["all_experts"], recipe["calibration"]["balance"]) == (True, 4)
+
+
+def test_the_recipe_for_hybrids_keeps_recurrent_and_full_attention_and_quantizes_experts(tmp_path: Path) -> None:
+    found = planned(tmp_path, "hybrid.yaml", "Qwen3NextConfig", moe_intermediate_size=128, **EXPERTS, **LINEAR)
+    assert all(".mlp." in name for name in found.quantized)
+    assert sum(".experts." in name for name in found.quantized) == 2 * 4 * 3
+    assert {"recurrent", "router", "head"} <= set(found.kept.values())
+    assert any("self_attn" in name for name in found.kept)

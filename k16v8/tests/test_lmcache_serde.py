@@ -213,3 +213,11 @@ def test_the_serde_does_not_keep_or_change_what_it_encodes() -> None:
     assert torch.equal(kv.groups[0], before)
     kv.groups[0].zero_()
     assert torch.equal(stored(content()).groups[0], raw)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lmcache") is not None, reason="LMCache is installed here")
+def test_the_server_without_lmcache_ends_in_one_line() -> None:
+    command = [sys.executable, "-m", "k16v8.plugins.lmcache.serde", "server"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("k16v8: no LMCache with serdes")

@@ -180,7 +180,7 @@ def test_an_emulated_format_is_ranked_by_what_it_would_take_packed() -> None:
     assert any("no engine stores it" in risk for risk in found.risks)
     assert found.command is None
     assert found.command_note == (
-        "No supported server implements this KV format. The best format that one can serve is small."
+        "No command of a supported server is known for this configuration. The best format that one can serve is small."
     )
 
 

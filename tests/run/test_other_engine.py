@@ -30,6 +30,7 @@ def command(kv: str, **options: str) -> str | None:
         ("bf16/fp8_e4m3", {}, "fidelab compare fake --engine vllm --kv k16v8"),
         # how attention was computed is not part of the format
         ("bf16/fp8_e4m3", {"attention": "sdpa"}, "fidelab compare fake --engine vllm --kv k16v8"),
+        ("bf16/fp8_e4m3", {"attention": "k16v8", "dequant": "unpack"}, "fidelab compare fake --engine vllm --kv k16v8"),
         ("bf16/fp8_e4m3", {"rotate": "hadamard"}, None),
         # other formats of the same name there: their scales are per token and head
         ("int4", {}, None),

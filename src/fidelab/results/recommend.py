@@ -412,4 +412,4 @@ def serve_command(arm: ArmRecord) -> tuple[str | None, str]:
         return arm.serve_command, ""
     if arm.measure_elsewhere:
         return arm.measure_elsewhere, "Measured with Transformers. Before deploying, repeat the run on your engine."
-    return None, "No supported server implements this KV format."
+    return None, "No command of a supported server is known for this configuration."

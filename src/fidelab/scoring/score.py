@@ -342,7 +342,7 @@ def _sums(whole: AxisScore | None) -> Iterator[DocumentSums]:
             )
 
 
-_KERNEL_OPTIONS = (ATTENTION, "estimator")  # how the format was measured, not what it is
+_KERNEL_OPTIONS = (ATTENTION, "dequant", "estimator")  # how the format was measured, not what it is
 
 
 def _other_engine_command(result: ArmResult) -> str | None:

@@ -23,6 +23,7 @@ leaves the destination as it was: LMCache then computes the chunk again.  Nothin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -186,7 +187,11 @@ def _buffer(obj: Any) -> NDArray[np.uint8]:
 
 
 if __name__ == "__main__":
-    register()
+    try:
+        register()
+    except EngineError as error:
+        print(f"k16v8: {error}", file=sys.stderr)
+        sys.exit(2)
     from lmcache.cli.main import main
 
     main()
