@@ -11,6 +11,7 @@ from rich.console import Console
 
 from fidelab.core import Status
 from fidelab.report.cells import ratio_of
+from fidelab.report.html import render_html
 from fidelab.report.tables import TextTable
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
@@ -371,6 +372,13 @@ def test_a_matrix_wider_than_the_terminal_goes_on_below_after_the_same_names(wid
     shown = text.partition("serving: TTFT p50")[0]
     assert max(cell_len(line) for line in shown.splitlines()) <= width
     assert {"59.7", "112", "735", "28.7", "353*"} <= set(shown.split())
+
+
+def test_the_page_has_the_matrices_above_the_cells() -> None:
+    page = render_html(bench_report("bf16", serving=serving()))
+    assert page.index("<h4>serving: output rate, tok/s (context down") < page.index(
+        '<caption class="unseen">Serving: load'
+    )
 
 
 def test_markdown_prints_all_cells_of_a_bench() -> None:
