@@ -129,6 +129,44 @@ def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: 
     assert "fidelab: absent reference failed: engine fake has no option 'colour'" in done.err
 
 
+def test_a_line_has_a_model_of_its_own_for_both_configurations_and_the_same_token_ids(tmp_path: Path) -> None:
+    own = {**EXACT, "name": "own", "model": "fake:own"}
+    quick: dict[str, Any] = {"benches": {}, "axes": {"kld": {"windows": 4, "n_ctx": 16}}}
+    done = cross(tmp_path / "room", engines=[{**EXACT, "name": "one"}, own], **quick)
+    assert done.code == 0, done.err
+    found = study(done)
+    assert (row(found, "own", "reference").facts["model"], "model" in row(found, "one", "reference").facts) == (
+        "fake:own",
+        False,
+    )
+    report = json.loads((done.folder / row(found, "own", "reference").facts["run"] / "report.json").read_text())
+    assert {report["reference"]["model"], report["candidates"][0]["model"]} == {"fake:own"}
+    assert row(found, "own", "candidate").value("kld") == pytest.approx(kl(0.5, 0.6), rel=1e-4)
+    assert row(found, "own", "candidate").value("top1") == 1.0
+    assert row(found, "own", "agreement", **{"from": "one"}).value("kld") == 0.0  # the same windows
+
+
+def test_a_gguf_that_is_missing_fails_its_line_alone_and_says_how_to_make_it(tmp_path: Path) -> None:
+    gone = {**EXACT, "name": "gone", "model": "./gone.gguf"}
+    quick: dict[str, Any] = {"benches": {}, "axes": {"kld": {"windows": 4, "n_ctx": 16}}}
+    done = cross(tmp_path / "room", engines=[gone, {**EXACT, "name": "one"}], **quick)
+    assert done.code == 1
+    reason = "no file ./gone.gguf; make it from fake with llama.cpp's convert_hf_to_gguf.py, or name another file"
+    assert row(study(done), "gone", "reference").reason == reason
+    assert row(study(done), "one", "candidate").status == "ok"
+    plan = cli("compare", "-f", "cross.yaml", "--dry-run", cwd=done.cwd)
+    assert f"cannot run: {reason}" in plan.out
+
+
+def test_the_file_of_a_line_holds_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    lines = [{"engine": "llamacpp", "candidate": "q8_0", "model": name} for name in ("model.gguf", "owner/name")]
+    lines[1] |= {"name": "other"}
+    made = validate_cross({**EXPERIMENT, "engines": lines, "text": "default", "prompts": "default"}, "file")
+    assert [line.model for line in made.engines] == [str(tmp_path / "model.gguf"), "owner/name"]
+
+
 def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, cache: Path) -> None:
     lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
     done = cross(tmp_path / "room", engines=lines, benches={}, axes={"kld": {"windows": 4, "n_ctx": 16}})

@@ -273,6 +273,37 @@ def test_a_figure_is_found_by_keys_places_and_conditions() -> None:
     assert find_figure({"axis": {"reason": "no data", "metrics": []}}, "axis.metrics[name=x]")[2] == "no data"
 
 
+def test_of_several_items_that_fit_the_only_one_with_the_rest_of_the_path_is_taken() -> None:
+    data = {"rows": [{"n": 1, "m": [{"key": "x", "value": 3}]}, {"n": 1, "m": [{"key": "y", "value": 4}]}]}
+    assert find_figure(data, "rows[n=1].m[key=y]") == (4.0, None, None)
+    data["rows"].append({"n": 1, "m": [{"key": "y", "value": 5}]})
+    assert find_figure(data, "rows[n=1].m[key=y]")[2] == "several items with n=1"
+
+
+def test_a_figure_is_shown_in_the_sources_unit_and_judged_by_its_tolerance(tmp_path: Path) -> None:
+    expected = [
+        {"name": "like", "stage": "s", "at": "a", "value": 2.0, "divisor": 1000, "tolerance": 0.05},
+        {"name": "unlike", "stage": "s", "at": "a", "value": 2000.0, "tolerance": 0, "remark": "another unit"},
+        {"name": "free", "stage": "s", "at": "b", "value": 5, "remark": "not judged"},
+    ]
+    figures = {"a": {"function": "product", "of": {"first": 2, "second": 1010}}}
+    figures["b"] = {"function": "ratio", "of": {"figure": 1, "base": 2}}
+    done = profiles(tmp_path, "--json", stages=[{"name": "s", "compute": figures}], expected=expected)
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    found = {row["at"]["name"]: row for row in rows(record, "figure")}
+    measured = {name: {m["key"]: m["value"] for m in row["metrics"]} for name, row in found.items()}
+    assert measured["like"] == pytest.approx({"expected": 2.0, "measured": 2.02, "difference": 0.02})
+    assert {name: row["facts"].get("agrees") for name, row in found.items()} == {
+        **{"like": "yes", "unlike": "no"},
+        "free": None,
+    }
+    assert record["sentences"][:2] == [
+        "1 of 2 published figures agree, 1 does not:",
+        "- unlike (2,000, here 2,020): another unit",
+    ]
+
+
 STAGE = {"name": "s", "command": ["setup", "formats"]}
 
 

@@ -41,14 +41,15 @@ def show_pasted(serve: ServeConfig) -> None:
 def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
     """Print the plan of every engine of a cross-engine experiment, and the total time."""
     from fidelab.core.errors import FidelabError
-    from fidelab.studies.cross_engine import experiments_of
+    from fidelab.studies.cross_engine import experiments_of, line_failure
 
     plans: dict[str, dict[str, Any]] = {}
+    lines = {line.label: line for line in cross.engines}
     for label, experiment in experiments_of(cross).items():
         try:
             plans[label] = _planned(experiment)
         except FidelabError as error:
-            plans[label] = {"reason": str(error)}
+            plans[label] = {"reason": line_failure(cross, lines[label], error)}
     whole = {name: sum(plan.get(name, 0) for plan in plans.values()) for name in ("tokens", "disk_bytes", "seconds")}
     if as_json:
         print(json.dumps({"engines": plans, **whole}))

@@ -1,4 +1,7 @@
-"""The cross-engine experiment as users write it: one model, several engines, each with its own 8-bit cache."""
+"""The cross-engine experiment as users write it: one model, several engines, each with its own 8-bit cache.
+
+Engines may read the model from different files: a line has a ``model`` of its own where its engine needs another one.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,10 @@ class EngineLine(BaseModel):
 
     engine: EngineConfig = Field(description="engine, or its name, python, image and pythonpath")
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
+    model: str | None = Field(
+        default=None,
+        description="the model in this engine's own files (a .gguf file for llamacpp); the experiment's by default",
+    )
     reference: KVFormat | None = Field(default=None, description="KV format of the reference; the engine's native one")
     candidate: KVFormat = Field(description="KV format of the candidate: the engine's 8-bit cache")
     engine_args: Options = Field(default_factory=dict, description="engine options of both configurations")
@@ -73,14 +80,17 @@ class CrossEngine(BaseModel):
         return self
 
     def experiment(self, line: EngineLine, axes: Mapping[str, Mapping[str, Any]], output_dir: str) -> Experiment:
-        """Experiment of one engine: its candidate against its own reference.  Captures are shared by all lines."""
+        """Experiment of one engine: its candidate against its own reference.  Captures are shared by all lines.
+
+        A line's own model is that of both configurations. Token ids are those of the experiment's model on every line.
+        """
         return Experiment(
             model=self.model,
             engine=line.engine,
             engine_args=line.engine_args,
-            reference=ArmConfig(kv=line.reference),
+            reference=ArmConfig(kv=line.reference, model=line.model),
             control="none",
-            candidates=[ArmConfig(kv=line.candidate)],
+            candidates=[ArmConfig(kv=line.candidate, model=line.model)],
             axes={name: dict(values) for name, values in axes.items()},
             benches=self.benches,
             text=self.text,

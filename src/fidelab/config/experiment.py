@@ -79,4 +79,9 @@ def placed(experiment: Placed) -> Placed:
     }
     folders = ((key, getattr(experiment, key, None)) for key in OUTPUT_KEYS)
     updates |= {key: str(expand(folder)) for key, folder in folders if folder is not None}
+    if isinstance(experiment, CrossEngine):
+        updates["engines"] = [
+            line.model_copy(update={"model": line.model and expand_existing(line.model, names["model"])})
+            for line in experiment.engines
+        ]
     return experiment.model_copy(update=updates)

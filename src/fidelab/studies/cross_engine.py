@@ -44,7 +44,7 @@ CrossWatch = Callable[[str], Listener | None]
 
 _AXES = ("trajectory", DECIDING, "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
 _COLUMNS = (
-    *("engine", "version", "KV", "rows from", "load", "bytes_per_token", "floor"),  # the reference
+    *("engine", "model", "version", "KV", "rows from", "load", "bytes_per_token", "floor"),  # the reference
     *("context", "perplexity"),
     *("arm", "tokens", "depth", "batch", "prefill_rate", "decode_isolated", "decode_by_subtraction"),
     *("from", "kld", "top1"),  # of candidates and of references from one another
@@ -117,6 +117,17 @@ def experiments_of(cross: CrossEngine) -> dict[str, Experiment]:
     return {line.label: _experiment(cross, line, nowhere) for line in cross.engines}
 
 
+def line_failure(cross: CrossEngine, line: EngineLine, error: FidelabError) -> str:
+    """Return why a line cannot run, with what to do where its files are missing."""
+    text, gguf = str(error), engine_class(line.engine.name).checkpoint_format == "gguf"
+    if line.model is not None and line.model.endswith(".gguf") and not Path(line.model).expanduser().exists():
+        source = cross.model if not cross.model.endswith(".gguf") else "the model"
+        return f"{text}; make it from {source} with llama.cpp's convert_hf_to_gguf.py, or name another file"
+    if line.model is None and gguf and "none: pass" in text:
+        return f"{text} as 'model' of this engine's line"
+    return text
+
+
 def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[StudyRow, ...]:
     """Return the mean KL of every arm from every other, over captures of axis ``kld``. Arms without one are left out.
 
@@ -149,13 +160,14 @@ class _Line:
             reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
             return list(self._rows(report, run, reference)), reference
         except FidelabError as error:
-            return [self._row("reference", Status.FAILED, str(error))], None
+            return [self._row("reference", Status.FAILED, line_failure(self.cross, self.line, error))], None
 
     def _rows(self, report: Report, run: RunFolder, reference: ArmResult) -> Iterator[StudyRow]:
         line, cross, ran = self.line, self.cross, report.reference.ran
         capture = next(iter(parts_of(DECIDING, reference.captures).values()), None)
         well, floor = report.reference.status is Status.OK, report.floor.get(DECIDING)
         facts = {
+            "model": Path(line.model).name if line.model else None,
             "version": _version(line.engine, ran.versions if ran else {}),
             "KV": str(reference.arm.kv.label),
             "dtype": reference.arm.dtype,
@@ -200,8 +212,14 @@ class _Line:
         metrics = []
         for name in report.settings["axes"]:
             axis = arm.axes.get(name)
+<<<<<<< HEAD
             if axis is not None and name == DECIDING:
                 metrics += _divergences(axis)
+=======
+            if axis is not None and name == DECIDING and (mean := axis.metric("mean")) is not None:
+                metrics.append(mean.model_copy(update={"key": "kld", "name": "mean KL"}))
+                metrics += [top1] if (top1 := axis.metric("top1")) is not None else []
+>>>>>>> hc
             if axis is not None and (score := axis.metric("score")) is not None:
                 metrics.append(score.model_copy(update={"key": _score_key(name), "name": f"{name} score"}))
         facts = {"KV": self.line.candidate.label}

@@ -403,22 +403,35 @@ def _reason(log: Path, code: int) -> str:
 # ------------------------------------------------------------------------------------------ expected against measured
 
 
-def find_figure(data: Any, at: str) -> tuple[float | None, tuple[float, float] | None, str | None]:
+Found = tuple[float | None, tuple[float, float] | None, str | None]
+
+
+def find_figure(data: Any, at: str) -> Found:
     """Return the value at a path in a stage's JSON, its interval, and the reason if there is none.
 
-    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only matching item of a list. A metric,
-    which is an object with ``value`` and perhaps ``ci``, counts as its value.
+    Steps are keys, places in lists, and ``[key=value,key.key=value]``: the only matching item of a list, or of several
+    the only one that has the rest of the path. A metric, which is an object with ``value`` and perhaps ``ci``, counts
+    as its value.
     """
-    node, why, interval = data, "", None
-    for step in _STEP.findall(at):
+    return _follow(data, _STEP.findall(at), "")
+
+
+def _follow(node: Any, steps: Sequence[str], why: str) -> Found:
+    """The same from a place on; ``why``: the last reason that the path went by."""
+    interval = None
+    for place, step in enumerate(steps):
         if isinstance(node, Mapping):
             why = str(node.get("reason") or why)
         if step.startswith("["):
             conditions = [condition.partition("=")[::2] for condition in step[1:-1].split(",")]
             items = node if isinstance(node, list) else []
             fitting = [item for item in items if all(_leaf(item, key) == wanted for key, wanted in conditions)]
-            if len(fitting) != 1:
-                return None, None, why or f"{'several items' if fitting else 'no item'} with {step[1:-1]}"
+            if len(fitting) > 1:
+                ends = [_follow(item, steps[place + 1 :], why) for item in fitting]
+                known = [end for end in ends if end[0] is not None]
+                return known[0] if len(known) == 1 else (None, None, why or f"several items with {step[1:-1]}")
+            if not fitting:
+                return None, None, why or f"no item with {step[1:-1]}"
             node = fitting[0]
         else:
             try:
@@ -508,6 +521,9 @@ def _figure(
         value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
         if value is None and stage.status is Status.FAILED:
             reason = "stage failed"
+        if value is not None:
+            value /= figure.divisor
+            interval = interval and (interval[0] / figure.divisor, interval[1] / figure.divisor)
     theirs, ours = (_PUBLISHED, _COMPUTED) if computed else (_EXPECTED, _MEASURED)
     metrics = [theirs(figure.value)] if figure.value is not None else []
     metrics += [ours(value, interval)] if value is not None else []

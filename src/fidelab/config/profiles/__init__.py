@@ -113,6 +113,7 @@ class Figure(_Strict):
     at: str = Field(description="path in the stage's JSON: key.key[name=x].key; a metric counts as its value")
     value: float | None = Field(default=None, description="value in the source; null where it has none")
     unit: str = Field(default="", description="unit, as in reports")
+    divisor: Amount = Field(default=1, description="divisor of our value: 1073741824 where the source prints GiB")
     tolerance: Annotated[float, Field(ge=0)] | None = Field(
         default=None,
         description="largest difference at which both agree, usually half a unit of the last printed digit; null: the "
