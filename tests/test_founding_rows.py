@@ -31,19 +31,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     small = ("--engine", "fake", "--reference", "exact")
     runs = {}
     for name, more in {
-        "run": ("--kv", "tilt[q=0.51]", "--kv", "tilt[q=0.6]", "--axes", "kld", "--windows", 6, "--n-ctx", 64),
-        "cells": (
-            "--kv",
-            "tilt[q=0.6]",
-            "--axes",
-            "trajectory,perplexity",
-            "--limit",
-            2,
-            "--set",
-            "axes.perplexity.contexts=[64,128]",
-        ),
+        "run": "--kv tilt[q=0.51] --kv tilt[q=0.6] --axes kld --windows 6 --n-ctx 64",
+        "cells": "--kv tilt[q=0.6] --axes trajectory,perplexity --limit 2 --set axes.perplexity.contexts=[64,128]",
     }.items():
-        done = cli("compare", "fake", *small, *more, cwd=folder)
+        done = cli("compare", "fake", *small, *more.split(), cwd=folder)
         assert done.code == 0, done.err
         runs[name] = str(done.folder.relative_to(folder))
     with serving(Served()) as served:

@@ -212,14 +212,8 @@ class _Line:
         metrics = []
         for name in report.settings["axes"]:
             axis = arm.axes.get(name)
-<<<<<<< HEAD
             if axis is not None and name == DECIDING:
                 metrics += _divergences(axis)
-=======
-            if axis is not None and name == DECIDING and (mean := axis.metric("mean")) is not None:
-                metrics.append(mean.model_copy(update={"key": "kld", "name": "mean KL"}))
-                metrics += [top1] if (top1 := axis.metric("top1")) is not None else []
->>>>>>> hc
             if axis is not None and (score := axis.metric("score")) is not None:
                 metrics.append(score.model_copy(update={"key": _score_key(name), "name": f"{name} score"}))
         facts = {"KV": self.line.candidate.label}
