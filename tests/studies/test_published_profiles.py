@@ -1,0 +1,98 @@
+"""Profiles against the documents that they repeat: settings, and figures as the documents print them."""
+
+from __future__ import annotations
+
+from fidelab.config.experiment import validate
+from fidelab.config.profiles import ResolvedProfile, load_profile, resolve
+from fidelab.config.schema import Experiment
+
+PARTS = ("mean", "median", "p95", "p99", "max")
+
+
+def profile(name: str, variant: str | None = None) -> ResolvedProfile:
+    return resolve(name, load_profile(name), variant)
+
+
+def experiment(found: ResolvedProfile, stage: str) -> Experiment:
+    return validate(next(one.experiment for one in found.stages if one.name == stage) or {}, stage)
+
+
+def values(found: ResolvedProfile, stage: str) -> dict[str, float | None]:
+    """Path → published figure, of one stage."""
+    return {figure.at: figure.value for figure in found.expected if figure.stage == stage}
+
+
+def test_the_guides_caches_are_bf16_for_the_reference_and_fp8_for_all_checkpoints() -> None:
+    found = experiment(profile("kld-guide"), "checkpoints")
+    assert found.reference.kv is not None
+    assert found.reference.kv.label == "bf16"
+    caches = {arm.name: arm.kv.label if arm.kv else None for arm in found.candidates}
+    assert caches == dict.fromkeys(("int4", "nvfp4", "lukealonso"), "fp8_e4m3")
+    assert {arm.engine_args.get("quantization") for arm in found.candidates} == {None, "modelopt_fp4"}
+
+
+def test_the_guides_table_of_checkpoints_is_expected() -> None:
+    table = {
+        "int4": (0.024057, 0.004778, 0.0976, 0.3499, 4.33),
+        "nvfp4": (0.035313, 0.006843, 0.1465, 0.5318, 5.11),
+        "lukealonso": (0.035637, 0.006939, 0.1479, 0.5341, 4.43),
+    }
+    assert values(profile("kld-guide"), "checkpoints") == {
+        f"candidates[name={name}].axes.kld.metrics[name={part}]": value
+        for name, row in table.items()
+        for part, value in zip(PARTS, row, strict=True)
+    }
+
+
+def test_the_guides_three_rows_of_back_ends_are_cells_of_the_grid() -> None:
+    found = profile("kld-guide")
+    cells = experiment(found, "backends").cells
+    keys = ("moe-runner-backend", "fp4-gemm-backend")
+    chosen = {n: tuple(str(cells[n].engine_args[key]).removeprefix("flashinfer_") for key in keys) for n in (0, 3, 5)}
+    assert chosen == {0: ("cutlass", "cutlass"), 3: ("cutedsl", "cudnn"), 5: ("cutlass", "cudnn")}
+    assert [cells[n].engine_args[keys[0]] for n in (0, 5)] == ["flashinfer_cutlass", "cutlass"]
+    table = {0: (0.035637, 0.1479, 0.5341), 3: (0.036, 0.1487, 0.5381), 5: (0.036, 0.1488, 0.5381)}
+    expected = values(found, "backends")
+    for cell, row in table.items():
+        shown = (expected[f"candidates.{cell}.axes.kld.metrics[name={part}]"] for part in ("mean", "p95", "p99"))
+        assert tuple(shown) == row
+
+
+def test_the_guides_throughput_has_five_concurrencies_for_two_checkpoints_and_needs_gpus() -> None:
+    found = profile("kld-guide")
+    table = {"awq": [152, 665, 976, 1516, 1662], "lukealonso": [132, 581, 852, 1191, 1202]}
+    for name, row in table.items():
+        assert list(values(found, f"throughput-{name}").values()) == row
+    for variant in (None, "tiny"):
+        stages = {stage.name: stage for stage in profile("kld-guide", variant).stages}
+        for name in table:
+            assert "1,8,16,32,64" in (stages[f"throughput-{name}"].command or ())
+            assert (stages[f"serve-{name}"].needs.device, stages[f"serve-{name}"].needs.gpus) == ("cuda", 4)
+            assert stages[f"stop-{name}"].needs.stages == (f"serve-{name}",)
+
+
+def test_the_baseline_expects_the_documents_table() -> None:
+    figures = {figure.name: figure.value for figure in profile("cross-engine").expected if figure.stage == "baseline"}
+    known = {name: value for name, value in figures.items() if value is not None}
+    table = {
+        "load": (188.9, 210, 31.8),
+        "PPL": (5.49, 5.74, 6.01),
+        "prefill": (11_690, 32_428, 1_298),
+        "decode": (25.6, 90.2, 133.2),
+        "KV pool": (92.1, 51),
+        "cache": (702,),
+    }
+    for row, wanted in table.items():
+        assert tuple(value for name, value in known.items() if f", {row}" in name) == wanted
+    assert len(known) == sum(map(len, table.values()))
+    methods = [name for name in figures if "decode" in name]
+    assert len([name for name in methods if "isolated" in name]) == 3
+    assert len([name for name in methods if "subtraction" in name]) == 3
+
+
+def test_llamacpp_reads_a_gguf_of_its_own_in_every_stage_and_variant() -> None:
+    for variant, file in ((None, "./Qwen3.6-35B-A3B-BF16.gguf"), ("tiny", "smollm2-135m")):
+        for stage in profile("cross-engine", variant).stages:
+            lines = {line["engine"]: line.get("model") for line in (stage.experiment or {})["engines"]}
+            assert lines.pop("llamacpp", file) == file
+            assert set(lines.values()) <= {None}
