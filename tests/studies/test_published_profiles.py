@@ -96,3 +96,35 @@ def test_llamacpp_reads_a_gguf_of_its_own_in_every_stage_and_variant() -> None:
             lines = {line["engine"]: line.get("model") for line in (stage.experiment or {})["engines"]}
             assert lines.pop("llamacpp", file) == file
             assert set(lines.values()) <= {None}
+
+
+def test_decode_runs_on_vllm_or_by_parameter_on_transformers() -> None:
+    for override, engine in (([], "vllm"), (["engine=hf"], "hf")):
+        found = resolve("decode", load_profile("decode"), None, override)
+        engines = {stage.name: stage.experiment["engine"] for stage in found.stages if stage.experiment}
+        assert engines == dict.fromkeys(("perplexity", "accuracy", "speed"), engine)
+        assert all(stage.needs.engines == (engine,) for stage in found.stages if stage.experiment)
+    assert profile("decode", "tiny").parameters["engine"] == "hf"
+
+
+def test_everything_of_the_paper_is_three_profiles_eight_models_and_a_hybrid() -> None:
+    found = profile("decode-full")
+    names = [stage.name for stage in found.stages]
+    assert names[:3] == ["decode", "decode-sat", "calibration-study"]
+    assert [(stage.command or ())[:3] for stage in found.stages[:3]] == [
+        ("reproduce", "run", name) for name in names[:3]
+    ]
+    batches = {stage.name: stage.experiment or {} for stage in found.stages if stage.name.startswith("batch-")}
+    assert len({one["model"] for one in batches.values()}) == 8
+    assert all(one["benches"]["decode"]["batch"] == [32] for one in batches.values())
+    assert list(values(found, "batch-qwen2-5-7b").values()) == [2065.7, 2763.0, 2845.0]
+    assert list(values(found, "batch-qwen3-8b").values()) == [2467.3, 2282.8, 2315.5]
+    assert list(values(found, "hybrid").values()) == [7.358, 7.347, 7.358]
+    assert list(values(found, "hybrid-accuracy").values()) == [0.355, 0.25, 0.355]
+
+
+def test_the_calibration_study_expects_perplexity_and_gsm8k() -> None:
+    found = profile("calibration-study")
+    assert [value for value in values(found, "granularity").values() if value is not None] == [157, 7.5]
+    assert [*values(found, "static").values(), *values(found, "static-accuracy").values()] == [960_000, 0.0]
+    assert list(values(found, "accuracy").values()) == [0.005, 0.845]
