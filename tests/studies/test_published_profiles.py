@@ -14,7 +14,8 @@ def profile(name: str, variant: str | None = None) -> ResolvedProfile:
 
 
 def experiment(found: ResolvedProfile, stage: str) -> Experiment:
-    return validate(next(one.experiment for one in found.stages if one.name == stage) or {}, stage)
+    [settings] = [one.experiment for one in found.stages if one.name == stage]
+    return validate(settings or {}, stage)
 
 
 def values(found: ResolvedProfile, stage: str) -> dict[str, float | None]:
