@@ -304,6 +304,27 @@ def test_a_figure_is_shown_in_the_sources_unit_and_judged_by_its_tolerance(tmp_p
     ]
 
 
+def test_skips_and_figures_of_a_profile_within_a_profile_are_in_the_outer_record(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    figures = {"f": {"function": "ratio", "of": {"figure": 3, "base": 2}}}
+    inner = {
+        **PROFILE,
+        "stages": [{"name": "sum", "compute": figures}, {"name": "huge", **HUGE, "command": ["setup", "formats"]}],
+        "expected": [{"name": "inner figure", "stage": "sum", "at": "f", "value": 1.5}],
+    }
+    (tmp_path / "inner.yaml").write_text(json.dumps(inner))
+    command = ["reproduce", "run", "inner.yaml", "--trust", "inner.yaml", "--output-dir", "{folder}", "--json"]
+    done = profiles(tmp_path, "--json", stages=[{"name": "whole", "command": command}], expected=[])
+    assert done.code == 0, done.err
+    record = json.loads(done.out)
+    [figure] = rows(record, "figure")
+    assert (figure["at"]["name"], figure["at"]["stage"]) == ("inner figure", "whole/sum")
+    assert [(skip["stage"], skip["need"]) for skip in record["facts"]["skips"]] == [
+        ("whole/huge", "1e+09 GB of memory")
+    ]
+    assert json.loads((folder_of(tmp_path) / "skips.json").read_text()) == record["facts"]["skips"]
+
+
 STAGE = {"name": "s", "command": ["setup", "formats"]}
 
 

@@ -21,7 +21,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata, util
 from pathlib import Path
@@ -328,6 +328,9 @@ def _run_stages(
             row = _run_stage(stage, folder)
             watch(f"{place}: {', '.join(filter(None, (row.status.value, row.reason)))}, {row.value('seconds'):.0f} s")
         ended[stage.name] = row
+        skips += (
+            _nested_skips(stage.name, _output(folder, stage.name)) if row.status is not Status.NOT_SUPPORTED else []
+        )
         found = [skip.model_dump() for skip in skips]
         study = _measured_study(resolved, folder, ended, {"machine": machine, "skips": found}, command)
         write_study(study, RunFolder(folder))
@@ -464,9 +467,7 @@ def _measured_study(
     outputs: dict[str, Any] = {}
     for name, row in ended.items():
         if row.status is not Status.NOT_SUPPORTED:
-            outputs[name] = None  # what cannot be read
-            with suppress(OSError, ValueError):
-                outputs[name] = strict_json(read_file(folder / "stages" / name / "out.json", _MAX_STAGE_BYTES))
+            outputs[name] = _output(folder, name)
     lines = []
     for name, pinned in resolved.pins.packages.items():
         found = metadata.version(name) if util.find_spec(name) else "none"
@@ -486,11 +487,34 @@ def _measured_study(
         command,
         run_id=folder.name,
         columns=_COLUMNS,
-        rows=(*ended.values(), *figures),
+        rows=(*ended.values(), *figures, *_nested_figures(outputs)),
         sentences=(*_agreement(figures), *filter(None, said)),
         note=_RANGES if any(figure.ci("measured") for figure in figures if figure.at["stage"] in computing) else "",
         facts={**facts, "differences": list(differences), "outputs": outputs if resolved.collect else {}},
     )
+
+
+def _output(folder: Path, stage: str) -> Any:
+    """The JSON that a stage printed; ``None`` if it cannot be read."""
+    with suppress(OSError, ValueError):
+        return strict_json(read_file(folder / "stages" / stage / "out.json", _MAX_STAGE_BYTES))
+    return None
+
+
+def _nested_skips(stage: str, output: Any) -> list[Skip]:
+    """Skipped stages of a stage that is a profile itself."""
+    if not isinstance(output, Mapping) or output.get("kind") != KIND:
+        return []
+    return [Skip.model_validate({**skip, "stage": f"{stage}/{skip['stage']}"}) for skip in output["facts"]["skips"]]
+
+
+def _nested_figures(outputs: Mapping[str, Any]) -> Iterator[StudyRow]:
+    """Figures of stages that are profiles themselves."""
+    for stage, output in outputs.items():
+        if isinstance(output, Mapping) and output.get("kind") == KIND:
+            for row in (StudyRow.model_validate(row) for row in output["rows"]):
+                if row.at[PART] == "figure":
+                    yield row.model_copy(update={"at": {**row.at, "stage": f"{stage}/{row.at['stage']}"}})
 
 
 def _agreement(figures: Sequence[StudyRow]) -> list[str]:
