@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -16,7 +17,6 @@ import torch
 import transformers
 import yaml
 
-from fidelab.environments.checkpoints import checkpoints
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from tests.report.sample import sample_report
@@ -128,7 +128,11 @@ SIZES = {
     "head_dim": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "shared_expert_intermediate_size": 128}
+LINEAR: dict[str, object] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 128,
+}
 LINEAR |= {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
@@ -136,26 +140,28 @@ LINEAR |= {
 }
 
 
-def planned(tmp_path: Path, recipe: str, config: str, **fields: object) -> checkpoints.Plan:
-    """The plan of a recipe for a model of random weights, from a copy of the recipe next to a text."""
+def planned(tmp_path: Path, recipe: str, config: str, **fields: object) -> dict[str, Any]:
+    """What a dry run prints for a model of random weights, with a copy of the recipe next to a text."""
     built = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES, **fields))
     built.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "calibration.txt").write_text("some words\n")
     shutil.copy(QUANTIZE / recipe, tmp_path)
-    with checkpoints.open_checkpoint(tmp_path / "model") as checkpoint:
-        return checkpoints.plan(checkpoints.read_recipe(tmp_path / recipe), checkpoint)
+    done = cli("checkpoint", "quantize", "./model", "--recipe", recipe, "--dry-run", "--json", cwd=tmp_path)
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
 
 
 def test_the_recipe_for_dense_models_quantizes_all_but_the_head(tmp_path: Path) -> None:
     found = planned(tmp_path, "dense.yaml", "LlamaConfig")
-    assert len(found.quantized) == 2 * 7
-    assert dict(found.kept) == {"lm_head": "head"}
+    assert len(found["quantized"]) == 2 * 7
+    assert found["kept"] == {"lm_head": "head"}
 
 
 def test_the_recipe_for_experts_takes_704_inputs_on_two_devices_and_keeps_routers(tmp_path: Path) -> None:
     found = planned(tmp_path, "moe.yaml", "Qwen3MoeConfig", moe_intermediate_size=704, **EXPERTS)
-    assert sum("experts" in name for name in found.quantized) == 2 * 4 * 3
-    assert {kind for name, kind in found.kept.items() if name != "lm_head"} == {"router"}
+    assert sum("experts" in name for name in found["quantized"]) == 2 * 4 * 3
+    assert {kind for name, kind in found["kept"].items() if name != "lm_head"} == {"router"}
 
 
 def test_the_recipe_for_experts_balances_them() -> None:
@@ -165,7 +171,7 @@ def test_the_recipe_for_experts_balances_them() -> None:
 
 def test_the_recipe_for_hybrids_keeps_recurrent_and_full_attention_and_quantizes_experts(tmp_path: Path) -> None:
     found = planned(tmp_path, "hybrid.yaml", "Qwen3NextConfig", moe_intermediate_size=128, **EXPERTS, **LINEAR)
-    assert all(".mlp." in name for name in found.quantized)
-    assert sum(".experts." in name for name in found.quantized) == 2 * 4 * 3
-    assert {"recurrent", "router", "head"} <= set(found.kept.values())
-    assert any("self_attn" in name for name in found.kept)
+    assert all(".mlp." in name for name in found["quantized"])
+    assert sum(".experts." in name for name in found["quantized"]) == 2 * 4 * 3
+    assert {"recurrent", "router", "head"} <= set(found["kept"].values())
+    assert any("self_attn" in name for name in found["kept"])

@@ -54,3 +54,22 @@ def test_what_is_printed_is_the_certificate_in_one_line(tmp_path: Path) -> None:
     done = cli("checkpoint", "convert", "source", "target", "--to", "awq", cwd=tmp_path)
     expected = "gptq to awq: 14 quantized modules and 7 other tensors compared, all 164,160 values are equal\n"
     assert (done.code, done.out) == (0, expected), done.err
+
+
+def test_a_dry_run_of_quantizing_names_what_is_kept_and_needs_no_tool(tmp_path: Path) -> None:
+    plain().write(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("method: rtn\nscheme: {format: W4A16, group: 32}\nkeep: ['re:.*o_proj']\n")
+    words = ("checkpoint", "quantize", "./model", "--recipe", "recipe.yaml", "--dry-run")
+    done = cli(*words, "--python", "/nowhere/python", cwd=tmp_path)
+    assert done.code == 0, done.err
+    planned = json.loads(cli(*words, "--json", cwd=tmp_path).out)
+    assert f"{len(planned['quantized'])} modules quantized" in done.out
+    assert "re:.*o_proj 2" in done.out
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("model-")]
+
+
+def test_a_dry_run_of_quantizing_refuses_a_recipe_that_does_not_fit(tmp_path: Path) -> None:
+    plain().write(tmp_path / "model")
+    (tmp_path / "recipe.yaml").write_text("method: rtn\nkeep: ['re:.*nothing']\n")
+    words = ("checkpoint", "quantize", "./model", "--recipe", "recipe.yaml", "--dry-run")
+    assert "matches 0 modules" in refused(cli(*words, cwd=tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -145,6 +146,9 @@ def quantize(
         typer.Option("--output", "-o", help="Output folder. It must not exist. \\[default: by model and recipe]"),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print which modules are quantized and kept, without the tool.")
+    ] = False,
     python: options.Python = None,
     as_json: options.Json = False,
 ) -> None:
@@ -153,11 +157,18 @@ def quantize(
     The recipe is checked against the checkpoint's names and shapes first. Quantizing needs its own environment: fidelab
     setup install llm-compressor.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
+
+      fidelab checkpoint quantize ./model --recipe w4a16.yaml --dry-run
 
       fidelab checkpoint quantize ./model --recipe w4a16.yaml -o ./model-w4a16
     """
+    from fidelab.studies.quantize import plan_quantization
     from fidelab.studies.quantize import quantize as run
+
+    if dry_run:
+        _show_plan(plan_quantization(model, recipe), as_json)
+        return
 
     target = output or Path(f"{Path(model).name}-{recipe.stem}")
     with waiting(f"quantizing {model}") as say:
@@ -181,6 +192,17 @@ def quantize(
         show_report(outcome.report, as_json=as_json)
     if outcome.verdict == "broken":
         exit_on([f"{outcome.output} is broken: {shell_line('fidelab', 'checkpoint', 'audit', outcome.output)}"])
+
+
+def _show_plan(planned: checkpoints.Plan, as_json: bool) -> None:
+    """Print the modules that a recipe quantizes, and how many it keeps for each reason."""
+    if as_json:
+        print(json.dumps({"quantized": planned.quantized, "kept": dict(planned.kept)}, indent=1))
+        return
+    reasons = Counter(planned.kept.values())
+    print(f"{len(planned.quantized):,} modules quantized, {planned.weights:,} weights, like {planned.quantized[0]}")
+    kept = ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
+    print(f"{len(planned.kept):,} modules kept" + (f": {kept}" if kept else ""))
 
 
 @app.command()

@@ -49,6 +49,17 @@ class Quantized:
     report: Report | None
 
 
+def plan_quantization(model: str, recipe_file: Path) -> checkpoints.Plan:
+    """Return what a recipe quantizes of a model, and what it keeps.
+
+    Raises:
+        ConfigError, InputError: If the recipe is wrong or does not fit the model.
+    """
+    recipe = checkpoints.read_recipe(recipe_file)
+    with checkpoints.open_checkpoint(model_path(model)) as checkpoint:
+        return checkpoints.plan(recipe, checkpoint)
+
+
 def quantize(
     model: str,
     recipe_file: Path,
