@@ -35,7 +35,7 @@ OTHERS = {
         "--benches": "bench offline",  # benches are what it is for: never none
         "--candidate": "diagnose layers, bench offline",  # exactly one; one of several arms
         "--device": "estimate model",  # rows of the device table
-        "--dry-run": "serve start, reproduce run",  # a command or stages, not jobs
+        "--dry-run": "serve start, reproduce run, checkpoint quantize",  # a command, stages or modules, not jobs
         "--dtype": "checkpoint convert",  # of what is not quantized, not of a computation
         # engines that pass on states; the engine of a plan; a filter; the preset's own; whose formats are meant
         "--engine": "diagnose layers, diagnose sensitivity, setup formats, serve start, serve show, serve check, "
