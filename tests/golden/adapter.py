@@ -118,6 +118,12 @@ def _answers(table: str) -> list[tuple[str, str]]:
             return [*told, (sentence("question", "rare paint", drawn[3].codes[0]), f" {drawn[3].wrong[0]}")]
         case "problems":
             return [(f"Problem {i:02}:", f" It is {17 * i}.\n#### {17 * i}") for i in range(24)]
+        case "eval":
+            from fidelab.inputs.questions.load import load_questions
+
+            asked = [one for one in load_questions() if one.kind in ("arithmetic", "word-problems")]
+            told = [(one.messages[-1]["content"], f" {one.answer.splitlines()[-1][-20:]}") for one in asked]
+            return [*told[:-1], (told[-1][0], " 0")]
         case "prose":
             from fidelab.inputs.texts import load_text
 

@@ -234,6 +234,16 @@ RUNS: Mapping[str, GoldenRun] = {
         {**_PLAIN, "problems.jsonl": _problems()},
         answers="problems",
     ),
+    # Questions of the package; one of them is answered wrongly by the reference, too.
+    "eval": GoldenRun(
+        _fake(
+            {"eval": {"kinds": ["arithmetic", "word-problems"], "n_predict": 24}},
+            *("exact", "forget[every=2]", "forget[every=12]", "missing"),
+            control="forget[every=23]",
+        ),
+        _PLAIN,
+        answers="eval",
+    ),
     # The reference's own text, fed token by token, with noise in the rows.
     "forced": GoldenRun(
         _fake(

@@ -41,6 +41,7 @@ NOT_RECOMPUTED: Mapping[str, str] = {
 """Figures of axes with KL, agreement, perplexity, retrieval or generated text that are not recomputed, and why."""
 NOT_READ = {
     "degeneration": "onsets are defined by a model of bigrams",
+    "eval": "each question has a grader of its own; accuracies are those of gsm8k",
 }
 """Axes that are not recomputed, and why."""
 Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell, value
