@@ -67,7 +67,10 @@ click(key);
 result.pressed = key.ariaPressed;
 const column = (table, n) => [...table.tBodies[0].rows].map((row) => row.cells[n].firstChild.textContent);
 const sorted = (section, n) => {
-  const table = document.querySelector(`${section} table`);
+  // matrices of single figures come first
+  const title = document.querySelector(`${section} h3.part`)?.textContent ?? "";
+  const table = [...document.querySelectorAll(`${section} .scroll`)]
+    .find((part) => part.ariaLabel.includes(title)).querySelector("table");
   click(table.querySelectorAll("thead th")[n].querySelector("button"));
   return column(table, n);
 };
