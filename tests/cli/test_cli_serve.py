@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fidelab.bench.serving.contact import Contact
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
 from tests.bench.load.mock import MockServer, MockSettings
@@ -398,3 +399,12 @@ def test_a_server_that_is_not_there_and_a_url_that_is_none(tmp_path: Path) -> No
     line = refused(serve("http://127.0.0.1:9", cwd=tmp_path))
     assert "refuses connections: start the server, or correct --base-url" in line
     assert refused(serve("ftp://example", cwd=tmp_path)).startswith("--base-url is not a URL")
+
+
+def test_the_shortest_prompts_of_a_sweep_have_one_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many distinct prompts a cell needs: more of them may need to be longer."""
+    monkeypatch.setattr(Contact, "shortest", lambda self, count, seeds: count + len(seeds))
+    with serving(Served()) as server:
+        done = sweep(server.url, "--contexts", "0", "--concurrency", "1,2,8", cwd=tmp_path)
+    assert [cell["at"]["concurrency"] for cell in loads(done)] == [1, 2, 8]
+    assert len({cell["at"]["context"] for cell in loads(done)}) == 1

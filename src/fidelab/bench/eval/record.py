@@ -27,7 +27,8 @@ TITLE = "Is the model on this server sane?"
 MIN_ACCURACY = 0.5
 """Share of right answers of a kind that its interval must reach.
 
-Models of 7B parameters answer nearly all of these questions, so fewer than half of a kind has a cause.
+The questions are made so that a model of several billion parameters can answer nearly all of them.  This limit follows
+from no measurement: name others by a policy, or compare with a baseline.
 """
 _SHOWN_BELOW = 0.75  # share found in shorter texts, from which a loss in longer ones is one of length
 _SHOWN_P = 0.05  # two-sided p of McNemar's test below which a loss is shown

@@ -72,12 +72,13 @@ class _Sweep:
         self._settings = contact.settings
         self._watch = watch
         self._asked = list[LoadCell]()
-        for cell in contact.settings.cells():
-            context = cell.context
-            if not context:
-                count, number = contact.settings.count(cell) + contact.settings.warmup, len(self._asked)
-                context = contact.shortest(count, [self._seed(number, n) for n in range(contact.settings.repeats)])
-            asked = replace(cell, context=context, by_finish=contact.by_finish)
+        cells, settings = contact.settings.cells(), contact.settings
+        shortest = 0  # one length for all cells, so that they stand in one row
+        if any(not cell.context for cell in cells):
+            seeds = [self._seed(number, n) for number in range(len(cells)) for n in range(settings.repeats)]
+            shortest = contact.shortest(max(map(settings.count, cells)) + settings.warmup, seeds)
+        for cell in cells:
+            asked = replace(cell, context=cell.context or shortest, by_finish=contact.by_finish)
             if asked not in self._asked:  # the shortest prompt may have a length that is named, too
                 self._asked.append(asked)
         self._drives: dict[int, list[Drive]] = {number: [] for number in range(len(self._asked))}
