@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import (
     OVER_CONTROL,
-    SCORE,
     Axis,
     AxisInputs,
     AxisScore,
     AxisSettings,
-    accuracy_falls,
     answer_text,
     greedy_request,
-    lost_and_gained,
     notes_of,
     written_text,
 )
+from fidelab.axes.graded import ACCURACY, MAX_SHOWN_ITEMS, GradedItem, graded_score, share_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
@@ -34,25 +30,14 @@ from fidelab.inputs.questions.graders import grade, validate_check, validate_too
 from fidelab.inputs.questions.load import LENGTHS, load_questions, retrieval_questions
 from fidelab.inputs.questions.question import KINDS, Grade, Question, Reply
 from fidelab.inputs.tokens import Template
-from fidelab.metrics.intervals import PairedDifference, mcnemar_exact, wilson_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 TEXT_KINDS = tuple(kind for kind in KINDS if kind != "images")
 """Kinds of questions that need no picture: those that token ids can ask."""
-_MEASURABLE = 0.05  # accuracy of the reference below which a loss cannot be seen
-_MAX_SHOWN_ITEMS = 8  # lost items for which the report shows the text
 _MAX_SHOWN_CHARS = 2000  # of a text in the report
 _NO_ANSWER = Grade(False, "no answer")
 
-_ACCURACY = Definition("accuracy", "share", "higher", "Share of the questions that the arm answers.")
-_REFERENCE = Definition("reference_accuracy", "share", None, "Share of the questions that the reference answers.")
-_DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the questions.")
-_MARGIN = Definition("margin_of_error", "points", None, "Half the width of the difference's interval.")
-_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of questions lost against gained.", name="McNemar p")
-_LOST = Definition("lost", "count", None, "Questions that the reference alone answers.")
-_RIGHT = Definition("right_in_the_reference", "count", None, "Questions that the reference answers.")
-_GAINED = Definition("gained", "count", None, "Questions that the arm alone answers.")
 _REASONING = Definition("reasoning_alone", "count", None, "Answers of the arm that end before their reasoning does.")
 
 
@@ -122,36 +107,16 @@ class Eval(Axis):
         items, notes = [], notes_of(pair.ref)
         for r, t in pair.items:
             question = _noted(pair.ref, notes, r)
-            items.append(_Item(r, question, _answer(pair.ref, r, question), _answer(pair.test, t, question)))
-        usable = [item for item in items if not item.failed]
-        known = [item for item in items if item.ref.ids]
-        able = sum(item.ref.right for item in known)
-        weak = bool(known) and able < _MEASURABLE * len(known)
-        ref, test = (
-            np.array([getattr(item, side).right for item in items], dtype=np.float64) for side in ("ref", "test")
-        )
-        score = AxisScore.percent(
-            test,
-            [item.index for item in items],
-            [not item.failed for item in items],
-            identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
-            right=(ref, test),
-        )
-        difference = score.minus_reference(seed)
-        reason, cut = "", sum(item.ref.unfinished for item in known)
-        if weak:
-            reason = (
-                f"the reference answers {able} of {len(known)} questions; below {_MEASURABLE:.0%} a loss cannot be seen"
-            )
-        if weak and cut:
-            reason += f"; {cut} of its answers end before their reasoning does: raise axes.eval.n_predict"
-        return replace(score, not_measurable=reason).with_measurement(
-            metrics=_metrics(usable, difference, weak=weak),
+            items.append(_Item(r, _answer(pair.ref, r, question), _answer(pair.test, t, question), question))
+        return graded_score(
+            items,
+            seed,
+            noun="question",
+            verb="answers",
+            name="eval accuracy",
+            unfinished="end before their reasoning does: raise axes.eval.n_predict",
+            more=_metrics([item for item in items if not item.failed]),
             plots=_plots(items),
-            cluster="question",
-            summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
-            reference_summary=f"answers {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
-            downgrades=() if weak else accuracy_falls("eval accuracy", difference),
         )
 
     def _questions(self, template: Template) -> list[Question]:
@@ -187,25 +152,10 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Item:
-    """One question on both sides; ``index`` is the reference's."""
+class _Item(GradedItem[_Answer]):
+    """One question on both sides."""
 
-    index: int
     question: Question
-    ref: _Answer
-    test: _Answer
-
-    @property
-    def failed(self) -> bool:
-        return not (self.ref.ids and self.test.ids)
-
-    @cached_property
-    def outcome(self) -> str:
-        if self.failed:
-            return "failed"
-        if self.ref.right == self.test.right:
-            return "both right" if self.ref.right else "both wrong"
-        return "lost" if self.ref.right else "gained"
 
 
 def _prompt(inputs: AxisInputs, question: Question, template: Template) -> Tokens:
@@ -247,39 +197,15 @@ def _answer(capture: Capture, item: int, question: Question) -> _Answer:
     return _Answer(ids, whole, grade(question, reply), bool(whole.strip()) and not text.strip())
 
 
-def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool) -> tuple[Metric, ...]:
-    """``weak``: the reference answers too few questions for a score."""
-    own, reference = (_share([getattr(item, side) for item in usable]) for side in ("test", "ref"))
-    share, ends = (None, None) if weak else own
-    lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
-    interval = difference.interval
+def _metrics(usable: Sequence[_Item]) -> tuple[Metric, ...]:
     kinds = dict.fromkeys(item.question.kind for item in usable)
     return (
-        SCORE(
-            None if share is None else 100.0 * share,
-            None if ends is None else (100.0 * ends[0], 100.0 * ends[1]),
-            headline=True,
-        ),
-        _ACCURACY(*own),
-        _REFERENCE(*reference),
-        _DIFFERENCE(difference.estimate, interval),
-        _MARGIN((interval[1] - interval[0]) / 2 if interval else None),
-        _P(mcnemar_exact(lost, gained) if usable else None),
-        _LOST(lost),
-        _RIGHT(sum(item.ref.right for item in usable)),
-        _GAINED(gained),
         _REASONING(sum(item.test.unfinished for item in usable)),
         *(
-            _ACCURACY(*_share([item.test for item in usable if item.question.kind == kind]), cell={"kind": kind})
+            ACCURACY(*share_of([item.test for item in usable if item.question.kind == kind]), cell={"kind": kind})
             for kind in kinds
         ),
     )
-
-
-def _share(answers: Sequence[_Answer]) -> tuple[float | None, tuple[float, float] | None]:
-    """Share of right answers with Wilson's interval."""
-    n, right = len(answers), sum(answer.right for answer in answers)
-    return (right / n, wilson_interval(right, n)) if n else (None, None)
 
 
 def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
@@ -303,9 +229,9 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
             candidate=item.test.text.strip()[:_MAX_SHOWN_CHARS],
             note=item.test.grade.fault,
         )
-        for item in lost[:_MAX_SHOWN_ITEMS]
+        for item in lost[:MAX_SHOWN_ITEMS]
     )
-    count = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ITEMS else f"first {_MAX_SHOWN_ITEMS} of {len(lost)}"
+    count = f"{len(lost)}" if len(lost) <= MAX_SHOWN_ITEMS else f"first {MAX_SHOWN_ITEMS} of {len(lost)}"
     return table, Texts(title=f"Questions lost ({count})", pairs=pairs)
 
 

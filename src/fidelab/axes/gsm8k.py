@@ -14,18 +14,16 @@ from pydantic import Field, field_validator
 
 from fidelab.axes.base import (
     OVER_CONTROL,
-    SCORE,
     Axis,
     AxisInputs,
     AxisScore,
     AxisSettings,
-    accuracy_falls,
     answer_text,
     greedy_request,
-    lost_and_gained,
     notes_of,
     written_text,
 )
+from fidelab.axes.graded import MAX_SHOWN_ITEMS, GradedItem, graded_score
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
@@ -33,28 +31,15 @@ from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
 from fidelab.metrics.intervals import (
-    PairedDifference,
     RatioItems,
-    mcnemar_exact,
     ratio_estimate,
     ratio_interval,
-    wilson_interval,
 )
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
-_MEASURABLE = 0.05  # accuracy of the reference below which a loss cannot be seen
-_MAX_SHOWN_ITEMS = 8  # lost items for which the report shows the text
 _DIGITS = 24  # characters of a number in the table
 
-_ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
-_REFERENCE = Definition("reference_accuracy", "share", None, "Share of the problems that the reference solves.")
-_DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the problems.")
-_MARGIN = Definition("margin_of_error", "points", None, "Half the width of the difference's interval.")
-_P = Definition("mcnemar_p", "p", None, "McNemar's exact test of problems lost against gained.", name="McNemar p")
-_LOST = Definition("lost", "count", None, "Problems that the reference alone solves.")
-_RIGHT = Definition("right_in_the_reference", "count", None, "Problems that the reference solves.")
-_GAINED = Definition("gained", "count", None, "Problems that the arm alone solves.")
 _NO_NUMBER = Definition("no_number", "count", None, "Answers of the arm without a number that can be read.")
 _LENGTH = Definition(
     "length_at_equal_answer",
@@ -125,36 +110,16 @@ class GSM8K(Axis):
         for r, t in pair.items:
             gold = Decimal(notes[r]["gold"])
             sides = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
-            items.append(_Item(r, notes[r]["id"], gold, *sides))
-        usable = [item for item in items if not item.failed]
-        known = [item for item in items if item.ref.ids]
-        able = sum(item.ref.right for item in known)
-        weak = bool(known) and able < _MEASURABLE * len(known)
-        ref, test = (
-            np.array([getattr(item, side).right for item in items], dtype=np.float64) for side in ("ref", "test")
-        )
-        score = AxisScore.percent(
-            test,
-            [item.index for item in items],
-            [not item.failed for item in items],
-            identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
-            right=(ref, test),
-        )
-        difference = score.minus_reference(seed)
-        reason, cut = "", sum(item.ref.unfinished for item in known)
-        if weak:
-            reason = (
-                f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
-            )
-        if weak and cut:
-            reason += f"; {cut} of its answers have numbers only in their reasoning: raise axes.gsm8k.n_predict"
-        return replace(score, not_measurable=reason).with_measurement(
-            metrics=_metrics(usable, difference, weak=weak, seed=seed),
+            items.append(_Item(r, *sides, notes[r]["id"], gold))
+        return graded_score(
+            items,
+            seed,
+            noun="problem",
+            verb="solves",
+            name="GSM8K accuracy",
+            unfinished="have numbers only in their reasoning: raise axes.gsm8k.n_predict",
+            more=_metrics([item for item in items if not item.failed], seed),
             plots=_plots(items),
-            cluster="problem",
-            summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
-            reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
-            downgrades=() if weak else accuracy_falls("GSM8K accuracy", difference),
         )
 
 
@@ -175,26 +140,11 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Item:
-    """One problem on both sides; ``index`` is the reference's."""
+class _Item(GradedItem[_Answer]):
+    """One problem on both sides."""
 
-    index: int
     id: str
     gold: Decimal
-    ref: _Answer
-    test: _Answer
-
-    @property
-    def failed(self) -> bool:
-        return not (self.ref.ids and self.test.ids)
-
-    @property
-    def outcome(self) -> str:
-        if self.failed:
-            return "failed"
-        if self.ref.right == self.test.right:
-            return "both right" if self.ref.right else "both wrong"
-        return "lost" if self.ref.right else "gained"
 
 
 def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
@@ -218,13 +168,7 @@ def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished, length)
 
 
-def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool, seed: int) -> tuple[Metric, ...]:
-    """``weak``: the reference solves too few problems for a score."""
-    n, right = len(usable), [sum(getattr(item, side).right for item in usable) for side in ("test", "ref")]
-    own, reference = ((k / n, wilson_interval(k, n)) if n else (None, None) for k in right)
-    share, ends = (None, None) if weak else own
-    lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
-    interval = difference.interval
+def _metrics(usable: Sequence[_Item], seed: int) -> tuple[Metric, ...]:
     same = [item for item in usable if item.ref.value is not None and item.ref.value == item.test.value]
     lengths = [(item.test.length, item.ref.length) for item in same if item.test.length and item.ref.length]
     length: tuple[Metric, ...] = ()  # at equal answer
@@ -233,19 +177,6 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: boo
         items = RatioItems(test, ref, np.arange(len(lengths)))
         length = (_LENGTH(ratio_estimate(items), ratio_interval(items, seed)),)
     return (
-        SCORE(
-            None if share is None else 100.0 * share,
-            None if ends is None else (100.0 * ends[0], 100.0 * ends[1]),
-            headline=True,
-        ),
-        _ACCURACY(*own),
-        _REFERENCE(*reference),
-        _DIFFERENCE(difference.estimate, interval),
-        _MARGIN((interval[1] - interval[0]) / 2 if interval else None),
-        _P(mcnemar_exact(lost, gained) if usable else None),
-        _LOST(lost),
-        _RIGHT(sum(item.ref.right for item in usable)),
-        _GAINED(gained),
         *length,
         _NO_NUMBER(sum(item.test.value is None for item in usable)),
         _REASONING(sum(item.test.unfinished for item in usable)),
@@ -279,9 +210,9 @@ def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
             candidate=item.test.text.strip(),
             note=f"right: {_format_number(item.gold)}, candidate: {_format_number(item.test.value)}",
         )
-        for item in lost[:_MAX_SHOWN_ITEMS]
+        for item in lost[:MAX_SHOWN_ITEMS]
     ]
-    count = f"{len(lost)}" if len(lost) <= _MAX_SHOWN_ITEMS else f"first {_MAX_SHOWN_ITEMS} of {len(lost)}"
+    count = f"{len(lost)}" if len(lost) <= MAX_SHOWN_ITEMS else f"first {MAX_SHOWN_ITEMS} of {len(lost)}"
     return table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))
 
 
