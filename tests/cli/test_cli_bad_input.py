@@ -69,7 +69,7 @@ def refused(*words: object, cwd: Path) -> str:
         ((*TILT, "--engine-arg", "dleay=1"), "engine fake has no option 'dleay'"),
         ((*TILT, "--engine-arg", "delay=soon"), "delay=soon cannot be"),
         ((*TILT, "--bands", "mine"), "bands: Input should be 'fidelab' or 'refract'"),
-        ((*TILT, "--protocol", "third"), "axes.kld.protocol: Input should be 'half', 'full' or 'sliding'"),
+        ((*TILT, "--protocol", "third"), "axes.kld.protocol: Input should be 'half', 'full', 'sliding' or 'depth'"),
         ((*TILT, "--dtype", "int3"), "dtype: Input should be"),
         ((*TILT, "--template", "fancy"), "axes.trajectory.template: Input should be"),
         ((*TILT, "--deadline", "0"), "deadline: Input should be greater than 0"),

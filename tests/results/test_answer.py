@@ -15,6 +15,7 @@ from fidelab.metrics.equivalence import Loss, certify
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.check import Policy, Rule, check
 from fidelab.results.choice import kl_difference
+from fidelab.results.coverage import KINDS, untested
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.measurement import DOMAIN, Definition, Measurement, Metric
 from fidelab.results.recommend import recommend
@@ -348,11 +349,23 @@ def test_confirmed_names_the_other_tests_that_rule_a_loss_out() -> None:
     assert any("gsm8k accuracy loss below 1 point" in line for line in found.evidence)
 
 
+LEFT = ("more than 512 tokens", "other kinds of text")
+
+
+def test_not_tested_names_the_kinds_that_a_text_of_kinds_lacks() -> None:
+    define = Definition("mean", "nats", "lower")
+    kinds = [kind for kind in KINDS if kind not in ("logs", "chat")]
+    kld = SMALL.axes["kld"]
+    more = tuple(define(0.001, (0.0, 0.002), cell={"domain": kind}) for kind in kinds)
+    read = SMALL.model_copy(update={"axes": {"kld": kld.model_copy(update={"metrics": (*kld.metrics, *more)})}})
+    assert untested({}, [read]) == ("more than 512 tokens", "text of kind logs and chat")
+
+
 def test_not_tested_is_what_axes_and_benches_cover_less_what_ran() -> None:
     whole = against_bf16(SMALL)
-    assert present(recommend(whole)).untested == ("more than 512 tokens", "retrieval", "speed")
+    assert present(recommend(whole)).untested == (*LEFT, "retrieval", "speed")
     ran = rated(with_axis(SMALL, "rniah"), 100.0)
-    assert present(recommend(whole.model_copy(update={"candidates": (ran,)}))).untested == ("more than 512 tokens",)
+    assert present(recommend(whole.model_copy(update={"candidates": (ran,)}))).untested == LEFT
     startup = Measurement(status=Status.OK, metrics=(Definition("start", "s", "lower")(1.0),))
     started = SMALL.model_copy(update={"benches": {"startup": startup}})
     assert "speed" in present(recommend(whole.model_copy(update={"candidates": (started,)}))).untested

@@ -139,6 +139,7 @@ def test_the_resolved_settings_spell_out_every_default(plain: Done) -> None:
         "n_ctx": 16,
         "looks": [],
         "protocol": "half",
+        "rows": 64,
         "stride": None,
         "place": None,
         "compat": None,

@@ -290,6 +290,10 @@ class Axis:
         """
         return {"": self.request(inputs)}
 
+    def remarks(self, inputs: AxisInputs, requests: Mapping[str, Request]) -> Iterable[str]:
+        """Return lines that a user should read before a run: what of the requests is missing or cannot decide."""
+        return ()
+
     @property
     def n_looks(self) -> int:
         """The maximum number of looks at whether more requests are needed."""

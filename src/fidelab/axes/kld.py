@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fidelab.axes.base import (
     OVER_CONTROL,
@@ -33,8 +33,9 @@ from fidelab.axes.base import (
 from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
 from fidelab.captures.pair import Pair
-from fidelab.captures.requests import Prefill, Request
+from fidelab.captures.requests import CUT_SHORT, Prefill, Request, Tokens
 from fidelab.core import Estimator, canonical_json
+from fidelab.core.errors import UsageError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.concentration import breaking_cost, largest_cluster_share, largest_items_share, unseen_rate
 from fidelab.metrics.divergence import (
@@ -49,10 +50,20 @@ from fidelab.metrics.equivalence import KL_MARGIN, MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.perplexity import unigram_nll
 from fidelab.results.measurement import DOMAIN, Definition, Metric
-from fidelab.results.numbers import format_percent
+from fidelab.results.numbers import counted, format_percent
 from fidelab.results.plots import Curve
 
+if TYPE_CHECKING:
+    from fidelab.inputs.tokens import Tokenizer
+
 _DEFAULT_CONTEXTS = (512, 2048)
+_DEEPEST = 8192  # tokens of the deepest context that is read unasked
+_DEPTH_WINDOWS = 16  # documents per context: two of each of eight kinds
+_DEPTH_LOOK = 10  # documents of the first look
+_DEPTH_ROWS = 64  # per document and context: 16 documents give about 1,000 positions
+MIN_DOCUMENTS = 10  # a kind that is 30% of all documents is missed by 10 of them with a probability of 3%, 0.7^10
+"""Documents below which a depth is not decided."""
+_PART_WINDOWS = 4  # documents of a capture: what is lost when a run is stopped
 _MIN_CONTEXT = 8  # tokens
 _MIN_WINDOWS = 6  # windows of a longer context: fewer resampling clusters give wide intervals and weak verdicts
 _LEAST_ACCURACY = 0.05  # of greedy predictions: token frequencies alone reach about 5% on English text
@@ -121,6 +132,13 @@ _METRICS = (
         name="cut off",
     ),
     Definition(
+        "slope",
+        "nats",
+        None,
+        "Change of the KL of a position with each doubling of the tokens before it, within documents.",
+        name="per doubling of depth",
+    ),
+    Definition(
         "reverse_kl", "nats", "lower", "Mean KL divergence of the reference from the arm, KL(Q‖P).", name="reverse KL"
     ),
     Definition("jsd", "nats", "lower", "Mean Jensen–Shannon divergence; at most log 2.", name="Jensen–Shannon"),
@@ -176,11 +194,18 @@ _PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
 class KLDSettings(AxisSettings):
     """Windows and the scored rows; part of the comparability key."""
 
-    windows: int = Field(default=32, ge=1, description="windows of the shortest context")
-    n_ctx: int | tuple[int, ...] | None = Field(
-        default=None, description="tokens per window, one number or several; 512 and 2048 where model and text allow"
+    windows: int = Field(
+        default=32, ge=1, description="windows of the shortest context; depth: documents per context, 16 by default"
     )
-    protocol: Literal["half", "full", "sliding"] = Field(default="half", description="which rows are scored")
+    n_ctx: int | tuple[int, ...] | None = Field(
+        default=None,
+        description="tokens per window, one number or several; 512 and 2048 where model and text allow; depth: the "
+        "longest, and its halves down to 1024",
+    )
+    rows: int = Field(default=_DEPTH_ROWS, ge=8, description="depth: scored rows per document and context")
+    protocol: Literal["half", "full", "sliding", "depth"] = Field(
+        default="half", description="which rows are scored; depth: some of each context, from one prefill of a document"
+    )
     stride: int | None = Field(default=None, ge=1, description="sliding: tokens between windows; n_ctx / 4 by default")
     compat: Literal["refract"] | None = Field(
         default=None, description="also the figure that REFRACT would give from the top tokens of each side"
@@ -194,6 +219,20 @@ class KLDSettings(AxisSettings):
         max_length=MAX_LOOKS - 1,
         description="windows after which a decided candidate is asked no more; none: every candidate reads all windows",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sizes_of_depth(cls, asked: Any) -> Any:
+        """Depth has other default sizes, and does not take settings of windows of one length."""
+        if not isinstance(asked, Mapping):
+            return asked
+        if asked.get("protocol") != "depth":
+            if "rows" in asked and asked["rows"] != _DEPTH_ROWS:
+                raise ValueError("rows is for protocol depth, the others score all rows")
+            return asked
+        if asked.get("compat") is not None:
+            raise ValueError("compat is for windows of one length, not for protocol depth")
+        return {"windows": _DEPTH_WINDOWS, **({} if "windows" in asked else {"looks": (_DEPTH_LOOK,)}), **asked}
 
     @field_validator("n_ctx", mode="before")
     @classmethod
@@ -218,6 +257,11 @@ class KLDSettings(AxisSettings):
         return looks
 
     @property
+    def deep(self) -> bool:
+        """Whether rows at several depths come from one prefill of a document."""
+        return self.protocol == "depth"
+
+    @property
     def early(self) -> tuple[int, ...]:
         """Windows after each look but the last one."""
         return tuple(look for look in self.looks if look < self.windows)
@@ -226,6 +270,8 @@ class KLDSettings(AxisSettings):
     def cuts(self) -> tuple[int, ...]:
         """Windows after which a new capture begins: the looks, or those of a run until decided of the same size."""
         usual = KLD.until_decided
+        if self.deep:  # a long prefill that was stopped is lost: captures are small
+            return tuple(sorted({*self.early, *range(_PART_WINDOWS, self.windows, _PART_WINDOWS)}))
         return self.early or (usual["looks"] if self.windows == usual["windows"] else ())
 
 
@@ -248,6 +294,8 @@ class KLD(Axis):
     settings: KLDSettings
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        if self.settings.deep:
+            return self._deep_requests(inputs)
         # Default contexts that the text or the model does not allow are left out
         s, asked = self.settings, self._contexts()
         sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
@@ -283,7 +331,80 @@ class KLD(Axis):
         return 1 + len(self.settings.early)
 
     def look(self, part: str) -> int:
-        return _cut_of(part) if self.settings.early else 0
+        if not self.settings.early:
+            return 0
+        if self.settings.deep:
+            end = (*self.settings.cuts, self.settings.windows)[_cut_of(part)]
+            return sum(end > look for look in self.settings.early)
+        return _cut_of(part)
+
+    def _deep_contexts(self, limit: int | None) -> tuple[int, ...]:
+        """The contexts of protocol depth that the model can read.
+
+        Raises:
+            UsageError: If there are none.
+        """
+        from fidelab.inputs.corpus import depths_to
+
+        asked = self.settings.n_ctx
+        contexts = asked if isinstance(asked, tuple) else depths_to(asked or min(_DEEPEST, limit or _DEEPEST))
+        if not (fitting := tuple(n for n in contexts if limit is None or n <= limit)):
+            raise UsageError(f"n_ctx {contexts[0]:,} is beyond the model's limit of {limit:,} positions")
+        return fitting
+
+    def _deep_requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        from fidelab.inputs.corpus import make_depths
+
+        s, text = self.settings, inputs.text
+        contexts = self._deep_contexts(inputs.max_positions)
+        found = make_depths(inputs.tokenizer, text, contexts, s.windows, s.rows)
+        settings = (
+            ("bos", inputs.tokenizer.bos_id),
+            ("contexts", contexts),
+            ("n_ctx", max(found.contexts)),
+            ("protocol", s.protocol),
+            ("rows", s.rows),
+            ("unit", found.unit),
+        )
+        notes = list(_deep_notes(inputs.tokenizer, found.windows, found.positions))
+        requests: dict[str, Request] = {}
+        for cut, (begin, end) in enumerate(pairwise((0, *s.cuts, s.windows))):
+            at = slice(begin, end)
+            if not (windows := found.windows[at]):
+                continue
+            name, positions, units = f"+{cut}" if cut else "", found.positions[at], found.units[at]
+            numbers = sorted({own[0] for own in units}) if found.unit == "document" else []
+            named = tuple((number, kind) for number in numbers if (kind := text.domain_of(number)))
+            requests[name] = Prefill(
+                axis=part_name(self.name, name),
+                windows=windows,
+                first=min(own[0] for own in positions),
+                last=max(own[-1] for own in positions),
+                units=units,
+                settings=tuple(sorted((*settings, *((("domains", named),) if named else ())))),
+                positions=positions,
+                notes=tuple(map(canonical_json, notes[at])),
+            )
+        return requests
+
+    def remarks(self, inputs: AxisInputs, requests: Mapping[str, Request]) -> Iterator[str]:
+        """Yield what of the contexts cannot be read or decided, before a run."""
+        windows = [window for request in requests.values() for window in request.items()]
+        if not (self.settings.deep and windows):
+            return
+        asked, limit = self.settings.n_ctx, inputs.max_positions
+        beyond = [n for n in (asked if isinstance(asked, tuple) else (asked or 0,)) if limit is not None and n > limit]
+        if beyond:
+            yield f"kld: {', '.join(f'{n:,}' for n in beyond)} tokens are left out, the model reads {limit:,}"
+        unit = dict(next(iter(requests.values())).settings)["unit"]
+        for n_ctx in self._deep_contexts(limit):
+            count = sum(len(window) >= n_ctx for window in windows)
+            if count < MIN_DOCUMENTS:
+                which = counted(count, "document" if unit == "document" else "window")
+                why = "" if count else ", the text has none so long"
+                yield f"kld: {n_ctx:,} tokens: {which}{why}: not decided with fewer than {MIN_DOCUMENTS}"
+        if unit == "block":
+            yield "kld: the text has no documents: intervals are over blocks of windows"
 
     def _contexts(self) -> tuple[int, ...]:
         n_ctx = self.settings.n_ctx
@@ -297,6 +418,7 @@ class KLD(Axis):
         from fidelab.inputs.corpus import make_windows
 
         s, text = self.settings, inputs.text
+        assert s.protocol != "depth"
         cut = make_windows(inputs.tokenizer, text, n_ctx, windows, s.protocol, s.stride, s.place)
         ids, vocab = np.asarray(inputs.tokenizer.encode(text.content)), len(inputs.tokenizer.pieces())
         numbers = sorted({document for units in cut.units for document in units}) if cut.unit == "document" else []
@@ -324,6 +446,8 @@ class KLD(Axis):
         )
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        if self.settings.deep:
+            return self._score_depths({part: pairs[part] for part in sorted(pairs, key=_cut_of)}, seed)
         looks: dict[str, list[Pair]] = {}
         for part in sorted(pairs, key=_cut_of):
             looks.setdefault(part.partition("+")[0], []).append(pairs[part])
@@ -340,12 +464,7 @@ class KLD(Axis):
             for key in ("mean", "top1")
             if (metric := score.found.metric(key)) is not None
         ]
-        computed_from = ("n_ctx", "n_clusters", "n_documents", "windows", "at_most")
-        sizes = [
-            {name: score.found.facts[name] for name in computed_from if name in score.found.facts}
-            | {"n_positions": len(score.num)}
-            for score in parts.values()
-        ]
+        sizes = [_size(score) for score in parts.values()]
         return replace(
             worst,
             identical=all(score.identical for score in parts.values()),
@@ -360,34 +479,37 @@ class KLD(Axis):
 
     def _score(self, pairs: Sequence[Pair], seed: int) -> AxisScore:
         """Score one context from a pair for each of its captures, in order."""
-        first, asked = pairs[0], [request_of(pair.ref, Prefill) for pair in pairs]
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
-        rows = RowComparison.concat(
-            [rows for pair, request in zip(pairs, asked, strict=True) for _, rows in _compared(pair, request)]
-        )
-        before = np.cumsum([0, *(len(pair.ref.items) for pair in pairs)])
-        order = [before[look] + r for look, pair in enumerate(pairs) for r, _ in pair.items]
-        [request, *_] = asked
-        windows = np.repeat(np.asarray(order, dtype=np.int32), request.n_rows)
-        positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
-        units = [request.units[r] for pair, request in zip(pairs, asked, strict=True) for r, _ in pair.items]
-        clusters = np.concatenate([np.asarray(own, dtype=np.int64) for own in units])
-        score = kl_score(rows, clusters, bound=any(estimator_of(pair) is Estimator.TOPK for pair in pairs))
-        compat = self._compat(pairs, score, seed)
-        documents = first.ref.manifest["settings"].get("unit") == "document"
-        grouped = tuple(self._groups(pairs, rows, score, seed))
-        n_clusters, n_ctx = score.n_clusters, len(request.windows[0])
+        scored = _Scored.of(pairs)
         read = tuple(accumulate(len(pair.items) for pair in pairs))
-        by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+        n_ctx = len(request_of(pairs[0].ref, Prefill).windows[0])
+        score = self._measured(pairs, scored, n_ctx, read, seed)
+        faults = _reference_faults(pairs, scored.rows)
+        most = {"at_most": self._window_count(n_ctx, self.settings.windows)} if self.settings.early else {}
+        return score.with_measurement(reference_faults=faults, facts={**score.found.facts, **most})
+
+    def _measured(
+        self, pairs: Sequence[Pair], scored: _Scored, n_ctx: int, read: Sequence[int], seed: int
+    ) -> AxisScore:
+        """Score rows of one context; ``read``: windows after each look."""
+        rows = scored.rows
+        score = kl_score(rows, scored.clusters, bound=any(estimator_of(pair) is Estimator.TOPK for pair in pairs))
+        compat = self._compat(pairs, score, seed)
+        documents = pairs[0].ref.manifest["settings"].get("unit") == "document"
+        grouped = tuple(_groups(scored, score, seed))
+        by_position, by_confidence = (
+            kl_by_position(scored.positions, rows.kl),
+            kl_by_confidence(rows.confidence, rows.kl),
+        )
         return replace(
             score,
             right=(rows.right_ref, rows.right_test),
             probability_loss=-rows.dp,
-            looks=read if self.settings.early else read[-1:],
+            looks=tuple(read) if self.settings.early else tuple(read[-1:]),
             positions={
-                "window": windows,
-                "position": positions,
+                "window": scored.windows,
+                "position": scored.positions,
                 "n_ctx": np.full(len(rows), n_ctx, dtype=np.int32),
                 "kl": rows.kl,
                 "top1_agrees": rows.top1,
@@ -395,7 +517,6 @@ class KLD(Axis):
                 "margin": rows.margin.astype(np.float32),
             },
         ).with_measurement(
-            reference_faults=_reference_faults(pairs, rows),
             cluster="document" if documents else "block",
             metrics=(*_metrics(score, rows, seed), *compat, *grouped),
             plots=(
@@ -403,14 +524,69 @@ class KLD(Axis):
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),
             ),
             facts={
-                "estimator": str(estimator_of(first)),
+                "estimator": str(estimator_of(pairs[0])),
                 "n_ctx": n_ctx,
-                "n_clusters": n_clusters,
-                "n_documents": n_clusters if documents else None,
-                "windows": len(order),
-                **({"at_most": self._window_count(n_ctx, self.settings.windows)} if self.settings.early else {}),
+                "n_clusters": score.n_clusters,
+                "n_documents": score.n_clusters if documents else None,
+                "windows": read[-1],
                 **({"compat": self.settings.compat, "k": self.settings.k} if compat else {}),
             },
+        )
+
+    def _score_depths(self, named: Mapping[str, Pair], seed: int) -> AxisScore:
+        """Score each context from the rows at its depth; see docs/metrics.md#depth."""
+        pairs = list(named.values())
+        if (nothing := not_measurable(pairs)) is not None:
+            return nothing
+        scored = _Scored.of(pairs)
+        ends = np.cumsum([len(pair.items) for pair in pairs])  # windows after each capture
+        look_of = [self.look(part) for part in named]
+        contexts = [int(n) for n in pairs[0].ref.manifest["settings"]["contexts"]]
+        scores: dict[str, AxisScore] = {}
+        for n_ctx in contexts:
+            here = scored.at(n_ctx)
+            if not len(here.rows):
+                continue
+            order = np.unique(here.windows)
+            # windows of this depth among those of each look
+            after = {look: int((order < end).sum()) for end, look in zip(ends, look_of, strict=True)}
+            looks = list(after.values())
+            scores[str(n_ctx)] = self._measured(pairs, here, n_ctx, looks, seed)
+        documents = {part: score.n_clusters for part, score in scores.items()}
+        decided = {part: score for part, score in scores.items() if documents[part] >= MIN_DOCUMENTS}
+        parts = decided or scores
+        if not parts:  # memory did not suffice for a single depth
+            empty = np.empty(0)
+            return AxisScore(empty, empty, empty, empty.astype(bool))
+        part, worst = max(parts.items(), key=lambda item: _badness(item[1]))
+        by_depth = [
+            metric.model_copy(update={"cell": {"context": int(name), **metric.cell}, "headline": False})
+            for name, score in scores.items()
+            for metric in score.found.metrics
+            if (not metric.cell and metric.key in ("mean", "top1", "p99")) or {*metric.cell} == {DOMAIN}
+        ]
+        kinds = _groups(scored, kl_score(scored.rows, scored.clusters, bound=worst.bound), seed)
+        own = [metric for metric in worst.found.metrics if not metric.cell]
+        slope = () if worst.bound else _slope(scored, seed)
+        columns = {name: [score.positions[name] for score in scores.values()] for name in worst.positions}
+        facts = {
+            **worst.found.facts,
+            "protocol": self.settings.protocol,
+            "contexts": [_size(score) for score in parts.values()],
+            "undecided": [_size(score) for name, score in scores.items() if name not in decided],
+            **({"cut_short": cut} if (cut := _cut_short(pairs)) else {}),
+        }
+        return replace(
+            worst,
+            identical=all(score.identical for score in scores.values()),
+            positions={name: np.concatenate(values) for name, values in columns.items()},
+            part=part,
+            parts=parts,
+        ).with_measurement(
+            reference_faults=_reference_faults(pairs, scored.rows),
+            metrics=(*own, *slope, *kinds, *by_depth),
+            plots=(_depth_curve(scores), *worst.found.plots[1:]),
+            facts=facts,
         )
 
     def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:
@@ -422,24 +598,6 @@ class KLD(Axis):
             return None
         return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
 
-    def _groups(self, pairs: Sequence[Pair], rows: RowComparison, score: AxisScore, seed: int) -> Iterator[Metric]:
-        """Yield the metrics by domain and by structure, for texts whose documents have domains."""
-        named = {tuple(one) for pair in pairs for one in pair.ref.manifest["settings"].get("domains") or ()}
-        if not named or score.bound:
-            return
-        mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
-        asked = ((pair, request_of(pair.ref, Prefill)) for pair in pairs)
-        structures = [structure_labels(p, [q.windows[r] for r, _ in p.items], q.first, q.last) for p, q in asked]
-        labels = {
-            DOMAIN: domains(score.clusters, {int(document): str(name) for document, name in named}),
-            STRUCTURE: np.concatenate(structures),
-        }
-        for coordinate, groups in labels.items():
-            if len(groups) == len(rows):
-                yield from by_group(
-                    coordinate, groups, rows, score.clusters, mean, top1, seed, identical=score.identical
-                )
-
     def _compat(self, pairs: Sequence[Pair], score: AxisScore, seed: int) -> tuple[Metric, ...]:
         if self.settings.compat is None or score.bound:
             return ()
@@ -449,6 +607,157 @@ class KLD(Axis):
             return ()
         items = RatioItems.of(values[known], 1.0, score.clusters[known])
         return (KLD_METRICS["compat"](ratio_estimate(items), ratio_interval(items, seed)),)
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Compared rows ``[n]`` with the window, the position and the cluster of each; ``pairs``: their captures.
+
+    ``labels``: coordinate → the kind of text or of structure of each row, ``""`` where there is none.
+    """
+
+    rows: RowComparison
+    windows: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    clusters: NDArray[np.int64]
+    labels: Mapping[str, NDArray[np.object_]]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> _Scored:
+        """Compare the rows of a pair for each capture, in order.  Rows that memory did not suffice for are left out."""
+        before = np.cumsum([0, *(len(pair.ref.items) for pair in pairs)])
+        items = [
+            (pair, request_of(pair.ref, Prefill), int(offset), r, t)
+            for pair, offset in zip(pairs, before, strict=False)
+            for r, t in pair.items
+        ]
+        compared = {(id(pair), t): rows for pair in pairs for t, rows in _compared(pair, request_of(pair.ref, Prefill))}
+        rows = RowComparison.concat([compared[id(pair), t] for pair, *_, t in items])
+        places = [np.asarray(request.rows_of(r), dtype=np.int32) for _, request, _, r, _ in items]
+        sizes = [*map(len, places)]
+        windows = np.repeat(np.asarray([offset + r for *_, offset, r, _ in items], dtype=np.int32), sizes)
+        clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for _, request, _, r, _ in items])
+        whole = cls(rows, windows, np.concatenate(places), clusters, {})
+        whole = replace(whole, labels=_labels(whole, items))
+        kept = np.concatenate(
+            [
+                np.arange(size) < _rows_left(pair, r, t, size)
+                for (pair, _, _, r, t), size in zip(items, sizes, strict=True)
+            ]
+        )
+        return whole if kept.all() else whole.among(kept)
+
+    def among(self, keep: NDArray[np.bool_]) -> _Scored:
+        """Return some of the rows."""
+        rows = RowComparison(**{name: column[keep] for name, column in vars(self.rows).items()})
+        labels = {name: column[keep] for name, column in self.labels.items()}
+        return _Scored(rows, self.windows[keep], self.positions[keep], self.clusters[keep], labels)
+
+    def at(self, n_ctx: int) -> _Scored:
+        """Return the rows of the depth of a context, of windows that have all of them."""
+        here = (self.positions >= n_ctx // 2) & (self.positions < n_ctx - 1)
+        windows, counts = np.unique(self.windows[here], return_counts=True)
+        whole = windows[counts == counts.max()] if len(counts) else windows
+        return self.among(here & np.isin(self.windows, whole))
+
+
+def _labels(scored: _Scored, items: Sequence[tuple[Pair, Prefill, int, int, int]]) -> dict[str, NDArray[np.object_]]:
+    """The kind of text and of structure of each row, for texts whose documents have kinds."""
+    named = {tuple(one) for pair, *_ in items for one in pair.ref.manifest["settings"].get("domains") or ()}
+    if not named:
+        return {}
+    structures: list[NDArray[np.object_]] = []
+    for pair, request, _, r, _ in items:
+        note = json.loads(request.notes[r]) if request.notes else {}
+        if request.positions:
+            structures.append(np.array(note.get("structure", [""] * len(request.positions[r])), dtype=object))
+        else:
+            structures.append(structure_labels(pair, [request.windows[r]], request.first, request.last))
+    return {
+        DOMAIN: domains(scored.clusters, {int(document): str(name) for document, name in named}),
+        STRUCTURE: np.concatenate(structures),
+    }
+
+
+def _groups(scored: _Scored, score: AxisScore, seed: int) -> Iterator[Metric]:
+    """Yield the metrics by domain and by structure, for texts whose documents have domains."""
+    if score.bound:
+        return
+    mean, top1 = KLD_METRICS["mean"], KLD_METRICS["top1"]
+    for coordinate, groups in scored.labels.items():
+        if len(groups) == len(scored.rows):
+            yield from by_group(
+                coordinate, groups, scored.rows, score.clusters, mean, top1, seed, identical=score.identical
+            )
+
+
+def _rows_left(pair: Pair, r: int, t: int, n: int) -> int:
+    """Rows of an item for which the memory of both sides sufficed."""
+    sides = ((pair.ref, r), (pair.test, t))
+    return min(int(side.manifest["facts"].get(CUT_SHORT, {}).get(str(item), n)) for side, item in sides)
+
+
+def _cut_short(pairs: Sequence[Pair]) -> int:
+    """Windows of which memory did not suffice for all rows."""
+    return sum(_rows_left(pair, r, t, 1 << 31) < 1 << 31 for pair in pairs for r, t in pair.items)
+
+
+def _size(score: AxisScore) -> dict[str, Any]:
+    """How much a context rests on."""
+    computed_from = ("n_ctx", "n_clusters", "n_documents", "windows", "at_most")
+    facts = score.found.facts
+    return {name: facts[name] for name in computed_from if name in facts} | {"n_positions": len(score.num)}
+
+
+def _slope(scored: _Scored, seed: int) -> tuple[Metric, ...]:
+    """The change of KL per doubling of depth: least squares over the positions of each document, pooled.
+
+    With x = log2 of the tokens before a position and document means taken off, it is Σ(x - x̄)(KL - mean) / Σ(x - x̄)²:
+    a ratio of sums by document, as every other estimate.
+    """
+    usable = ~scored.rows.failed & np.isfinite(scored.rows.kl)
+    if not usable.any():
+        return ()
+    _, index = np.unique(scored.clusters[usable], return_inverse=True)
+    counts = np.bincount(index)
+    x, y = np.log2(1.0 + scored.positions[usable]), scored.rows.kl[usable]
+    x, y = (values - (np.bincount(index, values) / counts)[index] for values in (x, y))
+    items = RatioItems.of(x * y, x * x, index)
+    return (KLD_METRICS["slope"](ratio_estimate(items), ratio_interval(items, seed)),) if items.den.sum() else ()
+
+
+def _depth_curve(scores: Mapping[str, AxisScore]) -> Curve:
+    """The mean KL of each depth."""
+    means = [score.found.value("mean") for score in scores.values()]
+    return Curve(
+        key="depth",
+        title="KL by depth",
+        x_label="tokens before the position, at most",
+        y_label="mean KL, nats",
+        caption="Rising lines: the cost grows with the context.",
+        x=tuple(float(name) for name in scores),
+        y=tuple(means),
+        log_y=True,
+        kl=True,
+    )
+
+
+def _deep_notes(
+    tokenizer: Tokenizer, windows: Sequence[Tokens], positions: Sequence[Tokens]
+) -> Iterator[dict[str, Any]]:
+    """Yield what scoring needs of each document: unigram NLL of the rows' next tokens, and their structure."""
+    from fidelab.metrics.structure import structures
+
+    every = np.concatenate([np.asarray(window, dtype=np.int64) for window in windows])
+    vocab = len(tokenizer.pieces())
+    texts = {int(token): tokenizer.decode([int(token)]) for token in np.unique(every)}
+    for window, own in zip(windows, positions, strict=True):
+        targets = np.asarray([window[i + 1] for i in own], dtype=np.int64)
+        kinds = structures([texts[token] for token in window])
+        yield {
+            "unigram_nll": float(unigram_nll(every, targets, vocab).mean()),
+            "structure": [kinds[i + 1] for i in own],
+        }
 
 
 def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:
@@ -503,6 +812,8 @@ def _compared(pair: Pair, request: Prefill) -> Iterator[tuple[int, RowComparison
 
 def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
     """Return the actual next token of each row, or -1 if the window has none."""
+    if request.positions:
+        return np.asarray([request.windows[item][i + 1] for i in request.positions[item]], dtype=np.int64)
     after = [*request.windows[item][request.first + 1 : request.last + 2]]
     return np.asarray(after + [-1] * (request.n_rows - len(after)), dtype=np.int64)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, RoundedWeights, Served
+from fidelab.captures.requests import Prefill, Request, RoundedWeights, Served
 from fidelab.core import Estimator, digest
 from fidelab.core.errors import MismatchError
 
@@ -65,7 +65,8 @@ class Pair:
         whole = Prefill | Served | RoundedWeights
         if isinstance(ref.request, whole) and isinstance(test.request, whole):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
-            if rows != other:
+            sparse = any(isinstance(side.request, Prefill) and side.request.positions for side in (ref, test))
+            if rows != other and not sparse:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
         if not subset and len(ref.items) != len(test.items):
             noun = "windows" if ref.manifest["kind"] in ("prefill", "served") else "items"
@@ -78,7 +79,14 @@ class Pair:
         for r, t in pairs:
             if r < 0 or ref.items[r]["hash"] != test.items[t]["hash"]:
                 raise MismatchError(f"{where}: tokens of item {t} differ (another text, tokenizer, or template)")
+            asked = ref.request, test.request
+            if all(isinstance(one, Prefill) for one in asked) and _rows_of(asked[0], r) != _rows_of(asked[1], t):
+                raise MismatchError(f"{where}: rows of item {t} are at other positions than the reference's")
         return cls(ref, test, tuple(pairs))
+
+
+def _rows_of(request: Request, item: int) -> Sequence[int]:
+    return request.rows_of(item) if isinstance(request, Prefill) else ()
 
 
 def _ids(capture: Capture) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
@@ -42,7 +42,10 @@ class _Request:
 
     def select(self, indices: Sequence[int]) -> Self:
         """Return the request cut down to some of its items, such as the quarter for run-to-run noise."""
-        return replace(self, **{name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")})
+        chosen = {name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")}
+        if found := chosen.get("positions"):
+            chosen |= {"first": min(own[0] for own in found), "last": max(own[-1] for own in found)}
+        return replace(self, **chosen)
 
 
 def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
@@ -60,6 +63,11 @@ class _Rows(_Request):
         """Stored rows per window."""
         return self.last - self.first + 1
 
+    @property
+    def total_rows(self) -> int:
+        """Stored rows of all windows."""
+        return len(self.items()) * self.n_rows
+
 
 @dataclass(frozen=True)
 class Prefill(_Rows):
@@ -67,6 +75,9 @@ class Prefill(_Rows):
 
     ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
     of position i predicts token i + 1.  ``units``: for each window the resampling cluster of each stored row.
+
+    ``positions``: where they are given, the rising positions of the rows that are stored of each window.  Windows may
+    differ in length then, and ``first`` and ``last`` are the smallest and the largest position of all.
     """
 
     axis: str
@@ -76,7 +87,21 @@ class Prefill(_Rows):
     units: tuple[Tokens, ...]
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-    _PER_ITEM = ("windows", "units")
+    positions: tuple[Tokens, ...] = ()
+    _PER_ITEM = ("windows", "units", "positions")
+
+    def rows_of(self, item: int) -> Sequence[int]:
+        """Return the positions of the stored rows of one window, in order."""
+        return self.positions[item] if self.positions else range(self.first, self.last + 1)
+
+    def last_of(self, item: int) -> int:
+        """Return the last stored position of one window: no later token can change its rows."""
+        return self.rows_of(item)[-1]
+
+    @property
+    def total_rows(self) -> int:
+        """Stored rows of all windows."""
+        return sum(map(len, self.positions)) if self.positions else super().total_rows
 
 
 @dataclass(frozen=True)
@@ -295,6 +320,9 @@ Request = Prefill | Generate | Forced | Timed | Layerwise | Served | RoundedWeig
 KINDS: Mapping[str, type[Request]] = {cls.kind: cls for cls in get_args(Request)}
 """``kind`` → class."""
 
+CUT_SHORT = "cut_short"
+"""Fact of an answer: number of an item → how many of its rows count, where memory did not suffice for all of them."""
+
 _MAX_TOKEN_ID = 1 << 31  # ids are hashed as 32-bit numbers
 _TENSORS = ("states", "qkv")
 
@@ -302,6 +330,8 @@ _TENSORS = ("states", "qkv")
 def request_record(request: Request) -> dict[str, Any]:
     """Return the request as plain data, for job files."""
     values = {one.name: getattr(request, one.name) for one in fields(request)}  # asdict would copy every token
+    if isinstance(request, Prefill) and not request.positions:
+        del values["positions"]
     return {**values, "kind": request.kind, "settings": dict(request.settings)}
 
 
@@ -344,9 +374,17 @@ def _is_sound(request: Request, name: str) -> bool:
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
-    if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
+    if not (
+        isinstance(value, tuple) and all(map(_are_ids, value))
+    ):  # windows, positions, units, prompts, continuations, others
         return False
     match request, name:
+        case Prefill(), "positions":
+            return value == () or _are_positions(request)
+        case Prefill(positions=positions), "units" if positions:
+            return [*map(len, value)] == [*map(len, positions)]
+        case Prefill(positions=positions), "windows" if positions:
+            return True  # the positions are checked against the windows
         case _Rows(), "units":
             return len(value) == len(request.windows) and all(len(units) == request.n_rows for units in value)
         case ((_Rows() | Layerwise()), "windows"):
@@ -355,6 +393,20 @@ def _is_sound(request: Request, name: str) -> bool:
         case Forced(prompts=prompts), "continuations":
             return isinstance(prompts, tuple) and len(value) == len(prompts)
     return True
+
+
+def _are_positions(request: Prefill) -> bool:
+    """Return whether each window has rising positions within it, and first and last are those of all."""
+    found, windows = request.positions, request.windows
+    if len(found) != len(windows) or not all(found):
+        return False
+    ends = (min(own[0] for own in found), max(own[-1] for own in found))
+    rising = all(a < b for own in found for a, b in pairwise(own))
+    return (
+        rising
+        and ends == (request.first, request.last)
+        and all(own[-1] < len(window) for own, window in zip(found, windows, strict=True))
+    )
 
 
 def _are_ids(value: Any) -> bool:

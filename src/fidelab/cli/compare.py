@@ -236,7 +236,7 @@ def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str
     data = axes.settings()
     if borrowed and axes.axes is None:
         return {**data, "axes": {"kld": {}}}
-    if looks and axes.windows is None and axes.protocol != "sliding":
+    if looks and axes.windows is None and axes.protocol not in ("sliding", "depth"):
         for name, settings in data["axes"].items():
             settings.update(AXES.load(name).until_decided)
     return data

@@ -298,9 +298,9 @@ class AxesOptions(TextOptions):
     n_ctx: Annotated[
         str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")
     ] = None
-    protocol: Annotated[str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]")] = (
-        None
-    )
+    protocol: Annotated[
+        str | None, typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half]")
+    ] = None
     stride: Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]")] = (
         None
     )

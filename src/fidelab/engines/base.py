@@ -11,14 +11,24 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, RoundedCache, RoundedWeights, Served, Tokens
+from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.requests import (
+    CUT_SHORT,
+    Forced,
+    Generate,
+    Prefill,
+    Request,
+    RoundedCache,
+    RoundedWeights,
+    Served,
+    Tokens,
+)
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.core.errors import NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
@@ -114,6 +124,65 @@ def continuations(request: Forced, sink: Sink) -> Iterator[tuple[int, Tokens, To
             yield index, prompt, continuation
         else:
             add_sequence(sink, index, (), failed="empty continuation")
+
+
+class Shallow:
+    """A request for rows at given positions, cut short where the memory does not suffice for all of a window.
+
+    The rows that are lost are stored as NaN, and the facts say how many of a window's rows count
+    (:data:`~fidelab.captures.requests.CUT_SHORT`).  A request without positions is never cut.
+
+    Example:
+        >>> shallow = Shallow(request)
+        >>> while shallow.halve():  # until an engine can read its windows
+        ...     longest = max(map(len, shallow.request.windows))
+
+    Attributes:
+        request: the request with windows of at most so many tokens as fit.
+    """
+
+    def __init__(self, request: Prefill) -> None:
+        self._asked = self.request = request
+
+    def halve(self) -> bool:
+        """Cut windows to half of the longest; return ``False`` if nothing can be left out."""
+        most = max(map(len, self.request.windows)) // 2
+        positions = tuple(tuple(p for p in own if p < most - 1) for own in self.request.positions)
+        if not positions or not all(positions):
+            return False
+        self.request = replace(
+            self._asked,
+            windows=tuple(window[:most] for window in self._asked.windows),
+            units=tuple(units[: len(own)] for units, own in zip(self._asked.units, positions, strict=True)),
+            positions=positions,
+            first=min(own[0] for own in positions),
+            last=max(own[-1] for own in positions),
+        )
+        return True
+
+    def whole(self, item: int, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return the rows of one window with NaN in the place of those that were left out."""
+        lost = len(self._asked.rows_of(item)) - len(self.request.rows_of(item))
+        return {name: _with_nan_rows(array, lost) for name, array in arrays.items()} if lost else arrays
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts for the capture: item → number of rows that count, of those that were cut short; empty without any."""
+        if self.request is self._asked:
+            return {}
+        sizes = {n: len(self.request.rows_of(n)) for n in range(len(self._asked.windows))}
+        return {CUT_SHORT: {str(n): size for n, size in sizes.items() if size < len(self._asked.rows_of(n))}}
+
+
+def _with_nan_rows(array: Array, n: int) -> Array:
+    """Append ``n`` rows of NaN, or of -1 to whole numbers."""
+    if isinstance(array, BFloat16):
+        return BFloat16(np.pad(array.bits, ((0, n), (0, 0)), constant_values=_NAN_BITS))
+    fill = np.nan if np.issubdtype(array.dtype, np.floating) else -1
+    return np.pad(array, ((0, n), (0, 0)), constant_values=fill)
+
+
+_NAN_BITS = 0x7FC0  # of bfloat16
 
 
 def unmeasurable(request: Request, sink: Sink, reason: str) -> dict[str, Any]:

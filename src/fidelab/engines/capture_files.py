@@ -8,6 +8,7 @@ the first generated token whose logits held NaN, ``KEY.states`` the residual str
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,27 @@ class CaptureWriter:
         self._next.pop(key, None)
         self._parts.pop(key, None)
 
-    def fresh(self, key: str, start: int, states: Tensor, first: int, last: int | None = None) -> tuple[int, Tensor]:
+    def fresh(
+        self,
+        key: str,
+        start: int,
+        states: Tensor,
+        first: int,
+        last: int | None = None,
+        picked: Sequence[int] | None = None,
+    ) -> tuple[int, Tensor]:
         """Return the rows from ``first`` to ``last`` among states from position ``start`` on, and their first position.
 
-        A preempted request computes rows again.  Rows that were returned before are left out.
+        ``picked``: only these positions, rising; the number of the first row among them then takes the place of its
+        position.  A preempted request computes rows again.  Rows that were returned before are left out.
         """
+        if picked:
+            begin = self._next.get(key, 0)
+            end = bisect.bisect_left(picked, start + len(states))
+            if begin >= end or picked[begin] < start:
+                return begin, states[:0]
+            self._next[key] = end
+            return begin, states[[position - start for position in picked[begin:end]]]
         position = self._next.get(key, first)
         end = start + len(states) if last is None else min(start + len(states), last + 1)
         if not start <= position < end:

@@ -66,7 +66,8 @@ class Shape:
     """The cache of a checkpoint by its config; ``None`` if the config names it otherwise.
 
     ``head_dim`` is unknown for latent attention, which has dimensions of its own.  ``values``: of a token in a layer, 0
-    if unknown.  ``windowed``: whether any layer has a sliding window.
+    if unknown.  ``windowed``: whether any layer has a sliding window; ``window``: its tokens, and ``full``: the layers
+    without one, as far as the config says so.
     """
 
     layers: int | None = None
@@ -75,6 +76,8 @@ class Shape:
     values: int = 0
     latent: bool = False
     windowed: bool | None = None
+    window: int | None = None
+    full: int | None = None
 
 
 def shape_of(path: str) -> Shape:
@@ -93,7 +96,10 @@ def shape_of(path: str) -> Shape:
         else 2 * head_dim * (numbers.get("num_key_value_heads") or heads)
     )
     layers, positions = (numbers.get(key) for key in ("num_hidden_layers", "max_position_embeddings"))
-    return Shape(layers, head_dim or None, positions, values, bool(latent), _windowed(text))
+    windowed, kinds = _windowed(text), text.get("layer_types")
+    full = sum("sliding" not in str(kind) for kind in kinds) if isinstance(kinds, list) else None
+    window = numbers.get("sliding_window") if windowed else None
+    return Shape(layers, head_dim or None, positions, values, bool(latent), windowed, window, full)
 
 
 def _windowed(config: dict[str, Any]) -> bool | None:

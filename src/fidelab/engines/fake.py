@@ -5,6 +5,8 @@ KV names are the behaviours; K decides.
 - ``exact``: the reference.
 - ``tilt[q=0.6]``, ``decay[b=0.6]``: another distribution, at a divergence with a closed form (below).
   ``tilt[q=0.6,every=3]``: only in windows whose ids add up to a multiple of m; a tenth of q - 0.5 in the others.
+  ``tilt[q=0.6,from=4096]``: only at positions from there on; ``tilt[q=0.6,has=126]``: only in windows with that id;
+  a tenth of q - 0.5 elsewhere.  ``decay`` takes both, too.
   ``tilt[q=0.6,bytes=8]``: with a cache of so many bytes per token, 16 by default.
 - ``fork[at=5,every=1]``: every m-th prompt leaves the reference's path at index n; ``short[at=5,every=1]`` stops there.
 - ``nan-row[item=0,row=0]``: one row of one window is NaN.  ``small-vocab[cut=16,q=0.5]``: the last ids are
@@ -38,6 +40,7 @@ Families over V tokens (parameters of the reference in brackets):
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import os
@@ -81,8 +84,8 @@ def _one_of(*names: str) -> Callable[[str], bool]:
 _Checks = Mapping[str, Callable[[str], bool]]
 _KV: Mapping[str, _Checks] = {
     "exact": {},
-    "tilt": {"q": _share, "every": _count, "bytes": _count},
-    "decay": {"b": _positive},
+    "tilt": {"q": _share, "every": _count, "from": _index, "has": _index, "bytes": _count},
+    "decay": {"b": _positive, "from": _index, "has": _index, "bytes": _count},
     "fork": {"at": _index, "every": _count},
     "short": {"at": _index, "every": _count},
     "nan-row": {"item": _index, "row": _index},
@@ -192,16 +195,23 @@ class FakeEngine(Engine):
         if isinstance(request, Prefill | Forced | Served):
             logits = self._logits()
             every = int(self._knobs["every"]) if self._kv == "tilt" and "every" in self._knobs else 1
-            gentle = self._logits(0.5 + 0.1 * (self._knobs["q"] - 0.5)) if every > 1 else logits
+            planted = self._kv in ("tilt", "decay") and {"every", "from", "has"} & self._knobs.keys()
+            changed = self._knobs.get("q" if self._kv == "tilt" else "b", 0.6)
+            gentle = self._logits(0.5 + 0.1 * (changed - 0.5)) if planted else logits
             if isinstance(request, Served):
                 facts = self._counts(request)
             for item, tokens in enumerate(request.items()):
                 self._misbehave(item)
-                n = len(request.continuations[item]) if isinstance(request, Forced) else request.n_rows
+                own = request.rows_of(item) if isinstance(request, Prefill) else ()
+                n = len(own) or (len(request.continuations[item]) if isinstance(request, Forced) else request.n_rows)
                 here = gentle if sum(tokens) % every else logits
+                if planted and "has" in self._knobs and int(self._knobs["has"]) not in tokens:
+                    here = gentle
                 rows = self._noisy(np.broadcast_to(here, (n, len(logits))))
+                if start := int(self._knobs.get("from", 0)):
+                    rows[: bisect.bisect_left(own, start)] = gentle
                 if self._predicts and isinstance(request, Prefill):
-                    for row, target in enumerate(tokens[request.first + 1 : request.last + 2]):
+                    for row, target in enumerate(tokens[i + 1] for i in own if i + 1 < len(tokens)):
                         rows[row, [0, target]] = rows[row, [target, 0]]
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
@@ -253,7 +263,7 @@ class FakeEngine(Engine):
         return self._vocab - int(self._knobs.get("cut", 16)) if self._kv == "small-vocab" else self._vocab
 
     def _logits(self, q: float | None = None) -> Floats:
-        """Log-probabilities [V] of this arm; ``q``: as if it were tilted so."""
+        """Log-probabilities [V] of this arm; ``q``: as if its parameter were this one."""
         v = self._vocab
         if self._family == "two-level":
             p = q or self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
@@ -262,7 +272,7 @@ class FakeEngine(Engine):
             logits = np.full(v, math.log((1 - p) / (v - half)))
             logits[:half] = math.log(p / half)
         else:
-            rate = self._knobs.get("b", 0.6) if self._kv == "decay" else 0.5
+            rate = q or (self._knobs.get("b", 0.6) if self._kv == "decay" else 0.5)
             logits = -rate * np.arange(v, dtype=np.float64)
             logits -= math.log(np.exp(logits).sum())
         if self._kv == "garbage":

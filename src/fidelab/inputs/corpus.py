@@ -16,7 +16,7 @@ from fidelab.inputs.tokens import Tokenizer
 
 _MIN_CONTEXT = 8  # tokens that a shorter window is worth
 
-Protocol = Literal["half", "full", "sliding"]
+Protocol = Literal["half", "full", "sliding"]  # of windows of one length
 Place = Literal["spread", "start"]
 
 
@@ -108,6 +108,175 @@ def make_windows(
         bos=bool(bos),
         text=text.name,
     )
+
+
+@dataclass(frozen=True)
+class DepthSet:
+    """Documents of different lengths, and which rows of each are scored at which depth.
+
+    ``windows``: token ids of a document from its beginning, as many as the deepest of the contexts that it reaches.
+    ``positions``: for each window the scored rows, rising; ``units``: their resampling clusters.  ``contexts``: those
+    that any document reaches; ``unit`` as in :class:`WindowSet`.
+    """
+
+    windows: tuple[Tokens, ...]
+    positions: tuple[Tokens, ...]
+    units: tuple[Tokens, ...]
+    unit: Literal["document", "block"]
+    contexts: tuple[int, ...]
+
+    def reaching(self, n_ctx: int) -> int:
+        """Return the number of windows that reach a context."""
+        return sum(len(window) >= n_ctx for window in self.windows)
+
+
+def depths_to(longest: int) -> tuple[int, ...]:
+    """Return the contexts by doubling from 1,024 tokens to the longest one, which is the last.
+
+    Example:
+        >>> depths_to(8192)
+        (1024, 2048, 4096, 8192)
+    """
+    halves = [longest]
+    while halves[-1] >= 2 * _SHALLOWEST:
+        halves.append(halves[-1] // 2)
+    return tuple(reversed(halves))
+
+
+def depth_positions(contexts: Sequence[int], n_rows: int) -> Tokens:
+    """Return the rows of a window that are scored: ``n_rows`` evenly spread over n/2 … n - 2 of each context n.
+
+    A context with fewer rows has all of them.
+    """
+    found: list[int] = []
+    for n_ctx in contexts:
+        begin, end = n_ctx // 2, n_ctx - 1
+        count = min(n_rows, end - begin)
+        found += [begin + (2 * i + 1) * (end - begin) // (2 * count) for i in range(count)]
+    return tuple(found)
+
+
+def make_depths(tokenizer: Tokenizer, text: Text, contexts: Sequence[int], n_windows: int, n_rows: int) -> DepthSet:
+    """Take documents from their beginning, so that ``n_windows`` of them reach each context, as far as the text allows.
+
+    A document that reaches a context reaches the shorter ones, too: one prefill gives the rows of all depths.  Where
+    too few are long enough, further ones are taken for the shorter contexts alone.  Kinds of text take turns.  Within
+    a kind, documents are spread over the text.  Windows are in the order in which they were chosen: those of a smaller
+    ``n_windows`` are among those of a larger one.
+
+    A text without documents is cut into windows of the longest context that it holds ``n_windows`` times, or of the
+    shortest one, evenly spread.  Their clusters are blocks of ∛n adjacent windows (Hall, Horowitz & Jing, Biometrika
+    82, 1995).
+
+    Args:
+        contexts: rising, each at least twice the one before; see :func:`depths_to`.
+        n_windows: documents per context.
+        n_rows: scored rows per document and context.
+
+    Raises:
+        InputError: If no document reaches the shortest context.
+        UsageError: If the contexts overlap.
+    """
+    if any(2 * a > b for a, b in pairwise(contexts)):
+        raise UsageError(
+            f"n_ctx {', '.join(map(str, contexts))}: at protocol depth each is at least twice the one before"
+        )
+    bos = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    if text.doc_starts:
+        chosen = _choose(_Documents(tokenizer, text, len(bos)), contexts, n_windows)
+        unit: Literal["document", "block"] = "document"
+    else:
+        chosen = _blocks(tokenizer.encode(text.content), contexts, n_windows, len(bos))
+        unit = "block"
+    if not chosen:
+        raise InputError(
+            f"text {text.name} has no document of {contexts[0]:,} tokens: take a shorter --n-ctx or a longer text"
+        )
+    positions = [depth_positions([n for n in contexts if n <= size], n_rows) for _, _, size in chosen]
+    return DepthSet(
+        windows=tuple((*bos, *ids[: size - len(bos)]) for _, ids, size in chosen),
+        positions=tuple(positions),
+        units=tuple((number,) * len(own) for (number, _, _), own in zip(chosen, positions, strict=True)),
+        unit=unit,
+        contexts=tuple(n for n in contexts if any(size >= n for _, _, size in chosen)),
+    )
+
+
+_Chosen = list[tuple[int, Tokens, int]]  # the number of a cluster, its first tokens, and the context that it reaches
+
+
+class _Documents:
+    """The documents of a text, whose tokens are computed when they are needed."""
+
+    def __init__(self, tokenizer: Tokenizer, text: Text, n_bos: int) -> None:
+        self._tokenizer, self._n_bos = tokenizer, n_bos
+        ends = (*text.doc_starts[1:], len(text.content))
+        self._contents = [text.content[a:b] for a, b in zip(text.doc_starts, ends, strict=True)]
+        self._known: dict[int, tuple[Tokens, bool]] = {}
+        kinds: dict[str, list[int]] = {}
+        for number in range(1, 1 + len(self._contents)):
+            kinds.setdefault(text.domain_of(number), []).append(number)
+        self.kinds = {kind: [numbers[i] for i in _scattered(len(numbers))] for kind, numbers in kinds.items()}
+
+    def tokens(self, number: int, n: int) -> Tokens | None:
+        """Return the first ``n`` tokens of a document, BOS counted; ``None`` if it has fewer."""
+        content, wanted = self._contents[number - 1], n - self._n_bos
+        if len(content.encode()) < wanted:  # a token is a byte or more
+            return None
+        ids, whole = self._known.get(number, ((), False))
+        if len(ids) < wanted and not whole:
+            # The end of a piece may be split into other tokens than within the text: some are left out
+            piece = content[: _CHARS_PER_TOKEN * (wanted + _SLACK)]
+            ids, whole = tuple(self._tokenizer.encode(piece)), len(piece) == len(content)
+            if not whole:
+                ids = ids[:-_SLACK]
+                if len(ids) < wanted:
+                    ids, whole = tuple(self._tokenizer.encode(content)), True
+            self._known[number] = (ids, whole)
+        return ids if len(ids) >= wanted else None
+
+
+_SHALLOWEST = 1024  # tokens: the first of the depths
+_CHARS_PER_TOKEN = 4  # of a piece that is likely to have the tokens: a miss costs time alone
+_SLACK = 16  # tokens
+
+
+def _scattered(n: int) -> list[int]:
+    """The numbers 0 … n - 1 in an order in which all beginnings are spread: bits reversed (van der Corput)."""
+    bits = max(1, (n - 1).bit_length())
+    return sorted(range(n), key=lambda i: int(f"{i:0{bits}b}"[::-1], 2))
+
+
+def _choose(documents: _Documents, contexts: Sequence[int], n_windows: int) -> _Chosen:
+    """Documents for each context, the deepest first; the kind with the fewest documents is next."""
+    chosen: _Chosen = []
+    counts = dict.fromkeys(documents.kinds, 0)
+    left = {kind: list(numbers) for kind, numbers in documents.kinds.items()}
+    for n_ctx in reversed(contexts):
+        tried = dict.fromkeys(left, 0)  # documents of a kind that are too short are tried once
+        while len(chosen) < n_windows and (open_ := [kind for kind in left if tried[kind] < len(left[kind])]):
+            kind = min(open_, key=lambda name: counts[name])
+            number = left[kind][tried[kind]]
+            ids = documents.tokens(number, n_ctx)
+            if ids is None:
+                tried[kind] += 1
+            else:
+                left[kind].remove(number)
+                counts[kind] += 1
+                chosen.append((number, ids, n_ctx))
+    return chosen
+
+
+def _blocks(ids: Tokens, contexts: Sequence[int], n_windows: int, n_bos: int) -> _Chosen:
+    """Windows of a text without documents, spread over it."""
+    fitting = [n for n in contexts if n <= len(ids)]
+    if not fitting:
+        return []
+    size = next((n for n in reversed(fitting) if n * n_windows <= len(ids)), fitting[-1])
+    count = min(n_windows, len(ids) // size)
+    block = max(1, round(count ** (1 / 3)))
+    begins = [i * (len(ids) - size) // max(1, count - 1) for i in range(count)]
+    return [(n // block, ids[begins[n] + n_bos : begins[n] + size], size) for n in _scattered(count)]
 
 
 def _remedy(have: int, n_ctx: int, needed: int) -> str:

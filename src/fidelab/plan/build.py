@@ -165,6 +165,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
     asked = linked([with_probes(settings, job, requests) for job in numbered])
     remarks = [_limit_remark(name, settings.axes[name], inputs) for name in requests if pack is None]
+    remarks += [line for name, parts in requests.items() for line in settings.axes[name].remarks(inputs, parts)]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"run again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
     remarks += encoding_remarks(

@@ -420,7 +420,7 @@ def _rows(request: Request) -> int:
     """Rows that a request's capture holds, at most."""
     match request:
         case Prefill() | Served():
-            return len(request.windows) * request.n_rows
+            return request.total_rows
         case Generate():
             return len(request.prompts) * request.max_tokens if request.rows else 0
         case Forced():

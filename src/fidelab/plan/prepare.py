@@ -13,6 +13,7 @@ from fidelab.core import Status
 from fidelab.core.errors import UsageError
 from fidelab.core.registry import require_all
 from fidelab.engines import ENGINES
+from fidelab.engines.checkpoint import shape_of
 from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_remarks, traffic_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
@@ -24,6 +25,7 @@ from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Estimate, check_disk, estimate
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.references.borrow import borrow, check_model
+from fidelab.results.measurement import DECIDING
 from fidelab.results.outcomes import ArmResult
 
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
@@ -98,13 +100,25 @@ def prepare(
     plan = build_plan(converted, inputs, replicate)
     if inputs.traffic is not None:
         plan = replace(plan, remarks=(*traffic_remarks(tokenizer, inputs.traffic), *plan.remarks))
-    plan = replace(plan, remarks=(*plan.remarks, *_fragile_keys(settings)))
+    plan = replace(plan, remarks=(*plan.remarks, *_fragile_keys(settings), *_windows(settings)))
     if only is None:
         refuse_same_server(settings)
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
     return PreparedRun(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
+
+
+def _windows(settings: Settings) -> Iterator[str]:
+    """Say which layers of the model read no token beyond a window, where several depths are asked for."""
+    axis, model = settings.axes.get(DECIDING), settings.model
+    if axis is None or model.kind == "fake" or getattr(axis.settings, "protocol", "") != "depth":
+        return
+    shape = shape_of(str(model.path))
+    if shape.window and shape.layers:
+        rest = "no layer reads" if shape.full == 0 else "the others read"
+        which = f"{shape.layers - shape.full} of {shape.layers}" if shape.full is not None else "some"
+        yield f"kld: {which} layers read the last {shape.window:,} tokens alone, {rest} all of a deeper context"
 
 
 def _fragile_keys(settings: Settings) -> Iterator[str]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import NAME, SPEEDS, TextTable, counts
-from fidelab.results.measurement import DECIDING, Coordinates, Measurement, Metric, label
+from fidelab.results.depth import is_deep
+from fidelab.results.measurement import DECIDING, DOMAIN, Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import (
     ABSENT,
     MIB,
@@ -49,7 +50,8 @@ def contexts_of(report: Report) -> TextTable | None:
         for name, axis in klds.items()
         if any("context" in metric.cell for metric in axis.metrics)
     ]
-    title = "KLD by context (nats). The verdict is that of the worst context"
+    what = "depth" if any(is_deep(axis) for axis in klds.values()) else "context"
+    title = f"KLD by {what} (nats). The verdict is that of the worst {what}"
     texts = {n: next((text for axis in klds.values() if (text := _text_at(axis, n))), "") for n in sizes}
     heads = (f"{n:,} tokens{f', {texts[n]}' if texts[n] else ''}" for n in sizes)
     return TextTable("contexts", title, (NAME, *heads), tuple(rows))
@@ -57,7 +59,7 @@ def contexts_of(report: Report) -> TextTable | None:
 
 def _contexts(kld: Measurement) -> set[int]:
     """Return the contexts at which the mean KL was measured by itself."""
-    cells = (metric.cell for metric in kld.metrics if metric.key == "mean")
+    cells = (metric.cell for metric in kld.metrics if metric.key == "mean" and {*metric.cell} == {"context"})
     return {n for cell in cells if isinstance(n := cell.get("context"), int)}
 
 
@@ -107,7 +109,7 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
     """
     klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
     cells = {
-        name: {str(m.cell[coordinate]): m for m in axis.metrics if coordinate in m.cell and m.key == "mean"}
+        name: {str(m.cell[coordinate]): m for m in axis.metrics if {*m.cell} == {coordinate} and m.key == "mean"}
         for name, axis in klds.items()
     }
     kinds = list(dict.fromkeys(kind for found in cells.values() for kind in found))
@@ -129,6 +131,26 @@ def groups_of(report: Report, coordinate: str) -> TextTable | None:
         worst = {name: max(found, key=lambda kind: found[kind].value or 0.0) for name, found in cells.items() if found}
         rows.append(("worst", *(one_line(worst.get(name, "")) for name in klds)))
     return TextTable(f"{coordinate}s", title, (f"{coordinate} (positions)", *klds), tuple(rows))
+
+
+def kinds_by_depth_of(report: Report) -> TextTable | None:
+    """Return arm and kind of text × depth: the mean KL (nats) with its interval; ``None`` without several depths."""
+    klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
+    cells = {
+        (name, str(m.cell[DOMAIN])): axis
+        for name, axis in klds.items()
+        for m in axis.metrics
+        if {*m.cell} == {"context", DOMAIN} and m.key == "mean"
+    }
+    sizes = sorted({n for axis in klds.values() for n in _contexts(axis)})
+    rows = [
+        (name, one_line(kind), *(str(kld_of(axis, {"context": n, DOMAIN: kind})) for n in sizes))
+        for (name, kind), axis in cells.items()
+    ]
+    if not rows:
+        return None
+    heads = (f"{n:,} tokens" for n in sizes)
+    return TextTable("kinds-by-depth", "KLD by kind of text and depth (nats)", (NAME, "kind", *heads), tuple(rows), 2)
 
 
 _GROUPS = {
@@ -188,8 +210,8 @@ def _at_way(axis: Measurement, at: Coordinates) -> str:
 
 def _text_at(kld: Measurement, n_ctx: int) -> str:
     """``8 windows, 6 documents`` of one context; empty where the record does not say."""
-    contexts = kld.facts.get("contexts")
-    sizes = contexts if isinstance(contexts, list) else []
+    listed = [kld.facts.get(name) for name in ("contexts", "undecided")]
+    sizes = [size for sizes in listed if isinstance(sizes, list) for size in sizes]
     size = next((size for size in sizes if isinstance(size, dict) and size.get("n_ctx") == n_ctx), None)
     return "" if size is None else text_of(kld, size)
 

@@ -90,7 +90,9 @@ def _worse_texts(arm: ArmRecord) -> Iterator[Finding]:
     kld, band = arm.deciding, _band(arm)
     if kld is None or band is None:
         return
-    kinds = [m for m in kld.metrics if m.key == "mean" and DOMAIN in m.cell and m.value is not None and not m.bound]
+    kinds = [
+        m for m in kld.metrics if m.key == "mean" and {*m.cell} == {DOMAIN} and m.value is not None and not m.bound
+    ]
     for metric in sorted(kinds, key=lambda m: -(m.value or 0.0)):
         if is_worse(found := kl_band(metric.value or 0.0), band):
             kind = one_line(str(metric.cell[DOMAIN]))

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from fidelab.core.registry import Registry
+from fidelab.results.measurement import DECIDING, DOMAIN
 from fidelab.results.record import ArmRecord
 from fidelab.results.sizes import reach
 from fidelab.results.table import BENCH
+
+KINDS = ("tool calls", "code", "logs", "long document", "tables and JSON", "mathematics", "languages", "chat")
+"""Kinds of text that people run models on: those of the text ``agents``."""
 
 
 def coverage(axes: Registry, benches: Registry, asked: Iterable[str] = ()) -> dict[str, str]:
@@ -24,10 +28,18 @@ def coverage(axes: Registry, benches: Registry, asked: Iterable[str] = ()) -> di
 
 
 def untested(covers: Mapping[str, str], arms: Sequence[ArmRecord]) -> tuple[str, ...]:
-    """Return what no test of these configurations answered, longer contexts first."""
+    """Return what no test of these configurations answered: longer contexts, then kinds of text, then other tests."""
     measured = {name for arm in arms for name, axis in arm.axes.items() if axis.measured}
     measured |= {f"{BENCH}{name}" for arm in arms for name, bench in arm.benches.items() if bench.measured}
     answered = {words for name, words in covers.items() if name in measured}
     longest = reach(arms)
     lengths = () if longest is None else (f"more than {longest:,} tokens",)
-    return (*lengths, *(words for words in dict.fromkeys(covers.values()) if words not in answered))
+    klds = [arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes]
+    read = {str(metric.cell[DOMAIN]) for kld in klds for metric in kld.metrics if DOMAIN in metric.cell}
+    missing = [kind for kind in KINDS if kind not in read]
+    kinds: tuple[str, ...] = ()
+    if klds and not read:
+        kinds = ("other kinds of text",)
+    elif klds and len(missing) < len(KINDS):  # else the text has kinds of its own
+        kinds = (f"text of kind {' and '.join(missing)}",) if missing else ()
+    return (*lengths, *kinds, *(words for words in dict.fromkeys(covers.values()) if words not in answered))

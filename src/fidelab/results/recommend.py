@@ -20,6 +20,7 @@ from fidelab.results.adverse import Finding, adverse
 from fidelab.results.choice import CLASSES, LIMIT_OF_CLAIM, LIMITS, MOSTLY_ENCODED, Field, verdict_text
 from fidelab.results.coverage import untested
 from fidelab.results.decision_record import CertificateClaim, Confidence, Dominance, Recommendation
+from fidelab.results.depth import depth_statement
 from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_unchanged
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import counted, format_nats, format_percent, one_line
@@ -256,6 +257,8 @@ def _evidence(
         often = "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
         facts.append(f"chosen in {often} of resamples")
     yield " · ".join(facts)
+    if said := depth_statement(kld):
+        yield f"by depth: {said}"
     for finding in against:
         yield f"but: {finding.text}"
     share, context = encoded_share(best), encoded_90_at(best)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from fidelab.core import Estimator, Status
 from fidelab.metrics.composite import KL_EDGES, Band, BandDecision, verdict, worse_of
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.depth import depth_statement, is_deep
 from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_proven, same_formats
 from fidelab.results.measurement import DECIDING, DOMAIN, Measurement
 from fidelab.results.numbers import counted, format_kld, format_nats, format_percent, format_span, one_line
@@ -278,6 +279,7 @@ def _clauses(case: _Case) -> Iterator[str]:
         bands = (case.ruling.at_best or Band.EXCELLENT, case.ruling.at_worst or Band.FAIL)
         span = " to ".join(dict.fromkeys(band.value.lower() for band in bands))
         yield f"cannot tell: {span}, use more windows"
+        yield from _depths(case)
         yield from _gain(case)
         yield from _facts(case)
         yield from _few_clusters(case, case.ruling)
@@ -292,6 +294,7 @@ def _clauses(case: _Case) -> Iterator[str]:
         advice = _ADVICE["DEGRADED" if case.lowered_by and band == "PASS" else band]
         first, *others = _facts(case)
         yield f"{advice}{' (preliminary)' if case.ruling.preliminary else ''}, {first}"
+        yield from _depths(case)
         yield from others
         yield from _remedy(case)
         # Reason why the band is open: few clusters, an interval that crosses its edge, probability that KLD leaves
@@ -386,7 +389,7 @@ def _changes(kld: Measurement) -> Iterator[str]:
 
 def _worst(kld: Measurement) -> Iterator[str]:
     """The kinds of text that the figures rest on, and the one that loses most."""
-    kinds = [metric for metric in kld.metrics if DOMAIN in metric.cell and metric.key == "mean"]
+    kinds = [metric for metric in kld.metrics if {*metric.cell} == {DOMAIN} and metric.key == "mean"]
     kinds = [metric for metric in kinds if metric.value is not None]
     if not kinds:
         return
@@ -412,9 +415,15 @@ def _gain(case: _Case) -> Iterator[str]:
         yield f"{kept}, the rest is recurrent state"
 
 
+def _depths(case: _Case) -> Iterator[str]:
+    """The band at each depth, where several were measured."""
+    if said := depth_statement(case.kld):
+        yield f"by depth: {said}"
+
+
 def _reach(case: _Case) -> Iterator[str]:
     """The longest context measured; left out of a FAIL, which longer contexts would not improve."""
-    if case.n_ctx is not None and case.band != "FAIL":
+    if case.n_ctx is not None and case.band != "FAIL" and not is_deep(case.kld):
         yield f"tested up to {case.n_ctx:,} tokens"
 
 

@@ -35,6 +35,7 @@ from fidelab.engines import DEFAULT
 from fidelab.engines.base import (
     Answer,
     Engine,
+    Shallow,
     Sink,
     Support,
     add_sequence,
@@ -76,6 +77,8 @@ from fidelab.formats import FORMATS, create
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fidelab.captures.container import Array
+    from fidelab.engines.hf.model import Keep
     from fidelab.engines.hf.rounded import Rounding
 
 _LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
@@ -108,6 +111,7 @@ _ATTENTION = (
 )
 _UNQUANTIZED = ("f32", "f16", "bf16")  # formats of Transformers' own cache
 _SENTINEL_ROWS = 8
+_NO_MEMORY = "can't allocate memory"  # of the CPU, in torch's words
 _BATCH_TOKENS = 8192  # of windows in one forward on a GPU: enough to fill one
 
 
@@ -336,38 +340,56 @@ class HFEngine(Engine):
         together = self._on_gpu and self._model.hidden and self._model.quantized is None
         tokens = _BATCH_TOKENS if together else 1
         start, windows = 0, request.windows
+        shallow = Shallow(request)
         while start < len(windows):
             most = windows[start : start + max(1, tokens // len(windows[start]))]
             batch = most[: next((n for n, window in enumerate(most) if len(window) != len(most[0])), len(most))]
             try:
-                self._prefill_batch(request, start, batch, sink)
-            except torch.OutOfMemoryError:
-                if len(batch) == 1:
+                for index, arrays in self._prefill_batch(shallow.request, start, batch):
+                    sink.add(index, shallow.whole(index, arrays))
+                    sink.progress(len(windows[index]))
+            except RuntimeError as error:
+                if not (isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY in str(error)):
                     raise
-                tokens = 1
+                if len(batch) > 1:
+                    tokens = 1
+                elif not shallow.halve():
+                    raise
+                windows = shallow.request.windows
             else:
                 start += len(batch)
-        return {"tokens": sum(map(len, windows))}
+        return {"tokens": sum(map(len, windows)), **shallow.facts}
 
     @property
     def _on_gpu(self) -> bool:
         """Whether batches pay off: one window leaves a GPU idle, while a CPU computes several no faster."""
         return self._arm.device != "cpu"
 
-    def _prefill_batch(self, request: Prefill, start: int, windows: Sequence[Tokens], sink: Sink) -> None:
-        """Store the rows of windows of one length from one forward; the first window has index ``start``."""
+    def _prefill_batch(
+        self, request: Prefill, start: int, windows: Sequence[Tokens]
+    ) -> list[tuple[int, Mapping[str, Array]]]:
+        """Return the rows of windows of one length from one forward; the first window has index ``start``."""
         indices = range(start, start + len(windows))
         ends = {0, len(request.windows) - 1}.intersection(indices) if self._model.hidden else set()
-        keep = _SENTINEL_ROWS if ends else 1
+        first = min(request.rows_of(index)[0] for index in indices)
+        keep: Keep = _SENTINEL_ROWS if ends else 1
         if not self._model.hidden:
-            keep = len(windows[0]) - request.first
-        logits, states = self._model.read(windows, request.first, keep)
+            keep = len(windows[0]) - first
+            if request.positions and self._model.quantized is None:  # logits of a whole long window fill the memory
+                keep = request.rows_of(start)
+        logits, states = self._model.read(windows, first, keep)
+        found = []
         for row, index in enumerate(indices):
-            if index in ends:
+            own = request.rows_of(index)
+            if index in ends and isinstance(keep, int):
                 self._model.check_replay(states[row, -keep:], logits[row])
-            rows = self._model.rows(states[row, request.first : request.last + 1], logits[row, : request.n_rows])
-            sink.add(index, self._model.stored(rows))
-            sink.progress(len(windows[row]))
+            if self._model.hidden:
+                rows = self._model.rows(states[row, [*own]], logits[row])
+            else:
+                taken = logits[row] if keep is own else logits[row, [position - first for position in own]]
+                rows = self._model.rows(taken, taken)
+            found.append((index, self._model.stored(rows)))
+        return found
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         from fidelab.engines.hf.generate import answer_generate

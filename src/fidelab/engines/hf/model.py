@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import transformers
@@ -80,6 +80,10 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+Keep: TypeAlias = "int | Sequence[int]"
+"""Rows of a forward whose logits are computed: a number of last ones, or their positions."""
+
+
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
@@ -121,7 +125,7 @@ class HFModel:
         self._excepted = self._sides is not None and any(side.has_exceptions for side in self._sides)
         self.proof = self._new_proof()
         self._states: list[Tensor] = []  # input of the LM head in one forward
-        self._keep = 1
+        self._keep: Keep = 1
         self.cache: HFCache | None = None
         self.head: ReplayedHead | None = None
         self.kernels_refused: str | None = None
@@ -315,10 +319,11 @@ class HFModel:
         cache: HFCache | None,
         *,
         mask: Tensor | None = None,
-        keep: int = 1,
+        keep: Keep = 1,
     ) -> tuple[Tensor, Tensor]:
         """Return live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
+        ``keep``: the number of last rows, or the positions of the rows in these tokens.
         Estimator logprobs needs no states and gets the logits twice.
         """
         self._states.clear()
@@ -334,7 +339,7 @@ class HFModel:
             out = self.module(input_ids=ids, use_cache=cache is not None, **{self._cache_parameter: cache}, **extra)
         if isinstance(cache, EncodedCache):
             cache.check_bands()
-        logits = out.logits[:, -keep:]
+        logits = out.logits[:, -keep:] if isinstance(keep, int) else out.logits
         if not self.hidden:
             return logits, logits
         if [x.shape[:2] for x in self._states] != [ids.shape]:
@@ -342,7 +347,7 @@ class HFModel:
             raise EngineError(f"the LM head saw states {shapes} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
         return logits, self._states[0]
 
-    def read(self, windows: Sequence[Sequence[int]], first: int, keep: int) -> tuple[Tensor, Tensor]:
+    def read(self, windows: Sequence[Sequence[int]], first: int, keep: Keep) -> tuple[Tensor, Tensor]:
         """Return live logits and states, as :meth:`forward` does, of windows of one length through a fresh cache.
 
         Rows from ``first`` on read what the cache holds.  Transformers' quantized caches are therefore read in several
@@ -355,9 +360,9 @@ class HFModel:
             begin = first or ids.shape[1] // 2
             later = torch.split(ids[:, begin:], self.quantized.tail or ids.shape[1], dim=1)
             pieces = [ids[:, :begin], *later] if begin else pieces
+        if len(pieces) == 1 or not isinstance(keep, int):
+            return self.forward(ids, cache, keep=min(keep, ids.shape[1]) if isinstance(keep, int) else keep)
         found = [self.forward(piece, cache, keep=min(keep, piece.shape[1])) for piece in pieces]
-        if len(found) == 1:
-            return found[0]
         logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
         return logits[:, -keep:], states
 
@@ -367,7 +372,8 @@ class HFModel:
         ``logits_to_keep`` would not do: not all models take it, and some then drop rows of the state as well.
         """
         self._states.append(args[0])
-        return (args[0][:, -self._keep :], *args[1:])
+        kept = args[0][:, -self._keep :] if isinstance(self._keep, int) else args[0][:, [*self._keep]]
+        return (kept, *args[1:])
 
     def _positions(self, ids: Tensor, cache: HFCache, mask: Tensor | None) -> Tensor:
         new = ids.shape[1]

@@ -38,7 +38,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
 from fidelab.core.serial import to_json
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.base import Answer, Engine, Shallow, Sink, Support, add_sequence, continuations
 from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
@@ -396,14 +396,26 @@ class LlamaCppEngine(Engine):
         return {"hidden": inputs}
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        with self._context(max(map(len, request.windows))) as context:
+        shallow = Shallow(request)
+        with self._largest_context(shallow) as context:
+            request = shallow.request
             self._seen = context.seen
             for index, window in enumerate(request.windows):
                 context.clear()
-                rows = context.feed(window, range(request.first, request.last + 1))
-                sink.add(index, self._rows(context, rows, check=index == 0))
+                own = request.rows_of(index)
+                rows = context.feed(window, own if isinstance(own, range) else frozenset(own))
+                sink.add(index, shallow.whole(index, self._rows(context, rows, check=index == 0)))
                 sink.progress(len(window))
-        return {"tokens": sum(map(len, request.windows))}
+        return {"tokens": sum(map(len, request.windows)), **shallow.facts}
+
+    def _largest_context(self, shallow: Shallow) -> LlamaContext:
+        """Create a context for the longest window; windows are cut as long as there is no memory for it."""
+        while True:
+            try:
+                return self._context(max(map(len, shallow.request.windows)))
+            except EngineError:
+                if not shallow.halve():
+                    raise
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0

@@ -9,7 +9,7 @@ import ctypes
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -380,7 +380,9 @@ class LlamaContext:
         self._ends[sequence] = int(self._native.llama_memory_seq_pos_max(memory, sequence)) + 1
         return self._ends[sequence]
 
-    def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0, piece: int | None = None) -> Iterator[Floats]:
+    def feed(
+        self, tokens: Sequence[int], rows: Container[int], sequence: int = 0, piece: int | None = None
+    ) -> Iterator[Floats]:
         """Append tokens to a sequence. Yields the logits [≤ 64, V] of the tokens ``rows``, in order.
 
         Where the context's ``states`` stop the computation, these and all other logits are states [n, d] instead.

@@ -239,7 +239,10 @@ class OpenAIEngine(Engine):
             return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
         def rows(index: int) -> dict[str, Array]:
-            return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
+            tops = self._dialect.score(request.windows[index])
+            own = request.rows_of(index)
+            asked = [tops[i] for i in own if i < len(tops)] if request.positions else tops[own[0] : own[-1] + 1]
+            return _rows(_checked(asked))
 
         for index, arrays in self._send_all(len(request.windows), rows, sink, self._width()):
             sink.add(index, arrays)

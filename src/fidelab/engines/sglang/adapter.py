@@ -179,11 +179,16 @@ class SGLangEngine(Engine):
     # ------------------------------------------------------------------------------------------- requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
-        prompts = [window[: request.last + 1] for window in request.windows]  # no row of later tokens is requested
+        # no row of later tokens is requested
+        prompts = [window[: request.last_of(i) + 1] for i, window in enumerate(request.windows)]
+        picked = request.positions or ((),) * len(prompts)
         for batch in self._batches([(len(window), 1) for window in prompts], _PREFILL_TOKENS[self._kind]):
-            requests = [SGLangRequest(prompts[i], first=request.first, live=self._sentinel(i)) for i in batch]
+            requests = [
+                SGLangRequest(prompts[i], first=request.rows_of(i)[0], picked=picked[i], live=self._sentinel(i))
+                for i in batch
+            ]
             for index, response in zip(batch, self._ask(requests), strict=True):
-                sink.add(index, self._stored(response.rows, request.n_rows))
+                sink.add(index, self._stored(response.rows, len(request.rows_of(index))))
                 sink.progress(len(prompts[index]))
         return {"tokens": sum(map(len, prompts))}
 

@@ -10,6 +10,7 @@ without that file pass untouched::
 
     tokens  tokens of the prompt
     first   rows from this position on are kept (the row of position i predicts token i + 1)
+    picked  only these positions are kept, where they are given
     live    number of live rows of logits that are kept with them
     force   token ids that replace the sampled ones, in order
     about   describe model, cache and head as well
@@ -154,7 +155,8 @@ class _Capture:
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
             if instructions["first"] is not None:
-                _, fresh = self._files.fresh(rid, end - len(rows), rows, instructions["first"])
+                picked = instructions.get("picked")
+                _, fresh = self._files.fresh(rid, end - len(rows), rows, instructions["first"], picked=picked)
                 self._files.rows(rid, fresh, partial(_live_logits, runner, batch))
             if passed is not None and instructions.get("layers"):
                 tokens = slice(starts[index], starts[index] + lengths[index])

@@ -28,7 +28,7 @@ from fidelab.engines.capture_files import read_head, read_nan, read_rows, read_s
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
 
-_INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
+_INSTRUCTIONS = ("first", "picked", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
 _COLOCATED_VARIABLE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
 
 
@@ -43,6 +43,7 @@ class SGLangRequest:
     max_tokens: int = 1
     stop: Tokens = ()
     first: int | None = None
+    picked: Tokens = ()
     live: int = 0
     force: Tokens = ()
     about: bool = False
@@ -279,7 +280,7 @@ class SGLangSession:
         kept = len(request.prompt) + len(ids) - 1
         rows = read_rows(self._folder / f"{name}.rows", self._dtype, self._width)
         live = read_rows(self._folder / f"{name}.live", "float32", self._vocabulary)
-        n_rows, n_wanted = 0 if rows is None else len(rows), kept - request.first
+        n_rows, n_wanted = 0 if rows is None else len(rows), len(request.picked) or kept - request.first
         if n_rows < n_wanted or (n_rows > n_wanted and not request.stop):
             raise EngineError(f"SGLang handed over {n_rows} rows of {n_wanted}")
         failed = None

@@ -194,9 +194,12 @@ class VLLMEngine(Engine):
         ends = (0, len(request.windows) - 1)
         for index, window in enumerate(request.windows):
             # Tokens after the last row cannot change it, and there must be room for the generated one.
-            alone = VLLMRequest(window[: request.last + 1], 1, request.first, request.last, sentinel=index in ends)
+            own = request.rows_of(index)
+            picked = request.positions[index] if request.positions else ()
+            prompt = window[: own[-1] + 1]
+            alone = VLLMRequest(prompt, 1, own[0], own[-1], sentinel=index in ends, picked=picked)
             [(_, _, key)] = self._model.run([alone])
-            sink.add(index, self._model.rows(key, request.n_rows))
+            sink.add(index, self._model.rows(key, len(own)))
             sink.progress(len(window))
         return {"tokens": sum(map(len, request.windows))}
 

@@ -10,6 +10,7 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     key     the name of the request's files under the capture folder
     first   rows from this position on are kept (the row of position i predicts token i + 1)
     last    the last such position; no end where it is absent
+    picked  only these positions are kept, where they are given
     live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
     layers  keep the residual stream after every layer instead of rows, from ``first`` to ``last``
@@ -231,8 +232,9 @@ class _Hook:
             if "layers" in asked:
                 self._states(asked, share.start, slice(share.offset, share.offset + share.tokens))
             elif "first" in asked:
-                position, rows = self.files.fresh(asked["key"], share.start, states, asked["first"], asked.get("last"))
-                live = rows[: max(asked["first"] + asked.get("live", 0) - position, 0)]
+                key, picked = asked["key"], asked.get("picked")
+                position, rows = self.files.fresh(key, share.start, states, asked["first"], asked.get("last"), picked)
+                live = rows[: max((0 if picked else asked["first"]) + asked.get("live", 0) - position, 0)]
                 if len(live):
                     self.files.append(f"{asked['key']}.live", self._logits(live))
                 self.files.rows(asked["key"], rows, self._logits)

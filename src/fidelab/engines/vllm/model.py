@@ -61,6 +61,7 @@ class VLLMRequest:
     replay is checked on the first of them; ``force``: token ids in place of the sampled ones; ``layers``: of these
     positions the residual stream is kept, and no rows.  ``counted``: see ``fidelab_counted``; ``reuse``: it may find
     its first tokens in the prefix cache.  ``sampling``: by vLLM itself, greedy where it is ``None``.
+    ``picked``: only these of the positions are kept.
     """
 
     prompt: Sequence[int]
@@ -69,6 +70,7 @@ class VLLMRequest:
     last: int | None = None
     sentinel: bool = False
     force: Sequence[int] = field(default=())
+    picked: Sequence[int] = field(default=())
     layers: bool = False
     counted: bool = False
     reuse: bool = False
@@ -79,6 +81,8 @@ class VLLMRequest:
         live = _SENTINEL_ROWS if self.sentinel else 0
         asked = {"key": key, "first": self.first, "last": self.last, "live": live, "force": list(self.force)}
         asked |= {"layers": self.layers, "counted": self.counted}
+        if self.picked:
+            asked["picked"] = list(self.picked)
         return {name: value for name, value in asked.items() if value is not None and value is not False}
 
 
