@@ -52,6 +52,7 @@ class Served:
     scores: str | None = "prompt_logprobs"
     generated_logprobs: bool = True
     most: int = 20
+    longest: int = 1 << 20  # tokens of a prompt
     ends: int | None = None
     names_end: bool = True
     heeds_ignore_eos: bool = True
@@ -234,6 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(400, f"Unrecognized request argument supplied: {unknown[0]}")
         elif as_ids and not served.takes_ids:
             self._error(422, "prompt: Input should be a valid string")
+        elif as_ids and len(body["prompt"]) > served.longest:
+            self._error(400, f"This model's maximum context length is {served.longest} tokens")
         elif top > served.most:
             self._error(400, f"Requested logprobs of {top}, which is greater than max allowed: {served.most}")
         elif top and not served.generated_logprobs:

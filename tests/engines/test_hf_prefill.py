@@ -248,3 +248,62 @@ def test_a_capture_of_states_takes_d_times_two_bytes_per_position(tmp_path: Path
     folder = writer.finish("hidden", {}, {})
     taken = sum(file.stat().st_size for file in folder.iterdir())
     assert taken <= 1.01 * n * 255 * d * 2
+
+
+PLACES = ((3, 9, 18), (0, 30), (25,))
+SPARSE = Prefill(
+    "kld",
+    (tiny.tokens(20, 1), tiny.tokens(32, 2), tiny.tokens(28, 3)),
+    0,
+    30,
+    tuple((0,) * len(own) for own in PLACES),
+    positions=PLACES,
+)
+
+
+@pytest.mark.parametrize(("kv", "options"), [("int8", {}), ("int8", {"estimator": "logprobs"}), ("f32", {})])
+def test_rows_at_given_positions_are_those_of_the_whole_window(
+    kv: str, options: dict[str, str], checkpoint: Checkpoint
+) -> None:
+    engine, sink = tiny.opened(checkpoint("llama"), kv, **options), Answers()
+    engine.answer(SPARSE, sink)
+    for item, (window, own) in enumerate(zip(SPARSE.windows, PLACES, strict=True)):
+        whole, last = Answers(), len(window) - 2
+        engine.answer(Prefill("kld", (window,), 0, last, ((0,) * (last + 1),)), whole)
+        [(name, rows)] = sink.items[item].items()
+        np.testing.assert_array_equal(np.asarray(rows), np.asarray(whole.items[0][name])[list(own)])
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("of the device"), RuntimeError("can't allocate memory: 1 GB")]
+)
+def test_memory_that_does_not_suffice_costs_the_deeper_rows_alone(
+    error: Exception, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, plain, sink = tiny.opened(checkpoint("llama")), Answers(), Answers()
+    engine.answer(SPARSE, plain)
+    read = engine._model.read
+
+    def small(windows: Any, first: int, keep: Any) -> Any:
+        if len(windows[0]) > 16:
+            raise error
+        return read(windows, first, keep)
+
+    monkeypatch.setattr(engine._model, "read", small)
+    fitting = replace(SPARSE, positions=((3, 9, 18), (0, 30), (2, 25)), units=((0,) * 3, (0,) * 2, (0,) * 2))
+    answer = engine.answer(fitting, sink)
+    assert answer.facts["cut_short"] == {"0": 2, "1": 1, "2": 1}
+    for item, kept in enumerate((2, 1, 1)):
+        rows = tiny.hidden(sink.items[item])
+        assert len(rows) == len(fitting.positions[item])
+        assert rows[kept:].isnan().all()
+    np.testing.assert_array_equal(tiny.hidden(sink.items[0])[:2], tiny.hidden(plain.items[0])[:2])
+
+
+def test_memory_that_suffices_for_no_row_at_all_fails_as_before(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    monkeypatch.setattr(engine._model, "read", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.answer(SPARSE, Answers())

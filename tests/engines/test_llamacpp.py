@@ -436,6 +436,44 @@ def test_windows_in_small_calls_give_the_same_rows(tiny: Path) -> None:
     assert parts.tokens == whole.tokens == 90
 
 
+PLACES = ((3, 30, 88), (0, 41))
+DEPTHS = Prefill(
+    "kld",
+    (tuple(41 + i % 200 for i in range(90)), tuple(45 + i for i in range(51))),
+    0,
+    88,
+    ((0,) * 3, (0,) * 2),
+    positions=PLACES,
+)
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("options", [{}, {"n_batch": "16"}, {"estimator": "logprobs"}])
+def test_rows_at_given_positions_are_those_of_the_whole_window(tiny: Path, options: dict[str, str]) -> None:
+    found = answered(opened(tiny, **options), DEPTHS)
+    for item, (window, own) in enumerate(zip(DEPTHS.windows, PLACES, strict=True)):
+        whole = rows(answered(opened(tiny, **options), prefill(window)), 0)
+        np.testing.assert_allclose(rows(found, item), whole[list(own)], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.llamacpp
+def test_memory_that_does_not_suffice_costs_the_deeper_rows_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, plain = opened(tiny), answered(opened(tiny), DEPTHS)
+    context = engine._context
+
+    def small(cells: int, *more: Any, **named: Any) -> Any:
+        if cells > 64:
+            raise EngineError("llama.cpp cannot make a context")
+        return context(cells, *more, **named)
+
+    monkeypatch.setattr(engine, "_context", small)
+    found = answered(engine, DEPTHS)
+    assert found.facts["cut_short"] == {"0": 2}
+    assert np.isnan(rows(found, 0)[2]).all()
+    np.testing.assert_allclose(rows(found, 0)[:2], rows(plain, 0)[:2], atol=0.2)  # from 64 tokens on another kernel
+    np.testing.assert_allclose(rows(found, 1), rows(plain, 1), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.llamacpp
 def test_no_sequence_of_a_batch_runs_out_of_room(tmp_path: Path) -> None:
     prompts = tuple(tuple(41 + (i + n) % 200 for i in range(n)) for n in (200, 201, 190))

@@ -195,6 +195,22 @@ def test_rows_are_the_distributions_behind_their_positions_and_name_the_actual_t
         assert server.scores == "shifted" or WINDOW[at + 3] in reported
 
 
+def test_a_window_beyond_the_servers_context_costs_its_deeper_rows_alone(folder: Path) -> None:
+    places = ((2, 9, 18), (3, 7))
+    windows = (WINDOW[:20], WINDOW[:12])
+    request = Prefill("kld", windows, 2, 18, ((0,) * 3, (0,) * 2), positions=places)
+    found, whole = Answers(), Answers()
+    with serving(Served(longest=13)) as server:
+        facts = opened(folder, server).answer(request, found).facts
+    with serving(Served()) as server:
+        assert "cut_short" not in opened(folder, server).answer(request, whole).facts
+    assert facts["cut_short"] == {"0": 1}
+    assert found.failed == {}
+    assert row(found, 0, 0) == row(whole, 0, 0)
+    assert row(found, 0, 1) == {}
+    assert [row(found, 1, at) for at in (0, 1)] == [row(whole, 1, at) for at in (0, 1)]
+
+
 @pytest.mark.parametrize(("asked", "found"), [({}, 5), ({"logprobs": "3"}, 3)])
 def test_as_many_tokens_are_asked_for_as_the_server_gives(folder: Path, asked: dict[str, str], found: int) -> None:
     with serving(Served(most=7)) as server:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from fidelab.captures.requests import Layerwise
 from tests.engines import tiny
-from tests.real.harness import CONTINUATIONS, PREFILL, PROBES, Run, Said, lacking, states_of_transformers
+from tests.real.harness import CONTINUATIONS, PLACES, PREFILL, PROBES, Run, Said, lacking, states_of_transformers
 
 
 class Contract:
@@ -21,6 +21,12 @@ class Contract:
     def test_states_are_those_of_transformers(self, said: Said, checkpoint: Path) -> None:
         for item, theirs in enumerate(states_of_transformers(tiny.arm(checkpoint), PREFILL)):
             torch.testing.assert_close(said[f"prefill.{item}.hidden"], torch.from_numpy(theirs), rtol=1e-4, atol=1e-4)
+
+    def test_rows_at_given_positions_are_those_of_the_whole_window(self, said: Said) -> None:
+        for item, own in enumerate(PLACES):
+            rows = said[f"depths.{item}.hidden"]
+            whole = said[f"prefill.{item}.hidden"][[position - PREFILL.first for position in own]]
+            torch.testing.assert_close(rows, whole, rtol=1e-4, atol=1e-4)
 
     def test_states_between_the_layers_are_those_of_transformers(self, said: Said, checkpoint: Path) -> None:
         request = PROBES["layers"]

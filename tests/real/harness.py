@@ -57,9 +57,14 @@ PROMPTS = tuple(tokens(n, 10 + n) for n in (5, 17, 40, 9))
 EQUAL = tuple(tokens(9, 30 + n) for n in range(4))
 CONTINUATIONS = tuple(tokens(12, 50 + n) for n in range(4))
 PREFILL = Prefill("kld", WINDOWS, 10, 98, tuple((0,) * 89 for _ in WINDOWS))
+PLACES = ((10, 11, 50, 98), (15, 58), (97,))  # of windows of different lengths
+DEPTHS = Prefill(
+    "kld", (WINDOWS[0], WINDOWS[1][:60], WINDOWS[2]), 10, 98, tuple((0,) * len(own) for own in PLACES), positions=PLACES
+)
 GENERATE = Generate("trajectory", PROMPTS, 12, (), batch=4)
 PROBES: dict[str, Request] = {
     "prefill": PREFILL,
+    "depths": DEPTHS,
     "generate": GENERATE,
     "one": replace(GENERATE, batch=1),
     "stop": replace(GENERATE, max_tokens=400, stop=tuple(range(0, VOCAB, 2))),

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array
 from fidelab.captures.reader import why_no_distribution
 from fidelab.captures.requests import (
+    CUT_SHORT,
     Forced,
     Generate,
     Prefill,
@@ -50,7 +51,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import CLIENT
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, engines, unmeasurable
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, engines, unmeasurable, with_nan_rows
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completion, Dialect, Top
@@ -69,6 +70,7 @@ Result = TypeVar("Result")
 _AS_SERVED = "as-served"
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
+_TOO_LONG = (400, 413, 422)  # with which servers refuse a prompt beyond their context
 _NAMED, _NAME_LENGTH = 3, 100  # models and characters of a name that the proof lists: a server writes what it likes
 _TOPS = (20, 5)  # the most that vLLM and OpenAI return
 _IDS = 1 << 31  # token ids are stored in 32 bits
@@ -238,16 +240,38 @@ class OpenAIEngine(Engine):
         if not self._dialect.top:
             return unmeasurable(request, sink, f"{self._client.root} {self._dialect.why_not}")
 
+        cut: dict[str, int] = {}
+
         def rows(index: int) -> dict[str, Array]:
-            tops = self._dialect.score(request.windows[index])
-            own = request.rows_of(index)
-            asked = [tops[i] for i in own if i < len(tops)] if request.positions else tops[own[0] : own[-1] + 1]
-            return _rows(_checked(asked))
+            if request.positions:
+                found, kept = self._depths(request.windows[index], request.positions[index])
+                cut.update({} if kept == len(request.positions[index]) else {str(index): kept})
+                return found
+            return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
 
         for index, arrays in self._send_all(len(request.windows), rows, sink, self._width()):
             sink.add(index, arrays)
             sink.progress(len(request.windows[index]))
-        return {"tokens": sum(map(len, request.windows))}
+        return {"tokens": sum(map(len, request.windows)), **({CUT_SHORT: cut} if cut else {})}
+
+    def _depths(self, window: Tokens, positions: Tokens) -> tuple[dict[str, Array], int]:
+        """Rows at some positions, and how many of them count: a window that the server refuses is cut to its half.
+
+        Raises:
+            Refused: If the server also refuses what is left.
+        """
+        most = len(window)
+        while True:
+            kept = [position for position in positions if position < most - 1]
+            try:
+                tops = self._dialect.score(window[:most])
+            except Refused as error:
+                most //= 2
+                if error.status not in _TOO_LONG or positions[0] >= most - 1:
+                    raise
+                continue
+            rows = _rows(_checked([tops[position] for position in kept]))
+            return {name: with_nan_rows(array, len(positions) - len(kept)) for name, array in rows.items()}, len(kept)
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
