@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(400, f"Unrecognized request argument supplied: {unknown[0]}")
         elif as_ids and not served.takes_ids:
             self._error(422, "prompt: Input should be a valid string")
-        elif as_ids and len(body["prompt"]) > served.longest:
+        elif len(body["prompt"] if as_ids else encode(body["prompt"])) > served.longest:
             self._error(400, f"This model's maximum context length is {served.longest} tokens")
         elif top > served.most:
             self._error(400, f"Requested logprobs of {top}, which is greater than max allowed: {served.most}")
