@@ -200,7 +200,7 @@ def test_a_window_beyond_the_servers_context_costs_its_deeper_rows_alone(folder:
     windows = (WINDOW[:20], WINDOW[:12])
     request = Prefill("kld", windows, 2, 18, ((0,) * 3, (0,) * 2), positions=places)
     found, whole = Answers(), Answers()
-    with serving(Served(longest=13)) as server:
+    with serving(Served(longest=19)) as server:
         facts = opened(folder, server).answer(request, found).facts
     with serving(Served()) as server:
         assert "cut_short" not in opened(folder, server).answer(request, whole).facts
