@@ -28,6 +28,7 @@ from fidelab.config.arms import arm_fields
 from fidelab.config.grid import Levels, cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
+from fidelab.core.names import AUTO_TEXT
 from fidelab.core.share import Share, WholeShare
 from fidelab.engines import DEFAULT, engine_name
 
@@ -318,7 +319,11 @@ class Experiment(BaseModel):
     )
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
-    text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
+    text: str = Field(
+        default=AUTO_TEXT,
+        description="evaluation text: a name or a UTF-8 file; auto: agents for axes core on a GPU or a server, else "
+        "default",
+    )
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
     traffic: str | None = Field(default=None, description="log of requests that provides text and prompts")
     skip_bad: bool = Field(default=False, description="skip and count invalid records of the log of requests")
@@ -454,6 +459,6 @@ class Experiment(BaseModel):
             raise ValueError("benches compare timings on one machine: omit them, or use executor local")
         if self.device == "cpu" and self.executor.gpus is not None:
             raise ValueError("executor.gpus needs device: cuda; omit it otherwise")
-        if self.traffic is not None and (self.text, self.prompts) != ("default", "default"):
+        if self.traffic is not None and not (self.text in (AUTO_TEXT, "default") and self.prompts == "default"):
             raise ValueError("traffic gives the text and the prompts: leave out text and prompts")
         return self

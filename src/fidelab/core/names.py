@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-TEXTS = ("default", "domains", "wikitext-2")
+AUTO_TEXT = "auto"
+"""The text that suits the engine: ``agents`` on a GPU and on servers, else ``default``."""
+TEXTS = (AUTO_TEXT, "agents", "default", "domains", "wikitext-2")
 """Texts of the package and of the hub."""
 PROMPTS = ("default",)
 """Prompt sets of the package."""

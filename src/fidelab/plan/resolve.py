@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fidelab.axes import AXES
 from fidelab.axes.base import Axis, load_axis
 from fidelab.bench.base import Bench, load_bench
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.core.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
+from fidelab.core.names import AUTO_TEXT
 from fidelab.core.paths import expand
 from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH
 from fidelab.engines import DEFAULT
@@ -32,6 +34,7 @@ from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import DTYPES, inherited_kv, other_attention, resolve_arm, same_attention, served_name, with_kv
 from fidelab.plan.deploy import ResolvedArm, loads_safetensors
 from fidelab.references.pack import Pack
+from fidelab.results.measurement import DECIDING
 
 NODE_THREADS = 4  # of an arm on a cluster, unless specified: few enough that arms do not keep each other from GPUs
 
@@ -83,11 +86,12 @@ def resolve_experiment(
     """
     for config in (experiment.engine, *(arm.engine for arm in experiment.arms if arm.engine)):
         engine_class(config.name)
-    axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
+    for name, values in experiment.axes.items():
+        load_axis(name, values)  # refused before a model is fetched
     benches = {name: load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines(lambda: _files(experiment), assume) as engines:
         _check_kv_names(experiment, engines)
-        return _Resolver(experiment, axes, benches, engines, created, pack).settings()
+        return _Resolver(experiment, benches, engines, created, pack).settings()
 
 
 def _files(experiment: Experiment) -> list[str]:
@@ -107,7 +111,6 @@ class _Resolver:
     def __init__(
         self,
         experiment: Experiment,
-        axes: Mapping[str, Axis],
         benches: Mapping[str, Bench],
         engines: Engines,
         created: str,
@@ -119,17 +122,21 @@ class _Resolver:
         self._asked_dtype = experiment.dtype
         self._models: dict[str, Model] = {}
         self._model = self._find_model(experiment.model)
-        self._axes = axes
         self._benches = benches
         reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
         here = experiment.executor.name == "local"
+        device = _device(experiment.device, self._model) if here else _check_cluster_device(experiment.device)
+        text, chosen = _text_of(experiment, device)
+        axes = {name: load_axis(name, values) for name, values in chosen.items()}
+        self._axes: Mapping[str, Axis] = axes
         self._experiment = experiment.model_copy(
             update={
                 "reference": reference,
                 "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
                 "dtype": DTYPES[self._model.native] if experiment.dtype == "auto" else experiment.dtype,
                 "threads": experiment.threads or (usable_cores() if here else NODE_THREADS),
-                "device": _device(experiment.device, self._model) if here else _check_cluster_device(experiment.device),
+                "device": device,
+                "text": text,
                 "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
                 "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
             }
@@ -502,6 +509,27 @@ def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
 def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
     """The same arm with another cache."""
     return config.model_copy(update={"kv": kv, "name": name})
+
+
+_SERVED_DEPTH = 2048  # tokens: a server sends its top tokens for each token that it reads
+
+
+def _text_of(experiment: Experiment, device: str) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
+    """Return the evaluation text in the place of ``auto``, and the axes with their settings.
+
+    The axes ``core`` read long documents of many kinds on a GPU and on servers, at several depths, where no size is
+    given.  A CPU would take much longer over them.
+    """
+    if experiment.text != AUTO_TEXT:
+        return experiment.text, experiment.axes
+    kld, usual = experiment.axes.get(DECIDING), AXES.load(DECIDING).until_decided
+    served = engine_class(experiment.engine.name).is_server
+    sized = kld is not None and {name: value for name, value in kld.items() if value != usual.get(name)}
+    core = {*experiment.axes} <= {DECIDING, "trajectory"} and experiment.traffic is None
+    if kld is None or sized or not core or not (served or device != "cpu") or experiment.reference_from is not None:
+        return "default", experiment.axes
+    deep = {"protocol": "depth", **({"n_ctx": _SERVED_DEPTH} if served else {})}
+    return "agents", {**experiment.axes, DECIDING: deep}
 
 
 def _device(asked: str, model: Model) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core.errors import CaptureError, FidelabError, InputError, UnavailableError, UsageError
+from fidelab.core.names import AUTO_TEXT
 from fidelab.core.paths import expand
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, hub
@@ -94,7 +95,7 @@ def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
         "benches": experiment.benches,
         "control": experiment.control not in ("auto", "none"),
         "runs": experiment.runs > 1,
-        "text": experiment.text != "default",
+        "text": experiment.text not in (AUTO_TEXT, "default"),
         "prompts": experiment.prompts != "default",
         "traffic": experiment.traffic,
     }
