@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TEXTS = ("default", "domains", "wikitext-2")
+TEXTS = ("default", "domains", "agents", "wikitext-2")
 """Texts of the package and of the hub."""
 PROMPTS = ("default",)
 """Prompt sets of the package."""
