@@ -17,7 +17,7 @@ import hashlib
 import json
 import lzma
 
-from scripts.agents_text import code
+from scripts.agents_text import code, mathematics, prose, tables, terminals, toolcalls
 from scripts.agents_text.documents import COUNTER, Document, alternating, content_of, repeated
 from scripts.agents_text.record import record
 from scripts.agents_text.repository import ROOT, Repository
@@ -55,6 +55,8 @@ def describe() -> str:
     rows = ["| kind | documents | tokens | longest | from 8,192 | from 32,768 | sources |", "|---|---|---|---|---|---|---|"]
     for kind, source in (*SOURCES.items(), ("all", "")):
         own = [count for document, count in zip(documents, counts, strict=True) if kind in ("all", document.kind)]
+        if not own:
+            continue
         reach = [sum(count >= least for count in own) for least in (8192, 32768)]
         rows.append(f"| {kind} | {len(own)} | {sum(own):,} | {max(own):,} | {reach[0]} | {reach[1]} | {source} |")
     return "\n".join(rows)
@@ -74,7 +76,7 @@ def main() -> None:
         write()
 
 
-BUILDERS = (code,)
+BUILDERS = (toolcalls, code, prose, tables, mathematics)
 
 if __name__ == "__main__":
     main()

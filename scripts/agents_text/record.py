@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,12 +36,30 @@ _COMMANDS = (
     "estimate smollm2-135m", "estimate devices", "setup formats", "doctor", "serve presets", "setup models",
     "checkpoint audit smollm2-135m", "reproduce list", "serve show gemma4-31b", "reproduce arithmetic",
 )  # fmt: skip
+_PYTHON = tuple(
+    (f"python {' '.join(options)}", options)
+    for options in (
+        ["-m", "cProfile", "-s", "cumulative", "-m", "fidelab", "estimate", "smollm2-135m"],
+        ["-m", "cProfile", "-s", "tottime", "-m", "fidelab", "setup", "formats"],
+        ["-X", "importtime", "-m", "fidelab", "--version"],
+        ["-m", "dis", "src/fidelab/metrics/intervals.py"],
+        ["-m", "dis", "src/fidelab/core/registry.py"],
+        ["-m", "trace", "--trace", "--ignore-dir", sys.prefix, "--module", "fidelab.formats.known"],
+        ["-m", "tokenize", "-e", "src/fidelab/inputs/prompts.py"],
+        ["-m", "ast", "src/fidelab/inputs/files.py"],
+        ["-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "k16v8/tests"],
+        ["-m", "pytest", "--fixtures", "-q", "-p", "no:cacheprovider", "tests/engines"],
+    )
+)
 _COMPARE = "compare smollm2-135m --engine hf --dtype float32 --reference f32 --axes {axes} --quick --windows {windows} --n-ctx 256 --kv {kv}"
 _RUNS = (
     ("kld", 4, "q8_0 --kv fp8_e4m3"), ("kld", 3, "int4 --kv k16v8"), ("kld", 2, "q4_0 --kv q5_1"),
-    ("trajectory", 2, "q4_0"), ("ppl", 2, "nvfp4"),
+    ("kld,perplexity", 3, "q4_0 --kv int4"), ("kld", 6, "nvfp4 --kv fp8_e5m2"),
 )  # fmt: skip
 _TIMES = re.compile(r"\b\d{2}:\d{2}:\d{2}(?:[.,]\d+)?\b")
+_EPOCHS = re.compile(r"\b1[789]\d{8}\.\d+\b")
+_MOST = 240_000  # characters that are kept of an output
+_TRIES = 4  # faults in a source until a test fails
 
 
 def recorded(*kinds: str) -> list[dict[str, str]]:
@@ -60,7 +79,8 @@ def _clock(text: str) -> str:
         first = now if first is None else first
         return f"{(now - first) % 86400:.1f} s"
 
-    return _TIMES.sub(since, text)
+    epochs = [float(found) for found in _EPOCHS.findall(text)]
+    return _EPOCHS.sub(lambda found: f"{float(found[0]) - epochs[0]:.3f}", _TIMES.sub(since, text))
 
 
 def _printed(command: list[str], tree: Path, runs: Path) -> str:
@@ -96,7 +116,6 @@ def _faults(tree: Path, repository: Repository) -> Iterator[tuple[str, str, str,
                 old, new = order.choice(fitting)
                 changed = [*lines[:number], lines[number].replace(old, new, 1), *lines[number + 1 :]]
                 yield tests[Path(name).name], name, text, "".join(changed)
-                break
 
 
 def record(seconds: float) -> None:
@@ -109,7 +128,9 @@ def record(seconds: float) -> None:
         records: list[dict[str, str]] = []
 
         def keep(kind: str, shown: str, text: str) -> None:
-            records.append({"kind": kind, "command": clean(shown), "output": text})
+            if len(text) < 200:
+                return
+            records.append({"kind": kind, "command": clean(shown), "output": text[:_MOST]})
             packed = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records).encode()
             RECORDED.write_bytes(lzma.compress(packed, preset=9 | lzma.PRESET_EXTREME))
             print(f"{time.monotonic() - began:7.0f} s  {len(text):8}  {shown[:90]}", flush=True)
@@ -118,21 +139,30 @@ def record(seconds: float) -> None:
             keep("command", f"fidelab {line}", _printed([python, "-m", "fidelab", *line.split()], tree, runs))
         for axes, windows, kv in _RUNS:
             line = _COMPARE.format(axes=axes, windows=windows, kv=kv)
-            where = runs / f"{axes}-{kv.split()[0]}"
+            where = runs / f"{axes.replace(',', '-')}-{kv.split()[0]}"
             keep("run", f"fidelab {line}", _printed([python, "-m", "fidelab", *line.split(), "--output-dir", str(where)], tree, runs))
             for file in sorted(where.rglob("*.jsonl")) + sorted(where.rglob("*.log")) + sorted(where.rglob("report.json")):
                 content = file.read_text("utf-8", errors="replace").replace(str(runs), "runs").replace(f"{tree}/", "")
                 keep("file", f"cat runs/{file.relative_to(runs)}", clean(_clock(content)))
+        for shown, options in _PYTHON:
+            keep("command", shown, _printed([python, *options], tree, runs))
         rules = ["--isolated", "--select", "ALL", "--ignore", "D,ANN,INP,S101,COM812", "--output-format"]
         for place, form in (("benchmarks", "full"), ("k16v8/src", "full"), ("checkpoints/src", "concise"), ("src/fidelab/engines", "concise")):
             keep("lint", f"ruff check {place} --select ALL", _printed([python, "-m", "ruff", "check", place, *rules, form], tree, runs))
         pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-m", "not engines and not browser and not long and not full and not model"]
         rooms = ("formats", "metrics", "inputs", "config", "ledger", "results", "axes")
         for room in rooms:
-            keep("tests", f"pytest tests/{room} -v --durations=10", _printed([*pytest, f"tests/{room}", "-v", "--durations=10"], tree, runs))
+            keep("tests", f"pytest tests/{room} -v --durations=10", _printed([*pytest, f"tests/{room}", "-vv", "--durations=10"], tree, runs))
+        tried: Counter[str] = Counter()
         for test, name, text, changed in _faults(tree, repository):
             if time.monotonic() - began > seconds:
                 break
+            if tried[name] >= _TRIES:
+                continue
+            tried[name] += 1
             (tree / name).write_text(changed, "utf-8")
-            keep("failure", f"pytest {test} -x --maxfail=4", _printed([*pytest, test, "--maxfail=4", "-q"], tree, runs))
+            printed = _printed([*pytest, test, "--maxfail=3", "-q"], tree, runs)
             (tree / name).write_text(text, "utf-8")
+            if "Error" in printed:
+                tried[name] = _TRIES
+                keep("failure", f"pytest {test} --maxfail=3", printed)

@@ -16,6 +16,7 @@ LEFT_OUT = ("tests/engines/", "src/fidelab/inputs/data/", "src/fidelab/doctor/co
 _REPLACED = (
     (r"\b[\w.+-]+@[\w-]+\.[\w.-]*\w", "name at example"),
     (r"\b(?:19|20)\d\d-[01]\d-[0-3]\d(?:[T_ ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?Z?)?", "day-0"),
+    (r"\b20\d{6}-\d{6}\b", "run-0"),
     (r"\b[0-3]?\d\.? (?:January|February|March|April|May|June|July|August|September|October|November|December)\b", "day 0"),
     (r"\b(?:January|February|March|April|June|July|August|September|October|November|December)(?= \d)", "month"),
     (r"\bMay (?=\d)", "month "),

@@ -1,0 +1,64 @@
+"""Documents of the kind ``logs``: logs and terminals."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+
+from scripts.agents_text.documents import Document, filled, shuffled, sizes
+from scripts.agents_text.record import recorded
+from scripts.agents_text.repository import Repository, git
+
+_PART = 9_000  # characters of an output that a document takes at a time
+
+
+def _parts(command: str, text: str) -> Iterator[str]:
+    """Yield an output in parts that end with a line."""
+    lines, part, size, first = text.rstrip().split("\n"), [], 0, True
+    for line in lines:
+        part.append(line[:600])
+        size += len(line)
+        if size > _PART:
+            yield (f"$ {command}\n" if first else f"({command}, continued)\n") + "\n".join(part)
+            part, size, first = [], 0, False
+    if part:
+        yield (f"$ {command}\n" if first else f"({command}, continued)\n") + "\n".join(part)
+
+
+def _history(repository: Repository, seed: int) -> Iterator[str]:
+    """Yield commits with the files that they changed."""
+    order = random.Random(seed)
+    text = git("log", "--format=%x00commit %h%n%n    %s%n%w(100,4,4)%b", "--stat=100", f"{repository.revisions[-1]}~{700}..{repository.revisions[-1]}")
+    commits = [re.sub(r"\n{3,}", "\n\n", one).strip() for one in text.split("\0")[1:]]
+    at = 0
+    while at < len(commits):
+        count = order.randint(5, 14)
+        yield f"$ git log --stat --skip {at} -n {count}\n" + "\n\n".join(one[:3000] for one in commits[at : at + count])
+        at += count
+
+
+def build(repository: Repository, seed: int = 61) -> list[Document]:
+    """Return the documents; no part of an output is in two of them."""
+    order = random.Random(seed)
+    sources: dict[str, list[str]] = {}
+    for kinds, most in ((("failure",), 400), (("tests",), 40), (("lint",), 46), (("run", "file"), 60), (("command",), 60)):
+        parts: list[str] = []
+        for one in recorded(*kinds):
+            if len(one["output"]) > 250:
+                parts += list(_parts(one["command"], one["output"]))[: 3 if kinds == ("run", "file") else 22]
+        sources[kinds[0]] = shuffled(parts, seed)[:most] if kinds != ("failure",) else shuffled(parts, seed)[1::2]
+    sources["history"] = list(_history(repository, seed))
+    left = {name: iter(parts) for name, parts in sources.items()}
+    weights = {name: sum(map(len, parts)) for name, parts in sources.items()}
+
+    def pieces() -> Iterator[str]:
+        while True:
+            name = order.choices(list(weights), list(weights.values()))[0]
+            piece = next(left[name], None)
+            if piece is None:
+                del weights[name]
+            else:
+                yield piece
+
+    return [Document("logs", f"logs-{number:02}", filled(pieces(), size)) for number, size in enumerate(sizes(2, huge=1), 1)]
