@@ -17,7 +17,7 @@ import hashlib
 import json
 import lzma
 
-from scripts.agents_text import code, mathematics, prose, tables, terminals, toolcalls
+from scripts.agents_text import chat, code, languages, mathematics, prose, tables, terminals, toolcalls
 from scripts.agents_text.documents import COUNTER, Document, alternating, content_of, repeated
 from scripts.agents_text.record import record
 from scripts.agents_text.repository import ROOT, Repository
@@ -76,7 +76,7 @@ def main() -> None:
         write()
 
 
-BUILDERS = (toolcalls, code, prose, tables, mathematics)
+BUILDERS = (toolcalls, code, terminals, prose, tables, mathematics, languages, chat)
 
 if __name__ == "__main__":
     main()

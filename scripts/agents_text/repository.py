@@ -49,6 +49,8 @@ def git(*arguments: str) -> str:
 class Repository:
     """Files and history of the pinned revision."""
 
+    revision = REVISION
+
     @cached_property
     def files(self) -> dict[str, str]:
         """Text of each file of the project's own, by its path, in the order of the paths."""

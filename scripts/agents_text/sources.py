@@ -7,6 +7,6 @@ SOURCES = {
     "long document": "this repository's documents, and a handbook of the docstrings of its modules",
     "tables and JSON": "this repository's schemas, golden records and tables, results of benchmarks, tables that a script computes",
     "mathematics": "exercises with every step, made and solved by a seeded script in exact numbers",
-    "languages": "texts in 20 languages, written for this project",
+    "languages": "texts in 18 languages, written for this project",
     "chat": "dialogues of questions and answers that were written for this project, and of its documents",
 }

@@ -131,7 +131,7 @@ def build(repository: Repository, seed: int = 51) -> list[Document]:
         elif number == 3:
             stored = [_schema(repository, "schema/fidelab.study-0.schema.json"), _parts(json.loads(files["tests/golden/data/arithmetic.json"]))]
         else:
-            stored = [_parts(json.loads(files[golden[number % len(golden)]])), _rows(files["tests/golden/data/rows.csv"], 700 + 90 * number, order)]
+            stored = [_parts(json.loads(files[golden[number % len(golden)]])), _rows(files["tests/golden/data/rows.csv"], 900 + 330 * number, order)]
             if number - 2 < len(results):
                 stored.append(_parts(json.loads(files[results[number - 2]])))
         computed = (_functions, _records, _shapes, _scalars)
