@@ -45,14 +45,20 @@ def write() -> None:
     print(f"{FILE.relative_to(ROOT)}: {FILE.stat().st_size:,} bytes, SHA-256 {hashlib.sha256(content).hexdigest()}")
     within, between = repeated([content_of(document) for document in documents])
     print(f"most repeated within a document: {max(zip(within, (d.name for d in documents), strict=True))}")
-    print("most shared by two:", sorted(((s, documents[a].name, documents[b].name) for (a, b), s in between.items()), reverse=True)[:3])
+    print(
+        "most shared by two:",
+        sorted(((s, documents[a].name, documents[b].name) for (a, b), s in between.items()), reverse=True)[:3],
+    )
 
 
 def describe() -> str:
     """Return the table of kinds: documents, tokens, longest document, sources."""
     documents = read()
     counts = [COUNTER.document(document) for document in documents]
-    rows = ["| kind | documents | tokens | longest | from 8,192 | from 32,768 | sources |", "|---|---|---|---|---|---|---|"]
+    rows = [
+        "| kind | documents | tokens | longest | from 8,192 | from 32,768 | sources |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind, source in (*SOURCES.items(), ("all", "")):
         own = [count for document, count in zip(documents, counts, strict=True) if kind in ("all", document.kind)]
         if not own:

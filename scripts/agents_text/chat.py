@@ -24,7 +24,13 @@ _ASK_SECTION = (
     "What does your manual say about {}?", "Tell me about {}.", "{}: what is meant by that?", "Somebody mentioned {} yesterday. I nodded and understood nothing.",
     "Can you quote the part on {}?", "I need to explain {} to a colleague.", "Is there anything written on {}?", "Back to work. {}, please.",
 )  # fmt: skip
-_ASK_NAME = ("What is `{}` for?", "In one paragraph: `{}`.", "I stumbled over `{}`. Which promise does it make?", "What may I expect of `{}`?", "How would you describe `{}` to a newcomer?")
+_ASK_NAME = (
+    "What is `{}` for?",
+    "In one paragraph: `{}`.",
+    "I stumbled over `{}`. Which promise does it make?",
+    "What may I expect of `{}`?",
+    "How would you describe `{}` to a newcomer?",
+)
 _READ_ON = (
     "Read on.", "And then?", "Next paragraph, please.", "Go ahead, I am listening.", "I like this. Continue.", "Hm. What follows?", "Wait, I have to fill the kettle. So, and after \"{}\"?",
     "You stopped at \"{}\".", "What comes after \"{}\"?", "\"{}\" is well put. More.", "I am not sure about \"{}\", but continue.", "Slowly. \"{}\". Yes. And now?",
@@ -64,13 +70,27 @@ class _Talk:
         self.at = 0
         self.described = list(_described(repository))
         random.Random(seed).shuffle(self.described)
-        parts = [part for name in repository.under("docs/", suffix=".md") if "reference" not in name for part in sections(repository.files[name])]
+        parts = [
+            part
+            for name in repository.under("docs/", suffix=".md")
+            if "reference" not in name
+            for part in sections(repository.files[name])
+        ]
         self.parts = [part for part in shuffled(parts, seed) if 300 < len(part) < 2600]
         stories = (Path("src/fidelab/inputs/data/prose.md"), Path("src/fidelab/inputs/data/long.md"))
-        texts = [part.strip() for path in stories for part in re.split(r"(?m)^(?=# )", git("show", f"{repository.revision}:{path}")) if part.strip()]
+        texts = [
+            part.strip()
+            for path in stories
+            for part in re.split(r"(?m)^(?=# )", git("show", f"{repository.revision}:{path}"))
+            if part.strip()
+        ]
         self.texts = shuffled(texts, seed)
         commits = git("log", "--format=%s%n%b%x00", repository.revision).split("\0")
-        self.commits = [(body[0], body[1].strip()) for one in shuffled(commits, seed) if len(body := one.strip().split("\n", 1)) == 2 and len(body[1]) > 120]
+        self.commits = [
+            (body[0], body[1].strip())
+            for one in shuffled(commits, seed)
+            if len(body := one.strip().split("\n", 1)) == 2 and len(body[1]) > 120
+        ]
 
     def exchanges(self, order: random.Random, weights: dict[str, float]) -> Iterator[list[Message]]:
         """Yield exchanges of one dialogue."""
@@ -92,7 +112,7 @@ class _Talk:
                     title, *paragraphs = self.texts.pop().split("\n\n")
                     first = paragraphs.pop(0)
                     last = first
-                    yield _told(f"{before}Please read \"{title.lstrip('# ')}\" to me, one paragraph at a time.", first)
+                    yield _told(f'{before}Please read "{title.lstrip("# ")}" to me, one paragraph at a time.', first)
                 else:
                     words = last.rstrip(".").split()
                     asked = order.choice(_READ_ON).format(" ".join(words[-order.randint(3, 7) :]))
@@ -106,7 +126,7 @@ class _Talk:
                 yield _told(before + order.choice(_ASK_NAME).format(name), text)
             elif what == "commit" and self.commits:
                 subject, text = self.commits.pop()
-                yield _told(f"{before}What was the reason for the change \"{subject}\"?", text)
+                yield _told(f'{before}What was the reason for the change "{subject}"?', text)
             elif what == "task":
                 task, _, solution = next(tasks).split(". ", 1)[1].partition("\n")
                 if solution:

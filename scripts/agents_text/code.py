@@ -21,7 +21,17 @@ _WORDS = (
 def diffs(repository: Repository, seed: int, least: int = 1500, most: int = 14000) -> Iterator[str]:
     """Yield changes of sources in an order that the seed gives."""
     for revision in shuffled(repository.revisions[1:], seed):
-        body = git("show", "--format=%s", "--no-color", "--no-ext-diff", revision, "--", "*.py", ":!tests/engines", ":!src/fidelab/inputs/data")
+        body = git(
+            "show",
+            "--format=%s",
+            "--no-color",
+            "--no-ext-diff",
+            revision,
+            "--",
+            "*.py",
+            ":!tests/engines",
+            ":!src/fidelab/inputs/data",
+        )
         body = re.sub(r"^index .*\n", "", body, flags=re.M)
         if least <= len(body) <= most:
             subject, _, change = body.partition("\n")
@@ -35,9 +45,15 @@ def _numbered(text: str) -> str:
 def build(repository: Repository, seed: int = 11) -> list[Document]:
     """Return the documents: whole files, with greps, changes and failed tests between them."""
     order = random.Random(seed)
-    files = iter(shuffled(repository.under("src/", "k16v8/", "checkpoints/", "benchmarks/", "tests/", least=2500), seed))
+    files = iter(
+        shuffled(repository.under("src/", "k16v8/", "checkpoints/", "benchmarks/", "tests/", least=2500), seed)
+    )
     changes = diffs(repository, seed)
-    failures = iter(shuffled((f"$ {one['command']}\n{one['output']}" for one in recorded("failure") if len(one["output"]) > 600), seed)[::2])
+    failures = iter(
+        shuffled(
+            (f"$ {one['command']}\n{one['output']}" for one in recorded("failure") if len(one["output"]) > 600), seed
+        )[::2]
+    )
     words = iter(shuffled(_WORDS, seed))
 
     def session() -> Iterator[str]:
@@ -56,10 +72,16 @@ def build(repository: Repository, seed: int = 11) -> list[Document]:
                 if word is not None:
                     lines = repository.grep(word, "src/", "k16v8/src/", "checkpoints/src/")
                     start = order.randrange(max(1, len(lines) - 40))
-                    yield f"$ grep -rnE {word!r} src k16v8/src checkpoints/src | sed -n {start + 1},{start + 40}p\n" + "\n".join(lines[start : start + 40])
+                    yield (
+                        f"$ grep -rnE {word!r} src k16v8/src checkpoints/src | sed -n {start + 1},{start + 40}p\n"
+                        + "\n".join(lines[start : start + 40])
+                    )
             else:
                 failed = next(failures, None)
                 if failed is not None:
                     yield failed
 
-    return [Document("code", f"code-{number:02}", filled(session(), size)) for number, size in enumerate(sizes(3, huge=1), 1)]
+    return [
+        Document("code", f"code-{number:02}", filled(session(), size))
+        for number, size in enumerate(sizes(3, huge=1), 1)
+    ]

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from scripts.agents_text.repository import clean
+
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import pull
 
-from scripts.agents_text.repository import clean
-
 BLOCK = 200  # characters
-LONG, MIDDLE, SHORT = 33_000, 8_350, 2_200  # tokens
-HUGE = 132_000
+LONG, MIDDLE, SHORT = 32_900, 8_300, 1_500  # tokens
+HUGE = 131_400
 Message = dict[str, str]
 
 
@@ -60,8 +60,8 @@ COUNTER = Counter()
 def sizes(long: int, total: int = 12, short: int = 2, huge: int = 0) -> list[int]:
     """Return the wanted lengths of a kind's documents, the longest first."""
     middle = total - long - short - huge
-    spread = [MIDDLE + 90 * index for index in range(middle)]
-    return [HUGE] * huge + [LONG + 60 * index for index in range(long)] + spread[::-1] + [SHORT, SHORT + 1900][:short]
+    spread = [MIDDLE + 50 * index for index in range(middle)]
+    return [HUGE] * huge + [LONG + 60 * index for index in range(long)] + spread[::-1] + [SHORT, SHORT + 1_000][:short]
 
 
 def shortened(text: str, tokens: int) -> str:

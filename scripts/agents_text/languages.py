@@ -22,7 +22,7 @@ _NAMES = {
     "it": "Italiano", "ja": "日本語", "ko": "한국어", "ru": "Русский", "th": "ไทย", "tr": "Türkçe", "uk": "Українська", "vi": "Tiếng Việt", "zh": "中文",
 }  # fmt: skip
 _FULL_STOP = {"zh": "。", "ja": "。", "hi": "।", "bn": "।", "th": ""}
-_PER_DOCUMENT = {0: 12, 1: 12}  # pieces of the long documents; the others have fewer
+_PER_DOCUMENT = {0: 14, 1: 14}  # pieces of the long documents; the others have fewer
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class _Language:
 def _read(path: Path) -> _Language:
     text, openings, clauses, endings = re.split(r"\[(?:openings|clauses|endings)\]\n", path.read_text("utf-8"))
     pieces = tuple(part.strip() for part in re.split(r"(?m)^= ", text) if part.strip())
-    lists = [tuple(line.strip() for line in phrases.splitlines() if line.strip()) for phrases in (openings, clauses, endings)]
+    lists = [
+        tuple(line.strip() for line in phrases.splitlines() if line.strip()) for phrases in (openings, clauses, endings)
+    ]
     return _Language(path.stem, pieces, lists[0], lists[1], lists[2])
 
 
@@ -56,7 +58,9 @@ def languages() -> dict[str, _Language]:
 
 def _letters(text: str) -> str:
     counted = Counter(letter for letter in text if not letter.isspace()).most_common(24)
-    return "\n".join(f"{letter}  U+{ord(letter):04X}  {unicodedata.name(letter, '?').lower()}  {count}" for letter, count in counted)
+    return "\n".join(
+        f"{letter}  U+{ord(letter):04X}  {unicodedata.name(letter, '?').lower()}  {count}" for letter, count in counted
+    )
 
 
 def build(repository: Repository, seed: int = 71) -> list[Document]:
@@ -67,7 +71,11 @@ def build(repository: Repository, seed: int = 71) -> list[Document]:
     for number, size in enumerate(sizes(2)):
         order = random.Random(f"{seed} {number}")
         count = 18 if number < 2 else 4
-        codes = sorted(known) if number < 2 else [sorted(known)[(number * 3 + step * 5) % len(known)] for step in range(count)]
+        codes = (
+            sorted(known)
+            if number < 2
+            else [sorted(known)[(number * 3 + step * 5) % len(known)] for step in range(count)]
+        )
         order.shuffle(codes)
         own: list[tuple[str, str]] = []
         wanted = _PER_DOCUMENT.get(number, 1 if size < SHORT + 9 else 3)
@@ -76,15 +84,23 @@ def build(repository: Repository, seed: int = 71) -> list[Document]:
                 own.append((code, left[code].pop()))
         used: set[tuple[str, int, int]] = set()
 
-        def numbers(code: str, order: random.Random = order, used: set[tuple[str, int, int]] = used) -> tuple[int, int, int]:
+        def numbers(
+            code: str, order: random.Random = order, used: set[tuple[str, int, int]] = used
+        ) -> tuple[int, int, int]:
             one = known[code]
             while True:
-                found = order.randrange(len(one.openings)), order.randrange(len(one.clauses)), order.randrange(len(one.endings))
+                found = (
+                    order.randrange(len(one.openings)),
+                    order.randrange(len(one.clauses)),
+                    order.randrange(len(one.endings)),
+                )
                 if (code, found[0], found[1]) not in used:
                     used.add((code, found[0], found[1]))
                     return found
 
-        def pieces(order: random.Random = order, own: list[tuple[str, str]] = own, codes: list[str] = codes) -> Iterator[str]:
+        def pieces(
+            order: random.Random = order, own: list[tuple[str, str]] = own, codes: list[str] = codes
+        ) -> Iterator[str]:
             last = ""
             while True:
                 choice = order.random()

@@ -15,7 +15,8 @@ _LONG = ("docs/metrics.md", "docs/design.md", "docs/failures.md")
 
 def sections(text: str) -> list[str]:
     """Return the parts of a page, from heading to heading, without very short ones."""
-    return [part.strip() for part in re.split(r"(?m)^(?=#{1,3} )", text) if len(part) > 200]
+    parts = [part.strip() for part in re.split(r"(?m)^(?=#{1,3} )", text) if len(part) > 200]
+    return [part for part in parts if part.count("```") % 2 == 0]  # a comment in a listing looks like a heading
 
 
 def _described(tree: ast.Module, module: str) -> Iterator[str]:
@@ -46,10 +47,37 @@ def build(repository: Repository) -> list[Document]:
     rest = sizes(3)[3:]
     texts: list[str] = []
     files = repository.files
-    texts.append(filled(iter([files["docs/metrics.md"], files["docs/pitfalls.md"], files["docs/interpretation.md"], files["docs/design.md"]]), LONG))
-    pages = [part for name in sorted(files) if name.startswith("docs/") and name.endswith(".md") and not name.startswith(("docs/reference", "docs/gallery")) and name not in (*_LONG[:1], "docs/pitfalls.md", "docs/interpretation.md", "docs/design.md") for part in [files[name]]]
+    texts.append(
+        filled(
+            iter(
+                [
+                    files["docs/metrics.md"],
+                    files["docs/pitfalls.md"],
+                    files["docs/interpretation.md"],
+                    files["docs/design.md"],
+                ]
+            ),
+            LONG,
+        )
+    )
+    pages = [
+        part
+        for name in sorted(files)
+        if name.startswith("docs/")
+        and name.endswith(".md")
+        and not name.startswith(("docs/reference", "docs/gallery"))
+        and name not in (*_LONG[:1], "docs/pitfalls.md", "docs/interpretation.md", "docs/design.md")
+        for part in [files[name]]
+    ]
     texts.append(filled(iter([*pages[:12]]), LONG + 60))
-    rooms = ("src/fidelab/metrics/", "src/fidelab/results/", "src/fidelab/axes/", "src/fidelab/core/", "src/fidelab/formats/", "src/fidelab/captures/")
+    rooms = (
+        "src/fidelab/metrics/",
+        "src/fidelab/results/",
+        "src/fidelab/axes/",
+        "src/fidelab/core/",
+        "src/fidelab/formats/",
+        "src/fidelab/captures/",
+    )
     texts.append("# Handbook of the modules\n" + filled(handbook(repository, *rooms), LONG + 120))
     others = iter([files["docs/design.md"], *pages[12:], *(files[name] for name in _PAGES if name in files)])
     packages = (

@@ -23,7 +23,18 @@ from scripts.agents_text.repository import ROOT, Repository, clean
 
 RECORDED = Path(__file__).parent / "recorded.jsonl.xz"
 _SECONDS = 240
-_FAULTS = ((" < ", " <= "), (" > ", " >= "), (" + ", " - "), (" * ", " / "), (" and ", " or "), (" == ", " != "), (" not ", " "), ("[0]", "[-1]"), (" 1", " 2"), ("min(", "max("))
+_FAULTS = (
+    (" < ", " <= "),
+    (" > ", " >= "),
+    (" + ", " - "),
+    (" * ", " / "),
+    (" and ", " or "),
+    (" == ", " != "),
+    (" not ", " "),
+    ("[0]", "[-1]"),
+    (" 1", " 2"),
+    ("min(", "max("),
+)
 _HELP = (
     "compare --help-all", "eval --help", "reproduce --help", "check --help", "report --help", "runs list --help",
     "runs page --help", "share reference --help", "import lm-eval --help", "import loads --help", "import kld-dumps --help",
@@ -95,7 +106,9 @@ def _printed(command: list[str], tree: Path, runs: Path) -> str:
         text = done.stdout.decode(errors="replace")
     except subprocess.TimeoutExpired as late:
         text = (late.stdout or b"").decode(errors="replace") + "\n(stopped)\n"
-    text = text.replace(f"{tree}/", "").replace(str(tree), ".").replace(str(runs), "runs").replace(f"{ROOT}/", "")
+    text = (
+        text.replace(f"{tree}/", "").replace(str(tree), ".").replace(str(runs), "runs").replace(str(ROOT), "~/project")
+    )
     return clean(_clock(re.sub(r"\bon \S+ \(Linux[^)]*\)", "on this machine", text)))
 
 
@@ -140,19 +153,48 @@ def record(seconds: float) -> None:
         for axes, windows, kv in _RUNS:
             line = _COMPARE.format(axes=axes, windows=windows, kv=kv)
             where = runs / f"{axes.replace(',', '-')}-{kv.split()[0]}"
-            keep("run", f"fidelab {line}", _printed([python, "-m", "fidelab", *line.split(), "--output-dir", str(where)], tree, runs))
-            for file in sorted(where.rglob("*.jsonl")) + sorted(where.rglob("*.log")) + sorted(where.rglob("report.json")):
+            keep(
+                "run",
+                f"fidelab {line}",
+                _printed([python, "-m", "fidelab", *line.split(), "--output-dir", str(where)], tree, runs),
+            )
+            for file in (
+                sorted(where.rglob("*.jsonl")) + sorted(where.rglob("*.log")) + sorted(where.rglob("report.json"))
+            ):
                 content = file.read_text("utf-8", errors="replace").replace(str(runs), "runs").replace(f"{tree}/", "")
                 keep("file", f"cat runs/{file.relative_to(runs)}", clean(_clock(content)))
         for shown, options in _PYTHON:
             keep("command", shown, _printed([python, *options], tree, runs))
         rules = ["--isolated", "--select", "ALL", "--ignore", "D,ANN,INP,S101,COM812", "--output-format"]
-        for place, form in (("benchmarks", "full"), ("k16v8/src", "full"), ("checkpoints/src", "concise"), ("src/fidelab/engines", "concise")):
-            keep("lint", f"ruff check {place} --select ALL", _printed([python, "-m", "ruff", "check", place, *rules, form], tree, runs))
-        pytest = [python, "-m", "pytest", "-p", "no:cacheprovider", "-n", "0", "-m", "not engines and not browser and not long and not full and not model"]
+        for place, form in (
+            ("benchmarks", "full"),
+            ("k16v8/src", "full"),
+            ("checkpoints/src", "concise"),
+            ("src/fidelab/engines", "concise"),
+        ):
+            keep(
+                "lint",
+                f"ruff check {place} --select ALL",
+                _printed([python, "-m", "ruff", "check", place, *rules, form], tree, runs),
+            )
+        pytest = [
+            python,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            "-m",
+            "not engines and not browser and not long and not full and not model",
+        ]
         rooms = ("formats", "metrics", "inputs", "config", "ledger", "results", "axes")
         for room in rooms:
-            keep("tests", f"pytest tests/{room} -v --durations=10", _printed([*pytest, f"tests/{room}", "-vv", "--durations=10"], tree, runs))
+            keep(
+                "tests",
+                f"pytest tests/{room} -v --durations=10",
+                _printed([*pytest, f"tests/{room}", "-vv", "--durations=10"], tree, runs),
+            )
         tried: Counter[str] = Counter()
         for test, name, text, changed in _faults(tree, repository):
             if time.monotonic() - began > seconds:

@@ -17,7 +17,10 @@ _REPLACED = (
     (r"\b[\w.+-]+@[\w-]+\.[\w.-]*\w", "name at example"),
     (r"\b(?:19|20)\d\d-[01]\d-[0-3]\d(?:[T_ ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?Z?)?", "day-0"),
     (r"\b20\d{6}-\d{6}\b", "run-0"),
-    (r"\b[0-3]?\d\.? (?:January|February|March|April|May|June|July|August|September|October|November|December)\b", "day 0"),
+    (
+        r"\b[0-3]?\d\.? (?:January|February|March|April|May|June|July|August|September|October|November|December)\b",
+        "day 0",
+    ),
     (r"\b(?:January|February|March|April|June|July|August|September|October|November|December)(?= \d)", "month"),
     (r"\bMay (?=\d)", "month "),
     (r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? \d\d? [A-Z][a-z]{2} \d{4}(?: \d\d:\d\d:\d\d)?", "day 0"),
@@ -71,7 +74,11 @@ class Repository:
 
     def under(self, *places: str, suffix: str = ".py", least: int = 0) -> list[str]:
         """Return the paths below ``places`` that end in ``suffix`` and have at least so many characters."""
-        return [name for name, text in self.files.items() if name.startswith(places) and name.endswith(suffix) and len(text) >= least]
+        return [
+            name
+            for name, text in self.files.items()
+            if name.startswith(places) and name.endswith(suffix) and len(text) >= least
+        ]
 
     @cached_property
     def revisions(self) -> list[str]:

@@ -11,6 +11,14 @@ from scripts.agents_text.record import recorded
 from scripts.agents_text.repository import Repository, git
 
 _PART = 9_000  # characters of an output that a document takes at a time
+_PARTS = {
+    "failure": 4,
+    "tests": 22,
+    "lint": 9,
+    "run": 1,
+    "file": 3,
+    "command": 5,
+}  # of one output; code has the other failures
 
 
 def _parts(command: str, text: str) -> Iterator[str]:
@@ -29,7 +37,12 @@ def _parts(command: str, text: str) -> Iterator[str]:
 def _history(repository: Repository, seed: int) -> Iterator[str]:
     """Yield commits with the files that they changed."""
     order = random.Random(seed)
-    text = git("log", "--format=%x00commit %h%n%n    %s%n%w(100,4,4)%b", "--stat=100", f"{repository.revisions[-1]}~{700}..{repository.revisions[-1]}")
+    text = git(
+        "log",
+        "--format=%x00commit %h%n%n    %s%n%w(100,4,4)%b",
+        "--stat=100",
+        f"{repository.revisions[-1]}~{700}..{repository.revisions[-1]}",
+    )
     commits = [re.sub(r"\n{3,}", "\n\n", one).strip() for one in text.split("\0")[1:]]
     at = 0
     while at < len(commits):
@@ -42,12 +55,13 @@ def build(repository: Repository, seed: int = 61) -> list[Document]:
     """Return the documents; no part of an output is in two of them."""
     order = random.Random(seed)
     sources: dict[str, list[str]] = {}
-    for kinds, most in ((("failure",), 400), (("tests",), 40), (("lint",), 46), (("run", "file"), 60), (("command",), 60)):
+    for kind, most in _PARTS.items():
         parts: list[str] = []
-        for one in recorded(*kinds):
+        for number, one in enumerate(recorded(kind)):
             if len(one["output"]) > 250:
-                parts += list(_parts(one["command"], one["output"]))[: 3 if kinds == ("run", "file") else 22]
-        sources[kinds[0]] = shuffled(parts, seed)[:most] if kinds != ("failure",) else shuffled(parts, seed)[1::2]
+                every = 5 if kind == "file" else 1  # reports are alike: take other parts of each
+                parts += list(_parts(one["command"], one["output"]))[number % every :: every][:most]
+        sources[kind] = shuffled(parts, seed)[1::2] if kind == "failure" else shuffled(parts, seed)
     sources["history"] = list(_history(repository, seed))
     left = {name: iter(parts) for name, parts in sources.items()}
     weights = {name: sum(map(len, parts)) for name, parts in sources.items()}
@@ -61,4 +75,6 @@ def build(repository: Repository, seed: int = 61) -> list[Document]:
             else:
                 yield piece
 
-    return [Document("logs", f"logs-{number:02}", filled(pieces(), size)) for number, size in enumerate(sizes(2, huge=1), 1)]
+    return [
+        Document("logs", f"logs-{number:02}", filled(pieces(), size)) for number, size in enumerate(sizes(2, huge=1), 1)
+    ]

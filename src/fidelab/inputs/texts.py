@@ -22,7 +22,7 @@ _BUNDLED = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,20
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
 _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
-_AGENTS = ("agents.jsonl.xz", "0000")  # scripts/agents_text writes the file; SHA-256 of its unpacked bytes
+_AGENTS = ("agents.jsonl.xz", "54fb7fd80ec1ff10660c14c4c21ca0eb092081529983fe278f42c414610430b9")  # scripts/agents_text writes the file; SHA-256 of its unpacked bytes
 _DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
 
 
@@ -80,7 +80,9 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     else:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise InputError(f"no text {name!r}: write default, domains, agents, wikitext-2 or the path of a UTF-8 file")
+            raise InputError(
+                f"no text {name!r}: write default, domains, agents, wikitext-2 or the path of a UTF-8 file"
+            )
         content = read_utf8(path, "text")
     if not content.strip():
         raise InputError(f"text {name} is empty")
