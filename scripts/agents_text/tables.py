@@ -13,6 +13,7 @@ from typing import Any
 from scripts.agents_text.documents import Document, filled, sizes
 from scripts.agents_text.repository import Repository
 
+_LEFT_OUT = ("environment", "env", "device", "packages", "variables")  # of a machine
 _FUNCTIONS = ("sin", "cos", "tan", "exp", "log1p", "sqrt", "cbrt", "gamma", "erf", "atan", "sinh", "log2")
 
 
@@ -154,6 +155,8 @@ _COMPUTED = (_functions, _records, _shapes, _scalars)
 
 def _parts(value: Any, path: str = "") -> Iterator[str]:
     """Yield parts of a JSON document of at most about 9,000 characters, each with its path."""
+    if isinstance(value, dict):
+        value = {key: inner for key, inner in value.items() if key not in _LEFT_OUT}
     text = json.dumps(value, indent=1, ensure_ascii=False)
     if len(text) < 9000 or not isinstance(value, dict | list):
         if len(text) > 120:

@@ -41,7 +41,8 @@ def _history(repository: Repository, seed: int) -> Iterator[str]:
         "log",
         "--format=%x00commit %h%n%n    %s%n%w(100,4,4)%b",
         "--stat=100",
-        f"{repository.revisions[-1]}~{700}..{repository.revisions[-1]}",
+        "-n1600",
+        repository.revision,
     )
     commits = [re.sub(r"\n{3,}", "\n\n", one).strip() for one in text.split("\0")[1:]]
     at = 0

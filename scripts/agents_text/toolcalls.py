@@ -182,7 +182,7 @@ class _Desk:
 
     def lookup(self) -> Question:
         schema = self.order.choice(sorted(self.schemas))
-        name = self.order.choice(sorted(self.schemas[schema]))
+        name = self.order.choice(sorted(key for key, one in self.schemas[schema].items() if "properties" in one))
         value = self.schemas[schema][name]
         fields, needed = list(value.get("properties", {})), value.get("required", [])
         ask = self.order.choice(
