@@ -28,7 +28,9 @@ def attention(
         str | None,
         typer.Option(help="Names of k16v8 audit or module:function, comma-separated. \\[default: all but eager]"),
     ] = None,
-    text: Annotated[str, typer.Option(help="Text: 'default', 'domains', 'wikitext-2', or a UTF-8 file.")] = "default",
+    text: Annotated[
+        str, typer.Option(help="Text: 'default', 'domains', 'agents', 'wikitext-2', or a UTF-8 file.")
+    ] = "default",
     n_ctx: Annotated[
         int | None, typer.Option(min=8, help="Tokens per window. \\[default: the largest length, up to 4096]")
     ] = None,

@@ -278,7 +278,7 @@ class ExecutorOptions(Options, panel=ENGINE):
 class TextOptions(Options, panel=MEASURED):
     """Options for the text that is evaluated."""
 
-    text: Annotated[str, typer.Option(help="Text: default, domains, wikitext-2, or a UTF-8 file.")] = "default"
+    text: Annotated[str, typer.Option(help="Text: default, domains, agents, wikitext-2, or a UTF-8 file.")] = "default"
 
 
 Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]

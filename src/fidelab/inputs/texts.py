@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
+import lzma
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ _BUNDLED = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,20
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
 _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
+_AGENTS = ("agents.jsonl.xz", "2834b15b3d3492922de1137b670f8466a531bd8e6e62d4b7306a94a4242432cb")  # scripts/agents_text writes the file; SHA-256 of its unpacked bytes
 _DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
 
 
@@ -43,9 +46,10 @@ class Text:
 
 
 def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> Text:
-    """Return the corpus ``default`` or ``domains`` of the package, ``wikitext-2`` from the hub, or that of a file.
+    """Return ``default``, ``domains`` or ``agents`` of the package, ``wikitext-2`` from the hub, or a file's text.
 
-    ``domains`` holds eight kinds of text; ``tokenizer``: whose chat template writes its conversations.
+    ``domains`` holds short documents of eight kinds, ``agents`` long ones; ``tokenizer``: whose chat template writes
+    their conversations.
 
     The package's own text is its short documents, then its long ones.
 
@@ -53,11 +57,13 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
 
     Raises:
         InputError: If the file does not exist, is not UTF-8 (the message names line and byte) or is empty, or the hub
-            cannot be reached.
+            cannot be reached, or the package's own file is damaged.
     """
     name = str(name_or_path)
     if name == "domains":
         return domains_text(tokenizer)
+    if name == "agents":
+        return agents_text(tokenizer)
     if name == "wikitext-2":
         # WikiText-2's raw test text; the hub stores its lines as rows, blank lines without their blank
         from fidelab.models.hub import dataset_file
@@ -74,7 +80,9 @@ def load_text(name_or_path: str | Path, tokenizer: Tokenizer | None = None) -> T
     else:
         path = Path(name).expanduser()
         if not path.is_file():
-            raise InputError(f"no text {name!r}: write default, domains, wikitext-2 or the path of a UTF-8 file")
+            raise InputError(
+                f"no text {name!r}: write default, domains, agents, wikitext-2 or the path of a UTF-8 file"
+            )
         content = read_utf8(path, "text")
     if not content.strip():
         raise InputError(f"text {name} is empty")
@@ -96,13 +104,39 @@ def domains_text(tokenizer: Tokenizer | None) -> Text:
         ends = [*own.doc_starts[1:], len(own.content)]
         spans = list(zip(own.doc_starts, ends, strict=True))[:count]
         documents += [(domain, own.content[start:end].rstrip("\n")) for start, end in spans]
-    for _, _, record in json_lines(DATA / "domains.jsonl", "text"):
-        messages = record.get("messages")
-        documents.append((record["domain"], record["text"] if messages is None else _written(tokenizer, messages)))
+    documents += [_document(tokenizer, record) for _, _, record in json_lines(DATA / "domains.jsonl", "text")]
+    return _joined("domains", documents)
+
+
+def agents_text(tokenizer: Tokenizer | None) -> Text:
+    """Return the package's own long documents of eight kinds, as agents and long contexts have them.
+
+    Conversations are written as :func:`domains_text` does.
+
+    Raises:
+        InputError: If the package's file is missing or damaged.
+    """
+    name, sha256 = _AGENTS
+    try:
+        content = lzma.decompress((DATA / name).read_bytes())
+    except (OSError, lzma.LZMAError, EOFError) as error:
+        raise InputError(f"text agents cannot be read, install fidelab again: {name}: {error}") from error
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise InputError(f"text agents is damaged, install fidelab again: {name} has another SHA-256")
+    return _joined("agents", [_document(tokenizer, json.loads(line)) for line in content.splitlines()])
+
+
+def _document(tokenizer: Tokenizer | None, record: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a record's domain and its text, a conversation as the template writes it."""
+    messages = record.get("messages")
+    return record["domain"], record["text"] if messages is None else _written(tokenizer, messages)
+
+
+def _joined(name: str, documents: Sequence[tuple[str, str]]) -> Text:
     parts = [f"{content}\n" for _, content in documents]
     content = "".join(parts)
     return Text(
-        "domains",
+        name,
         content,
         tuple([0, *accumulate(map(len, parts))][:-1]),
         hashlib.sha256(content.encode()).hexdigest(),

@@ -1,0 +1,1 @@
+"""The shipped text ``agents``: long documents as agents and long contexts have them."""
