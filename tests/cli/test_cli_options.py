@@ -49,6 +49,7 @@ OTHERS = {
         "--max-kld": "check",  # decides, and recommends nothing
         "--json": "check",  # a file
         "--reference": "estimate model, compare",  # a format of no run; a packed reference, too
+        "--text": "compare",  # by the engine
         "--to": "checkpoint convert",  # a form of weights
         "--tp": "estimate model",  # what a device holds
         # the model on the server; the model whose cache is counted; a label
@@ -176,7 +177,7 @@ def test_a_deadline_that_was_not_given_is_left_to_the_schema() -> None:
 
 def test_settings_of_axes_are_those_whose_flags_were_given() -> None:
     said = given(AxesOptions, axes="kld", windows=4, limit=None).settings()
-    assert said == {"axes": {"kld": {"windows": 4}}, "text": "default", "prompts": "default"}
+    assert said == {"axes": {"kld": {"windows": 4}}, "text": "auto", "prompts": "default"}
 
 
 def test_a_quick_look_measures_kld_alone_unless_axes_are_named() -> None:

@@ -236,8 +236,10 @@ def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str
     data = axes.settings()
     if borrowed and axes.axes is None:
         return {**data, "axes": {"kld": {}}}
-    if looks and axes.windows is None and axes.protocol not in ("sliding", "depth"):
+    if looks and axes.windows is None:
         for name, settings in data["axes"].items():
+            if settings.get("protocol") in ("sliding", "depth"):  # which has no looks, or its own
+                continue
             settings.update(AXES.load(name).until_decided)
     return data
 
@@ -325,14 +327,14 @@ def launch(
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
     """Permissions granted to a resumed run, taken from the flags."""
-    from fidelab.config.trust import Trust
+    from fidelab.config.trust import NAMES_OF, Trust
 
     settings = engine.settings()
     words = {(key, value) for key in ("python", "image") if (value := settings["engine"][key]) is not None}
     words |= {("pythonpath", folder) for folder in settings["engine"]["pythonpath"]}
     words |= set(settings["engine_args"].items())
     words |= {(f"env.{name}", value) for name, value in settings["env"].items()}
-    words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) != "default"}
+    words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) not in NAMES_OF[key]}
     words |= {("traffic", axes.traffic)} if axes.traffic is not None else set()
     return Trust(trusted or (), words, exact=True)
 

@@ -288,6 +288,14 @@ NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It 
 class AxesOptions(TextOptions):
     """Options for the axes, their settings and their inputs."""
 
+    text: Annotated[
+        str,
+        typer.Option(
+            help="Text: default, domains, agents, wikitext-2, or a UTF-8 file. \\[default: agents for core on GPUs and "
+            "servers, else default]",
+            show_default=False,
+        ),
+    ] = "auto"
     axes: Annotated[
         str | None, typer.Option(help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]")
     ] = None
@@ -296,10 +304,12 @@ class AxesOptions(TextOptions):
         int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
     ] = None
     n_ctx: Annotated[
-        str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")
+        str | None,
+        typer.Option(metavar="N[,N…]", help="KLD: tokens per window; depth: the deepest. \\[default: 512,2048]"),
     ] = None
     protocol: Annotated[
-        str | None, typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half]")
+        str | None,
+        typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half; text agents: depth]"),
     ] = None
     stride: Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]")] = (
         None
@@ -315,8 +325,9 @@ class AxesOptions(TextOptions):
     ] = None
 
     def settings(self) -> dict[str, Any]:
+        protocol = "depth" if self.protocol is None and self.text == "agents" and not self.quick else self.protocol
         flags = {
-            "kld": {"windows": self.windows, "n_ctx": self.n_ctx, "protocol": self.protocol, "stride": self.stride},
+            "kld": {"windows": self.windows, "n_ctx": self.n_ctx, "protocol": protocol, "stride": self.stride},
             "trajectory": {"n_predict": self.n_predict, "template": self.template},
         }
         chosen = ("kld" if self.quick else "core") if self.axes is None else self.axes

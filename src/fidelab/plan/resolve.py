@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis, load_axis
@@ -511,6 +512,11 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
     return config.model_copy(update={"kv": kv, "name": name})
 
 
+def _listed(value: Any) -> Any:
+    """A tuple as files write it."""
+    return [*value] if isinstance(value, tuple) else value
+
+
 _SERVED_DEPTH = 2048  # tokens: a server sends its top tokens for each token that it reads
 
 
@@ -524,7 +530,9 @@ def _text_of(experiment: Experiment, device: str) -> tuple[str, Mapping[str, Map
         return experiment.text, experiment.axes
     kld, usual = experiment.axes.get(DECIDING), AXES.load(DECIDING).until_decided
     served = engine_class(experiment.engine.name).is_server
-    sized = kld is not None and {name: value for name, value in kld.items() if value != usual.get(name)}
+    sized = kld is not None and {
+        name: value for name, value in kld.items() if value not in (usual.get(name), _listed(usual.get(name)))
+    }
     core = {*experiment.axes} <= {DECIDING, "trajectory"} and experiment.traffic is None
     if kld is None or sized or not core or not (served or device != "cpu") or experiment.reference_from is not None:
         return "default", experiment.axes
