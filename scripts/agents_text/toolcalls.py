@@ -89,7 +89,7 @@ class _Desk:
             for part in sections(repository.files[name])
         ]
         self.asked = asked
-        self.lengths = (25, 40, 60, 80, 110)  # lines that are read at a time
+        self.lengths: tuple[int, ...] = (25, 40, 60, 80, 110)  # lines that are read at a time
         self.file = ""
         self.base = self.table()
 

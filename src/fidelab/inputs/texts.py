@@ -22,10 +22,8 @@ _BUNDLED = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,20
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
 _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
-_AGENTS = (
-    "agents.jsonl.xz",
-    "2834b15b3d3492922de1137b670f8466a531bd8e6e62d4b7306a94a4242432cb",
-)  # scripts/agents_text writes the file; SHA-256 of its unpacked bytes
+# scripts/agents_text writes the file; SHA-256 of what is packed in it
+_AGENTS = ("agents.jsonl.xz", "2834b15b3d3492922de1137b670f8466a531bd8e6e62d4b7306a94a4242432cb")
 _DOMAINS = ((None, "prose", 6), ("long.md", "long document", 3))  # of the default text: file, domain, documents
 
 
