@@ -110,6 +110,22 @@ def test_a_candidate_has_the_share_of_positions_with_its_references_top_token(fo
     assert "100.00%" in table
 
 
+def test_markdown_has_the_engines_side_by_side(done: Done, tmp_path: Path) -> None:
+    shown = cli("report", done.folder, "--markdown", cwd=tmp_path).out
+    head, _ruler, first, *_ = shown.partition("\ncandidate:\n")[2].strip().splitlines()
+    columns = [cell.strip() for cell in head.split("|")[1:-1]]
+    for name in ("engine", "KV", "mean KL, nats", "same top token", "kld score", "trajectory score", "composite"):
+        assert name in columns
+    assert first.startswith("| one |")
+    assert "Failed or not measurable:" in shown
+
+
+def test_the_command_prints_the_same_tables_as_markdown(tmp_path: Path) -> None:
+    done = cross(tmp_path, "--markdown", engines=[{**EXACT, "name": "one"}], benches={})
+    assert "\ncandidate:\n\n| engine |" in done.out
+    assert cli("report", done.folder, "--markdown", cwd=tmp_path).out == done.out
+
+
 @pytest.mark.parametrize(("arm", "at"), [("reference", {"tokens": 64}), ("candidate", {"depth": 64})])
 def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, int], found: Study) -> None:
     speed = row(found, "one", "timing", arm=arm, batch=1, **at)

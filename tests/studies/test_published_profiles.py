@@ -72,6 +72,30 @@ def test_the_guides_throughput_has_five_concurrencies_for_two_checkpoints_and_ne
             assert stages[f"stop-{name}"].needs.stages == (f"serve-{name}",)
 
 
+def test_the_guides_prompts_are_the_shortest_that_can_be_made() -> None:
+    commands = [stage.command for stage in profile("kld-guide").stages if stage.command and "sweep" in stage.command]
+    assert [command[command.index("--contexts") + 1] for command in commands] == [0, 0]
+
+
+def test_the_labs_tables_of_contexts_and_of_concurrency_are_expected() -> None:
+    found = profile("lab-bench")
+    path = "reference.benches.serving.metrics[key={},cell.{}={}]"
+    contexts = (128, 1024, 4096, 16384, 32768, 65536, 131072, 262000)
+    seconds, rates = (4.1, 4.4, 3.7, 5.9, 9.8, 17.3, 40.3, 96.5), (16.0, 16.9, 10.2, 9.6, 3.9, 2.2, 2.0, 0.9)
+    assert values(found, "contexts") == {
+        path.format(key, "context", context): value
+        for key, column in (("e2e_p50", seconds), ("output_rate", rates))
+        for context, value in zip(contexts, column, strict=True)
+    }
+    loads = {1: 19.7, 2: 0.9, 4: 1.6, 8: 3.6, 16: 6.6, 32: 13.2}
+    assert list(values(found, "concurrency").values()) == list(loads.values())
+    assert list(values(found, "concurrency-default").values()) == [78, 841, 1266]
+    words = {stage.name: [str(word) for word in stage.command or ()] for stage in found.stages}
+    assert words["contexts"][words["contexts"].index("--contexts") + 1] == ",".join(map(str, contexts))
+    assert words["concurrency"][words["concurrency"].index("--concurrency") + 1] == ",".join(map(str, loads))
+    assert "context-length=262144" in words["serve"]
+
+
 def test_the_baseline_expects_the_documents_table() -> None:
     figures = {figure.name: figure.value for figure in profile("cross-engine").expected if figure.stage == "baseline"}
     known = {name: value for name, value in figures.items() if value is not None}
