@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
+
 from fidelab.config.experiment import validate
 from fidelab.config.profiles import ResolvedProfile, load_profile, resolve
 from fidelab.config.schema import Experiment
+from fidelab.studies.profiles import judge
 
 PARTS = ("mean", "median", "p95", "p99", "max")
 
@@ -75,6 +80,19 @@ def test_the_guides_throughput_has_five_concurrencies_for_two_checkpoints_and_ne
 def test_the_guides_prompts_are_the_shortest_that_can_be_made() -> None:
     commands = [stage.command for stage in profile("kld-guide").stages if stage.command and "sweep" in stage.command]
     assert [command[command.index("--contexts") + 1] for command in commands] == [0, 0]
+
+
+@pytest.mark.parametrize("variant", [None, "tiny"])
+def test_lmcache_is_asked_where_it_is_installed_and_its_codec_everywhere(variant: str | None) -> None:
+    stages = {stage.name: stage for stage in profile("decode", variant).stages}
+    assert stages["lmcache"].needs.packages == ("k16v8", "lmcache")
+    assert stages["codec"].needs.packages == ("k16v8",)
+    absent = judge(
+        stages["lmcache"], {"device": "cuda", "gpus": [{"name": "x", "gb": 80}], "memory_gb": 99, "disk_gb": 99}, {}
+    )
+    assert [skip.need for skip in absent if "lmcache" in skip.need] == ["package lmcache"] * (
+        find_spec("lmcache") is None
+    )
 
 
 def test_the_labs_tables_of_contexts_and_of_concurrency_are_expected() -> None:
