@@ -135,6 +135,18 @@ def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, in
     assert (row(found, "one", "reference").value("load") or -1) >= 0
 
 
+def test_memory_has_a_table_of_its_own_with_every_figure(tmp_path: Path) -> None:
+    axes = {"kld": {"windows": 4, "n_ctx": 16}}
+    done = cross(tmp_path, "--markdown", engines=[EXACT], axes=axes, benches={"memory": {"lengths": [64]}})
+    head = done.out.partition("\nmemory:\n")[2].strip().splitlines()[0]
+    found = json.loads((done.folder / "study.json").read_text())
+    rows = [row for row in found["rows"] if row["at"]["part"] == "memory"]
+    assert rows
+    for metric in (metric for row in rows for metric in row["metrics"]):
+        assert f"| {metric['name']}" in head
+    assert "timing" not in {row["at"]["part"] for row in found["rows"]}
+
+
 def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: Study) -> None:
     references = {row.at["engine"]: row for row in found.rows if row.at["part"] == "reference"}
     statuses = [(name, row.status) for name, row in references.items()]

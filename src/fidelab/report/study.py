@@ -20,7 +20,8 @@ from fidelab.report.scales import ChartAxis
 from fidelab.report.sections import leading_tables
 from fidelab.report.tables import TextTable
 from fidelab.report.text import literal, print_line, print_path, print_table, simple_table
-from fidelab.results.numbers import heading, one_line, printable
+from fidelab.results.measurement import Metric
+from fidelab.results.numbers import MIB, heading, one_line, printable
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from fidelab.results.study import PART, Study, StudyRow
@@ -206,8 +207,11 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
         there = {name for row in own for name in (*row.at, *row.facts)}
         columns = tuple(n for n in study.columns if n in there or any(row.metric(n) is not None for row in own))
         found = ((n, next((metric for row in own if (metric := row.metric(n)) is not None), None)) for n in columns)
-        headings = tuple(name if metric is None else heading(metric.name, metric.unit) for name, metric in found)
-        cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
+        mib = {name for name in columns if any(_large(row.metric(name)) for row in own)}
+        headings = tuple(
+            name if metric is None else heading(metric.name, metric.unit, mib=name in mib) for name, metric in found
+        )
+        cells = tuple(tuple(_cell(row, name, mib=name in mib) for name in columns) for row in own)
         if not all(row.measured for row in own):
             columns, headings = (*columns, _OUTCOME), (*headings, _OUTCOME)
             cells = tuple((*line, STATUS[row.status]) for line, row in zip(cells, own, strict=True))
@@ -221,10 +225,14 @@ def _failures(study: Study) -> list[str]:
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
 
 
-def _cell(row: StudyRow, name: str) -> str:
+def _cell(row: StudyRow, name: str, *, mib: bool) -> str:
     """A coordinate, a fact, or a metric with its interval."""
     known = row.at.get(name, row.facts.get(name))
-    return str(estimate_of(row.metric(name))) if known is None else one_line(str(known))
+    return str(estimate_of(row.metric(name), mib=mib)) if known is None else one_line(str(known))
+
+
+def _large(metric: Metric | None) -> bool:
+    return metric is not None and metric.unit == "bytes" and (metric.value or 0) >= MIB
 
 
 def _chart(curves: Sequence[Curve]) -> Drawing | None:

@@ -562,7 +562,7 @@ def _figure(
         reason: str | None = "stage skipped" if stage else "stage not run"
     else:
         value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
-        if value is None and stage.status is Status.FAILED:
+        if value is None and stage.status is Status.FAILED and outputs.get(figure.stage) is None:
             reason = "stage failed"
         if value is not None:
             value /= figure.divisor
