@@ -571,6 +571,8 @@ def _figure(
     metrics = [theirs(figure.value)] if figure.value is not None else []
     metrics += [ours(value, interval)] if value is not None else []
     facts = {"unit": figure.unit} if figure.unit else {}
+    if figure.value is not None:
+        facts["expected"] = f"{figure.value:,}".removesuffix(".0")
     agrees = True
     if value is not None and figure.value is not None and figure.tolerance is not None:
         metrics.append(_DIFFERENCE(value - figure.value))
