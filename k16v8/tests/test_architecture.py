@@ -27,7 +27,7 @@ BESIDES = {
 # Folder → folders that it may import.
 ARROWS = {
     "kernels": set[str](),
-    "gates": {"kernels"},
+    "gates": {"kernels", "plugins"},
     "audit": {"kernels"},
     "plugins": {"kernels"},
     "bench": {"kernels", "gates", "plugins"},

@@ -6,6 +6,7 @@ import dataclasses
 import struct
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor
 from held_values import through_a_cache
 from k16v8.errors import K16V8Error, UnknownNameError, UsageError
 from k16v8.kernels.cache import Scaling
-from k16v8.plugins.lmcache import chunk
+from k16v8.plugins.lmcache import check, chunk
 from k16v8.plugins.lmcache.chunk import LAYOUTS, SCALES, ChunkSpec
 from k16v8.plugins.lmcache.codec import decode, encode, encode_into, verify
 
@@ -357,3 +358,23 @@ def test_bytes_spliced_of_two_chunks_decode_to_one_of_them_or_to_a_typed_error(
 def test_random_bytes_are_refused_with_a_typed_error(raw: bytes, begin: bytes) -> None:
     with pytest.raises(chunk.ChunkError):
         verify(begin + raw, SMALL["none"])
+
+
+def test_the_gates_of_the_codec_pass() -> None:
+    found = list(check.codec_gates())
+    assert [name for name, passed, _, _ in found if not passed] == []
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("fault", ["keys", "values", "checks"])
+def test_a_broken_codec_fails_its_gates(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(stream: Any, spec: ChunkSpec) -> Tensor:
+        if fault == "checks":
+            return torch.zeros(spec.shape, dtype=spec.dtype)
+        kv = decode(stream, spec)
+        kv[0 if fault == "keys" else 1, -1, -1, -1, -1] += 1
+        return kv
+
+    monkeypatch.setattr(check, "decode", broken)
+    failed = [name for name, passed, _, _ in check.codec_gates() if not passed]
+    assert len(failed) == (5 if fault == "checks" else 4)

@@ -110,6 +110,16 @@ def test_the_servers_own_counters_confirm_the_client_and_json_is_the_report(tmp_
     assert "server-mismatch" not in kinds(cell)
 
 
+def test_the_servers_own_median_stands_beside_the_clients(tmp_path: Path) -> None:
+    with MockServer(MockSettings(ttft=0.03)) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    [cell] = loads(done)
+    assert 20 < cell["server's TTFT p50"] < 100  # 20 to 50 ms is one bucket, and a busy machine is late
+    assert cell["TTFT p50"] >= 30
+    shown = cli("report", done.folder, "--markdown", cwd=tmp_path).out
+    assert shown.index("| TTFT p50") < shown.index("| server's TTFT p50") < shown.index("| TPOT p50")
+
+
 def test_an_open_loop_keeps_its_times(tmp_path: Path) -> None:
     words = ("--request-rate", 200, "--arrival", "constant", "--num-prompts", 20, "--warmup", 0)
     with MockServer(MockSettings()) as mock:

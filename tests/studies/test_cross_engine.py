@@ -110,6 +110,22 @@ def test_a_candidate_has_the_share_of_positions_with_its_references_top_token(fo
     assert "100.00%" in table
 
 
+def test_markdown_has_the_engines_side_by_side(done: Done, tmp_path: Path) -> None:
+    shown = cli("report", done.folder, "--markdown", cwd=tmp_path).out
+    head, _ruler, first, *_ = shown.partition("\ncandidate:\n")[2].strip().splitlines()
+    columns = [cell.strip() for cell in head.split("|")[1:-1]]
+    for name in ("engine", "KV", "mean KL, nats", "same top token", "kld score", "trajectory score", "composite"):
+        assert name in columns
+    assert first.startswith("| one |")
+    assert "Failed or not measurable:" in shown
+
+
+def test_the_command_prints_the_same_tables_as_markdown(tmp_path: Path) -> None:
+    done = cross(tmp_path, "--markdown", engines=[{**EXACT, "name": "one"}], benches={})
+    assert "\ncandidate:\n\n| engine |" in done.out
+    assert cli("report", done.folder, "--markdown", cwd=tmp_path).out == done.out
+
+
 @pytest.mark.parametrize(("arm", "at"), [("reference", {"tokens": 64}), ("candidate", {"depth": 64})])
 def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, int], found: Study) -> None:
     speed = row(found, "one", "timing", arm=arm, batch=1, **at)
@@ -117,6 +133,18 @@ def test_both_arms_are_timed_and_rates_are_the_clocks(arm: str, at: dict[str, in
     assert {key: speed.value(key) for key in keys} == dict.fromkeys(keys, 1024 if "tokens" in at else 64)
     assert all(metric.repeats == (metric.value,) * 3 for metric in speed.metrics)
     assert (row(found, "one", "reference").value("load") or -1) >= 0
+
+
+def test_memory_has_a_table_of_its_own_with_every_figure(tmp_path: Path) -> None:
+    axes = {"kld": {"windows": 4, "n_ctx": 16}}
+    done = cross(tmp_path, "--markdown", engines=[EXACT], axes=axes, benches={"memory": {"lengths": [64]}})
+    head = done.out.partition("\nmemory:\n")[2].strip().splitlines()[0]
+    found = json.loads((done.folder / "study.json").read_text())
+    rows = [row for row in found["rows"] if row["at"]["part"] == "memory"]
+    assert rows
+    for metric in (metric for row in rows for metric in row["metrics"]):
+        assert f"| {metric['name']}" in head
+    assert "timing" not in {row["at"]["part"] for row in found["rows"]}
 
 
 def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: Study) -> None:

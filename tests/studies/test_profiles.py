@@ -108,7 +108,7 @@ def test_the_record_has_the_figure_of_a_stages_report_or_why_not(done: Done, rec
 
 def test_the_table_shows_expected_against_measured_and_the_variants_parameters_reach_the_experiment(done: Done) -> None:
     row = next(line for line in done.out.splitlines() if "mean KL" in line)
-    assert "0.500" in row.split()
+    assert "0.5" in row.split()
     assert "another machine" in done.out
     assert "few windows" in done.out
     assert "https://example.org/paper" in done.out

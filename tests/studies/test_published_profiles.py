@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
+import pytest
+
 from fidelab.config.experiment import validate
 from fidelab.config.profiles import ResolvedProfile, load_profile, resolve
 from fidelab.config.schema import Experiment
+from fidelab.studies.profiles import judge
 
 PARTS = ("mean", "median", "p95", "p99", "max")
 
@@ -59,17 +64,53 @@ def test_the_guides_three_rows_of_back_ends_are_cells_of_the_grid() -> None:
         assert tuple(shown) == row
 
 
-def test_the_guides_throughput_has_five_concurrencies_for_two_checkpoints_and_needs_gpus() -> None:
+def test_the_guides_throughput_has_five_concurrencies_for_two_checkpoints_on_gpus() -> None:
     found = profile("kld-guide")
     table = {"awq": [152, 665, 976, 1516, 1662], "lukealonso": [132, 581, 852, 1191, 1202]}
     for name, row in table.items():
         assert list(values(found, f"throughput-{name}").values()) == row
-    for variant in (None, "tiny"):
-        stages = {stage.name: stage for stage in profile("kld-guide", variant).stages}
-        for name in table:
-            assert "1,8,16,32,64" in (stages[f"throughput-{name}"].command or ())
-            assert (stages[f"serve-{name}"].needs.device, stages[f"serve-{name}"].needs.gpus) == ("cuda", 4)
-            assert stages[f"stop-{name}"].needs.stages == (f"serve-{name}",)
+    stages = {stage.name: stage for stage in found.stages}
+    for name in table:
+        assert "1,8,16,32,64" in (stages[f"throughput-{name}"].command or ())
+        assert (stages[f"serve-{name}"].needs.device, stages[f"serve-{name}"].needs.gpus) == ("cuda", 4)
+        assert stages[f"stop-{name}"].needs.stages == (f"serve-{name}",)
+
+
+def test_the_guides_prompts_are_the_shortest_that_can_be_made() -> None:
+    commands = [stage.command for stage in profile("kld-guide").stages if stage.command and "sweep" in stage.command]
+    assert [command[command.index("--contexts") + 1] for command in commands] == [0, 0]
+
+
+@pytest.mark.parametrize("variant", [None, "tiny"])
+def test_lmcache_is_asked_where_it_is_installed_and_its_codec_everywhere(variant: str | None) -> None:
+    stages = {stage.name: stage for stage in profile("decode", variant).stages}
+    assert stages["lmcache"].needs.packages == ("k16v8", "lmcache")
+    assert stages["codec"].needs.packages == ("k16v8",)
+    absent = judge(
+        stages["lmcache"], {"device": "cuda", "gpus": [{"name": "x", "gb": 80}], "memory_gb": 99, "disk_gb": 99}, {}
+    )
+    assert [skip.need for skip in absent if "lmcache" in skip.need] == ["package lmcache"] * (
+        find_spec("lmcache") is None
+    )
+
+
+def test_the_labs_tables_of_contexts_and_of_concurrency_are_expected() -> None:
+    found = profile("lab-bench")
+    path = "reference.benches.serving.metrics[key={},cell.{}={}]"
+    contexts = (128, 1024, 4096, 16384, 32768, 65536, 131072, 262000)
+    seconds, rates = (4.1, 4.4, 3.7, 5.9, 9.8, 17.3, 40.3, 96.5), (16.0, 16.9, 10.2, 9.6, 3.9, 2.2, 2.0, 0.9)
+    assert values(found, "contexts") == {
+        path.format(key, "context", context): value
+        for key, column in (("e2e_p50", seconds), ("output_rate", rates))
+        for context, value in zip(contexts, column, strict=True)
+    }
+    loads = {1: 19.7, 2: 0.9, 4: 1.6, 8: 3.6, 16: 6.6, 32: 13.2}
+    assert list(values(found, "concurrency").values()) == list(loads.values())
+    assert list(values(found, "concurrency-default").values()) == [78, 841, 1266]
+    words = {stage.name: [str(word) for word in stage.command or ()] for stage in found.stages}
+    assert words["contexts"][words["contexts"].index("--contexts") + 1] == ",".join(map(str, contexts))
+    assert words["concurrency"][words["concurrency"].index("--concurrency") + 1] == ",".join(map(str, loads))
+    assert "context-length=262144" in words["serve"]
 
 
 def test_the_baseline_expects_the_documents_table() -> None:

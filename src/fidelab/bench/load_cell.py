@@ -29,6 +29,7 @@ from fidelab.metrics.serving import (
     latencies,
     percentiles,
     sent_rate,
+    sum_histograms,
 )
 from fidelab.results.measurement import Cell, Coordinates, Flag
 from fidelab.results.speculation import Arrival
@@ -134,7 +135,13 @@ class Pool:
     def shown(self) -> list[Latency]:
         """The latencies that are available."""
         every = [(name, self.latencies.of(name)) for name in LATENCIES]
-        return [Latency.over(name, values) for name, values in every if len(values)]
+        return [Latency.over(name, values, self.server_median(name)) for name, values in every if len(values)]
+
+    def server_median(self, name: str) -> float | None:
+        """Return the median of a latency in milliseconds, as the server counts it."""
+        histogram = self.server.histograms.get(name) if self.server else None
+        median = histogram.median() if histogram else None
+        return None if median is None else 1e3 * median
 
     def good(self) -> int | None:
         """Number of requests that met every target; ``None`` without targets, or if nothing was sent."""
@@ -187,7 +194,7 @@ class Pool:
                 "lag_p99": lag.get("p99"),
                 "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
             },
-            "server": None if server is None else asdict(server),
+            "server": None if server is None else {k: v for k, v in asdict(server).items() if k != "histograms"},
         }
 
     def ratio(self) -> float | None:
@@ -218,7 +225,13 @@ class Pool:
         }
         drafts = _speculation([reading.speculation for reading in readings if reading.speculation])
         samples = sum(reading.samples for reading in readings)
-        return ServerReading(kind=readings[0].kind, samples=samples, speculation=drafts, **means, **peaks)
+        kind, names = readings[0].kind, {name for reading in readings for name in reading.histograms}
+        summed = {
+            name: sum_histograms(reading.histograms[name] for reading in readings if name in reading.histograms)
+            for name in names
+        }
+        histograms = {name: histogram for name, histogram in summed.items() if histogram}
+        return ServerReading(kind, samples=samples, speculation=drafts, histograms=histograms, **means, **peaks)
 
     def why(self) -> str:
         """Return why no request was answered completely."""

@@ -68,23 +68,35 @@ def latency(name: str, part: str) -> Definition:
     return Definition(key_of(f"{word} {part}"), "ms", "lower", f"{about}; {part}.", name=f"{word} {part}")
 
 
+def server_median(name: str) -> Definition:
+    """Return the definition of the server's own median of a latency, which no comparison uses."""
+    word, _ = _LATENCIES[name]
+    about = f"{word} by the server's histogram; p50, interpolated in its bucket."
+    return Definition(key_of(f"server {word} p50"), "ms", None, about, name=f"server's {word} p50")
+
+
 @dataclass(frozen=True)
 class Latency:
-    """Summary in milliseconds over ``n`` requests (``itl``: over gaps between tokens)."""
+    """Summary in milliseconds over ``n`` requests (``itl``: over gaps between tokens).
+
+    ``server``: the median as the server counts it, or ``None``.
+    """
 
     name: str
     n: int
     mean: float
     percentiles: Mapping[str, float] = field(default_factory=dict)
+    server: float | None = None
 
     @classmethod
-    def over(cls, name: str, values: NDArray[np.float64]) -> Latency:
+    def over(cls, name: str, values: NDArray[np.float64], server: float | None = None) -> Latency:
         """Summarize one value or more; percentiles are interpolated linearly."""
-        return cls(name, len(values), float(values.mean()), percentiles(values, _PERCENTILES))
+        return cls(name, len(values), float(values.mean()), percentiles(values, _PERCENTILES), server)
 
     def values(self) -> dict[Definition, float | None]:
-        """Return the metrics of this summary."""
-        return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
+        """Return the metrics of this summary, with the server's median behind them."""
+        ours = {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
+        return {**ours, server_median(self.name): self.server}
 
     def caveats(self) -> dict[str, str]:
         """Return, for each metric that rests on few values, the key and the number of values."""

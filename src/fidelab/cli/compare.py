@@ -271,8 +271,8 @@ def _run_file(
     settings = load_trusted(find_experiment(experiment), overrides, trusted, read_settings)
     if isinstance(settings, Experiment):
         launch(settings, show, dry_run)
-    elif show.details or show.markdown:
-        raise UsageError("--details and --markdown are for an experiment on one engine")
+    elif show.details:
+        raise UsageError("--details is for an experiment on one engine: without it all rows are printed")
     elif dry_run:
         from fidelab.cli.dry_run import show_cross_plan
 
@@ -281,7 +281,7 @@ def _run_file(
         from fidelab.studies.cross_engine import run_cross
 
         study, folder = run_cross(settings, command=command_line(), watch=_watch)
-        show_study(study, folder.path, show.as_json)
+        show_study(study, folder.path, show.as_json, show.markdown)
         exit_on(study.faults)  # a feature that an engine does not support is a finding, a failure is a fault
 
 

@@ -191,14 +191,19 @@ def print_json(value: Any) -> None:
     print(json.dumps(finite(value), indent=2, ensure_ascii=False))
 
 
-def show_study(study: Study, folder: Path | None, as_json: bool) -> None:
-    """Print a study as tables or as its JSON; ``folder`` contains its files."""
+def show_study(study: Study, folder: Path | None, as_json: bool, markdown: bool = False) -> None:
+    """Print a study as tables, as Markdown, or as its JSON; ``folder`` contains its files."""
     if as_json:
         sys.stdout.write(study.to_json())
         return
-    from fidelab.report.study import render_study
+    from fidelab.report.study import render_study, study_markdown
+    from fidelab.studies.profiles import stage_records
 
-    render_study(study, open_console(), folder=folder)
+    stages = {} if folder is None else stage_records(study, folder)
+    if markdown:
+        sys.stdout.write(study_markdown(study, stages))
+    else:
+        render_study(study, open_console(), folder=folder, stages=stages)
 
 
 def show_report(

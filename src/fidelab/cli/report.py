@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import exit_on, failures, note, show_report
+from fidelab.cli.output import exit_on, failures, note, show_report, show_study
 
 _FORMS = "Export"
 
@@ -45,7 +45,7 @@ def report(
         typer.Option("--out", "-o", metavar="PATH", help="Output file. \\[default: printed]", rich_help_panel=_FORMS),
     ] = None,
 ) -> None:
-    """Print a run's report and update its report.html.
+    """Print a run's report and update its report.html, or print the record of a study or a profile.
 
     With limits only the answer is printed: the files of the run are everybody's and keep its own limits.
 
@@ -66,8 +66,12 @@ def report(
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
+    from fidelab.results.study import STUDY, Study
 
     asked = limits.settings().get("limits")
+    if (run_dir / STUDY).is_file() and not (form or rescore or asked or show.details):
+        show_study(Study.read(run_dir), run_dir, show.as_json, show.markdown)
+        return
     if form is not None:
         _write(run_dir, form, arm, out)
         return

@@ -81,6 +81,7 @@ def run_one(
         Path, typer.Option(help="Folder for runs. Profiles go into its subfolder profiles.")
     ] = options.RunsOptions.output_dir,
     as_json: options.Json = False,
+    markdown: options.Markdown = False,
     resume_dir: Annotated[
         Path | None,
         typer.Option("--resume", metavar="PROFILE_DIR", help="Resume a stopped profile.", show_default=False),
@@ -115,10 +116,11 @@ def run_one(
         resolved = resolve(name, load_profile(name, trusted or []), variant, parameters or [])
         check_stages(resolved, context.find_root().command)
         if dry_run:
-            show_study(plan_profile(resolved, output_dir, only=stages or [], command=command_line()), None, as_json)
+            plan = plan_profile(resolved, output_dir, only=stages or [], command=command_line())
+            show_study(plan, None, as_json, markdown)
             return
         study, folder = run_profile(resolved, output_dir, only=stages or [], command=command_line(), watch=watch)
-    show_study(study, folder, as_json)
+    show_study(study, folder, as_json, markdown)
     ran = any(row.measured for row in study.rows if row.at["part"] == "stage")
     exit_on(study.faults, [] if study.faults or ran else ["no stage could be run here"])
 

@@ -80,7 +80,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         Rule("name a model: fidelab bench MODEL --kv FORMAT (or --preset NAME)", needs=("model", "preset")),
     ),
     "reproduce run": (
-        Rule(_OTHER_SETTINGS % "profile", "resume_dir", only=("as_json", "trusted")),
+        Rule("--markdown prints a separate section: leave out --json", "markdown", excludes=("as_json",)),
+        Rule(_OTHER_SETTINGS % "profile", "resume_dir", only=("as_json", "markdown", "trusted")),
         Rule(
             "name a profile: fidelab reproduce NAME (fidelab reproduce list shows them)", needs=("name", "resume_dir")
         ),

@@ -89,6 +89,43 @@ def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
     return {f"p{rank:g}": float(value) for rank, value in zip(ranks, quantiles, strict=True)}
 
 
+@dataclass(frozen=True)
+class Histogram:
+    """Latencies as a server counts them in buckets. See docs/metrics.md#serving-latencies.
+
+    ``bounds``: upper bound of each bucket in seconds, ascending; the last one is infinite.  ``counts``: number of
+    values up to each bound, those of smaller buckets included.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[float, ...]
+
+    def median(self) -> float | None:
+        """Return the median in seconds, linearly interpolated in its bucket.
+
+        ``None`` without values, or if the median lies above the last finite bound.  The formula is that of
+        Prometheus' ``histogram_quantile(0.5, …)``.
+        """
+        if not self.counts or self.counts[-1] <= 0:
+            return None
+        rank = self.counts[-1] / 2
+        i = next(i for i, count in enumerate(self.counts) if count >= rank)
+        low, high = (self.bounds[i - 1] if i else 0.0), self.bounds[i]
+        below = self.counts[i - 1] if i else 0.0
+        return low + (high - low) * (rank - below) / (self.counts[i] - below) if np.isfinite(high) else None
+
+
+def sum_histograms(several: Iterable[Histogram]) -> Histogram | None:
+    """Return the histogram of all values; ``None`` without histograms, or if their bounds differ.
+
+    See docs/metrics.md#serving-latencies.
+    """
+    every = list(several)
+    if len({one.bounds for one in every}) != 1:
+        return None
+    return Histogram(every[0].bounds, tuple(map(sum, zip(*(one.counts for one in every), strict=True))))
+
+
 def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> int:
     """Count the requests that met every target (``ttft``, ``tpot``, ``e2el`` → milliseconds at most).
 

@@ -7,7 +7,7 @@ another cell. Addresses are code spans too, since renderers make links of them, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -69,7 +69,7 @@ def render_markdown(report: Report) -> str:
         *(_speed(view, view.performance) if view.performance else ()),
         *(part for axis in view.axes for part in _section(axis, alone=False)),
         "To repeat:",
-        _code_block(view.command),
+        code_block(view.command),
         f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
     ]
     return printable("\n\n".join(part for part in parts if part) + "\n")
@@ -79,7 +79,7 @@ def _answer(answer: Answer) -> Iterator[str]:
     """The recommendation, what it rests on, and the command that turns it on."""
     yield f"**{escaped(answer.head)}**"
     yield _bullets(map(escaped, (*answer.facts, *((answer.note,) if answer.note else ()))))
-    yield _code_block(answer.command) if answer.command else ""
+    yield code_block(answer.command) if answer.command else ""
 
 
 def _protocol(report: Report, text: str) -> str:
@@ -115,9 +115,13 @@ def _setting(value: Any) -> str:
     return fact_of(value) if isinstance(value, int | float) else code_span(public_name(str(value)))
 
 
-def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
-    """Return a table whose cells are Markdown already. The first ``named`` columns hold words."""
-    ruler = [*[":--"] * named, *["--:"] * (len(columns) - named)]
+def pipe_table(columns: Sequence[str], words: int | Collection[int], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose cells are Markdown already.
+
+    ``words``: the columns that hold words, or how many first ones do.
+    """
+    left = range(words) if isinstance(words, int) else words
+    ruler = [":--" if n in left else "--:" for n in range(len(columns))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
 
 
@@ -195,7 +199,7 @@ def code_span(text: str) -> str:
     return f"{ticks}{pad}{text}{pad}{ticks}"
 
 
-def _code_block(text: str) -> str:
-    """An indented code block: renderers without fences take what stands between them for text and HTML."""
+def code_block(text: str) -> str:
+    """Return an indented code block: renderers without fences take what stands between them for text and HTML."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     return "\n".join("    " + "".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)

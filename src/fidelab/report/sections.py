@@ -8,12 +8,12 @@ be shown: on one line (texts keep their lines), without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from fidelab.report.cells import fact_of, is_duplicate_reason, shared, status_line
-from fidelab.report.tables import Notes, TextTable, matrices_of, tables_of
+from fidelab.report.tables import Notes, TextTable, leading_of, matrices_of, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
@@ -133,6 +133,15 @@ def sections_of(report: Report) -> list[Section]:
     benches = [(arm, record.benches) for arm, record in arms]
     records = {arm.id: record for arm, record in arms}
     return [*_sections("axis", axes, records), *_sections("bench", benches, records)]
+
+
+def leading_tables(report: Report) -> Iterator[TextTable]:
+    """Return the leading figures of all benches, of one arm without its name."""
+    arms = [(arm, record) for arm, record in arms_of(report) if record.benches]
+    for name in dict.fromkeys(name for _, record in arms for name in record.benches):
+        own = [(arm.name, record.benches[name]) for arm, record in arms if name in record.benches]
+        for table in leading_of(name, own):
+            yield table.without_name() if len(own) == 1 else table
 
 
 def benches_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> list[Section]:

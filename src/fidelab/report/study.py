@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,20 +14,26 @@ from fidelab.report.cells import STATUS, estimate_of, status_line
 from fidelab.report.charts import ChartLine, draw_lines, line_style
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.html import render_page
+from fidelab.report.markdown import code_block, escaped, pipe_table
 from fidelab.report.plots import FULL, NARROW, Drawing
 from fidelab.report.scales import ChartAxis
+from fidelab.report.sections import leading_tables
 from fidelab.report.tables import TextTable
-from fidelab.report.text import literal, print_line, print_path, simple_table
-from fidelab.results.numbers import heading, one_line
+from fidelab.report.text import literal, print_line, print_path, print_table, simple_table
+from fidelab.results.measurement import Metric
+from fidelab.results.numbers import MIB, heading, one_line, printable
 from fidelab.results.plots import Curve
+from fidelab.results.record import Report
 from fidelab.results.study import PART, Study, StudyRow
 
+Stages = Mapping[str, Report | Study]
+"""Stage of a profile → its record."""
 _OUTCOME = "outcome"
 _BAR_COLUMNS = 24  # characters of the longest bar
 
 
-def render_study(study: Study, console: Console, *, folder: Path | None = None) -> None:
-    """Print the results and the first rows; ``folder`` holds its files.
+def render_study(study: Study, console: Console, *, folder: Path | None = None, stages: Stages | None = None) -> None:
+    """Print the results and the first rows, then the tables of stages; ``folder`` holds its files.
 
     Nothing of the record is read as markup.
     """
@@ -45,8 +51,7 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
             line(shown.title, "bold")
         table = simple_table()
         for name, title in zip(shown.columns, shown.headings, strict=True):
-            is_word = any(isinstance(row.at.get(name, row.facts.get(name)), str) for row in shown.rows)
-            justify: JustifyMethod = "left" if is_word or name == _OUTCOME or name in shown.rows[0].at else "right"
+            justify: JustifyMethod = "left" if _is_word(shown, name) else "right"
             table.add_column(literal(title, console), justify=justify, overflow="fold")
         table.add_column("", no_wrap=bool(study.bar))
         for row, cells in zip(shown.rows, shown.cells, strict=True):
@@ -58,6 +63,9 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
         console.print(table)
     if study.note:
         line(study.note)
+    for stage, words in _stage_tables(stages):
+        line(stage.title, "bold")
+        print_table(console, stage.columns, stage.rows, words=words)
     if len(rows) < len(study.rows):
         line(f"{len(rows)} of {len(study.rows)} rows; all are in the files")
     for what, command in study.commands.items():
@@ -67,8 +75,64 @@ def render_study(study: Study, console: Console, *, folder: Path | None = None) 
         print_path(console, "files", folder)
 
 
-def study_html(study: Study) -> str:
-    """Render the page: the sentences, plots, and all rows. Nothing is fetched."""
+def study_markdown(study: Study, stages: Stages | None = None) -> str:
+    """Render a section of GitHub-flavoured Markdown: sentences, failures, all rows, and the tables of stages.
+
+    Nothing of the record is read as markup.
+    """
+    failures = _failures(study)
+    tables = [part for table in _tables(study, study.rows) for part in _pipe_table(table, _words(table))]
+    tables += [part for table, words in _stage_tables(stages) for part in _pipe_table(table, words)]
+    parts = [
+        f"**{escaped(one_line(study.title))}**",
+        escaped(study.sample),
+        *(_sentence(one_line(text)) for text in study.sentences),
+        *(("Failed or not measurable:", *(f"- {escaped(text)}" for text in failures)) if failures else ()),
+        *tables,
+        escaped(one_line(study.note)),
+        *(part for what, command in study.commands.items() for part in (f"{escaped(what)}:", code_block(command))),
+        *(("To repeat:", code_block(study.command)) if study.command else ()),
+        f"Made with fidelab {escaped(study.fidelab_version)} on {study.created.date().isoformat()}.",
+    ]
+    joined = "\n\n".join(part for part in parts if part)
+    return printable(joined.replace("\n\n- ", "\n- ") + "\n")
+
+
+def _sentence(text: str) -> str:
+    return f"- {escaped(text[2:])}" if text.startswith("- ") else escaped(text)
+
+
+def _words(table: _Table) -> list[int]:
+    """Return the columns that hold words: coordinates, texts and the outcome."""
+    return [n for n, name in enumerate(table.columns) if _is_word(table, name)]
+
+
+def _is_word(table: _Table, name: str) -> bool:
+    texts = (row.at.get(name, row.facts.get(name)) for row in table.rows)
+    return name == _OUTCOME or name in table.rows[0].at or any(isinstance(text, str) for text in texts)
+
+
+def _pipe_table(table: _Table | TextTable, words: Collection[int]) -> tuple[str, str]:
+    headings, rows = (table.headings, table.cells) if isinstance(table, _Table) else (table.columns, table.rows)
+    columns, *cells = ([escaped(cell.replace("\\|", "\\ |")) for cell in row] for row in (headings, *rows))
+    return f"{escaped(table.title or 'Rows')}:", pipe_table(columns, words, cells)
+
+
+def _stage_tables(stages: Stages | None) -> Iterator[tuple[TextTable, Collection[int]]]:
+    """Yield the leading figures of benches, and the tables of studies, of each stage, with the columns of words."""
+    for name, found in (stages or {}).items():
+        tables: list[tuple[TextTable, Collection[int]]]
+        if isinstance(found, Study):
+            own = (t for t in _tables(found, found.rows) if t.title not in ("stage", "figure"))
+            tables = [(TextTable("rows", t.title, t.headings, t.cells), _words(t)) for t in own]
+        else:
+            tables = [(table, range(table.named)) for table in leading_tables(found)]
+        for table, words in tables:
+            yield replace(table, title=f"{one_line(name)}: {table.title}"), words
+
+
+def study_html(study: Study, stages: Stages | None = None) -> str:
+    """Render the page: the sentences, plots, all rows, and the tables of stages. Nothing is fetched."""
     created = study.created.strftime("%Y-%m-%d %H:%M %Z").strip()
     return render_page(
         "study.html.j2",
@@ -82,18 +146,21 @@ def study_html(study: Study) -> str:
         scale_of=scale_of,
         shades_of=shades_of,
         failures=_failures(study),
-        tables=[_page_table(table) for table in _tables(study, study.rows)],
+        tables=[
+            *(_page_table(table) for table in _tables(study, study.rows)),
+            *(_PageTable(**vars(table)) for table, _ in _stage_tables(stages)),
+        ],
         commands=[*study.commands.items(), ("Repeat this run", study.command)],
     )
 
 
-def write_study_html(study: Study, path: Path) -> Path:
+def write_study_html(study: Study, path: Path, stages: Stages | None = None) -> Path:
     """Write the page atomically.
 
     Raises:
         OutputError: If the file cannot be written.
     """
-    return write_atomically(path, study_html(study))
+    return write_atomically(path, study_html(study, stages))
 
 
 def _doubtful(study: Study) -> bool:
@@ -140,8 +207,11 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
         there = {name for row in own for name in (*row.at, *row.facts)}
         columns = tuple(n for n in study.columns if n in there or any(row.metric(n) is not None for row in own))
         found = ((n, next((metric for row in own if (metric := row.metric(n)) is not None), None)) for n in columns)
-        headings = tuple(name if metric is None else heading(metric.name, metric.unit) for name, metric in found)
-        cells = tuple(tuple(_cell(row, name) for name in columns) for row in own)
+        mib = {name for name in columns if any(_large(row.metric(name)) for row in own)}
+        headings = tuple(
+            name if metric is None else heading(metric.name, metric.unit, mib=name in mib) for name, metric in found
+        )
+        cells = tuple(tuple(_cell(row, name, mib=name in mib) for name in columns) for row in own)
         if not all(row.measured for row in own):
             columns, headings = (*columns, _OUTCOME), (*headings, _OUTCOME)
             cells = tuple((*line, STATUS[row.status]) for line, row in zip(cells, own, strict=True))
@@ -155,10 +225,14 @@ def _failures(study: Study) -> list[str]:
     return [f"{one_line(' '.join(map(str, row.at.values())))}: {status_line(row)}" for row in lost]
 
 
-def _cell(row: StudyRow, name: str) -> str:
+def _cell(row: StudyRow, name: str, *, mib: bool) -> str:
     """A coordinate, a fact, or a metric with its interval."""
     known = row.at.get(name, row.facts.get(name))
-    return str(estimate_of(row.metric(name))) if known is None else one_line(str(known))
+    return str(estimate_of(row.metric(name), mib=mib)) if known is None else one_line(str(known))
+
+
+def _large(metric: Metric | None) -> bool:
+    return metric is not None and metric.unit == "bytes" and (metric.value or 0) >= MIB
 
 
 def _chart(curves: Sequence[Curve]) -> Drawing | None:

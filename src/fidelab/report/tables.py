@@ -149,13 +149,44 @@ def matrices_of(name: str, arms: Sequence[tuple[str, Measurement]]) -> Iterator[
         lines = {(row.name, *(row.at[key] for key in varied[:-1])) for row in shaped}
         if len(varied) < 2 or len(lines) == len(shaped):  # nothing stands next to each other
             continue
-        by_key = {metric.key: metric for row in shaped for metric in row.metrics()}
-        leading = {metric.key for row in shaped for metric in row.metrics() if metric.headline}
-        for key, metric in by_key.items():
-            percentile = _PERCENTILE.fullmatch(key)
-            is_median = percentile is not None and percentile[2] == _MEDIAN and metric.unit in SPEEDS
-            if key in leading or is_median:
-                yield _matrix(name, shaped, key, varied)
+        for key in _leading(shaped):
+            yield _matrix(name, shaped, key, varied)
+
+
+def leading_of(name: str, arms: Sequence[tuple[str, Measurement]]) -> Iterator[TextTable]:
+    """Return the leading figures: the matrices, or where nothing is across, a table with a row per shape of work."""
+    matrices = list(matrices_of(name, arms))
+    rows = _rows(arms, None)
+    for coordinates in () if matrices else dict.fromkeys(tuple(row.at) for row in rows):
+        shaped = [row for row in rows if tuple(row.at) == coordinates]
+        varied = [key for key in coordinates if len({row.at[key] for row in shaped}) > 1]
+        fixed = {key: shaped[0].at[key] for key in coordinates if key not in varied}
+        columns = {NAME: [row.name for row in shaped]}
+        columns |= {one_line(key): [_coordinate(row.at[key]) for row in shaped] for key in varied}
+        for key in _leading(shaped):
+            known = [metric for row in shaped if (metric := row.metric(key)) is not None]
+            mib = known[0].unit == "bytes" and any((metric.value or 0) >= MIB for metric in known)
+            head = free(heading(known[0].name, known[0].unit, mib=mib), columns, " #")
+            columns[head] = [_matrix_cell(row, key, mib=mib) for row in shaped]
+        if len(columns) > 1 + len(varied):
+            marked = any(cell.endswith(_UNCOUNTED) for cells in columns.values() for cell in cells)
+            notes = "; ".join(filter(None, (one_line(label(fixed)), f"{_UNCOUNTED} not valid" if marked else "")))
+            cells = tuple(zip(*columns.values(), strict=True))
+            title = f"{one_line(name)} ({notes})" if notes else one_line(name)
+            yield TextTable("leading", title, tuple(columns), cells, 1 + len(varied))
+    yield from matrices
+
+
+def _leading(rows: Sequence[_Row]) -> list[str]:
+    """Return the keys of metrics of which a cell is a headline metric, and of the medians of latencies."""
+    by_key = {metric.key: metric for row in rows for metric in row.metrics()}
+    headline = {metric.key for row in rows for metric in row.metrics() if metric.headline}
+    medians = {
+        key
+        for key, metric in by_key.items()
+        if (percentile := _PERCENTILE.fullmatch(key)) and percentile[2] == _MEDIAN and metric.unit in SPEEDS
+    }
+    return [key for key in by_key if key in headline | medians]
 
 
 def _matrix(name: str, rows: Sequence[_Row], key: str, varied: Sequence[str]) -> TextTable:

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.core import Status, write_atomically
+from fidelab.core import Status, read_file, strict_json, write_atomically
+from fidelab.core.errors import InputError
 from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.results.measurement import Coordinates, Measurement, Metric
-from fidelab.results.numbers import counted
+from fidelab.results.numbers import counted, one_line
 from fidelab.results.plots import Curve, Heatmap
 from fidelab.results.record import KV, RuntimeRecord
 from fidelab.results.values import Count, Document, FreeDict, Outcome, Positive, Record
 
 SCHEMA: Final = "fidelab.study/0"
 STUDY: Final = "study.json"
+_MAX_BYTES = 256 << 20
 PART: Final = "part"
 """Coordinate of rows that stand in tables of their own, one for each of its values."""
 StudyKind = Literal["sensitivity", "kv-sensitivity", "layers", "cross-engine", "profile", "speculation"]
@@ -182,6 +184,19 @@ class Study(Document):
         """Return strict JSON, indented. Fields at their default are left out, as there are thousands of metrics."""
         plain = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read ``study.json`` of a folder.
+
+        Raises:
+            InputError: If it cannot be read.
+        """
+        path = folder / STUDY
+        try:
+            return cls.model_validate(strict_json(read_file(path, _MAX_BYTES)))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path} cannot be read: {one_line(str(error))[:200]}") from None
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

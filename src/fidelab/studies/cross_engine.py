@@ -6,7 +6,7 @@ What an engine cannot do stays in its rows; the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import permutations
@@ -49,6 +49,7 @@ _COLUMNS = (
     *("arm", "tokens", "depth", "batch", "prefill_rate", "decode_isolated", "decode_by_subtraction"),
     *("from", "kld", "top1"),  # of candidates and of references from one another
 )
+_TIMED = ("prefill", "decode")  # benches with columns of their own, in one table; others have a table each
 _NOTE = (
     "16-bit references, each engine's 8-bit cache against its own reference, references from one another; "
     "timing: medians of the repeats"
@@ -95,7 +96,10 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
             if reference is not None:
                 references[line.label] = reference
                 arms[f"reference of {line.label}"] = arm_of(reference)
-            study = study.model_copy(update={"rows": (*study.rows, *rows), "arms": arms})
+            kept = (*study.columns, *_bench_columns(cross, rows))
+            study = study.model_copy(
+                update={"rows": (*study.rows, *rows), "arms": arms, "columns": tuple(dict.fromkeys(kept))}
+            )
             write_study(study, folder)
         if DECIDING in (cross.axes or {}):
             pairs = agreement(_experiment(cross, cross.engines[0], folder.path), references)
@@ -104,6 +108,11 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     except KeyboardInterrupt:  # the folder of a single engine's run cannot be resumed
         raise KeyboardInterrupt from None
     return study, folder
+
+
+def _bench_columns(cross: CrossEngine, rows: Sequence[StudyRow]) -> list[str]:
+    """Return the metrics of benches that have a table of their own."""
+    return [metric.key for row in rows if row.at[PART] in cross.benches for metric in row.metrics]
 
 
 def experiments_of(cross: CrossEngine) -> dict[str, Experiment]:
@@ -241,7 +250,7 @@ class _Line:
             yield StudyRow(
                 status=cell.status if cell else bench.status,
                 reason=cell.reason if cell else bench.reason,
-                at={"engine": self.line.label, PART: "timing", "arm": role, **at},
+                at={"engine": self.line.label, PART: "timing" if name in _TIMED else name, "arm": role, **at},
                 metrics=tuple(named),
                 flags=tuple(flags),
             )

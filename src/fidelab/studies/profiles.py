@@ -37,14 +37,18 @@ from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNa
 from fidelab.core.scratch import scratch
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
+from fidelab.results.record import SCHEMA as REPORT_SCHEMA
+from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, RunFolder
 from fidelab.results.study import PART, Study, StudyRow
+from fidelab.results.study import SCHEMA as STUDY_SCHEMA
 from fidelab.results.values import Record
 from fidelab.run.pipeline import Interrupted
 from fidelab.run.signals import end_with_parent, terminate_as_interrupt
 from fidelab.studies.study import new_study, write_study
 
 SKIPS = "skips.json"
+_RECORDS: Mapping[str, type[Report | Study]] = {REPORT_SCHEMA: Report, STUDY_SCHEMA: Study}
 KIND: Final = "profile"
 _GB, _MB = 1e9, 1e6
 _MAX_STAGE_BYTES = 256 << 20  # of a stage's JSON
@@ -333,7 +337,7 @@ def _run_stages(
         )
         found = [skip.model_dump() for skip in skips]
         study = _measured_study(resolved, folder, ended, {"machine": machine, "skips": found}, command)
-        write_study(study, RunFolder(folder))
+        write_study(study, RunFolder(folder), stage_records(study, folder))
         write_atomically(folder / SKIPS, json.dumps(found, indent=2) + "\n")
     return study
 
@@ -494,6 +498,21 @@ def _measured_study(
     )
 
 
+def stage_records(study: Study, folder: Path) -> dict[str, Report | Study]:
+    """Return stage → what it printed, of the stages that printed the record of a run or a study.
+
+    ``folder`` is the profile's.
+    """
+    found: dict[str, Report | Study] = {}
+    for row in study.rows if study.kind == KIND else ():
+        name = str(row.at.get("name"))
+        output = _output(folder, name) if row.at[PART] == "stage" else None
+        if isinstance(output, Mapping):
+            with suppress(KeyError, TypeError, ValidationError):
+                found[name] = _RECORDS[output["schema"]].model_validate(output)
+    return found
+
+
 def _output(folder: Path, stage: str) -> Any:
     """The JSON that a stage printed; ``None`` if it cannot be read."""
     with suppress(OSError, ValueError):
@@ -543,7 +562,7 @@ def _figure(
         reason: str | None = "stage skipped" if stage else "stage not run"
     else:
         value, interval, reason = find_figure(outputs.get(figure.stage), figure.at)
-        if value is None and stage.status is Status.FAILED:
+        if value is None and stage.status is Status.FAILED and outputs.get(figure.stage) is None:
             reason = "stage failed"
         if value is not None:
             value /= figure.divisor
@@ -552,6 +571,8 @@ def _figure(
     metrics = [theirs(figure.value)] if figure.value is not None else []
     metrics += [ours(value, interval)] if value is not None else []
     facts = {"unit": figure.unit} if figure.unit else {}
+    if figure.value is not None:
+        facts["expected"] = f"{figure.value:,}".removesuffix(".0")
     agrees = True
     if value is not None and figure.value is not None and figure.tolerance is not None:
         metrics.append(_DIFFERENCE(value - figure.value))

@@ -20,7 +20,7 @@ from fidelab.core import Status, slug
 from fidelab.core.roles import TWIN
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.prepare import PreparedRun
-from fidelab.report.study import write_study_html
+from fidelab.report.study import Stages, write_study_html
 from fidelab.results.engagement import engaged
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
@@ -76,14 +76,14 @@ def new_study(**fields: Any) -> Study:
     return Study.model_validate({**now, "fidelab_version": fidelab.__version__, **fields})
 
 
-def write_study(study: Study, folder: RunFolder) -> Study:
-    """Write a record and its page into a run folder.
+def write_study(study: Study, folder: RunFolder, stages: Stages | None = None) -> Study:
+    """Write a record and its page into a run folder; ``stages``: records of a profile's stages, for the page.
 
     Raises:
         OutputError: If a file cannot be written.
     """
     study.write(folder.path)
-    write_study_html(study, folder.html)
+    write_study_html(study, folder.html, stages)
     return study
 
 

@@ -45,6 +45,7 @@ _METRICS = {
         *("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:predicted_tokens_seconds"),
     ),
 }
+_BOUNDS = (0.005, 0.01, 0.02, 0.05, 0.1, 1.0, float("inf"))  # seconds, of vLLM's time to the first token
 _TOO_LONG = "This model's maximum context length is {} tokens, but the prompt has {} and {} more were asked for."
 
 
@@ -98,6 +99,7 @@ class Mock:
         self.settings = settings
         self.random = random.Random(settings.seed)
         self.running = self.waiting = self.events = self.prompt_tokens = self.output_tokens = 0
+        self.first: list[float] = []
         self.log: dict[str, dict[str, Any]] = {}
         self._room = asyncio.Semaphore(settings.concurrency or sys.maxsize)
         self._read = (0, time.monotonic())
@@ -138,7 +140,12 @@ class Mock:
         label = {"vllm": f'{{engine="0",{model}}}', "sglang": f"{{{model}}}", "llamacpp": ""}[settings.style]
         kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in named if name}
         lines = (f"# TYPE {name} {kind}\n{name}{label} {float(named[name])}\n" for name, kind in kinds.items())
-        return web.Response(text="".join(lines))
+        first = (
+            f'vllm:time_to_first_token_seconds_bucket{{engine="0",{model},le="{bound}"}} '
+            f"{sum(seconds <= bound for seconds in self.first)}\n"
+            for bound in _BOUNDS
+        )
+        return web.Response(text="".join([*lines, *(first if settings.style == "vllm" else ())]))
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
@@ -199,6 +206,7 @@ class Mock:
         await response.prepare(request)
         if chat:
             await response.write(self._chunk([{"index": 0, "delta": {"role": "assistant", "content": ""}}]))
+        received = time.monotonic()
         async with self.turn():
             due, index, last = time.monotonic(), 0, False
             if settings.coalesce and count > 1:
@@ -213,6 +221,8 @@ class Mock:
                     break
                 last = index + 1 == count and not settings.endless
                 times.append(time.monotonic())
+                if not index:
+                    self.first.append(times[0] - received)
                 event = tail if last else token.replace(b'"choices":[', b'"choices":{') if index == break_at else token
                 self.events += 1
                 self.output_tokens += rest if last else size

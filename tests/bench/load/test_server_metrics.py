@@ -9,7 +9,9 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from fidelab.bench.load import server_metrics
 from fidelab.bench.load.client import drive
@@ -166,6 +168,76 @@ def test_ranks_of_one_engine_and_priorities_are_not_counted_twice() -> None:
     assert said([(2.0, sglang(1, extra=extra))]).running_max == 1
     other = 'sglang:num_running_reqs{model_name="m",tp_rank="1",dp_rank="1"} 2\n'
     assert said([(2.0, sglang(1, extra=other))]).running_max == 3
+
+
+def histograms(times: Sequence[float], buckets: Sequence[float], kind: str = "vllm") -> bytes:
+    """The page of a server that has seen these times to the first token and gaps, and twice these latencies."""
+    registry = CollectorRegistry()
+    names = {"time_to_first_token_seconds": 1, "inter_token_latency_seconds": 1, "e2e_request_latency_seconds": 2}
+    for name, factor in names.items():
+        histogram = Histogram(f"{kind}:{name}", "seconds", ["model_name"], buckets=buckets, registry=registry)
+        for seconds in times:
+            histogram.labels("m").observe(factor * seconds)
+    return generate_latest(registry)
+
+
+def medians(before: bytes, after: bytes, kind: str = "vllm") -> dict[str, float | None]:
+    page = vllm if kind == "vllm" else sglang
+    texts = [(0.9, page(1) + before), (2.0, page(2)), (3.1, page(3) + after)]
+    return {name: histogram.median() for name, histogram in said(texts).histograms.items()}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_servers_median_is_interpolated_in_the_bucket_of_the_median(kind: str) -> None:
+    """Two of ten values are up to 0.1, six up to 0.3, so the fifth lies at three quarters of the second bucket."""
+    times = [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 0.5, 0.9, 5.0]
+    before = histograms([7.0] * 4, (0.1, 0.3, 1.0), kind)
+    found = medians(before, histograms([7.0] * 4 + times, (0.1, 0.3, 1.0), kind), kind)
+    assert found["ttft"] == pytest.approx(0.1 + 0.2 * (5 - 2) / (6 - 2))
+    assert found["itl"] == found["ttft"]
+    assert found["e2el"] == pytest.approx(0.3 + 0.7 * (5 - 3) / (8 - 3))
+    assert "tpot" not in found
+
+
+def test_a_servers_median_lies_within_a_bucket_of_the_values_own() -> None:
+    generator, width = np.random.default_rng(3), 0.02
+    times = generator.lognormal(-1, 0.5, 501)
+    bounds = [*np.arange(width, 4, width)]
+    found = present(medians(histograms([], bounds), histograms([*times], bounds))["ttft"])
+    assert abs(found - float(np.median(times))) <= width
+
+
+def test_what_a_histogram_held_before_the_load_does_not_count() -> None:
+    new = histograms([0.2] * 3, (0.1, 0.3, 1.0))
+    assert medians(histograms([9.0] * 50, (0.1, 0.3, 1.0)), histograms([9.0] * 50 + [0.2] * 3, (0.1, 0.3, 1.0))) == (
+        medians(b"", new)
+    )
+
+
+def test_a_median_above_the_last_bound_is_none() -> None:
+    assert medians(b"", histograms([2.0, 3.0], (0.1, 1.0)))["ttft"] is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(histograms([0.2] * 9, (0.1, 1.0)), histograms([0.2], (0.1, 1.0)), id="reset"),
+        pytest.param(histograms([0.2], (0.1, 1.0)), histograms([0.2] * 9, (0.2, 1.0)), id="other bounds"),
+        pytest.param(histograms([0.2], (0.1, 1.0)), histograms([0.2], (0.1, 1.0)), id="nothing added"),
+        pytest.param(b"", b'vllm:time_to_first_token_seconds_bucket{le="0.1"} 3\n', id="no infinite bound"),
+        pytest.param(b"", b'vllm:time_to_first_token_seconds_bucket{le="x"} 3\n', id="a bound of letters"),
+    ],
+)
+def test_a_histogram_that_tells_nothing_of_the_load_has_no_median(before: bytes, after: bytes) -> None:
+    assert medians(before, after) == {}
+
+
+def test_histograms_of_several_engines_add_up() -> None:
+    line = 'vllm:time_to_first_token_seconds_bucket{{engine="{}",le="{}"}} {}\n'
+    parts = [
+        line.format(engine, bound, count) for engine in (0, 1) for bound, count in (("1", 2), ("2", 4), ("+Inf", 4))
+    ]
+    assert said([(0.9, vllm(1)), (3.1, vllm(3) + "".join(parts).encode())]).histograms["ttft"].counts == (4, 8, 8)
 
 
 def spec(drafts: float, drafted: float, accepted: float, suffix: str = "_total") -> bytes:

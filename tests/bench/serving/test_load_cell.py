@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.bench.load_cell import Drive, LoadCell, compare_counts, count_by_finish, load_cell, why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
+from fidelab.metrics.serving import Histogram
 from fidelab.results.measurement import Cell
 from fidelab.results.plots import Curve
 from tests.present import present
@@ -277,6 +279,19 @@ def test_readings_of_repeats_are_merged_by_their_time() -> None:
     assert [server[name] for name in ("kv_usage_max", "running_max", "waiting_max", "samples")] == [0.5, 4.0, 7.0, 11]
     assert (server["speculation"]["drafted"], server["speculation"]["accepted"]) == (120, 60)
     assert load.value("acceptance_length") == pytest.approx(2)
+
+
+def test_the_servers_median_stands_behind_the_clients() -> None:
+    """Of two repeats the counts add up: four of six are below 0.4 s, so the median is at three quarters."""
+    one, other = Histogram((0.4, 0.8, math.inf), (1, 3, 3)), Histogram((0.4, 0.8, math.inf), (3, 3, 3))
+    drives = [drive(row(3), server=ServerReading("vllm", histograms={"ttft": each})) for each in (one, other)]
+    load = load_cell(ASKED, drives)
+    names = [metric.key for metric in load.metrics]
+    assert names[names.index("ttft_p99") + 1] == "server_ttft_p50"
+    assert load.value("server_ttft_p50") == pytest.approx(1e3 * 0.4 * 3 / 4)
+    assert "server_tpot_p50" not in names
+    [median] = [metric for metric in load.metrics if metric.key == "server_ttft_p50"]
+    assert median.repeats == pytest.approx((1e3 * (0.4 + 0.4 * 0.5 / 2), 1e3 * 0.4 / 2))
 
 
 def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from k16v8.errors import UnknownNameError, UsageError
@@ -19,25 +19,25 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", dest="as_json", action="store_true", help="One JSON object on standard output.")
 
 
-def add_operations(parser: argparse.ArgumentParser, default: str) -> None:
+KERNELS = {"attention": "", "weights": "products with 4-bit weights"}
+"""Operations of kernels → what they are."""
+
+
+def add_operations(parser: argparse.ArgumentParser, default: str, known: Mapping[str, str] = KERNELS) -> None:
     """The flag ``--operations``."""
-    parser.add_argument(
-        "--operations",
-        default=default,
-        help=f"attention, weights (products with 4-bit weights), or both separated by a comma. [default: {default}]",
-    )
+    words = ", ".join(f"{name} ({what})" if what else name for name, what in known.items())
+    parser.add_argument("--operations", default=default, help=f"{words}; several with commas. [default: {default}]")
 
 
-def operations(text: str) -> tuple[str, ...]:
+def operations(text: str, known: Mapping[str, str] = KERNELS) -> tuple[str, ...]:
     """``attention,weights`` → its parts.
 
     Raises:
         UnknownNameError: If there is no such operation.
     """
-    known = ("attention", "weights")
     for name in text.split(","):
         if name not in known:
-            raise UnknownNameError("operation", name, known)
+            raise UnknownNameError("operation", name, tuple(known))
     return tuple(text.split(","))
 
 

@@ -7,6 +7,7 @@ examples:
   k16v8 gate
   k16v8 gate --kernels interpreter --soak 100
   k16v8 gate --operations weights
+  k16v8 gate --operations codec,lmcache
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from k16v8.cli.common import (
+    KERNELS,
     add_json,
     add_operations,
     check_device,
@@ -34,6 +36,13 @@ if TYPE_CHECKING:
     from k16v8.gates.run import Gate
 
 
+_OPERATIONS = {
+    **KERNELS,
+    "codec": "bytes of LMCache's serde",
+    "lmcache": "a chunk that LMCache stores and loads",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     parser.add_argument("--device", default="cpu", help="cpu or cuda. [default: cpu]")
@@ -49,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Decode steps through page reuse; 0 leaves them out. [default: 500]",
     )
     parser.add_argument("--seed", type=number_type(0, int), default=0, help="Of the random inputs. [default: 0]")
-    add_operations(parser, "attention,weights")
+    add_operations(parser, "attention,weights", _OPERATIONS)
     add_json(parser)
 
 
@@ -63,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     from k16v8.kernels.dispatch import load_triton
 
     check_device(options.device)
-    asked = operations(options.operations)
+    asked = operations(options.operations, _OPERATIONS)
     chosen = options.kernels or ("triton" if options.device == "cuda" else "torch")
     if chosen == "interpreter":
         load_triton(interpret=True)

@@ -24,6 +24,7 @@ from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.kernels.prefill import PrefillBatch, prefill, torch_attention
 from k16v8.kernels.reference import Attention
+from k16v8.plugins.lmcache.check import codec_gates, storage_gates
 
 COSINE, RELATIVE_L2, LSE = 0.99999, 0.0035, 1e-3
 # expected value and half-width over seeds
@@ -37,7 +38,7 @@ _SEEDS = 5
 class Gate:
     """One check: the measured quantity and its limit."""
 
-    group: str  # attention, writer, paper, soak, weights, mutation
+    group: str  # attention, writer, paper, soak, weights, mutation, codec, lmcache
     name: str
     passed: bool
     figures: dict[str, float] = field(default_factory=dict)
@@ -58,11 +59,15 @@ def run_gates(
 
     Raises:
         NotSupportedError: If the implementation cannot run on this device.
+        EngineError: If LMCache cannot be imported, where ``operations`` has ``lmcache``.
     """
     if "attention" in operations:
         yield from _attention_gates(implementation, device, seed, soak_steps)
     if "weights" in operations:
         yield from (Gate(*found) for found in weight_gates(implementation, device=device, seed=seed))
+    for name, gates in (("codec", codec_gates), ("lmcache", storage_gates)):
+        if name in operations:
+            yield from (Gate(name, *found) for found in gates(seed))
 
 
 def _attention_gates(implementation: str, device: torch.device | str, seed: int, soak_steps: int) -> Iterator[Gate]:

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Event, Lock, Thread
 from types import TracebackType
@@ -23,11 +23,12 @@ import numpy as np
 from fidelab.engines.base import engines
 from fidelab.engines.openai.http import Session, TooLargeError
 from fidelab.engines.server_metrics import MetricNames
+from fidelab.metrics.serving import Histogram
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
 _MAX_ANSWER_BYTES = 4 << 20  # bytes that are read of one answer
 _LINE = 1 << 12  # bytes of a line; longer ones are not of interest
-_MAX_KEPT_BYTES = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
+_MAX_KEPT_BYTES = 1 << 18  # bytes that are kept of one answer: vLLM has 15 KB for each of its engines
 _MAX_VALUE = 2.0**63  # largest value of a counter or gauge
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
 _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
@@ -70,6 +71,8 @@ class ServerReading:
     speculation: SpeculationReading | None = None
     preemptions: float | None = None
     """Requests that lost their place in the cache and were computed again."""
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    """Latency (``ttft``, ``tpot``, ``itl``, ``e2el``) → what the server added to its histogram."""
 
 
 @cache
@@ -85,8 +88,13 @@ def _metric_names() -> frozenset[str]:
 
 @cache
 def _interest() -> re.Pattern[bytes]:
-    names = "|".join(map(re.escape, sorted(_metric_names()))).encode()
+    names = "|".join(map(re.escape, sorted(_metric_names() | _bucket_names()))).encode()
     return re.compile(rb"^(?:%b).{0,%d}(?:\n|\Z)" % (names, _LINE), re.MULTILINE)
+
+
+@cache
+def _bucket_names() -> frozenset[str]:
+    return frozenset(f"{name}_bucket" for names in _kinds().values() for name in names.histograms.values())
 
 
 _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
@@ -182,6 +190,7 @@ class _Sample:
 
     at: float
     values: Mapping[str, tuple[float, ...]]
+    text: bytes
 
     def total(self, name: str) -> float | None:
         return math.fsum(self.values[name]) if name in self.values else None
@@ -200,7 +209,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
 
     Returns ``None`` if no reading comes from a known server.
     """
-    samples = [_Sample(at, values) for at, text in texts if (values := _parse(text))]
+    samples = [_Sample(at, values, text) for at, text in texts if (values := _parse(text))]
     kind = next((kind for kind, names in _kinds().items() for s in samples if s.values.keys() & names.all()), None)
     if kind is None or not ended > started:
         return None
@@ -220,7 +229,31 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         samples=len(within),
         speculation=_speculation(samples, within, names, started, ended),
         preemptions=_increase(samples, names, names.preempted, started, ended),
+        histograms=_histograms(samples, names, started, ended),
     )
+
+
+def _histograms(samples: Sequence[_Sample], names: MetricNames, started: float, ended: float) -> dict[str, Histogram]:
+    """Return what was added to each histogram between the last reading before the load and the first after it.
+
+    A histogram is left out if it is missing, was reset, or has other bounds in the second reading.
+    """
+    before = [sample for sample in samples if sample.at <= started]
+    after = [sample for sample in samples if sample.at >= ended]
+    if not before or not after or not names.histograms:
+        return {}
+    first, last = _buckets(before[-1].text), _buckets(after[0].text)
+    found = {}
+    for latency, name in names.histograms.items():
+        counts = last.get(name, {})
+        bounds = tuple(sorted(counts))
+        old = first.get(name) or dict.fromkeys(bounds, 0.0)  # a histogram with labels first shows with its first value
+        if not bounds or not math.isinf(bounds[-1]) or old.keys() != counts.keys():
+            continue
+        grown = tuple(counts[bound] - old[bound] for bound in bounds)
+        if grown[0] >= 0 and (np.diff(grown) >= 0).all() and grown[-1] > 0:
+            found[latency] = Histogram(bounds, grown)
+    return found
 
 
 def _speculation(
@@ -282,24 +315,48 @@ def _busy_mean(within: Iterable[_Sample], names: MetricNames, gauge: str) -> flo
     return _mean(_without_none((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
 
 
+_Labels = tuple[tuple[str, str], ...]
+
+
 def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     """Return for each name, without ``_total``, its values, one per engine; empty if the text is not Prometheus."""
+    found = _read(b"".join(line for line in text.splitlines(keepends=True) if b"_bucket{" not in line), _metric_names())
+    return {name: tuple(engines.values()) for name, engines in found.items()}
+
+
+def _buckets(text: bytes) -> dict[str, dict[float, float]]:
+    """Return for each histogram its upper bounds with the count up to each, over all engines."""
+    lines = b"".join(line for line in text.splitlines(keepends=True) if b"_bucket{" in line)
+    totals: dict[str, dict[float, float]] = {}
+    for name, series in _read(lines, _bucket_names()).items():
+        counts = totals.setdefault(name.removesuffix("_bucket"), {})
+        for labels, value in series.items():
+            try:
+                bound = float(dict(labels).get("le", "nan"))
+            except ValueError:
+                continue
+            counts[bound] = counts.get(bound, 0.0) + value
+    return {name: counts for name, counts in totals.items() if not any(map(math.isnan, counts))}
+
+
+def _read(text: bytes, names: frozenset[str]) -> dict[str, dict[_Labels, float]]:
+    """Return the values of known names by their labels, ranks of one engine as one; empty for an invalid text."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    counters: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    counters: dict[str, dict[_Labels, float]] = {}
     try:
         for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 # SGLang counts requests by priority, too, in addition to the count of all
-                if name not in _metric_names() or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
+                if name not in names or not abs(sample.value) < _MAX_VALUE or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
                 engines = counters.setdefault(name, {})
                 engines[engine] = max(sample.value, engines.get(engine, sample.value))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return {}
-    return {name: tuple(engines.values()) for name, engines in counters.items()}
+    return counters
 
 
 def _without_none(values: Iterable[float | None]) -> list[float]:

@@ -224,7 +224,7 @@ def resolve(name: str, profile: Profile, variant: str | None = None, overrides: 
     stages = []
     for stage in profile.stages:
         change = stage.variants.get(variant or "", StageChange())
-        always = Needs(stages=stage.needs.stages, data=stage.needs.data)
+        always = Needs(stages=stage.needs.stages, data=stage.needs.data, packages=stage.needs.packages)
         own = (change.needs or Needs(),) if variant else (profile.needs, stage.needs)
         needs = dict[str, Any]()  # of all; of the same amount the last one counts
         for part in (always, *own):

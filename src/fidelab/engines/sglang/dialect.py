@@ -37,4 +37,7 @@ PAGE_NAMES = MetricNames(
     rate="sglang:gen_throughput",
     length="sglang:spec_accept_length",
     accepted_share="sglang:spec_accept_rate",
+    ttft="sglang:time_to_first_token_seconds",
+    itl="sglang:inter_token_latency_seconds",
+    e2el="sglang:e2e_request_latency_seconds",
 )

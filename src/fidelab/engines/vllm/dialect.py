@@ -49,4 +49,8 @@ PAGE_NAMES = MetricNames(
     accepted="vllm:spec_decode_num_accepted_tokens",
     drafts="vllm:spec_decode_num_drafts",
     preempted="vllm:num_preemptions",
+    ttft="vllm:time_to_first_token_seconds",
+    tpot="vllm:request_time_per_output_token_seconds",
+    itl="vllm:inter_token_latency_seconds",
+    e2el="vllm:e2e_request_latency_seconds",
 )
