@@ -22,7 +22,7 @@ _NAMES = {
     "it": "Italiano", "ja": "日本語", "ko": "한국어", "ru": "Русский", "th": "ไทย", "tr": "Türkçe", "uk": "Українська", "vi": "Tiếng Việt", "zh": "中文",
 }  # fmt: skip
 _FULL_STOP = {"zh": "。", "ja": "。", "hi": "।", "bn": "।", "th": ""}
-_PER_DOCUMENT = {0: 14, 1: 14}  # pieces of the long documents; the others have fewer
+_PER_DOCUMENT = {0: 17, 1: 17}  # pieces of the long documents; the others have fewer
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def build(repository: Repository, seed: int = 71) -> list[Document]:
         )
         order.shuffle(codes)
         own: list[tuple[str, str]] = []
-        wanted = _PER_DOCUMENT.get(number, 1 if size < SHORT + 9 else 3)
+        wanted = _PER_DOCUMENT.get(number, 1 if size < SHORT + 9 else 5)
         for code in [*codes, *sorted(known, key=lambda one: -len(left[one]))]:
             if left[code] and len(own) < wanted:
                 own.append((code, left[code].pop()))
@@ -104,7 +104,7 @@ def build(repository: Repository, seed: int = 71) -> list[Document]:
             last = ""
             while True:
                 choice = order.random()
-                if own and (choice < 0.3 or not last):
+                if own and (choice < 0.36 or not last):
                     code, piece = own.pop()
                     last = piece
                     yield f"{_NAMES[code]} — {piece}"

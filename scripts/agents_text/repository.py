@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-REVISION = "331472a7"
+REVISION = "331472a7814f1c96fcf65d645c407e473116ae0c"
 OWN = ("src/", "tests/", "k16v8/", "checkpoints/", "benchmarks/", "docs/", "schema/", "examples/", "scripts/")
 LEFT_OUT = ("tests/engines/", "src/fidelab/inputs/data/", "src/fidelab/doctor/constraints")  # lists of other projects
 _REPLACED = (
@@ -26,6 +26,7 @@ _REPLACED = (
     (r"\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun),? \d\d? [A-Z][a-z]{2} \d{4}(?: \d\d:\d\d:\d\d)?", "day 0"),
     (r"\b\d{1,3}(?:\.\d{1,3}){3}\b", "127.0.0.1"),
     (r"/(?:work|root|home|tmp)\b/?", "~/"),
+    (r"~/\.pyenv/versions/[\d.]+/lib/", "lib/"),
     (r"(?<=[\w.,;:] )@(?=[A-Za-z])", "at "),
     (r"(?<=[(`\"'/])@(?=[A-Za-z])", "at "),
     (r"\b[\w-]+\.(?:local|internal|lan|corp|intra)\b", "host"),
