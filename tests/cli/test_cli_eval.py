@@ -116,6 +116,7 @@ def test_a_fault_next_to_a_cut_ends_with_1(tmp_path: Path) -> None:
         (("--base-url", "http://127.0.0.1:9", "--engine", "vllm"), "--engine is for a server that is started here"),
         ((), "name a running server by --base-url URL, or a model and --engine to start one"),
         (("some/model",), "some/model: name the engine whose server is started"),
+        (("http://host:1",), "http://host:1 is the address of a server: write --base-url http://host:1"),
         (("--base-url", "http://127.0.0.1:9", "--kinds", "sums"), "unknown kind of question 'sums'"),
         (("--base-url", "http://127.0.0.1:9", "--kinds", ","), "name a kind"),
         (("--base-url", "http://127.0.0.1:9", "--policy", "bad.yaml"), "bad.yaml:1:6 is not YAML"),

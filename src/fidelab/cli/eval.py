@@ -178,6 +178,8 @@ def _preset(model: str, start: _StartOptions) -> Preset:
     from fidelab.core import slug
     from fidelab.core.errors import UsageError
 
+    if model.startswith(("http://", "https://")):
+        raise UsageError(f"{model} is the address of a server: write --base-url {model}")
     found = listing()
     name = next((one for one in (f"{model}-{start.engine}", model) if one in found), None)
     fields: dict[str, Any] = {"name": slug(Path(model).name), "model": model}
