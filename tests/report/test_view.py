@@ -560,6 +560,19 @@ def test_the_distribution_of_several_contexts_names_the_worst_one_as_its_source(
     assert title.endswith("at the worst context")
 
 
+def test_the_distribution_has_a_row_for_each_context_that_was_measured() -> None:
+    kld = kld_axis(0.03, 0.01, contexts={512: (0.01, 900, 6), 2048: (0.03, 900, 6)})
+    define = Definition("median", "nats", "lower")
+    kld = kld.model_copy(
+        update={"metrics": (*kld.metrics, *(define(n / 1e5, cell={"context": n}) for n in (512, 2048)))}
+    )
+    found = build_view(sample_report(candidates=(arm("q8_0", axes={"kld": kld}),), control=None)).beside
+    [table] = [table for table in found if table.key == "distribution"]
+    assert table.columns[:3] == ("configuration", "context", "median")
+    assert [row[:3] for row in table.rows] == [("q8_0", "512", "0.00512"), ("q8_0", "2,048", "0.0205")]
+    assert table.title == "Distribution of KLD over positions (nats)"
+
+
 def test_a_kld_without_percentiles_has_no_table_of_them() -> None:
     bare = kld_axis(0.03, 0.01)
     bare = bare.model_copy(update={"metrics": tuple(m for m in bare.metrics if m.key in ("mean", "top1"))})

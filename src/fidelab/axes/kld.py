@@ -68,6 +68,7 @@ _MIN_CONTEXT = 8  # tokens
 _MIN_WINDOWS = 6  # windows of a longer context: fewer resampling clusters give wide intervals and weak verdicts
 _LEAST_ACCURACY = 0.05  # of greedy predictions: token frequencies alone reach about 5% on English text
 _MIN_JUDGED_ROWS = 60  # 60 misses in a row have a probability below 5% at an accuracy of 5%
+_BY_CONTEXT = ("mean", "top1", "median", "p95", "p99", "max")  # metrics of each context by itself
 _QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
 _METRICS = (
@@ -461,7 +462,7 @@ class KLD(Axis):
         by_context = [
             metric.model_copy(update={"cell": {"context": _context(score)}, "headline": False})
             for score in (parts.values() if len(parts) > 1 else ())
-            for key in ("mean", "top1")
+            for key in _BY_CONTEXT
             if (metric := score.found.metric(key)) is not None
         ]
         sizes = [_size(score) for score in parts.values()]
@@ -563,7 +564,7 @@ class KLD(Axis):
             metric.model_copy(update={"cell": {"context": int(name), **metric.cell}, "headline": False})
             for name, score in scores.items()
             for metric in score.found.metrics
-            if (not metric.cell and metric.key in ("mean", "top1", "p99")) or {*metric.cell} == {DOMAIN}
+            if (not metric.cell and metric.key in _BY_CONTEXT) or {*metric.cell} == {DOMAIN}
         ]
         kinds = _groups(scored, kl_score(scored.rows, scored.clusters, bound=worst.bound), seed)
         own = [metric for metric in worst.found.metrics if not metric.cell]
@@ -729,6 +730,7 @@ def _slope(scored: _Scored, seed: int) -> tuple[Metric, ...]:
 def _depth_curve(scores: Mapping[str, AxisScore]) -> Curve:
     """The mean KL of each depth."""
     means = [score.found.value("mean") for score in scores.values()]
+    spans = [score.found.ci("mean") for score in scores.values()]
     return Curve(
         key="depth",
         title="KL by depth",
@@ -737,6 +739,9 @@ def _depth_curve(scores: Mapping[str, AxisScore]) -> Curve:
         caption="Rising lines: the cost grows with the context.",
         x=tuple(float(name) for name in scores),
         y=tuple(means),
+        low=tuple(None if span is None else span[0] for span in spans),
+        high=tuple(None if span is None else span[1] for span in spans),
+        log_x=True,
         log_y=True,
         kl=True,
     )

@@ -177,7 +177,7 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
     values = sorted({at for curve in curves for at in curve.x})
     label, log = curves[0].x_label, any(curve.log_x for curve in curves)
     exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
-    exact = exact and not curves[0].kl  # these are means over bins
+    exact = exact and (curves[0].log_x or not curves[0].kl)  # these are means over bins
     if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
         abscissa = ChartAxis(label, log=log)
     else:

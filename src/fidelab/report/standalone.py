@@ -13,19 +13,30 @@ from markupsafe import Markup
 
 from fidelab.report.charts import element, text
 from fidelab.report.html import templates
-from fidelab.report.plots import frontier
+from fidelab.report.plots import Drawing, draw_plots, frontier
+from fidelab.report.sections import sections_of
 from fidelab.report.view import build_view
 from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
+DEPTH_TITLE = "KL by depth"
 TOP = 32.0  # height of the title
 
 
 def frontier_svg(report: Report, width: int) -> str | None:
     """Return the wide drawing under its title, ``width`` pixels wide; ``None`` if no arm has both a KLD and a size."""
     plot = frontier(report, build_view(report))
-    if plot is None:
-        return None
+    return None if plot is None else _svg(plot, width)
+
+
+def depth_svg(report: Report, width: int) -> str | None:
+    """Return the mean KL against the depth of context, as :func:`frontier_svg`; ``None`` for a run without depths."""
+    drawn = (drawing for section in sections_of(report) for drawing in draw_plots(section, report))
+    plot = next((drawing for drawing in drawn if drawing.title == DEPTH_TITLE), None)
+    return None if plot is None else _svg(plot, width)
+
+
+def _svg(plot: Drawing, width: int) -> str:
     chart = plot.charts[0]
     parts = [
         element("title", plot.title),

@@ -67,17 +67,36 @@ _DISTRIBUTION = ("median", "p90", "p95", "p99", "p999", "max")
 
 
 def distribution_of(report: Report) -> TextTable | None:
-    """Return arm × median, percentiles and maximum of the KLD of a position (nats); ``None`` if none is recorded."""
+    """Return arm × median, percentiles and maximum of the KLD of a position (nats); ``None`` if none is recorded.
+
+    With several contexts there is a row for each.
+    """
     klds = {one_line(arm.name): arm.axes[DECIDING] for arm in _compared(report) if DECIDING in arm.axes}
-    found = {name: [kld.metric(key, {}) for key in _DISTRIBUTION] for name, kld in klds.items()}
-    names = [next((m.name for m in column if m is not None), "") for column in zip(*found.values(), strict=True)]
+    places: list[tuple[str, Measurement, Coordinates]] = []
+    for name, kld in klds.items():
+        sizes = sorted(n for n in _contexts(kld) if kld.metric("median", {"context": n}) is not None)
+        places += [(name, kld, {"context": n}) for n in sizes] if len(sizes) > 1 else [(name, kld, {})]
+    found = [(name, at, [kld.metric(key, at) for key in _DISTRIBUTION]) for name, kld, at in places]
+    columns = list(zip(*(metrics for _, _, metrics in found), strict=True))
+    names = [next((m.name for m in column if m is not None), "") for column in columns]
     kept = [n for n, name in enumerate(names) if name]
-    rows = [(name, *(estimate_of(metrics[n]).value for n in kept)) for name, metrics in found.items() if any(metrics)]
+    several = any(at for _, at, _ in found)
+    rows = [
+        (
+            name,
+            *([f"{at['context']:,}" if at else "worst"] if several else []),
+            *(estimate_of(metrics[n]).value for n in kept),
+        )
+        for name, at, metrics in found
+        if any(metrics)
+    ]
     if not rows:
         return None
-    several = any(len(_contexts(kld)) > 1 for kld in klds.values())
-    title = f"Distribution of KLD over positions (nats){', at the worst context' if several else ''}"
-    return TextTable("distribution", title, (NAME, *(one_line(names[n]) for n in kept)), tuple(rows))
+    heads = (NAME, *(["context"] if several else []), *(one_line(names[n]) for n in kept))
+    worst = ", at the worst context" if not several and any(len(_contexts(kld)) > 1 for kld in klds.values()) else ""
+    return TextTable(
+        "distribution", f"Distribution of KLD over positions (nats){worst}", heads, tuple(rows), 1 + several
+    )
 
 
 _CONCENTRATION = ("largest_document", "largest_positions", "unseen_documents", "breaking_document")
