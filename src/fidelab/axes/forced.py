@@ -8,6 +8,7 @@ forward pass, as in generation, and all arms receive the same tokens, so one cha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -35,8 +36,9 @@ from fidelab.core.errors import CaptureError, UnavailableError
 from fidelab.inputs.conversations import recorded
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
+from fidelab.metrics.half_life import HalfLife, half_life
 from fidelab.metrics.intervals import RatioItems, ratio_interval
-from fidelab.results.measurement import Definition
+from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
@@ -65,6 +67,14 @@ _REACH = Definition(
     "higher",
     "Where that line reaches this KL; none where it does not rise.",
     name=f"tokens until {_LIMIT:g} nats",
+)
+_HALF_LIFE = Definition(
+    "half_life",
+    "tokens",
+    "higher",
+    "Generated tokens after which half of all answers differ from the reference's, drawn as alike as can be.",
+    name="half-life",
+    null_value=None,
 )
 _TOP1 = Definition(
     "top1", "share", "higher", "Share of tokens whose most likely token is the reference's.", name="same top token"
@@ -208,6 +218,14 @@ class ForcedDecode(Axis):
             start = float(kl.mean() - slope * at.mean())
             reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
             growth, growth_ci = _per_thousand(slope), ratio_interval(items, seed, transform=_per_thousand)
+        half, half_metrics = None if bound else half_life([part.tv for part in parts], seed), list[Metric]()
+        if half is not None and math.isfinite(half.tokens):
+            ends = half.interval
+            open_ = ends if ends is None or math.isfinite(ends[1]) else (ends[0], None)
+            caveat = (
+                "" if half.measured else f"beyond the {max(lengths):,} tokens that were generated, at their mean rate"
+            )
+            half_metrics.append(_HALF_LIFE(half.tokens, open_, caveat=caveat))
         jumps = [jump for part in parts if (jump := change_point(part.kl)) is not None]
         bins = kl_by_position(positions, rows.kl, min(_BINS, int(positions.max()) + 1))
         middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
@@ -220,13 +238,14 @@ class ForcedDecode(Axis):
                 _MAX(summary.max, bound=bound),
                 _GROWTH(growth, growth_ci),
                 _REACH(reach),
+                *half_metrics,
                 _TOP1(summary.top1),
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
             ),
             cluster="prompt",
-            summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
+            summary="" if summary.mean is None else _said(format_kld(summary.mean, bound=bound), half),
             plots=(
                 Curve(
                     key="forced-kl",
@@ -240,6 +259,19 @@ class ForcedDecode(Axis):
             ),
             facts=pair.ref.manifest["settings"],
         )
+
+
+def _said(kld: str, half: HalfLife | None) -> str:
+    """``0.0064 nats, half of all answers differ after 180 tokens``."""
+    if half is None or not math.isfinite(half.tokens):
+        return f"{kld} nats"
+    return f"{kld} nats, half of all answers differ after {_rounded(half.tokens)} tokens"
+
+
+def _rounded(tokens: float) -> str:
+    """Two digits: an interval is seldom narrower."""
+    digits = max(0, math.floor(math.log10(max(tokens, 1))) - 1)
+    return f"{round(tokens / 10**digits) * 10**digits:,}"
 
 
 def greedy_probe(inputs: AxisInputs, axis: str, asked: Any) -> Generate:
