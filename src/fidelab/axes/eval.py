@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,6 @@ from pydantic import Field, field_validator
 
 from fidelab.axes.base import (
     OVER_CONTROL,
-    Axis,
     AxisInputs,
     AxisScore,
     AxisSettings,
@@ -20,6 +19,7 @@ from fidelab.axes.base import (
     written_text,
 )
 from fidelab.axes.graded import ACCURACY, MAX_SHOWN_ITEMS, GradedItem, graded_score, share_of
+from fidelab.axes.right_answers import AnswersAxis
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Tokens
@@ -54,6 +54,7 @@ class EvalSettings(AxisSettings):
     n_predict: int = Field(default=150, ge=1, description="tokens generated per question")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="questions decoded together")
+    signed: int = Field(default=64, ge=0, description="right answers of the reference that every arm reads; 0: none")
 
     @field_validator("kinds")
     @classmethod
@@ -65,7 +66,7 @@ class EvalSettings(AxisSettings):
         return tuple(kind for kind in TEXT_KINDS if kind in kinds)
 
 
-class Eval(Axis):
+class Eval(AnswersAxis):
     """Accuracy of greedy answers to short questions; the score is the candidate's, in percent.
 
     See docs/metrics.md#eval.
@@ -135,6 +136,14 @@ class Eval(Axis):
         kinds = {kind for kind in self.settings.kinds if kind != "tools" or template == "chat"}
         lengths = [length for length in LENGTHS if length <= self.settings.retrieval] if "retrieval" in kinds else []
         return [question for question in (*load_questions(), *retrieval_questions(lengths)) if question.kind in kinds]
+
+    def right(self, capture: Capture) -> Iterator[tuple[int, Tokens]]:
+        """The reference's right answers."""
+        notes = notes_of(capture)
+        for item in range(len(capture.items)):
+            answer = _answer(capture, item, _noted(capture, notes, item))
+            if answer.right:
+                yield item, tuple(map(int, answer.ids))
 
 
 @dataclass(frozen=True)

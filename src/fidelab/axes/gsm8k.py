@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import accumulate
@@ -14,7 +14,6 @@ from pydantic import Field, field_validator
 
 from fidelab.axes.base import (
     OVER_CONTROL,
-    Axis,
     AxisInputs,
     AxisScore,
     AxisSettings,
@@ -24,9 +23,10 @@ from fidelab.axes.base import (
     written_text,
 )
 from fidelab.axes.graded import MAX_SHOWN_ITEMS, GradedItem, graded_score
+from fidelab.axes.right_answers import AnswersAxis
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate
+from fidelab.captures.requests import Generate, Tokens
 from fidelab.core import canonical_json
 from fidelab.core.errors import InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, truncate_answer
@@ -66,6 +66,7 @@ class GSM8KSettings(AxisSettings):
     n_predict: int = Field(default=256, ge=1, description="tokens generated per problem")
     template: Literal["chat", "raw"] = Field(default="raw", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="problems decoded together")
+    signed: int = Field(default=64, ge=0, description="right answers of the reference that every arm reads; 0: none")
 
     @field_validator("data")
     @classmethod
@@ -73,7 +74,7 @@ class GSM8KSettings(AxisSettings):
         return name if name == "gsm8k" else str(Path(name).expanduser().absolute())
 
 
-class GSM8K(Axis):
+class GSM8K(AnswersAxis):
     """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent.
 
     See docs/metrics.md#gsm8k.
@@ -121,6 +122,13 @@ class GSM8K(Axis):
             more=_metrics([item for item in items if not item.failed], seed),
             plots=_plots(items),
         )
+
+    def right(self, capture: Capture) -> Iterator[tuple[int, Tokens]]:
+        """The reference's right answers, each up to the end of its own words."""
+        for item, note in enumerate(notes_of(capture)):
+            answer = _answer(capture, item, Decimal(note["gold"]))
+            if answer.right:
+                yield item, tuple(map(int, answer.ids[: answer.length or len(answer.ids)]))
 
 
 @dataclass(frozen=True)
