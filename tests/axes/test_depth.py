@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from pathlib import Path
@@ -34,12 +35,17 @@ def log_of(folder: Path, lengths: dict[str, list[int]]) -> str:
 
 
 def run(
-    folder: Path, *candidates: str, lengths: dict[str, list[int]] | None = None, engine_args: Any = None, **kld: Any
+    folder: Path,
+    *candidates: str,
+    lengths: dict[str, list[int]] | None = None,
+    engine_args: Any = None,
+    keep_rows: bool = False,
+    **kld: Any,
 ) -> Done:
     folder.mkdir(exist_ok=True)
     lengths = lengths or {kind: [5000] * 6 for kind in KINDS}
     settings = {"protocol": "depth", "n_ctx": 4096, "windows": 12, "looks": [], "rows": 16, **kld}
-    done = compared(folder, settings, *candidates, lengths=lengths, engine_args=engine_args or {})
+    done = compared(folder, settings, *candidates, lengths=lengths, engine_args=engine_args or {}, keep_rows=keep_rows)
     assert done.code in (0, 1), done.err
     return done
 
@@ -192,3 +198,53 @@ def test_looks_and_captures_read_whole_documents(tmp_path: Path) -> None:
 def test_settings_that_depth_cannot_have_are_refused(settings: dict[str, Any], said: str, tmp_path: Path) -> None:
     asked = {"protocol": "depth", "n_ctx": 4096, "windows": 12, **settings}
     assert said in refused(compared(tmp_path, asked, "tilt[q=0.6]", lengths={"chat": [900] * 2}))
+
+
+def test_figures_of_depths_and_kinds_are_those_of_a_program_that_reads_the_saved_rows_alone(
+    tmp_path: Path,
+) -> None:
+    """Rows and requests by the safetensors package, json and numpy: nothing of fidelab computes a figure."""
+    names = ("tilt[q=0.7,has=126]", "tilt[q=0.6,from=2048]")
+    done = run(tmp_path, *names, keep_rows=True, engine_args={"noise": "0.05"}, lengths={k: [5000] * 7 for k in KINDS})
+    whole = {name: _rows_by_hand(done, name) for name in ("exact", *names)}
+    for name in names:
+        kld = done.axis(name, "kld")
+        kl = {place: _kl(whole["exact"][place][0], row) for place, (row, _) in whole[name].items()}
+        kinds = {place: kind for place, (_, kind) in whole[name].items()}
+        for n in DEPTHS:
+            here = [place for place in kl if n // 2 <= place[1] <= n - 2]
+            assert kld.value("mean", {"context": n}) == pytest.approx(np.mean([kl[p] for p in here]), rel=1e-5)
+            for kind in KINDS:
+                of_kind = [kl[p] for p in here if kinds[p] == kind]
+                found = kld.value("mean", {"context": n, "domain": kind})
+                assert found == pytest.approx(np.mean(of_kind), rel=1e-5)
+        for kind in KINDS:
+            of_kind = [value for place, value in kl.items() if kinds[place] == kind]
+            assert kld.value("mean", {"domain": kind}) == pytest.approx(np.mean(of_kind), rel=1e-5)
+
+
+def _rows_by_hand(done: Done, arm: str) -> dict[tuple[str, int], tuple[Any, str]]:
+    """(window's tokens, position) → (log-probabilities, kind) of all captures of an arm but those for noise."""
+    from safetensors.numpy import load_file
+
+    [label] = [
+        Path(folder)
+        for folder in (done.cwd / "runs" / "captures").iterdir()
+        if folder.name.startswith("fake")
+        and json.loads(next(folder.glob("*/manifest.json")).read_text())["asked"]["name"] == arm
+    ]
+    found = {}
+    for folder in label.glob("kld*-r0"):
+        request = json.loads(gzip.decompress((folder / "probe.json.gz").read_bytes()))
+        arrays = {name: value for part in folder.glob("part-*.safetensors") for name, value in load_file(part).items()}
+        kinds = dict(request["settings"]["domains"])
+        for item, (window, own) in enumerate(zip(request["windows"], request["positions"], strict=True)):
+            rows = arrays[f"{item}.logprobs"]
+            for n, position in enumerate(own):
+                found[str(window[:64]), position] = (rows[n].astype(np.float64), kinds[request["units"][item][n]])
+    return found
+
+
+def _kl(p: Any, q: Any) -> float:
+    p, q = (row - np.logaddexp.reduce(row) for row in (p, q))
+    return float((np.exp(p) * (p - q)).sum())
