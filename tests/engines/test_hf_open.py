@@ -353,3 +353,21 @@ def test_a_head_is_replayed_in_chunks_of_the_vocabulary(monkeypatch: pytest.Monk
     due = states.float() @ linear.weight.float().T + linear.bias.float()
     torch.testing.assert_close(replayed, due)
     assert largest <= 100 * 64
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "full"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 512}, 512, 1),
+        ({"layer_types": ["full_attention"] * 3, "sliding_window": 512}, None, 3),
+        ({"sliding_window": 4096}, 4096, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, None, None),
+        ({}, None, None),
+    ],
+)
+def test_the_window_of_a_model_and_its_layers_without_one_are_read_from_its_config(
+    config: dict[str, Any], window: int | None, full: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3, **config}))
+    found = shape_of(str(tmp_path))
+    assert (found.window, found.full) == (window, full)

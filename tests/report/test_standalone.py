@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from fidelab.report.standalone import frontier_svg
+from fidelab.report.standalone import DEPTH_TITLE, depth_svg, frontier_svg
+from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from tests.present import present
-from tests.report.sample import hostile_report, many_arms
+from tests.report.sample import arm, hostile_report, kld_axis, many_arms, sample_report
 from tests.report.sample_benches import bench_report, rich_report
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,3 +38,22 @@ def test_every_class_that_is_drawn_in_colour_has_a_rule() -> None:
 
 def test_no_file_where_no_arm_has_a_kld() -> None:
     assert frontier_svg(bench_report(), 900) is None
+
+
+def test_the_depths_of_a_run_are_a_drawing_of_their_own() -> None:
+    curve = Curve(
+        key="depth",
+        title=DEPTH_TITLE,
+        x_label="tokens",
+        y_label="mean KL, nats",
+        x=(1024.0, 2048.0, 4096.0),
+        y=(0.001, 0.002, 0.004),
+        log_x=True,
+        log_y=True,
+        kl=True,
+    )
+    axes = {"kld": kld_axis(0.004, 0.001).model_copy(update={"plots": (curve,)})}
+    svg = present(depth_svg(sample_report(candidates=(arm("q8_0", axes=axes),), control=None), 900))
+    for words in (DEPTH_TITLE, ">1k<", ">2k<", ">4k<"):
+        assert words in svg
+    assert depth_svg(rich_report(), 900) is None
