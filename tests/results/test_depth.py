@@ -14,6 +14,9 @@ MEAN = Definition("mean", "nats", "lower")
 EXCELLENT, PASS, DEGRADED, FAIL = (0.001, 0.002), (0.02, 0.03), (0.06, 0.08), (0.2, 0.3)
 
 
+Given = tuple[int, tuple[float, float] | None, int]
+
+
 def kld(
     *depths: tuple[int, tuple[float, float] | None, int], protocol: str = "depth", bound: bool = False
 ) -> Measurement:
@@ -36,7 +39,7 @@ def kld(
             [(1024, EXCELLENT, 10), (8192, EXCELLENT, 12), (32768, PASS, 10)],
             "excellent to 8k, pass to 32k, beyond: not tested",
         ),
-        (  # a better depth does not mend a worse one before it
+        (  # the worst band so far counts
             [(1024, EXCELLENT, 10), (2048, DEGRADED, 10), (4096, EXCELLENT, 10)],
             "excellent to 1k, degraded to 4k, beyond: not tested",
         ),
