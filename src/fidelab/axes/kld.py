@@ -1,9 +1,11 @@
 """KL divergence over the full vocabulary at every scored position, at one or several contexts.
 
-See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
+See docs/metrics.md#mean-kl-divergence, docs/metrics.md#windows-and-contexts and docs/metrics.md#depth.
 
 ``windows`` is the number of windows of the shortest context.  Longer contexts have fewer windows, so that about as many
 positions are scored, but at least six: documents are the resampling clusters, and a long window rarely spans several.
+
+With protocol ``depth`` a window is a document, and rows at several depths come from one prefill of it.
 """
 
 from __future__ import annotations
@@ -576,6 +578,7 @@ class KLD(Axis):
             "contexts": [_size(score) for score in parts.values()],
             "undecided": [_size(score) for name, score in scores.items() if name not in decided],
             **({"cut_short": cut} if (cut := _cut_short(pairs)) else {}),
+            **({"at_most": self.settings.windows} if self.settings.early else {}),
         }
         return replace(
             worst,

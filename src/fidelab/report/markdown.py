@@ -94,6 +94,10 @@ def _protocol(report: Report, text: str) -> str:
             shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
             others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
             size = " of the shortest context" if shortest is None else f" of {_setting(shortest)} tokens{others}"
+            if kld.get("protocol") == "depth":
+                size = (
+                    " per depth" if shortest is None else f" per depth to {_setting((longer or [shortest])[-1])} tokens"
+                )
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
