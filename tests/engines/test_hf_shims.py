@@ -267,11 +267,16 @@ def test_attention_that_reads_exact_content_below_its_arguments_is_refuted(
     assert f"read untouched {word} in head" in why or "is off by" in why
 
 
+_DOTS_IN_BF16 = bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text("utf-8", "replace").split()))
+
+
 @pytest.mark.parametrize("kv", ["int4", "fp8_e4m3", "int8"])
 @pytest.mark.parametrize("choose", [in_one_head, in_decode_steps])
 def test_the_same_is_refuted_in_16_bits_where_rounding_is_as_large_as_the_formats_error(
     choose: Choice, kv: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kv == "int8" and choose is in_decode_steps and _DOTS_IN_BF16:
+        pytest.skip("products in bfloat16 alone round by more than int8 does")
     without_origins(monkeypatch)
     attention(monkeypatch, choose)
     requests = (WINDOWS, GENERATE) if choose is in_one_head else (GENERATE, FORCED)
