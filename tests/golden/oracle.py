@@ -155,6 +155,15 @@ def forced(c: Mapping[str, Array], test: Side) -> dict[str, float]:
     found |= {"mean KL": kl.mean(), "median KL": np.median(kl), "largest KL": kl.max()}
     found |= {"99th percentile": np.percentile(kl, 99), "same top token": c["same"][good].mean()}
     found["score"] = 100 * math.exp(-kl.mean())
+    # until half of all answers differ: token by token, over the answers that go on
+    agree = -np.log(1 - c["tv"][good])
+    total, end = 0.0, 0.0
+    for token in sorted({*t.tolist()}):
+        total, end = total + float(agree[t == token].mean()), token
+        if total >= math.log(2):
+            break
+    if (rate := float(agree[t <= end].mean())) > 0:
+        found["half-life"] = math.log(2) / rate
     slope, start = np.polyfit(t, kl, 1)
     found["KL growth in 1,000 tokens"] = 1000 * slope
     if start >= 0.01 or slope > 0:
