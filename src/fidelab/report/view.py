@@ -515,7 +515,11 @@ def _text(report: Report) -> str:
     if len(contexts) < 2:
         found = _positions(kld.n_items, text_of(kld))
     else:
-        found = ", ".join(f"{_positions(c['n_positions'], text_of(kld, c))} at {c['n_ctx']:,} tokens" for c in contexts)
+        sizes = [(_positions(c["n_positions"], text_of(kld, c)), f"{c['n_ctx']:,}") for c in contexts]
+        if len({words for words, _ in sizes}) == 1:
+            found = f"{sizes[0][0]} at each of {joined([n for _, n in sizes])} tokens"
+        else:
+            found = ", ".join(f"{words} at {n} tokens" for words, n in sizes)
     return f"{found}; {read}" if (read := _windows_read(arms)) else found
 
 
