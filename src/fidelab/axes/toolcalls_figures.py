@@ -195,11 +195,16 @@ def _cut_more(answered: Sequence[Item], seed: int) -> tuple[str, ...]:
 
 def _plots(items: Sequence[Item]) -> tuple[Plot, ...]:
     kinds = [*KINDS[::-1], _UNFINISHED, "no answer"]
-    sides = [[one.kind if one.ids else kinds[-1] for one in side] for side in zip(*((i.ref, i.test) for i in items), strict=True)]
+    sides = [
+        [one.kind if one.ids else kinds[-1] for one in side]
+        for side in zip(*((i.ref, i.test) for i in items), strict=True)
+    ]
     table = TablePlot(
         title="Tool calls by outcome",
         columns=("outcome", "reference", "candidate"),
-        rows=tuple((kind, *(str(side.count(kind)) for side in sides)) for kind in kinds if any(kind in s for s in sides)),
+        rows=tuple(
+            (kind, *(str(side.count(kind)) for side in sides)) for kind in kinds if any(kind in s for s in sides)
+        ),
     )
     changed = TablePlot(
         title="Tool calls, call by call",
@@ -261,9 +266,7 @@ def _of_rows(tokens: Sequence[TokenRows], seed: int, cell: dict[str, Any] | None
     yield _KL(summary.mean, score.mean_interval(seed), bound=score.bound, cell=cell)
     yield _P99(summary.p99, bound=score.bound, cell=cell)
     flips = RatioItems.of(~rows.top1[score.usable], 1.0, score.clusters[score.usable])
-    yield _FLIPS(
-        ratio_estimate(flips), ratio_interval(flips, seed, bounds=(0.0, 1.0), proportion=True), cell=cell
-    )
+    yield _FLIPS(ratio_estimate(flips), ratio_interval(flips, seed, bounds=(0.0, 1.0), proportion=True), cell=cell)
     signed = rows.nll_test - rows.nll_ref
     known = score.usable & np.isfinite(signed)
     if not score.bound:

@@ -26,7 +26,9 @@ MAX_CHARS = 20_000
 MAX_CALLS = 16
 
 _NAME = r"[\w.-]{1,64}"
-_HARMONY = re.compile(rf"to=functions\.({_NAME})[^{{]{{0,200}}?<\|message\|>(.*?)(?:<\|(?:call|end|return|start)\|>|\Z)", re.DOTALL)
+_HARMONY = re.compile(
+    rf"to=functions\.({_NAME})[^{{]{{0,200}}?<\|message\|>(.*?)(?:<\|(?:call|end|return|start)\|>|\Z)", re.DOTALL
+)
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(rf"<function=({_NAME})>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(rf"<parameter=({_NAME})>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -340,7 +342,9 @@ def _python(text: str) -> Iterator[Call]:
 
 
 def _is_print(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and bool(node.args)
+    return (
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and bool(node.args)
+    )
 
 
 def _python_call(node: ast.AST) -> Call:

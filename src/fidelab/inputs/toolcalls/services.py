@@ -43,7 +43,10 @@ def orders(draw: Random) -> list[Step]:
     first, second = draw.sample(["KB-204", "MX-77", "LD-310", "CH-42", "PW-900"], 2)
     counts, order = draw.sample(range(2, 30), 3), f"A{draw.randrange(10_000, 99_999)}"
     city, country = draw.choice([("Bergen", "NO"), ("Ghent", "BE"), ("Turin", "IT"), ("Graz", "AT"), ("Cork", "IE")])
-    street, floor = f"{draw.choice(['Mill Road', 'Dock Street', 'Park Lane'])} {draw.randrange(1, 90)}", draw.randrange(1, 9)
+    street, floor = (
+        f"{draw.choice(['Mill Road', 'Dock Street', 'Park Lane'])} {draw.randrange(1, 90)}",
+        draw.randrange(1, 9),
+    )
     amount, currency = round(draw.uniform(3, 90), 2), draw.choice(["EUR", "USD", "CHF"])
     new = f"A{draw.randrange(10_000, 99_999)}"
     return [

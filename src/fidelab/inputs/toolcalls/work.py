@@ -44,7 +44,7 @@ FILES = (
     tool(
         "make_archive",
         "Pack files into an archive.",
-        {"paths": array_of(TEXT), "target": TEXT, "format": one_of("zip", "tar", "7z")},
+        {"paths": array_of(TEXT), "target": TEXT, "kind": one_of("zip", "tar", "7z")},
         {"level": described(WHOLE, "of compression, 1 to 9")},
     ),
 )
@@ -86,7 +86,7 @@ def files(draw: Random) -> list[Step]:
             f"Pack the two files that were not moved into {other}/rest.{form}, as {form}, at level {level}. "
             "Keep their order.",
             "make_archive",
-            {"paths": left, "target": f"{other}/rest.{form}", "format": form, "level": level},
+            {"paths": left, "target": f"{other}/rest.{form}", "kind": form, "level": level},
             {"bytes": draw.randrange(10_000, 99_999)},
             "The archive is written.",
         ),
@@ -108,7 +108,10 @@ CALENDAR = (
         "create_event",
         "Create an event.",
         {"title": TEXT, "start": _MOMENT, "minutes": WHOLE},
-        {"guests": described({**array_of(TEXT), "default": []}, "names of teams"), "online": {**FLAG, "default": False}},
+        {
+            "guests": described({**array_of(TEXT), "default": []}, "names of teams"),
+            "online": {**FLAG, "default": False},
+        },
     ),
     tool(
         "list_events",
