@@ -1,4 +1,4 @@
-"""Tool calls: judged on captures made by hand, teacher-forced against closed forms, and whole runs on the fake engine."""
+"""Tool calls: judged on captures made by hand, forced rows against closed forms, and whole runs on the fake engine."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_one_key_renamed_in_5_percent_of_200_calls_is_found(asked: dict[str, Req
     assert isinstance(table, TablePlot)
     assert table.rows == (("right", "200", "190"), ("invalid arguments", "0", "10"))
     assert isinstance(changed, TablePlot)
-    assert changed.rows[0][2].startswith("invalid arguments: ")
+    assert str(changed.rows[0][2]).startswith("invalid arguments: ")
     assert isinstance(texts, Texts)
 
 

@@ -93,7 +93,7 @@ def _changed(**values: Any) -> dict[str, Any]:
 
 def test_the_right_call_is_right_in_another_order_and_with_other_numbers_of_the_same_value() -> None:
     assert _judged(STEP.arguments) == ("right", "")
-    assert _judged(dict(reversed(STEP.arguments.items()))) == ("right", "")
+    assert _judged(dict(reversed(list(STEP.arguments.items())))) == ("right", "")
     items = [{**item, "quantity": float(item["quantity"])} for item in STEP.arguments["items"]]
     assert _judged(_changed(items=items)) == ("right", "")
 

@@ -21,7 +21,8 @@ RIGHT = {
     "Hermes, end tag left out": '<tool_call>{"name": "get_weather", "arguments": %s}',
     "Hermes, arguments first": '<tool_call>{"arguments": %s, "name": "get_weather"}</tool_call>',
     "Hermes in a fence": '<tool_call>\n```json\n{"name": "get_weather", "arguments": %s}\n```\n</tool_call>',
-    "Hermes after reasoning": '<think>Use <tool_call>{}?</think>\n<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>',
+    "Hermes after reasoning": "<think>Use <tool_call>{}?</think>\n"
+    '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>',
     "Llama": '<|python_tag|>{"name": "get_weather", "parameters": %s}<|eom_id|>',
     "Llama, bare": '{"name": "get_weather", "parameters": %s}',
     "Llama, with a type": '{"type": "function", "name": "get_weather", "parameters": %s}',
@@ -30,12 +31,13 @@ RIGHT = {
     "Mistral, tokenizer 11": "[TOOL_CALLS]get_weather[ARGS]%s",
     "Mistral, with an id": "[TOOL_CALLS]get_weather[CALL_ID]call00001[ARGS]%s",
     "gpt-oss": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>%s<|call|>",
-    "gpt-oss after analysis": "<|channel|>analysis<|message|>The weather.<|end|><|start|>assistant<|channel|>commentary "
-    "to=functions.get_weather <|constrain|>json<|message|>%s",
+    "gpt-oss after analysis": "<|channel|>analysis<|message|>The weather.<|end|><|start|>assistant<|channel|>"
+    "commentary to=functions.get_weather <|constrain|>json<|message|>%s",
     "gpt-oss, recipient first": " to=functions.get_weather<|channel|>commentary json<|message|>%s<|call|>",
-    "DeepSeek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "DeepSeek, in a fence": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n%s\n```"
+    "DeepSeek": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>%s"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "DeepSeek, in a fence": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+    "```json\n%s\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "Kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>%s"
     "<|tool_call_end|><|tool_calls_section_end|>",
     "Phi and Granite": '<|tool_call|>[{"name": "get_weather", "arguments": %s}]<|/tool_call|>',

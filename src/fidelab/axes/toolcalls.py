@@ -19,7 +19,7 @@ from fidelab.axes.toolcalls_figures import Answer, Item, TokenRows, toolcalls_sc
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Request
-from fidelab.core import Estimator, canonical_json
+from fidelab.core import Estimator, canonical_json, strict_json
 from fidelab.core.errors import CaptureError, InputError
 from fidelab.inputs.questions.graders import validate_schema
 from fidelab.inputs.toolcalls.dialogue import Dialogue
@@ -161,8 +161,6 @@ def _note(dialogue: Dialogue, number: int, step: int) -> dict[str, Any]:
 
 def _noted(capture: Capture, item: int) -> tuple[str, int, Wanted]:
     """Id and dialogue of an item, and its right call."""
-    from fidelab.core import strict_json
-
     try:
         note = strict_json(capture.request.notes[item])
         name, tools, arguments = str(note["name"]), [str(tool) for tool in note["tools"]], dict(note["arguments"])

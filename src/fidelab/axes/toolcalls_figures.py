@@ -30,7 +30,11 @@ _KL = Definition(
 )
 _P99 = Definition("p99", "nats", "lower", "99th percentile of the KL of a token.", name="99th percentile")
 _FLIPS = Definition(
-    "flips", "share", "lower", "Share of tokens of the right calls whose most likely token is not the reference's."
+    "flips",
+    "share",
+    "lower",
+    "Share of tokens of the right calls whose most likely token is not the reference's.",
+    null_value=None,
 )
 _SIGNED = Definition(
     "signed_loss",

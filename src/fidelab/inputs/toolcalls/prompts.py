@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from fidelab.captures.requests import Tokens
@@ -89,13 +90,7 @@ def filler_text(tokenizer: Tokenizer, tokens: int, number: int) -> str:
     """
     if not tokens:
         return ""
-    text = load_text("agents")
-    ends = [*text.doc_starts[1:], len(text.content)]
-    documents = [
-        text.content[start:end]
-        for index, (start, end) in enumerate(zip(text.doc_starts, ends, strict=True))
-        if text.domain_of(index) == "tool calls"
-    ]
+    documents = _recorded()
     first = number % len(documents)
     joined, ids = "", tuple[int, ...]()
     for document in [*documents[first:], *documents[:first]] * (1 + tokens // 1000):
@@ -106,6 +101,18 @@ def filler_text(tokenizer: Tokenizer, tokens: int, number: int) -> str:
         if len(ids) >= tokens:
             break
     return _FILLED.format(tokenizer.decode(ids[:tokens]).strip())
+
+
+@lru_cache(maxsize=1)
+def _recorded() -> tuple[str, ...]:
+    """Recorded work with tools: documents of the text ``agents``."""
+    text = load_text("agents")
+    ends = [*text.doc_starts[1:], len(text.content)]
+    return tuple(
+        text.content[start:end]
+        for index, (start, end) in enumerate(zip(text.doc_starts, ends, strict=True))
+        if text.domain_of(index) == "tool calls"
+    )
 
 
 def _rendered(

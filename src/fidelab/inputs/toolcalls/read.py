@@ -108,7 +108,7 @@ def _calls(text: str, prompt: str) -> Iterator[Call]:
             yield from read(rest)
             return
     for marker, end in _MARKED:
-        before, found, body = rest.partition(marker)
+        _, found, body = rest.partition(marker)
         if found:
             body = f"[{body}" if marker.endswith("[") else body
             yield from _body(body.partition(end)[0] if end else body)
@@ -336,15 +336,15 @@ def _python(text: str) -> Iterator[Call]:
     for statement in tree.body:
         node = statement.value if isinstance(statement, ast.Expr | ast.Assign) else statement
         for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            if _is_print(one):
-                one = one.args[0]  # type: ignore[attr-defined]
-            yield _python_call(one)
+            yield _python_call(_printed(one))
 
 
-def _is_print(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print" and bool(node.args)
-    )
+def _printed(node: ast.AST) -> ast.AST:
+    """The argument of ``print``, or the node itself."""
+    match node:
+        case ast.Call(func=ast.Name(id="print"), args=[one], keywords=[]):
+            return one
+    return node
 
 
 def _python_call(node: ast.AST) -> Call:

@@ -287,7 +287,7 @@ def trains(draw: Random) -> list[Step]:
     found, at = [f"{draw.choice(['IC', 'EC', 'RJ'])} {n}" for n in draw.sample(range(100, 999), 3)], draw.randrange(3)
     car, booking = draw.randrange(1, 14), "".join(draw.choices("BCDFGHJKLMNP", k=6))
     seats = [f"{draw.randrange(1, 90)}{letter}" for letter in "AB"]
-    channel = draw.choice(["mail", "print", "app"])
+    channel, where = draw.choice(["mail", "print", "app"]), ("first", "second", "third")[at]
     return [
         Step(
             f"Search direct trains from {origin} to {destination} on {dates[0]} for two passengers.",
@@ -297,7 +297,7 @@ def trains(draw: Random) -> list[Step]:
             f"There are {len(found)} trains.",
         ),
         Step(
-            f"Book seats {seats[0]} and {seats[1]} in car {car} of the {('first', 'second', 'third')[at]} train, first class.",
+            f"Book seats {seats[0]} and {seats[1]} in car {car} of the {where} train, first class.",
             "book_train",
             {"train": found[at], "seats": [{"car": car, "seat": seat} for seat in seats], "class": "first"},
             {"booking": booking},

@@ -297,7 +297,7 @@ def database(draw: Random) -> list[Step]:
             "That many.",
         ),
         Step(
-            f"Select those with {column} above {low} and below {high}, the largest {column} first, at most {limit} rows.",
+            f"Select those with {column} above {low} and below {high}, the largest {column} first, {limit} at most.",
             "query_rows",
             {
                 "table": table,
