@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import resolve
 from fidelab.results.plots import TablePlot, Texts
 from tests.axes.captures import BYTES, make_arm, make_capture
+from tests.inputs.test_toolcalls import Template
 from tests.run.harness import Done, run_fake
 
 STOP = 0
@@ -95,6 +97,22 @@ def test_a_limit_chooses_dialogues_and_depths_are_parts_of_their_own() -> None:
     assert AXIS.available(inputs) == len(load_dialogues())
     [remark] = AXIS.remarks(inputs, found)
     assert remark == "toolcalls: the chat template shows no tools, calls are asked for as plain JSON"
+
+
+def test_a_template_whose_calls_cannot_be_read_is_said() -> None:
+    class Odd(Template):
+        def render(self, messages: Sequence[Any], tools: Sequence[Any], *, generation: bool, private: bool) -> str:
+            text = super().render(messages, tools, generation=generation, private=private)
+            return text.replace("<tool_call>", "@").replace("</tool_call>", "@").replace('"name"', '"it"')
+
+    fake = Tokenizer.load(resolve("fake"))
+    for backend, remarks in ((Template(), 0), (Odd(), 1)):
+        tokenizer = replace(fake, template="chat", backend=backend)  # type: ignore[arg-type]
+        inputs = AxisInputs(tokenizer, Text("t", "x", (), ""), (), None)
+        requests = ToolCalls(ToolCalls.Settings.model_validate({"limit": 1})).requests(inputs)
+        said = list(AXIS.remarks(inputs, requests))
+        assert len(said) == remarks
+        assert all("cannot be read" in line for line in said)
 
 
 def test_dialogues_beyond_the_models_limit_are_refused_with_the_setting_to_change() -> None:

@@ -127,18 +127,22 @@ def test_a_number_written_as_text_is_invalid_unless_the_form_writes_only_texts()
     assert judge(Reading((Call("f", {"n": "5", "s": "5"}, texts=True),)), wanted).kind == "right"
     assert judge(Reading((Call("f", {"n": "x", "s": "5"}, texts=True),)), wanted).kind == "invalid arguments"
     assert judge(Reading((Call("f", {"n": 5, "s": 5}),)), wanted).kind == "invalid arguments"
+    nested = Wanted("f", {"o": {"a": [True]}}, {"type": "object", "properties": {"o": {"type": "object"}}}, ["f"])
+    for text in ('{"a": [true]}', "{'a': [True]}"):
+        assert judge(Reading((Call("f", {"o": text}, texts=True),)), nested).kind == "right"
 
 
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 
 class Template:
-    """A chat template like Hermes'.  ``tools``: shows them; ``texts``: wants arguments as text; ``refuses``: a role;
-    ``thinks``: its prompts end in an empty block of reasoning that dialogues lack.
+    """A chat template like Hermes'.  ``tools``: shows them; ``texts``: wants arguments as text; ``hides``: leaves
+    out calls; ``refuses``: a role; ``thinks``: its prompts end in an empty block of reasoning that dialogues lack.
     """
 
-    def __init__(self, *, tools: bool = True, texts: bool = False, refuses: str = "", thinks: bool = False) -> None:
-        self.tools, self.texts, self.refuses, self.thinks = tools, texts, refuses, thinks
+    def __init__(self, *, tools: bool = True, texts: bool = False, hides: bool = False, **more: Any) -> None:
+        self.tools, self.texts, self.hides = tools, texts, hides
+        self.refuses, self.thinks = more.get("refuses", ""), more.get("thinks", False)
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any], *, generation: bool, private: bool) -> str:
         if self.refuses in [message["role"] for message in messages]:
@@ -146,7 +150,7 @@ class Template:
         text = "".join(f"{json.dumps(tool)}\n" for tool in tools) if self.tools else ""
         for message in messages:
             text += f"<{message['role']}>{message['content']}"
-            for call in message.get("tool_calls", ()) if self.tools else ():
+            for call in message.get("tool_calls", ()) if self.tools and not self.hides else ():
                 function = call["function"]
                 if isinstance(function["arguments"], str) is not self.texts:
                     raise InputError("the chat template refuses the prompt")
@@ -173,6 +177,7 @@ def _with(**template: Any) -> Tokenizer:
         ({"texts": True}, "template with texts"),
         ({"tools": False}, "plain JSON"),
         ({"refuses": "tool"}, "plain JSON"),
+        ({"hides": True}, "plain JSON"),
     ],
 )
 def test_the_form_follows_from_what_the_template_shows(template: dict[str, Any], form: str) -> None:
@@ -188,8 +193,10 @@ def test_prompt_and_right_call_are_those_of_the_template_and_the_call_is_read_ba
         asked = ask(tokenizer, ORDERS, number, form)
         prompt, right = (bytes(ids).decode() for ids in (asked.prompt, asked.right))
         assert prompt.endswith(f"{step.user}<end>\n<assistant>{'<think></think>' if template.get('thinks') else ''}")
+        given = bytes(asked.given).decode()
+        assert given == prompt.removesuffix("<think></think>")
         assert right.endswith("<end>")
-        [call] = read_calls(right.removesuffix("<end>").removeprefix("<assistant>")).calls
+        [call] = read_calls(right.removesuffix("<end>")).calls
         assert (call.name, call.arguments) == (step.name, step.arguments)
 
 

@@ -44,6 +44,7 @@ RIGHT = {
     "Nemotron": '<TOOLCALL>[{"name": "get_weather", "arguments": %s}]</TOOLCALL>',
     "Command R": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": %s}]<|END_ACTION|>',
     "OpenAI": '{"tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": %s}}]}',
+    "Functionary": ">>>get_weather\n%s",
     "JSON": '{"name": "get_weather", "arguments": %s}',
     "JSON in a list": '[ {"name": "get_weather", "arguments": %s} ]',
     "JSON in a fence": 'Here:\n```json\n{"name": "get_weather",\n "arguments": %s}\n```\nDone.',
@@ -67,6 +68,14 @@ TEXTS = {
     "GLM": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
     "<arg_value>3</arg_value>\n<arg_key>hourly</arg_key>\n<arg_value>true</arg_value>\n<arg_key>units</arg_key>\n"
     '<arg_value>{"wind": ["m/s", "kn"]}</arg_value>\n</tool_call>',
+    "DeepSeek 3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="get_weather">\n'
+    '<｜DSML｜parameter name="city" string="true">Oslo</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="hourly" string="false">true</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="units" string="false">{"wind": ["m/s", "kn"]}</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+    "MiniCPM": '<function name="get_weather"><param name="city">Oslo</param><param name="days">3</param>'
+    '<param name="hourly">true</param><param name="units">{"wind": ["m/s", "kn"]}</param></function>',
     "MiniMax": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
     '<parameter name="days">3</parameter>\n<parameter name="hourly">true</parameter>\n'
     '<parameter name="units">{"wind": ["m/s", "kn"]}</parameter>\n</invoke>\n</minimax:tool_call>',

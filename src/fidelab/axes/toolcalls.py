@@ -30,6 +30,7 @@ from fidelab.inputs.toolcalls.read import read_calls
 from fidelab.results.measurement import Definition
 
 _CALLS, _KL = "calls", "kl"  # parts, each with its depth: calls.0
+_NOT_READ = ", not read back"
 _TAIL = 16  # tokens at the end of a prompt that may open a block of reasoning
 
 
@@ -71,7 +72,7 @@ class ToolCalls(Axis):
         form = form_of(inputs.tokenizer, dialogues)
         for depth in s.depth:
             asked = self._asked(inputs, dialogues, form, depth)
-            same = (("depth", depth), ("form", form))
+            same = (("depth", depth), ("form", f"{form}{'' if _is_read(inputs, asked[0]) else _NOT_READ}"))
             calls = greedy_request(
                 inputs,
                 part_name(self.name, f"{_CALLS}.{depth}"),
@@ -84,7 +85,7 @@ class ToolCalls(Axis):
             if shown := [(note, one) for note, one in asked if one.right]:
                 found[f"{_KL}.{depth}"] = Forced(
                     part_name(self.name, f"{_KL}.{depth}"),
-                    tuple(one.prompt for _, one in shown),
+                    tuple(one.given for _, one in shown),
                     tuple(one.right for _, one in shown),
                     same,
                     tuple(note for note, _ in shown),
@@ -112,8 +113,11 @@ class ToolCalls(Axis):
 
     def remarks(self, inputs: AxisInputs, requests: Mapping[str, Request]) -> Iterator[str]:
         settings = [dict(request.settings) for request in requests.values()]
-        if any(one.get("form") == "plain JSON" for one in settings):
+        forms = {str(one.get("form")) for one in settings}
+        if "plain JSON" in forms:
             yield "toolcalls: the chat template shows no tools, calls are asked for as plain JSON"
+        if any(form.endswith(_NOT_READ) for form in forms):
+            yield "toolcalls: calls as this chat template writes them cannot be read, only their tokens are compared"
         if not any(isinstance(request, Forced) for request in requests.values()):
             yield "toolcalls: the chat template does not show a call as the model writes it, so its tokens have no KL"
 
@@ -146,6 +150,13 @@ class ToolCalls(Axis):
         return toolcalls_score(items, tokens, seed, facts)
 
 
+def _is_read(inputs: AxisInputs, asked: tuple[str, Asked]) -> bool:
+    """Whether the right call is read as it is written."""
+    note, one = asked
+    reading = read_calls(inputs.tokenizer.decode(one.right))
+    return not one.right or judge(reading, _wanted(strict_json(note))).kind == "right"
+
+
 def _note(dialogue: Dialogue, number: int, step: int) -> dict[str, Any]:
     """The parts of a call that scoring needs; ``number``: of the dialogue, its cluster."""
     one = dialogue.steps[step]
@@ -159,12 +170,16 @@ def _note(dialogue: Dialogue, number: int, step: int) -> dict[str, Any]:
     }
 
 
+def _wanted(note: Mapping[str, Any]) -> Wanted:
+    tools = [str(tool) for tool in note["tools"]]
+    return Wanted(str(note["name"]), dict(note["arguments"]), validate_schema(note["schema"]), tools)
+
+
 def _noted(capture: Capture, item: int) -> tuple[str, int, Wanted]:
     """Id and dialogue of an item, and its right call."""
     try:
         note = strict_json(capture.request.notes[item])
-        name, tools, arguments = str(note["name"]), [str(tool) for tool in note["tools"]], dict(note["arguments"])
-        return str(note["id"]), int(note["dialogue"]), Wanted(name, arguments, validate_schema(note["schema"]), tools)
+        return str(note["id"]), int(note["dialogue"]), _wanted(note)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise CaptureError(
             f"capture {capture.folder}: the note of item {item} is not a call ({error}); capture again"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import canonical_json, strict_json
-from fidelab.inputs.toolcalls.read import Call, Reading
+from fidelab.inputs.toolcalls.read import Call, Reading, constant
 
 KINDS = ("no call", "several calls", "wrong function", "invalid arguments", "wrong arguments", "right")
 """What becomes of an answer, from the worst to the best."""
@@ -82,10 +83,10 @@ def _typed(call: Call, schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _read(text: str, schema: Mapping[str, Any]) -> Any:
     if schema.get("type") == "string":
         return text
-    try:
-        return strict_json({"True": "true", "False": "false", "None": "null"}.get(text.strip(), text))
-    except ValueError:
-        return text
+    for read in (strict_json, constant):  # templates write lists and objects in either notation
+        with suppress(ValueError):
+            return read(text)
+    return text
 
 
 def _explicit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:

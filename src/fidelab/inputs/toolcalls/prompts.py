@@ -25,9 +25,14 @@ _FILLED = "These are the notes of an earlier session:\n\n{}\n\nThe notes end her
 
 @dataclass(frozen=True)
 class Asked:
-    """The prompt of one call, and the tokens of the right call behind it; none where the template hides them."""
+    """The prompt of one call; ``right``: the tokens of the right call, and ``given``: those before it in the dialogue.
+
+    ``given`` is the prompt, but for what a prompt alone has, such as an opened block of reasoning.  A template that
+    hides the call leaves ``right`` empty.
+    """
 
     prompt: Tokens
+    given: Tokens
     right: Tokens
 
 
@@ -43,10 +48,12 @@ def form_of(tokenizer: Tokenizer, dialogues: Sequence[Dialogue]) -> Form:
             written = tokenizer.render(messages, tools=dialogue.tools, private=True)
         except InputError:
             continue
+        shown = _behind(tokenizer.render(messages[:-1], tools=dialogue.tools, private=True), written)
         names = [tool["function"]["name"] for tool in dialogue.tools]
         values = [value for step in dialogue.steps for value in _leaves(step.arguments) + _leaves(step.result)]
         keys = [key for tool in dialogue.tools for key in tool["function"]["parameters"]["properties"]]
-        if all(word in written for word in (*names, *keys, *values)):
+        own = (dialogue.steps[last].name, *_leaves(dialogue.steps[last].arguments))
+        if all(word in written for word in (*names, *keys, *values)) and all(word in shown for word in own):
             return form
     return "plain JSON"
 
@@ -120,15 +127,20 @@ def _rendered(
 ) -> Asked:
     prompt = tokenizer.render(before, tools=tools, generation=True, private=True)
     whole = tokenizer.render([*before, right], tools=tools, private=True)
-    if whole.startswith(prompt):
-        return Asked((*bos, *tokenizer.encode(prompt)), tokenizer.encode(whole[len(prompt) :].rstrip("\n")))
-    # The prompt ends otherwise than the dialogue goes on, as with an empty block of reasoning
-    closed = tokenizer.render(before, tools=tools, private=True)
-    if not (whole.startswith(closed) and prompt.startswith(closed)):
-        return Asked((*bos, *tokenizer.encode(prompt)), ())
-    opening, answer = (tokenizer.encode(text[len(closed) :].rstrip("\n")) for text in (prompt, whole))
-    shared = next((n for n, (a, b) in enumerate(zip(opening, answer, strict=False)) if a != b), len(opening))
-    return Asked((*bos, *tokenizer.encode(prompt)), answer[shared:])
+    answer = _behind(prompt, whole)
+    given = whole[: len(whole) - len(answer)]
+    answer = answer.rstrip("\n")
+    return Asked((*bos, *tokenizer.encode(prompt)), (*bos, *tokenizer.encode(given)), tokenizer.encode(answer))
+
+
+def _behind(start: str, whole: str) -> str:
+    """What a text has behind another one; where they part within a marker, that marker is part of it."""
+    at = next((n for n, (one, other) in enumerate(zip(start, whole, strict=False)) if one != other), len(start))
+    if at < len(start):
+        opened = max(whole.rfind("<", 0, at), whole.rfind("[", 0, at))
+        if opened > max(whole.rfind(">", 0, at), whole.rfind("]", 0, at)):
+            at = opened
+    return whole[at:]
 
 
 def _messages(dialogue: Dialogue, step: int, form: Form, filler: str) -> tuple[list[dict[str, Any]], Tools]:

@@ -32,8 +32,15 @@ _HARMONY = re.compile(
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _FUNCTION = re.compile(rf"<function=({_NAME})>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(rf"<parameter=({_NAME})>\n?(.*?)\n?</parameter>", re.DOTALL)
-_INVOKE = re.compile(rf'<invoke name="({_NAME})">(.*?)(?:</invoke>|\Z)', re.DOTALL)
-_NAMED_PARAMETER = re.compile(rf'<parameter name="({_NAME})"[^>\n]{{0,80}}>(.*?)</parameter>', re.DOTALL)
+_INVOKE = re.compile(
+    rf'<(?:\w{{1,32}}:)?(?:invoke|function) name="({_NAME})">(.*?)(?:</(?:\w{{1,32}}:)?(?:invoke|function)>|\Z)',
+    re.DOTALL,
+)
+_NAMED_PARAMETER = re.compile(
+    rf'<(?:\w{{1,32}}:)?param(?:eter)? name="({_NAME})"[^>\n]{{0,80}}>(.*?)</(?:\w{{1,32}}:)?param(?:eter)?>', re.DOTALL
+)
+_HEADED = re.compile(rf"(?:>>>)?({_NAME})\n(?=\{{)")
+_DSML = "｜DSML｜"  # in every tag of DeepSeek since version 3.2
 _KEY_VALUE = re.compile(rf"<arg_key>\s*({_NAME})\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _BARE = re.compile(rf"(?:<start_function_call>|<\|tool_call>)\s*call:\s*({_NAME})\s*(?=\{{)")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
@@ -100,13 +107,16 @@ def _calls(text: str, prompt: str) -> Iterator[Call]:
     if "to=functions." in text:  # its reasoning ends where the call begins
         yield from _harmony(text)
         return
-    rest = after_reasoning(text, prompt).strip()
+    rest = after_reasoning(text, prompt).replace(_DSML, "").strip()
     if not rest:
         raise UnreadableError("only reasoning" if text.strip() else "the answer is empty")
     for marker, read in _FORMS:
         if marker in rest:
             yield from read(rest)
             return
+    if _INVOKE.search(rest):
+        yield from _invocations(rest)
+        return
     for marker, end in _MARKED:
         _, found, body = rest.partition(marker)
         if found:
@@ -173,7 +183,7 @@ def _functions(text: str) -> Iterator[Call]:
 
 def _invocations(text: str) -> Iterator[Call]:
     for match in _INVOKE.finditer(text):
-        yield Call(match[1], _pairs(_NAMED_PARAMETER, match[2], "<parameter"), texts=True)
+        yield Call(match[1], _pairs(_NAMED_PARAMETER, match[2], " name="), texts=True)
 
 
 def _mistral(text: str) -> Iterator[Call]:
@@ -191,7 +201,6 @@ _FORMS: tuple[tuple[str, Callable[[str], Iterator[Call]]], ...] = (
     ("<start_function_call>", _bare),
     ("<|tool_call>", _bare),
     ("<tool_call>", _blocks),
-    ("<invoke ", _invocations),
     ("<function=", _functions),
     (_MISTRAL, _mistral),
 )
@@ -207,7 +216,9 @@ def _plain(text: str) -> Iterator[Call]:
             yield from _body(fence[2])
     if fences:
         return
-    if text.startswith(("{", "[")) or _PYTHON_CALL.fullmatch(text):
+    if headed := _HEADED.match(text):
+        yield Call(headed[1], _arguments(text[headed.end() :]))
+    elif text.startswith(("{", "[")) or _PYTHON_CALL.fullmatch(text):
         yield from _body(text)
     elif opening := _OPENING.search(text):
         yield from _objects(text[opening.start() :])
@@ -357,6 +368,21 @@ def _python_call(node: ast.AST) -> Call:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise UnreadableError("an argument has no name")
     return Call(_named(name), {str(keyword.arg): _constant(keyword.value) for keyword in node.keywords})
+
+
+def constant(text: str) -> Any:
+    """Return the constant that a text is in Python's notation.
+
+    Raises:
+        UnreadableError: If it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise UnreadableError("no constant") from None
+    return _constant(tree.body)
 
 
 def _constant(node: ast.AST) -> Any:
