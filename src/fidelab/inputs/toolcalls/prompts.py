@@ -134,7 +134,7 @@ def _rendered(
 
 
 def _behind(start: str, whole: str) -> str:
-    """What a text has behind another one; where they part within a marker, that marker is part of it."""
+    """Return the end of a text that another one lacks; a marker within which they part belongs to it."""
     at = next((n for n, (one, other) in enumerate(zip(start, whole, strict=False)) if one != other), len(start))
     if at < len(start):
         opened = max(whole.rfind("<", 0, at), whole.rfind("[", 0, at))

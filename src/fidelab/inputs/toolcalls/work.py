@@ -52,7 +52,7 @@ FILES = (
 
 def files(draw: Random) -> list[Step]:
     """Find files, move one that was found, protect it, pack what was named."""
-    folder, other = draw.sample(["/srv/reports", "/data/scans", "/home/shared/plans", "/var/exports", "/mnt/notes"], 2)
+    folder, other = draw.sample(["/srv/reports", "/data/scans", "/srv/plans", "/srv/exports", "/mnt/notes"], 2)
     kind = draw.choice(["csv", "pdf", "md", "log"])
     names = [f"{folder}/{word}-{draw.randrange(100, 999)}.{kind}" for word in draw.sample(_WORDS, 3)]
     at, level = draw.randrange(3), draw.randrange(1, 10)
