@@ -23,12 +23,13 @@ from fidelab.core.errors import CaptureError, InputError
 from fidelab.inputs.texts import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.toolcalls.load import load_dialogues
-from fidelab.metrics.intervals import mcnemar_exact
+from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_interval
 from fidelab.models import resolve
 from fidelab.results.plots import TablePlot, Texts
 from tests.axes.captures import BYTES, make_arm, make_capture
 from tests.inputs.test_toolcalls import Template
 from tests.run.harness import Done, run_fake
+from tests.sizes import size
 
 STOP = 0
 AXIS = ToolCalls(ToolCalls.Settings())
@@ -220,6 +221,20 @@ def test_saved_outputs_whose_notes_are_not_calls_are_refused(note: str, tmp_path
     request = Generate("toolcalls.calls.0", ((1,),), 256, (STOP,), rows=False, notes=(note,))
     with pytest.raises(CaptureError, match="the note of item 0 is not a call"):
         _score(tmp_path, request, ["x"], ["x"])
+
+
+@pytest.mark.parametrize("dialogues", [8, 40])
+def test_the_interval_of_the_signed_loss_has_its_coverage(dialogues: int) -> None:
+    """Most tokens move little, some by far more; dialogues differ in their mean."""
+    draw, held, n = np.random.default_rng(1), 0, size(200, 2000)
+    for seed in range(n):
+        lengths = draw.integers(100, 300, dialogues)
+        loss = draw.normal(0.002, 0.02, lengths.sum()) + np.repeat(draw.normal(0, 0.004, dialogues), lengths)
+        loss += np.where(draw.random(lengths.sum()) < 0.01, draw.exponential(0.5, lengths.sum()), 0)
+        items = RatioItems.of(loss, 1.0, np.repeat(np.arange(dialogues), lengths))
+        low, high = ratio_interval(items, seed) or (0, 0)
+        held += low <= 0.002 + 0.01 * 0.5 <= high
+    assert held / n == pytest.approx(0.95, abs=0.04 if n < 1000 else 0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------- whole runs

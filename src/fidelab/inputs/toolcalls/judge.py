@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import canonical_json, strict_json
-from fidelab.inputs.toolcalls.read import Call, Reading, constant
+from fidelab.inputs.toolcalls.pythonic import constant
+from fidelab.inputs.toolcalls.read import Call, Reading
 
 KINDS = ("no call", "several calls", "wrong function", "invalid arguments", "wrong arguments", "right")
 """What becomes of an answer, from the worst to the best."""

@@ -6,11 +6,8 @@ and only constants are taken from them.  See docs/metrics.md#tool-calls.
 
 from __future__ import annotations
 
-import ast
 import json
-import math
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +16,7 @@ from typing import Any
 from fidelab.core import strict_json
 from fidelab.inputs.reasoning import after_reasoning
 from fidelab.inputs.toolcalls.bare import bare_object
+from fidelab.inputs.toolcalls.pythonic import python_calls
 from fidelab.inputs.toolcalls.unreadable import UnreadableError
 
 MAX_CHARS = 20_000
@@ -211,7 +209,7 @@ def _plain(text: str) -> Iterator[Call]:
     fences = list(_FENCE.finditer(text))
     for fence in fences:
         if fence[1] in _CODE:
-            yield from _python(fence[2])
+            yield from (Call(*one) for one in python_calls(fence[2]))
         else:
             yield from _body(fence[2])
     if fences:
@@ -232,7 +230,7 @@ def _body(text: str) -> Iterator[Call]:
     if text.startswith("{") or re.match(r"\[\s*[\[{\]\d\"]", text):
         yield from _objects(text)
     elif _PYTHON_CALL.fullmatch(text):
-        yield from _python(text)
+        yield from (Call(*one) for one in python_calls(text))
     elif not text:
         raise UnreadableError("a marker of calls without a call")
     elif text.startswith("["):
@@ -331,72 +329,3 @@ def _named(name: str) -> str:
     if not re.fullmatch(_NAME, name):
         raise UnreadableError("the call has no name")
     return name
-
-
-# ------------------------------------------------------------------------------------------------- calls like Python's
-
-
-def _python(text: str) -> Iterator[Call]:
-    """Calls with constants as named arguments; the text is parsed, never run."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text.strip())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UnreadableError("a call that cannot be parsed") from None
-    for statement in tree.body:
-        node = statement.value if isinstance(statement, ast.Expr | ast.Assign) else statement
-        for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            yield _python_call(_printed(one))
-
-
-def _printed(node: ast.AST) -> ast.AST:
-    """The argument of ``print``, or the node itself."""
-    match node:
-        case ast.Call(func=ast.Name(id="print"), args=[one], keywords=[]):
-            return one
-    return node
-
-
-def _python_call(node: ast.AST) -> Call:
-    if not isinstance(node, ast.Call):
-        raise UnreadableError("code that is not a call")
-    function = node.func
-    if isinstance(function, ast.Attribute) and function.attr == "call":
-        function = function.value  # Llama's own tools: search.call(…)
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    if node.args or any(keyword.arg is None for keyword in node.keywords):
-        raise UnreadableError("an argument has no name")
-    return Call(_named(name), {str(keyword.arg): _constant(keyword.value) for keyword in node.keywords})
-
-
-def constant(text: str) -> Any:
-    """Return the constant that a text is in Python's notation.
-
-    Raises:
-        UnreadableError: If it is none.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UnreadableError("no constant") from None
-    return _constant(tree.body)
-
-
-def _constant(node: ast.AST) -> Any:
-    match node:
-        case ast.Constant(value=bool() | int() | str() | None as value):
-            return value
-        case ast.Constant(value=float() as value) if math.isfinite(value):
-            return value
-        case ast.Name(id="true" | "false" | "null" as word):
-            return {"true": True, "false": False, "null": None}[word]
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return list(map(_constant, items))
-        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {str(key.value): _constant(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
-    raise UnreadableError("an argument is code")
