@@ -186,8 +186,11 @@ def test_answers_cut_far_more_often_than_the_references_lower_the_verdict(
     asked: dict[str, Request], tmp_path: Path
 ) -> None:
     test = [CUT if n % 3 == 0 else one for n, one in enumerate(RIGHT[:60])]
-    [harm] = _score(tmp_path, asked["calls.0"], RIGHT[:60], test).found.downgrades
-    assert harm.startswith("the share of finished tool calls falls by 33.3 points")
+    found = _score(tmp_path / "more", asked["calls.0"], RIGHT[:60], test).found
+    assert found.downgrades == ("20 more of 60 tool calls stay unfinished",)
+    assert found.summary == "lost 0 of 40; 20 unfinished (reference: 0)"
+    few = [CUT if n < 5 else one for n, one in enumerate(RIGHT[:60])]  # five of five: p = 0.06
+    assert _score(tmp_path / "few", asked["calls.0"], RIGHT[:60], few).found.downgrades == ()
 
 
 def test_a_reference_that_calls_no_tools_is_said(asked: dict[str, Request], tmp_path: Path) -> None:

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.axes.base import AxisScore, accuracy_falls
+from fidelab.axes.base import AxisScore
 from fidelab.axes.graded import ACCURACY, MAX_SHOWN_ITEMS, GradedItem, graded_score, share_of
 from fidelab.axes.rows import kl_score
 from fidelab.inputs.toolcalls.judge import KINDS, Judgement
 from fidelab.metrics.divergence import RowComparison, summarise_kl
-from fidelab.metrics.intervals import PairedDifference, RatioItems, ratio_estimate, ratio_interval
+from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 _MAX_SHOWN_CHARS = 2000  # of a text in the report
 _UNFINISHED = "unfinished"
+_SIGNIFICANT = 0.05  # p of answers that are cut on one side alone
 _NO_ANSWER = Judgement("no call", "no answer")
 
 _KL = Definition(
@@ -148,7 +149,8 @@ def toolcalls_score(
             metrics=(*metrics, *row_metrics),
             n_failed=failed,
             reference_summary=able if known else "",
-            downgrades=(*judged.found.downgrades, *_cut_more(answered, seed)),
+            summary="; ".join(filter(None, (judged.found.summary, _cut_text(answered)))),
+            downgrades=(*judged.found.downgrades, *_cut_more(answered)),
         )
     mean = ratio_estimate(row_score.items())
     said = "" if mean is None else f"{format_kld(mean, bound=row_score.bound)} nats on the right calls"
@@ -156,7 +158,7 @@ def toolcalls_score(
         **shared,
         metrics=(*row_metrics, *(metric for metric in metrics if metric.key != "score")),
         plots=judged.found.plots,
-        summary="; ".join(filter(None, (said, judged.found.summary))),
+        summary="; ".join(filter(None, (said, judged.found.summary, _cut_text(answered)))),
         reference_summary=able,
     )
 
@@ -185,16 +187,18 @@ class _Reached:
     unfinished: bool = False
 
 
-def _cut_more(answered: Sequence[Item], seed: int) -> tuple[str, ...]:
-    """The harm of an arm whose answers are cut more often than the reference's, which no accuracy shows."""
-    if not answered:
+def _cut_more(answered: Sequence[Item]) -> tuple[str, ...]:
+    """The harm of an arm whose answers are cut significantly more often than the reference's: no accuracy shows it."""
+    own = sum(item.test.unfinished and not item.ref.unfinished for item in answered)
+    theirs = sum(item.ref.unfinished and not item.test.unfinished for item in answered)
+    if own <= theirs or mcnemar_exact(own, theirs) > _SIGNIFICANT:
         return ()
-    ref, test = (
-        np.array([not answer.unfinished for answer in side], dtype=np.float64)
-        for side in ([item.ref for item in answered], [item.test for item in answered])
-    )
-    score = AxisScore.percent(test, [item.index for item in answered], [True] * len(answered), right=(ref, test))
-    return accuracy_falls("the share of finished tool calls", score.minus_reference(seed))
+    return (f"{own - theirs} more of {len(answered)} tool calls stay unfinished",)
+
+
+def _cut_text(answered: Sequence[Item]) -> str:
+    own, theirs = sum(item.test.unfinished for item in answered), sum(item.ref.unfinished for item in answered)
+    return f"{own} unfinished (reference: {theirs})" if own or theirs else ""
 
 
 def _plots(items: Sequence[Item]) -> tuple[Plot, ...]:

@@ -15,7 +15,7 @@ def python_calls(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Return names and arguments of the calls in a text.
 
     Raises:
-        UnreadableError: If it has anything else, or an argument is no constant.
+        UnreadableError: If it has anything else, or an argument is not a constant.
     """
     try:
         with warnings.catch_warnings():
@@ -55,14 +55,14 @@ def constant(text: str) -> Any:
     """Return the constant that a text is in Python's notation.
 
     Raises:
-        UnreadableError: If it is none.
+        UnreadableError: If it is something else.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(text.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise UnreadableError("no constant") from None
+        raise UnreadableError("not a constant") from None
     return _constant(tree.body)
 
 
