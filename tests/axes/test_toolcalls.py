@@ -295,6 +295,7 @@ def test_the_forced_figures_stand_alone_where_the_reference_cannot_call(tmp_path
     assert (found.status, found.reference_summary) == ("ok", "0 of 30 right")
     assert found.value("mean_kl") == pytest.approx(0.0204, abs=1e-4)
     assert found.value("score") is None
+    assert found.summary == "0.0204 nats on the right calls; 30 unfinished (reference: 30)"
     assert found.value("over_control") is None
     assert alone.axis("exact", "toolcalls").status == "identical"
     assert "toolcalls" not in alone.arm("tilt[q=0.6]")["certificates"]

@@ -132,17 +132,14 @@ def toolcalls_score(
     )
     known = [item.ref for item in items if item.ref.ids]
     able = f"{sum(answer.right for answer in known)} of {len(known)} right"
-    rows, row_metrics, row_score = None, list[Metric](), None
-    if tokens:
-        rows = RowComparison.concat([one.rows for one in tokens])
-        row_score = _row_score(tokens, rows)
-        row_metrics = list(_row_metrics(tokens, seed))
+    row_score = _row_score(tokens) if tokens else None
+    row_metrics = tuple(_row_metrics(tokens, seed))
     same = all(item.ref.ids and item.ref.ids == item.test.ids for item in items)
     same = same and (row_score is None or row_score.identical)
     answered = [item for item in items if item.ref.ids and item.test.ids]
     metrics = (*judged.found.metrics, *_metrics(items, answered))
     shared: dict[str, Any] = {"cluster": "dialogue", "facts": dict(facts)}
-    if not judged.not_measurable or row_score is None or rows is None or not row_score.usable.any():
+    if not judged.not_measurable or row_score is None or not row_score.usable.any():
         failed = len(items) - len(answered)
         return replace(judged, identical=same).with_measurement(
             **shared,
@@ -158,7 +155,7 @@ def toolcalls_score(
         **shared,
         metrics=(*row_metrics, *(metric for metric in metrics if metric.key != "score")),
         plots=judged.found.plots,
-        summary="; ".join(filter(None, (said, judged.found.summary, _cut_text(answered)))),
+        summary="; ".join(filter(None, (said, _cut_text(answered)))),
         reference_summary=able,
     )
 
@@ -254,13 +251,19 @@ def _shown(answer: Answer) -> str:
 # --------------------------------------------------------------------------------------------------------- token rows
 
 
-def _row_score(tokens: Sequence[TokenRows], rows: RowComparison) -> AxisScore:
+def _joined(tokens: Sequence[TokenRows]) -> RowComparison:
+    return RowComparison.concat([one.rows for one in tokens])
+
+
+def _row_score(tokens: Sequence[TokenRows]) -> AxisScore:
     clusters = np.repeat([one.dialogue for one in tokens], [len(one.rows) for one in tokens]).astype(np.int64)
-    score = kl_score(rows, clusters, bound=any(one.bound for one in tokens))
+    score = kl_score(_joined(tokens), clusters, bound=any(one.bound for one in tokens))
     return _Alone(**vars(score))
 
 
 def _row_metrics(tokens: Sequence[TokenRows], seed: int) -> Iterator[Metric]:
+    if not tokens:
+        return
     yield from _of_rows(tokens, seed, None)
     depths = sorted({one.depth for one in tokens})
     for depth in depths if len(depths) > 1 else ():
@@ -268,8 +271,7 @@ def _row_metrics(tokens: Sequence[TokenRows], seed: int) -> Iterator[Metric]:
 
 
 def _of_rows(tokens: Sequence[TokenRows], seed: int, cell: dict[str, Any] | None) -> Iterator[Metric]:
-    rows = RowComparison.concat([one.rows for one in tokens])
-    score = _row_score(tokens, rows)
+    rows, score = _joined(tokens), _row_score(tokens)
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     yield _KL(summary.mean, score.mean_interval(seed), bound=score.bound, cell=cell)
     yield _P99(summary.p99, bound=score.bound, cell=cell)
