@@ -260,7 +260,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (cwd / "renamed.json").write_text(_pairs(lambda n, answer: _renamed(answer) if n % 4 == 0 else answer))
     axes = {"toolcalls": {"limit": LIMIT}, "kld": {"windows": 8, "n_ctx": 16}}
     renamed: Any = {"name": "renamed", "kv": "tilt[q=0.4]", "engine_args": {"answers": "renamed.json"}}
-    candidates = ["exact", "tilt[q=0.6]", renamed]
+    candidates = ["exact", "tilt[q=0.6]", renamed, "nan-row"]
     return run_fake(cwd, axes, candidates, engine_args={"answers": "answers.json"}, floor=0.0)
 
 
@@ -272,6 +272,13 @@ def test_a_run_finds_the_planted_fault_and_nothing_on_the_others(done: Done) -> 
     verdict = done.arm("renamed")["verdict"]
     assert any("accuracy of tool calls falls by 25.0 points" in fact for fact in verdict["because"]), verdict["because"]
     assert done.arm("renamed")["certificates"]["toolcalls"]["claims"]
+
+
+def test_a_token_whose_row_failed_is_counted_and_in_no_figure(done: Done) -> None:
+    found, n = done.axis("nan-row", "toolcalls"), sum(len(answer) for answer in RIGHT[: 5 * LIMIT])
+    assert (found.value("failed_tokens"), found.value("tokens"), found.value("mean_kl")) == (1, n - 1, 0)
+    assert done.axis("exact", "toolcalls").metric("failed_tokens", {}) is None
+    assert found.status == "ok"
 
 
 @pytest.mark.parametrize(("name", "q"), [("tilt[q=0.6]", 0.6), ("renamed", 0.4)])

@@ -44,6 +44,7 @@ _SIGNED = Definition(
     "Mean of log p − log q of a token of the right calls; above 0 the arm finds the right call less likely.",
 )
 _TOKENS = Definition("tokens", "count", None, "Tokens of the right calls that were compared.")
+_FAILED = Definition("failed_tokens", "count", None, "Tokens of the right calls whose rows are unusable.")
 _CUT = Definition("unfinished", "count", None, "Answers of the arm that the token budget cut before a call.")
 _REFERENCE_CUT = Definition(
     "unfinished_in_the_reference", "count", None, "Answers of the reference that the token budget cut before a call."
@@ -283,3 +284,5 @@ def _of_rows(tokens: Sequence[TokenRows], seed: int, cell: dict[str, Any] | None
         losses = RatioItems.of(signed[known], 1.0, score.clusters[known])
         yield _SIGNED(ratio_estimate(losses), ratio_interval(losses, seed), cell=cell)
     yield _TOKENS(int(score.usable.sum()), cell=cell)
+    if not score.usable.all():
+        yield _FAILED(int((~score.usable).sum()), cell=cell)
