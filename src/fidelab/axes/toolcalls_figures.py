@@ -59,6 +59,8 @@ _SHARES = {
     ),
 }
 """The first kind of answer that counts for each."""
+_PAIRED = ("score", "difference", "margin_of_error", "mcnemar_p", "lost", "gained")
+"""Metrics that say nothing where the reference gets too few calls right."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def toolcalls_score(
     said = "" if mean is None else f"{format_kld(mean, bound=row_score.bound)} nats on the right calls"
     return replace(row_score, identical=same).with_measurement(
         **shared,
-        metrics=(*row_metrics, *(metric for metric in metrics if metric.key != "score")),
+        metrics=(*row_metrics, *(metric for metric in metrics if metric.key not in _PAIRED)),
         plots=judged.found.plots,
         summary="; ".join(filter(None, (said, _cut_text(answered)))),
         reference_summary=able,
@@ -196,7 +198,7 @@ def _cut_more(answered: Sequence[Item]) -> tuple[str, ...]:
 
 def _cut_text(answered: Sequence[Item]) -> str:
     own, theirs = sum(item.test.unfinished for item in answered), sum(item.ref.unfinished for item in answered)
-    return f"{own} unfinished (reference: {theirs})" if own or theirs else ""
+    return f"{own} unfinished, {theirs} in the reference" if own or theirs else ""
 
 
 def _plots(items: Sequence[Item]) -> tuple[Plot, ...]:
