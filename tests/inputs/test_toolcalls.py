@@ -132,6 +132,13 @@ def test_a_number_written_as_text_is_invalid_unless_the_form_writes_only_texts()
         assert judge(Reading((Call("f", {"o": text}, texts=True),)), nested).kind == "right"
 
 
+def test_what_is_wrong_can_always_be_written_down() -> None:
+    for text in ('[refund(order="\\ud800", amount=1)]', '<|tool_call>call:refund{order:"\\ud800"}<tool_call|>'):
+        found = judge(read_calls(text), Wanted("refund", {"order": "a"}, {"type": "object"}, ["refund"]))
+        assert found.kind == "wrong arguments"
+        assert found.fault.encode()
+
+
 # ------------------------------------------------------------------------------------------------------------ prompts
 
 

@@ -113,5 +113,5 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _shown(text: str, most: int = _SHOWN_CHARS) -> str:
-    text = " ".join(text.split())
+    text = " ".join(text.encode("utf-8", "replace").decode("utf-8").split())  # no half of a surrogate pair
     return text if len(text) <= most else f"{text[: most - 1]}…"

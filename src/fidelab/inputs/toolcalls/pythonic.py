@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fidelab.inputs.toolcalls.unreadable import UnreadableError
@@ -48,7 +48,16 @@ def _python_call(node: ast.AST) -> tuple[str, dict[str, Any]]:
         raise UnreadableError("an argument has no name")
     if not name:
         raise UnreadableError("the call has no name")
-    return name, {str(keyword.arg): _constant(keyword.value) for keyword in node.keywords}
+    return name, _once((str(keyword.arg), keyword.value) for keyword in node.keywords)
+
+
+def _once(pairs: Iterable[tuple[str, ast.expr]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise UnreadableError("a key is there twice")
+        found[key] = _constant(value)
+    return found
 
 
 def constant(text: str) -> Any:
@@ -76,8 +85,10 @@ def _constant(node: ast.AST) -> Any:
             return {"true": True, "false": False, "null": None}[word]
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return list(map(_constant, items))
-        case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
-            return {str(key.value): _constant(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            if len(names) == len(keys):
+                return _once(zip(names, values, strict=True))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -value
     raise UnreadableError("an argument is code")
