@@ -44,6 +44,9 @@ RIGHT = {
     "Nemotron": '<TOOLCALL>[{"name": "get_weather", "arguments": %s}]</TOOLCALL>',
     "Command R": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "get_weather", "parameters": %s}]<|END_ACTION|>',
     "OpenAI": '{"tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": %s}}]}',
+    "Solar": "<|tool_calls|><|tool_call:begin|>call00000<|tool_call:name|>get_weather<|tool_call:args|>%s"
+    "<|tool_call:end|><|calls|>",
+    "Apertus": '<|tools_prefix|>[{"get_weather": %s}]<|tools_suffix|>',
     "Functionary": ">>>get_weather\n%s",
     "JSON": '{"name": "get_weather", "arguments": %s}',
     "JSON in a list": '[ {"name": "get_weather", "arguments": %s} ]',
@@ -76,6 +79,13 @@ TEXTS = {
     "</｜DSML｜invoke>\n</｜DSML｜function_calls>",
     "MiniCPM": '<function name="get_weather"><param name="city">Oslo</param><param name="days">3</param>'
     '<param name="hourly">true</param><param name="units">{"wind": ["m/s", "kn"]}</param></function>',
+    "Hunyuan": "<tool_calls:opensource>\n<tool_call:opensource>get_weather<tool_sep:opensource>\n"
+    "<arg_key:opensource>city</arg_key:opensource>\n<arg_value:opensource>Oslo</arg_value:opensource>\n"
+    "<arg_key:opensource>days</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
+    "<arg_key:opensource>hourly</arg_key:opensource>\n<arg_value:opensource>true</arg_value:opensource>\n"
+    "<arg_key:opensource>units</arg_key:opensource>\n"
+    '<arg_value:opensource>{"wind": ["m/s", "kn"]}</arg_value:opensource>\n'
+    "</tool_call:opensource>\n</tool_calls:opensource>",
     "MiniMax": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>\n'
     '<parameter name="days">3</parameter>\n<parameter name="hourly">true</parameter>\n'
     '<parameter name="units">{"wind": ["m/s", "kn"]}</parameter>\n</invoke>\n</minimax:tool_call>',
@@ -136,6 +146,7 @@ BROKEN = {
     "<tool_call><function=f><parameter=a>1</function></tool_call>": "an argument is not closed",
     "<tool_call>f g\n<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>": "the call has no name",
     "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>": "a key is there twice",
+    "<|tools_prefix|>[3]<|tools_suffix|>": "JSON that is not a call",
     "[TOOL_CALLS]": "the JSON ends early",
     "[TOOL_CALLS]f[ARGS]": "not JSON: Expecting value",
     "<|python_tag|>import os": "neither JSON nor a call",

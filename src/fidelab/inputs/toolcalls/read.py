@@ -38,7 +38,8 @@ _NAMED_PARAMETER = re.compile(
     rf'<(?:\w{{1,32}}:)?param(?:eter)? name="({_NAME})"[^>\n]{{0,80}}>(.*?)</(?:\w{{1,32}}:)?param(?:eter)?>', re.DOTALL
 )
 _HEADED = re.compile(rf"(?:>>>)?({_NAME})\n(?=\{{)")
-_DSML = "｜DSML｜"  # in every tag of DeepSeek since version 3.2
+_SOLAR = re.compile(rf"<\|tool_call:name\|>({_NAME})<\|tool_call:args\|>(.*?)(?:<\|tool_call:end\|>|\Z)", re.DOTALL)
+_IN_TAGS = re.compile("｜DSML｜|:opensource(?=>)")  # in every tag of DeepSeek since version 3.2, of Hunyuan 3
 _KEY_VALUE = re.compile(rf"<arg_key>\s*({_NAME})\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
 _BARE = re.compile(rf"(?:<start_function_call>|<\|tool_call>)\s*call:\s*({_NAME})\s*(?=\{{)")
 _DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
@@ -105,7 +106,7 @@ def _calls(text: str, prompt: str) -> Iterator[Call]:
     if "to=functions." in text:  # its reasoning ends where the call begins
         yield from _harmony(text)
         return
-    rest = after_reasoning(text, prompt).replace(_DSML, "").strip()
+    rest = _IN_TAGS.sub("", after_reasoning(text, prompt)).strip()
     if not rest:
         raise UnreadableError("only reasoning" if text.strip() else "the answer is empty")
     for marker, read in _FORMS:
@@ -151,6 +152,21 @@ def _kimi(text: str) -> Iterator[Call]:
         yield Call(match[1], _arguments(match[2]))
 
 
+def _solar(text: str) -> Iterator[Call]:
+    for match in _SOLAR.finditer(text):
+        yield Call(match[1], _arguments(match[2]))
+
+
+def _apertus(text: str) -> Iterator[Call]:
+    """``[{"name": {…}}]``"""
+    value, _ = _value(text.partition("<|tools_prefix|>")[2].strip(), 0)
+    for item in value if isinstance(value, list) else [value]:
+        if not isinstance(item, dict) or len(item) != 1:
+            raise UnreadableError("JSON that is not a call")
+        [(name, arguments)] = item.items()
+        yield from _call({"name": name, "arguments": arguments})
+
+
 def _bare(text: str) -> Iterator[Call]:
     for match in _BARE.finditer(text):
         yield Call(match[1], bare_object(text, match.end()))
@@ -163,7 +179,8 @@ def _blocks(text: str) -> Iterator[Call]:
             yield from _functions(body)
         elif "<arg_key>" in body:
             name, _, _ = body.partition("<arg_key>")
-            yield Call(_named(name.strip()), _pairs(_KEY_VALUE, body, "<arg_key>"), texts=True)
+            name = name.replace("<tool_sep>", "").strip()
+            yield Call(_named(name), _pairs(_KEY_VALUE, body, "<arg_key>"), texts=True)
         elif re.fullmatch(_NAME, body):
             yield Call(body, {}, texts=True)
         else:
@@ -196,6 +213,8 @@ def _mistral(text: str) -> Iterator[Call]:
 _FORMS: tuple[tuple[str, Callable[[str], Iterator[Call]]], ...] = (
     ("<｜tool▁call▁begin｜>", _deepseek),
     ("<|tool_call_begin|>", _kimi),
+    ("<|tool_call:name|>", _solar),
+    ("<|tools_prefix|>", _apertus),
     ("<start_function_call>", _bare),
     ("<|tool_call>", _bare),
     ("<tool_call>", _blocks),
