@@ -124,6 +124,18 @@ def _answers(table: str) -> list[tuple[str, str]]:
             asked = [one for one in load_questions() if one.kind in ("arithmetic", "word-problems")]
             told = [(one.messages[-1]["content"], f" {one.answer.splitlines()[-1][-20:]}") for one in asked]
             return [*told[:-1], (told[-1][0], " 0")]
+        case "toolcalls":
+            from fidelab.inputs.tokens import Tokenizer
+            from fidelab.inputs.toolcalls.load import load_dialogues
+            from fidelab.inputs.toolcalls.prompts import ask
+            from fidelab.models import resolve
+
+            bytewise = Tokenizer.load(resolve("fake"))
+            calls = [
+                ask(bytewise, one, step, "plain JSON") for one in load_dialogues()[:3] for step in range(len(one.steps))
+            ]
+            longest = sorted(calls, key=lambda one: -len(one.prompt))  # a prompt holds those of earlier turns
+            return [(bytes(one.prompt).decode(), bytes(one.right).decode()) for one in longest]
         case "prose":
             from fidelab.inputs.texts import load_text
 

@@ -244,6 +244,16 @@ RUNS: Mapping[str, GoldenRun] = {
         _PLAIN,
         answers="eval",
     ),
+    # Calls of tools, some forgotten; rows on the tokens of the right calls.
+    "toolcalls": GoldenRun(
+        _fake(
+            {"toolcalls": {"limit": 3, "n_predict": 160}},
+            *("exact", "forget[every=2]", "forget[every=12]", "tilt[q=0.6]", "missing"),
+            control="forget[every=23]",
+        ),
+        _PLAIN,
+        answers="toolcalls",
+    ),
     # The reference's own text, fed token by token, with noise in the rows.
     "forced": GoldenRun(
         _fake(

@@ -42,6 +42,7 @@ NOT_RECOMPUTED: Mapping[str, str] = {
 NOT_READ = {
     "degeneration": "onsets are defined by a model of bigrams",
     "eval": "each question has a grader of its own; accuracies are those of gsm8k",
+    "toolcalls": "calls are judged by their schemas; accuracies are those of gsm8k, rows those of forced",
 }
 """Axes that are not recomputed, and why."""
 Figure = tuple[str, str, str, str, str, float]  # run, arm, source, figure, cell, value

@@ -12,6 +12,7 @@ AXES = Registry(
         "perplexity": "fidelab.axes.perplexity:Perplexity",
         "gsm8k": "fidelab.axes.gsm8k:GSM8K",
         "eval": "fidelab.axes.eval:Eval",
+        "toolcalls": "fidelab.axes.toolcalls:ToolCalls",
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
         "paths": "fidelab.axes.paths:Paths",

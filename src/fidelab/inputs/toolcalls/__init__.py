@@ -1,0 +1,1 @@
+"""Calls of tools: dialogues with one right next call each, readers of what models write, and what is wrong with it."""
