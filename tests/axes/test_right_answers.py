@@ -12,6 +12,7 @@ from fidelab.axes.right_answers import signed_loss
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill
 from fidelab.metrics.divergence import compare_rows
+from tests.present import present
 from tests.run.harness import Done, run_fake
 
 PROBLEMS = [(f"Question number {n}: how many?", 11 + n) for n in range(8)]
@@ -68,7 +69,7 @@ def test_the_interval_of_the_signed_loss_holds_its_level_over_answers_of_differe
         q[:, 0] -= change  # the right token is id 0
         rows = compare_rows(p, q, np.zeros(len(clusters), dtype=np.int64))
         rows.nll_test[:] = rows.nll_ref + change  # the change itself, before normalisation
-        signed = signed_loss(rows, clusters, draw)[0]
+        signed = present(signed_loss(rows, clusters, draw))
         assert signed.interval is not None
         inside += signed.interval[0] <= 0.02 <= signed.interval[1]
     assert 0.92 <= inside / 600 <= 0.98

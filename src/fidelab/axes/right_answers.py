@@ -19,16 +19,16 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Prefill, Request, Tokens
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
-from fidelab.results.measurement import Definition, Metric
+from fidelab.results.measurement import Coordinates, Definition, Metric
 
 RIGHT = "right"
 """The part of an axis that feeds right answers."""
 
-SIGNED_LOSS = Definition(
+_SIGNED = Definition(
     "signed_loss",
     "nats",
     "lower",
-    "Mean of log p - log q over the tokens of the reference's right answers: positive where they become less likely.",
+    "Mean of log p - log q over the tokens of right answers: positive where they become less likely.",
 )
 _KL = Definition("kl_of_right_answers", "nats", "lower", "Mean KL divergence over the same tokens.")
 _TOKENS = Definition("right_tokens", "count", None, "Tokens of right answers that were fed.")
@@ -125,24 +125,29 @@ def signed_metrics(pair: Pair | None, seed: int) -> tuple[Metric, ...]:
         return ()
     rows = RowComparison.concat([compare_item(pair, r, t, tokens) for r, t, tokens in compared])
     clusters = np.concatenate([np.full(len(tokens), r, dtype=np.int64) for r, _, tokens in compared])
-    return signed_loss(rows, clusters, seed)
-
-
-def signed_loss(rows: RowComparison, clusters: NDArray[np.int64], seed: int) -> tuple[Metric, ...]:
-    """Return the signed loss, the KL and their number of tokens, from compared rows ``[n]`` and their answers.
-
-    Tokens that a side does not report are left out.
-    """
-    known = np.isfinite(rows.nll_ref) & np.isfinite(rows.nll_test)
-    if not known.any():
+    if (signed := signed_loss(rows, clusters, seed)) is None:
         return ()
-    signed = RatioItems.of((rows.nll_test - rows.nll_ref)[known], 1.0, clusters[known])
-    found = [SIGNED_LOSS(ratio_estimate(signed), ratio_interval(signed, seed))]
-    usable = known & np.isfinite(rows.kl)
+    known = np.isfinite(rows.nll_ref) & np.isfinite(rows.nll_test)
+    usable, found = known & np.isfinite(rows.kl), [signed]
     if usable.any():
         kl = RatioItems.of(rows.kl[usable], 1.0, clusters[usable])
         found.append(_KL(ratio_estimate(kl), ratio_interval(kl, seed, bounds=(0.0, float("inf")))))
     return (*found, _TOKENS(int(known.sum())))
+
+
+def signed_loss(
+    rows: RowComparison, clusters: NDArray[np.int64], seed: int, cell: Coordinates | None = None
+) -> Metric | None:
+    """Return the mean of log p - log q of the tokens behind compared rows ``[n]``; ``None`` without a known one.
+
+    ``clusters`` [n]: their answers.  Tokens that a side does not report are left out.  See docs/metrics.md#signed-loss.
+    """
+    signed = rows.nll_test - rows.nll_ref
+    known = np.isfinite(signed)
+    if not known.any():
+        return None
+    items = RatioItems.of(signed[known], 1.0, clusters[known])
+    return _SIGNED(ratio_estimate(items), ratio_interval(items, seed), cell=cell)
 
 
 def _tokens(request: Prefill, item: int) -> NDArray[np.int64]:

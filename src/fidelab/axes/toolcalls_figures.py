@@ -13,6 +13,7 @@ import numpy as np
 
 from fidelab.axes.base import AxisScore
 from fidelab.axes.graded import ACCURACY, MAX_SHOWN_ITEMS, GradedItem, graded_score, share_of
+from fidelab.axes.right_answers import signed_loss
 from fidelab.axes.rows import kl_score
 from fidelab.inputs.toolcalls.judge import KINDS, Judgement
 from fidelab.metrics.divergence import RowComparison, summarise_kl
@@ -36,12 +37,6 @@ _FLIPS = Definition(
     "lower",
     "Share of tokens of the right calls whose most likely token is not the reference's.",
     null_value=None,
-)
-_SIGNED = Definition(
-    "signed_loss",
-    "nats",
-    "lower",
-    "Mean of log p − log q of a token of the right calls; above 0 the arm finds the right call less likely.",
 )
 _TOKENS = Definition("tokens", "count", None, "Tokens of the right calls that were compared.")
 _FAILED = Definition("failed_tokens", "count", None, "Tokens of the right calls whose rows are unusable.")
@@ -280,11 +275,8 @@ def _of_rows(tokens: Sequence[TokenRows], seed: int, cell: dict[str, Any] | None
     yield _P99(summary.p99, bound=score.bound, cell=cell)
     flips = RatioItems.of(~rows.top1[score.usable], 1.0, score.clusters[score.usable])
     yield _FLIPS(ratio_estimate(flips), ratio_interval(flips, seed, bounds=(0.0, 1.0), proportion=True), cell=cell)
-    signed = rows.nll_test - rows.nll_ref
-    known = score.usable & np.isfinite(signed)
-    if not score.bound:
-        losses = RatioItems.of(signed[known], 1.0, score.clusters[known])
-        yield _SIGNED(ratio_estimate(losses), ratio_interval(losses, seed), cell=cell)
+    if not score.bound and (signed := signed_loss(rows, score.clusters, seed, cell)) is not None:
+        yield signed
     yield _TOKENS(int(score.usable.sum()), cell=cell)
     if not score.usable.all():
         yield _FAILED(int((~score.usable).sum()), cell=cell)
