@@ -291,8 +291,7 @@ class AxesOptions(TextOptions):
     text: Annotated[
         str,
         typer.Option(
-            help="Text: default, domains, agents, wikitext-2, or a UTF-8 file. \\[default: agents for core on GPUs and "
-            "servers, else default]",
+            help="Text: agents, default, domains, wikitext-2, or a UTF-8 file. \\[default: by device]",
             show_default=False,
         ),
     ] = "auto"
@@ -305,7 +304,7 @@ class AxesOptions(TextOptions):
     ] = None
     n_ctx: Annotated[
         str | None,
-        typer.Option(metavar="N[,N…]", help="KLD: tokens per window; depth: the deepest. \\[default: 512,2048]"),
+        typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]"),
     ] = None
     protocol: Annotated[
         str | None,
