@@ -160,6 +160,15 @@ class Shallow:
         )
         return True
 
+    def fit(self, limit: int) -> Prefill:
+        """Cut windows until their rows and one token more are within ``limit`` tokens; return the request.
+
+        It is cut no further than to its last row, and an engine refuses what is still too long.
+        """
+        while self.request.last + 2 > limit and self.halve():
+            pass
+        return self.request
+
     def whole(self, item: int, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the rows of one window with NaN in the place of those that were left out."""
         lost = len(self._asked.rows_of(item)) - len(self.request.rows_of(item))

@@ -30,7 +30,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations, unmeasurable
+from fidelab.engines.base import Answer, Engine, Shallow, Sink, Support, add_sequence, continuations, unmeasurable
 from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.dialect import Dialect
@@ -179,6 +179,8 @@ class SGLangEngine(Engine):
     # ------------------------------------------------------------------------------------------- requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        shallow = Shallow(request)
+        request = shallow.fit(min(self._room, self._context))
         # no row of later tokens is requested
         prompts = [window[: request.last_of(i) + 1] for i, window in enumerate(request.windows)]
         picked = request.positions or ((),) * len(prompts)
@@ -188,9 +190,9 @@ class SGLangEngine(Engine):
                 for i in batch
             ]
             for index, response in zip(batch, self._ask(requests), strict=True):
-                sink.add(index, self._stored(response.rows, len(request.rows_of(index))))
+                sink.add(index, shallow.whole(index, self._stored(response.rows, len(request.rows_of(index)))))
                 sink.progress(len(prompts[index]))
-        return {"tokens": sum(map(len, prompts))}
+        return {"tokens": sum(map(len, prompts)), **shallow.facts}
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
         for group in request.groups():

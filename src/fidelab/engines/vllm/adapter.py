@@ -39,7 +39,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill
 from fidelab.core import Arm, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError
 from fidelab.core.runtime import RuntimeInfo
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, continuations
+from fidelab.engines.base import Answer, Engine, Shallow, Sink, Support, add_sequence, continuations
 from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.dialect import Dialect
@@ -191,6 +191,8 @@ class VLLMEngine(Engine):
     # ------------------------------------------------------------------------------------------ requests
 
     def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        shallow = Shallow(request)
+        request = shallow.fit(self._model.longest)
         ends = (0, len(request.windows) - 1)
         for index, window in enumerate(request.windows):
             # Tokens after the last row cannot change it, and there must be room for the generated one.
@@ -199,9 +201,9 @@ class VLLMEngine(Engine):
             prompt = window[: own[-1] + 1]
             alone = VLLMRequest(prompt, 1, own[0], own[-1], sentinel=index in ends, picked=picked)
             [(_, _, key)] = self._model.run([alone])
-            sink.add(index, self._model.rows(key, len(own)))
+            sink.add(index, shallow.whole(index, self._model.rows(key, len(own))))
             sink.progress(len(window))
-        return {"tokens": sum(map(len, request.windows))}
+        return {"tokens": sum(map(len, request.windows)), **shallow.facts}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
         return answer_served(self._model, request, sink)

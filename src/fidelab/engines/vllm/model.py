@@ -282,10 +282,14 @@ class VLLMModel:
         self._engine.add_request(key, self._input(list(request.prompt)), params)
         return key
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, as the memory of this arm allows."""
+        return int(self.config.model_config.max_model_len)
+
     def _check_length(self, tokens: int) -> None:
-        most = self.config.model_config.max_model_len
-        if tokens > most:
-            raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
+        if tokens > self.longest:
+            raise EngineError(f"{tokens:,} tokens are more than this arm's {self.longest:,}: raise max-model-len")
 
     def _check_batch(self, sizes: Sequence[int]) -> None:
         """Refuse requests that could not run at the same time.
