@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 import yaml
 
+from fidelab.axes.kld import KLD, KLDSettings
+from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill
+from fidelab.inputs.corpus import depth_positions
 from fidelab.results.depth import depth_statement
+from tests.axes.captures import make_arm, make_capture
 from tests.run.harness import Done, cli, refused, run_fake
 
 KINDS = ("chat", "code", "logs")
@@ -162,7 +166,6 @@ def test_a_text_without_documents_has_blocks_and_says_so(tmp_path: Path) -> None
 def test_depths_beyond_the_models_limit_are_left_out_and_named(tmp_path: Path) -> None:
     """The embedded tokenizer's model reads 8,192 positions; the fake one has no limit."""
     from fidelab.axes.base import AxisInputs
-    from fidelab.axes.kld import KLD, KLDSettings
     from fidelab.inputs.texts import Text
     from fidelab.inputs.tokens import Tokenizer
     from fidelab.models import resolve
@@ -248,3 +251,30 @@ def _rows_by_hand(done: Done, arm: str) -> dict[tuple[str, int], tuple[Any, str]
 def _kl(p: Any, q: Any) -> float:
     p, q = (row - np.logaddexp.reduce(row) for row in (p, q))
     return float((np.exp(p) * (p - q)).sum())
+
+
+def test_rows_that_memory_did_not_suffice_for_leave_their_depth_undecided_and_no_other(tmp_path: Path) -> None:
+    """Two of eleven documents lack the deeper half on the candidate's side."""
+    positions = depth_positions((64, 128), 8)
+    windows = tuple(tuple(int(t) for t in np.random.default_rng(n).integers(1, 8, 128)) for n in range(11))
+    units = tuple((n,) * 16 for n in range(1, 12))
+    settings = (("contexts", (64, 128)), ("n_ctx", 128), ("protocol", "depth"), ("unit", "document"))
+    request = Prefill("kld", windows, positions[0], positions[-1], units, settings, (), (positions,) * 11)
+    exact = np.log(np.full((16, 8), 1 / 8, dtype=np.float32))
+    tilted = np.log(np.tile([0.15] * 4 + [0.1] * 4, (16, 1))).astype(np.float32)
+    cut = np.concatenate([tilted[:8], np.full((8, 8), np.nan, dtype=np.float32)])
+    ref = make_capture(tmp_path / "ref", request, [{"logprobs": exact}] * 11, make_arm("f32"))
+    answers = [{"logprobs": cut}] * 2 + [{"logprobs": tilted}] * 9
+    facts = {"cut_short": {"0": 8, "1": 8}}
+    test = make_capture(tmp_path / "test", request, answers, make_arm("int8"), facts=facts)
+    score = KLD(KLDSettings(protocol="depth", n_ctx=128, windows=11)).score_parts({"": Pair.match(ref, test)}, 1)
+    found, cost = score.found, 0.5 * math.log(0.125 / 0.15) + 0.5 * math.log(0.125 / 0.1)
+    assert score.usable.all()  # nothing counts as a failed position
+    assert [found.value("mean", {"context": n}) for n in (64, 128)] == pytest.approx([cost] * 2, abs=1e-6)
+    sizes = {
+        name: [(one["n_ctx"], one["n_documents"]) for one in found.facts[name]] for name in ("contexts", "undecided")
+    }
+    assert sizes == {"contexts": [(64, 11)], "undecided": [(128, 9)]}
+    assert [flag.text for flag in found.flags] == [
+        "2 of 11 documents were read in part: memory or context did not suffice"
+    ]

@@ -51,7 +51,7 @@ from fidelab.metrics.divergence import (
 from fidelab.metrics.equivalence import KL_MARGIN, MAX_LOOKS
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.perplexity import unigram_nll
-from fidelab.results.measurement import DOMAIN, Definition, Metric
+from fidelab.results.measurement import DOMAIN, Definition, Flag, Metric
 from fidelab.results.numbers import counted, format_percent
 from fidelab.results.plots import Curve
 
@@ -576,7 +576,9 @@ class KLD(Axis):
             **worst.found.facts,
             "protocol": self.settings.protocol,
             "contexts": [_size(score) for score in parts.values()],
-            "undecided": [_size(score) for name, score in scores.items() if name not in decided],
+            "undecided": [
+                _size(scores[str(n)]) if str(n) in scores else _nothing_at(n) for n in contexts if str(n) not in decided
+            ],
             **({"cut_short": cut} if (cut := _cut_short(pairs)) else {}),
             **({"at_most": self.settings.windows} if self.settings.early else {}),
         }
@@ -589,6 +591,7 @@ class KLD(Axis):
         ).with_measurement(
             reference_faults=_reference_faults(pairs, scored.rows),
             metrics=(*own, *slope, *kinds, *by_depth),
+            flags=_cut_flags(facts.get("cut_short", 0), sum(len(pair.items) for pair in pairs)),
             plots=(_depth_curve(scores), *worst.found.plots[1:]),
             facts=facts,
         )
@@ -704,6 +707,20 @@ def _rows_left(pair: Pair, r: int, t: int, n: int) -> int:
 def _cut_short(pairs: Sequence[Pair]) -> int:
     """Windows of which memory did not suffice for all rows."""
     return sum(_rows_left(pair, r, t, 1 << 31) < 1 << 31 for pair in pairs for r, t in pair.items)
+
+
+def _cut_flags(cut: int, windows: int) -> tuple[Flag, ...]:
+    """A remark on documents whose deeper rows are missing."""
+    if not cut:
+        return ()
+    return (
+        Flag(kind="cut", text=f"{cut} of {windows} documents were read in part: memory or context did not suffice"),
+    )
+
+
+def _nothing_at(n_ctx: int) -> dict[str, Any]:
+    """A depth without rows."""
+    return {"n_ctx": n_ctx, "n_clusters": 0, "n_documents": 0, "windows": 0, "n_positions": 0}
 
 
 def _size(score: AxisScore) -> dict[str, Any]:
