@@ -370,6 +370,28 @@ def test_calls_are_read_in_the_forms_of_chat_templates(text: str) -> None:
     assert grade(WEATHER, reply).right
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+        "<arg_value>3</arg_value>\n</tool_call>",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"city": "Oslo", "days": 3}<|call|>',
+        "<|tool▁call▁begin|>x<|tool▁sep|>y".replace("|", "｜")
+        .replace("x", "function")
+        .replace("y", 'get_weather\n```json\n{"city": "Oslo", "days": 3}\n```')
+        + "<｜tool▁call▁end｜>",
+        '```tool_code\nget_weather(city="Oslo", days=3)\n```',
+    ],
+    ids=["qwen3-coder", "glm", "gpt-oss", "deepseek", "gemma"],
+)
+def test_calls_are_read_in_forms_that_are_not_json_alone(text: str) -> None:
+    [call] = read_reply(text).calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oslo", "days": 3})
+
+
 def test_several_calls_of_one_answer_are_all_read() -> None:
     one = '{"name": "set_timer", "arguments": {"minutes": %d}}'
     for text in (

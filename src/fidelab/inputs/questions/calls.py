@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from fidelab.inputs.questions.question import Call, Reply
+from fidelab.inputs.toolcalls.read import Call as ReadCall
+from fidelab.inputs.toolcalls.read import read_calls
 
 MAX_CHARS = 20_000  # of an answer that are read
 _MAX_CALLS = 16
@@ -35,10 +37,28 @@ def read_reply(text: str) -> Reply:
     """Return an answer with the calls of tools that its text has.
 
     The forms are those of Hermes and Qwen (``<tool_call>{…}</tool_call>``), Mistral (``[TOOL_CALLS]``), Llama 3 (a bare
-    object, also after ``<|python_tag|>``), and an object in a code fence.  An object has ``name``, and ``arguments`` or
+    object, also after ``<|python_tag|>``), an object in a code fence, and all that
+    :func:`~fidelab.inputs.toolcalls.read.read_calls` knows.  An object has ``name``, and ``arguments`` or
     ``parameters``.  A marker that no readable call follows is a call without a name.
     """
     text = bounded_text(text)
+    reply = _in_json(text)
+    if all(call.name for call in reply.calls) and reply.calls:
+        return reply
+    found = read_calls(text).calls
+    return Reply("", tuple(Call(one.name, _text(_typed(one))) for one in found)) if found else reply
+
+
+def _typed(call: ReadCall) -> dict[str, Any]:
+    """The arguments of a call; those of a form that writes all as text are read as JSON where they are JSON."""
+    if not call.texts:
+        return dict(call.arguments)
+    values = {name: (value, *_value(value, 0)) for name, value in call.arguments.items()}
+    return {name: read if end == len(value) else value for name, (value, read, end) in values.items()}
+
+
+def _in_json(text: str) -> Reply:
+    """An answer with the calls that it writes as JSON objects."""
     if found := [(match.span(), match[1]) for match in _HERMES.finditer(text)]:
         calls = [call for _, body in found[:_MAX_CALLS] for call in (*_objects(body),) or (Call("", body.strip()),)]
         rest = _HERMES.sub("", text)
