@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fidelab.captures.reader import why_no_distribution
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed, Tokens
 from fidelab.captures.requests import Served as Asked
 from fidelab.core import Arm, Estimator, KVSpec
@@ -208,6 +209,7 @@ def test_a_window_beyond_the_servers_context_costs_its_deeper_rows_alone(folder:
     assert found.failed == {}
     assert row(found, 0, 0) == row(whole, 0, 0)
     assert row(found, 0, 1) == {}
+    assert why_no_distribution(np.asarray(found.items[0]["topk_logprobs"])) == ""  # as a capture is read
     assert [row(found, 1, at) for at in (0, 1)] == [row(whole, 1, at) for at in (0, 1)]
 
 

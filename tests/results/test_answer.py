@@ -361,6 +361,12 @@ def test_not_tested_names_the_kinds_that_a_text_of_kinds_lacks() -> None:
     assert untested({}, [read]) == ("more than 512 tokens", "text of kind logs and chat")
 
 
+def test_kinds_that_were_read_without_figures_count_as_read() -> None:
+    kld = SMALL.axes["kld"]
+    bound = kld.model_copy(update={"facts": {**kld.facts, "kinds": list(KINDS)}})
+    assert untested({}, [SMALL.model_copy(update={"axes": {"kld": bound}})]) == ("more than 512 tokens",)
+
+
 def test_not_tested_is_what_axes_and_benches_cover_less_what_ran() -> None:
     whole = against_bf16(SMALL)
     assert present(recommend(whole)).untested == (*LEFT, "retrieval", "speed")

@@ -575,6 +575,7 @@ class KLD(Axis):
         facts = {
             **worst.found.facts,
             "protocol": self.settings.protocol,
+            **({"kinds": sorted({*scored.labels[DOMAIN]} - {""})} if DOMAIN in scored.labels else {}),
             "contexts": [_size(score) for score in parts.values()],
             "undecided": [
                 _size(scores[str(n)]) if str(n) in scores else _nothing_at(n) for n in contexts if str(n) not in decided
@@ -801,7 +802,8 @@ def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, 
             f"it predicts this text no better than token frequencies do ({nll:.2f} nats per token, a unigram model "
             f"{unigram:.2f})"
         )
-    if (right := float(np.nanmean(rows.right_ref))) < _LEAST_ACCURACY:
+    seen = np.isfinite(rows.right_ref)  # top tokens alone do not say it
+    if seen.any() and (right := float(rows.right_ref[seen].mean())) < _LEAST_ACCURACY:
         faults.append(f"its most likely token is the text's next one at {format_percent(right)} of positions")
     return tuple(faults)
 

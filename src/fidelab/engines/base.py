@@ -172,7 +172,7 @@ class Shallow:
     def whole(self, item: int, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the rows of one window with NaN in the place of those that were left out."""
         lost = len(self._asked.rows_of(item)) - len(self.request.rows_of(item))
-        return {name: with_nan_rows(array, lost) for name, array in arrays.items()} if lost else arrays
+        return {name: _with_nan_rows(array, lost) for name, array in arrays.items()} if lost else arrays
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class Shallow:
         return {CUT_SHORT: {str(n): size for n, size in sizes.items() if size < len(self._asked.rows_of(n))}}
 
 
-def with_nan_rows(array: Array, n: int) -> Array:
+def _with_nan_rows(array: Array, n: int) -> Array:
     """Append ``n`` rows of NaN, or of -1 to whole numbers."""
     if isinstance(array, BFloat16):
         return BFloat16(np.pad(array.bits, ((0, n), (0, 0)), constant_values=_NAN_BITS))

@@ -36,6 +36,9 @@ def untested(covers: Mapping[str, str], arms: Sequence[ArmRecord]) -> tuple[str,
     lengths = () if longest is None else (f"more than {longest:,} tokens",)
     klds = [arm.axes[DECIDING] for arm in arms if DECIDING in arm.axes]
     read = {str(metric.cell[DOMAIN]) for kld in klds for metric in kld.metrics if DOMAIN in metric.cell}
+    for kld in klds:  # where only lower bounds are known, kinds have no figures
+        kinds_read = kld.facts.get("kinds")
+        read |= {str(kind) for kind in kinds_read} if isinstance(kinds_read, list) else set()
     missing = [kind for kind in KINDS if kind not in read]
     kinds: tuple[str, ...] = ()
     if klds and not read:

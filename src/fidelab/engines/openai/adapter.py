@@ -51,7 +51,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import CLIENT
-from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, engines, unmeasurable, with_nan_rows
+from fidelab.engines.base import Answer, Engine, Sink, Support, add_sequence, engines, unmeasurable
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completion, Dialect, Top
@@ -260,7 +260,7 @@ class OpenAIEngine(Engine):
         Raises:
             Refused: If the server also refuses what is left.
         """
-        most = len(window)
+        most = positions[-1] + 2  # the last row and the token that it predicts
         while True:
             kept = [position for position in positions if position < most - 1]
             try:
@@ -270,8 +270,8 @@ class OpenAIEngine(Engine):
                 if error.status not in _TOO_LONG or positions[0] >= most - 1:
                     raise
                 continue
-            rows = _rows(_checked([tops[position] for position in kept]))
-            return {name: with_nan_rows(array, len(positions) - len(kept)) for name, array in rows.items()}, len(kept)
+            lost: list[Top] = [{}] * (len(positions) - len(kept))
+            return _rows([*_checked([tops[position] for position in kept]), *lost]), len(kept)
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
