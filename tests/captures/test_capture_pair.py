@@ -15,6 +15,7 @@ from fidelab.core.errors import MismatchError
 from tests.captures import sample
 
 W, P = sample.WINDOWS, sample.PROMPTS
+SPARSE = replace(W, first=0, positions=((1, 2), (1, 2), (0, 1)))
 OTHER = sample.named("int4")
 
 
@@ -42,6 +43,8 @@ def test_equal_questions_pair_item_by_item(query: Request, tmp_path: Path) -> No
         (W, W.select([1, 0, 2]), "tokens of item 0 differ"),
         (W, replace(W, first=0, units=((0, 0, 0),) * 3), "rows 0–2 of each window are not 1–2"),
         (W, replace(W, last=1, units=((0,),) * 3), "rows 1–1 of each window are not 1–2"),
+        (SPARSE, replace(SPARSE, positions=((1, 2), (1, 2), (0, 2))), "rows of item 2 are at other positions"),
+        (SPARSE, W, "rows of item 2 are at other positions"),
         (P, replace(P, settings=(("n_predict", 9), ("template", "raw"))), "n_predict 9 is not 3"),
         (P, replace(P, settings=(("n_predict", 3), ("template", "chat"))), "template 'chat' is not 'raw'"),
     ],

@@ -17,9 +17,7 @@ EXCELLENT, PASS, DEGRADED, FAIL = (0.001, 0.002), (0.02, 0.03), (0.06, 0.08), (0
 Given = tuple[int, tuple[float, float] | None, int]
 
 
-def kld(
-    *depths: tuple[int, tuple[float, float] | None, int], protocol: str = "depth", bound: bool = False
-) -> Measurement:
+def kld(*depths: Given, protocol: str = "depth", bound: bool = False) -> Measurement:
     """A KLD with depths: context, the interval of its mean, documents."""
     metrics = [MEAN(sum(ends or (0.0, 0.0)) / 2, ends, cell={"context": n}, bound=bound) for n, ends, _ in depths]
     sizes = [{"n_ctx": n, "n_clusters": documents} for n, _, documents in depths]

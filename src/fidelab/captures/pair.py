@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,8 +85,8 @@ class Pair:
         return cls(ref, test, tuple(pairs))
 
 
-def _rows_of(request: Request, item: int) -> Sequence[int]:
-    return request.rows_of(item) if isinstance(request, Prefill) else ()
+def _rows_of(request: Request, item: int) -> tuple[int, ...]:
+    return tuple(request.rows_of(item)) if isinstance(request, Prefill) else ()
 
 
 def _ids(capture: Capture) -> str:

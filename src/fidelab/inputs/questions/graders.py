@@ -27,6 +27,7 @@ from typing import Any
 
 from fidelab.core import strict_json
 from fidelab.inputs.gsm8k import extract_answer
+from fidelab.inputs.json_values import same_value
 from fidelab.inputs.questions.calls import bounded_text, read_reply, unfenced
 from fidelab.inputs.questions.question import Call, Grade, Question, Reply
 from fidelab.inputs.questions.sandbox import QueryError, rows_of
@@ -213,20 +214,7 @@ def _equals(wanted: Any, text: str) -> str:
         value = strict_json(unfenced(text).strip())
     except ValueError as error:
         return f"the answer is not JSON: {error}"
-    return "" if _same(value, wanted) else f"expected {_dumped(wanted)}, found {_shown(_dumped(value))}"
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Equality of JSON values: 1 and 1.0 are equal, 1 and true are not; texts but for case and space around them."""
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, str) and isinstance(other, str):
-        return one.strip().casefold() == other.strip().casefold()
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    return "" if same_value(value, wanted) else f"expected {_dumped(wanted)}, found {_shown(_dumped(value))}"
 
 
 def _constraints(wanted: Sequence[Mapping[str, Any]], text: str) -> str:
@@ -272,7 +260,7 @@ def _argument_faults(schema: Mapping[str, Any], wanted: Mapping[str, Any], found
             yield f"argument {_quoted(name)}: {fault}"
         elif name not in wanted:
             yield f"argument {_quoted(name)} was not asked for"
-        elif not _same(value, wanted[name]):
+        elif not same_value(value, wanted[name]):
             yield f"argument {_quoted(name)}: expected {_dumped(wanted[name])}, found {_shown(_dumped(value))}"
 
 

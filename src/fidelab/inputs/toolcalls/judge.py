@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import canonical_json, strict_json
+from fidelab.inputs.json_values import same_value
 from fidelab.inputs.toolcalls.pythonic import constant
 from fidelab.inputs.toolcalls.read import Call, Reading
 
@@ -57,7 +58,7 @@ def judge(reading: Reading, wanted: Wanted) -> Judgement:
             return Judgement("wrong arguments", f"{_shown(key)} is missing")
         if key not in right:
             return Judgement("wrong arguments", f"{_shown(key)} was not asked for")
-        if not _same(found[key], right[key]):
+        if not same_value(found[key], right[key]):
             values = f"{_shown(canonical_json(found[key]))}, expected {_shown(canonical_json(right[key]))}"
             return Judgement("wrong arguments", f"{_shown(key)} is {values}")
     return Judgement("right")
@@ -96,20 +97,8 @@ def _explicit(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[s
     return {
         key: value
         for key, value in arguments.items()
-        if "default" not in (own := properties.get(key, {})) or not _same(value, own["default"])
+        if "default" not in (own := properties.get(key, {})) or not same_value(value, own["default"])
     }
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, bool) or isinstance(other, bool):
-        return one is other
-    if isinstance(one, str) and isinstance(other, str):
-        return one.strip().casefold() == other.strip().casefold()
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _shown(text: str, most: int = _SHOWN_CHARS) -> str:
