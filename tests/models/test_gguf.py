@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,14 +147,15 @@ def test_any_damage_of_the_header_is_one_line(tmp_path: Path) -> None:
     assert not any("\n" in line for line in refused)
 
 
-def test_killed_conversion_is_not_taken_for_a_model(file: Path, cache: Path) -> None:
+def test_killed_conversion_is_not_taken_for_a_model(file: Path, cache: Path, tmp_path: Path) -> None:
     script = (
         "import sys, time; from fidelab.models import convert, pull\n"
         "def stall(out, *rest): out.write(b'half'); out.flush(); print('half', flush=True); time.sleep(600)\n"
         "convert._write_values = stall\n"
         "pull(sys.argv[1])\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE, text=True)
+    own = {**os.environ, "TMPDIR": str(tmp_path)}  # another process that shares it sweeps what a dead one left
+    child = subprocess.Popen([sys.executable, "-c", script, str(file)], stdout=subprocess.PIPE, text=True, env=own)
     assert child.stdout is not None
     assert child.stdout.readline() == "half\n"
     child.kill()
