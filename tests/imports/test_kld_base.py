@@ -124,7 +124,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "longer": (lambda raw: raw + b"ab", "instead of"),
     "of no window": (lambda raw: raw[:16] + b"\0\0\0\0" + raw[20:], "damaged"),
     "of a huge vocabulary": (lambda raw: raw[:12] + b"\xff\xff\xff\x7f" + raw[16:], "damaged"),
-    "header alone": (lambda raw: raw[:14], "is not a file of llama-perplexity"),
+    "header alone": (lambda raw: raw[:14], "ends within its header"),
 }
 
 

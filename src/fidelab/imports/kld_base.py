@@ -29,40 +29,67 @@ _MAX_NUMBER = 1 << 24  # of each number in the header
 
 @dataclass
 class BaseFile(Dump):
-    """A checked file; its rows are mapped."""
+    """A checked file; the rows of a window are mapped when it is opened."""
 
     _tokens: NDArray[np.int32] = field(kw_only=True)
-    _rows: NDArray[np.uint16] = field(kw_only=True)
+    _start: int = field(kw_only=True)  # byte of the first row
 
     @classmethod
     def read(cls, path: Path) -> BaseFile:
-        """Read the header, and map the rest.
+        """Read the header and the tokens.
 
         Raises:
             InputError: If it is another kind of file, has an impossible header, or is shorter or longer than the header
                 says.
         """
+        found = cls.begun(path)
+        if found is None:
+            if not is_base_file(path):
+                raise InputError(f"{path} is not a file of llama-perplexity --kl-divergence-base")
+            raise InputError(f"{path} ends within its header: llama-perplexity was ended early; write it again")
+        size, expected = path.stat().st_size, found._start + len(found.shapes) * found.window_bytes
+        if size != expected:
+            hint = ": llama-perplexity was ended early" if size < expected else ""
+            raise InputError(f"{path} has {size:,} bytes instead of {expected:,}{hint}; write it again")
+        return found
+
+    @classmethod
+    def begun(cls, path: Path) -> BaseFile | None:
+        """Read a file that may still be written; ``None`` until its header and tokens are there.
+
+        Raises:
+            InputError: If it begins as another kind of file, or has an impossible header.
+        """
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
                 start = file.read(len(_MAGIC) + 3 * _HEADER.itemsize)
-                if not start.startswith(_MAGIC) or len(start) < len(_MAGIC) + 3 * _HEADER.itemsize:
+                if len(start) < len(_MAGIC) + 3 * _HEADER.itemsize:
+                    return None
+                if not start.startswith(_MAGIC):
                     raise InputError(f"{path} is not a file of llama-perplexity --kl-divergence-base")
                 n_ctx, vocabulary, windows = np.frombuffer(start, _HEADER, offset=len(_MAGIC)).tolist()
                 if not (4 <= n_ctx < _MAX_NUMBER and 2 <= vocabulary < _MAX_NUMBER and 1 <= windows < _MAX_NUMBER):
                     what = f"{windows} windows of {n_ctx} tokens over {vocabulary} ids"
                     raise InputError(f"{path} says that it has {what}: it is damaged")
-                rows, width = windows * (n_ctx - 1 - n_ctx // 2), 2 * ((vocabulary + 1) // 2) + 4
-                expected = len(start) + windows * n_ctx * _HEADER.itemsize + rows * width * 2
-                if size != expected:
-                    hint = ": llama-perplexity was ended early" if size < expected else ""
-                    raise InputError(f"{path} has {size:,} bytes instead of {expected:,}{hint}; write it again")
+                first_row = len(start) + windows * n_ctx * _HEADER.itemsize
+                if size < first_row:
+                    return None
                 tokens = np.fromfile(file, _HEADER, windows * n_ctx).reshape(windows, n_ctx)
-                mapped = np.memmap(file, np.dtype("<u2"), "r", file.tell(), (rows, width))
         except OSError as error:
             raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
         shapes = dict.fromkeys(range(windows), (n_ctx - 1 - n_ctx // 2, vocabulary))
-        return cls(path, shapes, "llama-perplexity", n_ctx // 2, n_ctx, n_ctx, _tokens=tokens, _rows=mapped)
+        return cls(path, shapes, "llama-perplexity", n_ctx // 2, n_ctx, n_ctx, _tokens=tokens, _start=first_row)
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of the rows of one window."""
+        n_rows, vocabulary = self.shapes[0]
+        return n_rows * (2 * ((vocabulary + 1) // 2) + 4) * 2
+
+    def complete(self) -> int:
+        """Return how many windows are in the file by now, from the first on."""
+        return min(len(self.shapes), max(0, self.path.stat().st_size - self._start) // self.window_bytes)
 
     def tokens(self, number: int) -> NDArray[np.int64]:
         return np.asarray(self._tokens[number], dtype=np.int64)
@@ -71,8 +98,13 @@ class BaseFile(Dump):
         return f"window {number} of {self.path}"
 
     def open(self, number: int) -> _BaseRows:
-        per_window, vocabulary = self.shapes[number]
-        return _BaseRows(self._rows[number * per_window : (number + 1) * per_window], vocabulary)
+        n_rows, vocabulary = self.shapes[number]
+        shape = n_rows, self.window_bytes // n_rows // 2
+        offset = self._start + number * self.window_bytes
+        try:
+            return _BaseRows(np.memmap(self.path, np.dtype("<u2"), "r", offset, shape), vocabulary)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{self.name_of(number)} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -81,25 +113,34 @@ class _BaseRows:
     vocabulary: int
 
     def rows(self, start: int, stop: int) -> NDArray[np.float32]:
-        scale, least, numbers, unknown = self._unpack_rows(start, stop)
-        scores = least + scale * numbers
-        known = np.where(unknown, 0.0, np.exp(scores)).sum(axis=-1, keepdims=True)
-        count = np.maximum(unknown.sum(axis=-1, keepdims=True), 1)
+        scale, least, numbers = self._read(start, stop)
+        scores = numbers.astype(np.float32)
+        scores *= scale
+        scores += least
+        unknown = self._cut(scale, numbers)
+        count = np.count_nonzero(unknown, axis=-1)[:, None]
+        # those that are cut off have the least score here: the sum of the others is that of all without them
+        floor = np.exp(least.astype(np.float64))
+        known = np.exp(scores).sum(axis=-1, keepdims=True, dtype=np.float64) - count * floor
         # none of them is above the least that is known, which rounding could make of what is left
-        share = np.clip((1.0 - known) / count, _MIN_PROBABILITY, np.exp(least))
-        return np.where(unknown, np.log(share), scores).astype(np.float32)
+        share = np.clip((1.0 - known) / np.maximum(count, 1), _MIN_PROBABILITY, floor)
+        np.copyto(scores, np.log(share).astype(np.float32), where=unknown)
+        return scores
 
     def unknown(self, start: int, stop: int) -> NDArray[np.bool_]:
-        return self._unpack_rows(start, stop)[3]
+        scale, _, numbers = self._read(start, stop)
+        return self._cut(scale, numbers)
 
-    def _unpack_rows(
-        self, start: int, stop: int
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.uint16], NDArray[np.bool_]]:
-        """Scale and least log-probability [n, 1], numbers, and which of them are cut off."""
-        raw = np.array(self.mapped[start:stop])
-        scale, least = raw[:, :4].copy().view("<f4").astype(np.float64).T[..., None]
-        numbers = raw[:, 4 : 4 + self.vocabulary]
-        return scale, least, numbers, (numbers == 0) & (scale * _STEPS > _RANGE_NATS * (1 - 1e-4))
+    def _read(self, start: int, stop: int) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint16]]:
+        """Scale and least log-probability [n, 1], and numbers [n, vocabulary]."""
+        raw = self.mapped[start:stop]
+        scale, least = np.array(raw[:, :4]).view("<f4").T[..., None]
+        return scale, least, np.asarray(raw[:, 4 : 4 + self.vocabulary])
+
+    def _cut(self, scale: NDArray[np.float32], numbers: NDArray[np.uint16]) -> NDArray[np.bool_]:
+        """Which tokens are cut off: rows that reach less far than the range hold all of theirs."""
+        far = scale.astype(np.float64) * _STEPS > _RANGE_NATS * (1 - 1e-4)
+        return (numbers == 0) & far
 
 
 def is_base_file(path: Path) -> bool:

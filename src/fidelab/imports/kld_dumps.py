@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -44,7 +45,8 @@ from fidelab.results.verdict import judge
 
 Places = Mapping[str, NDArray[np.int32]]
 
-_CHUNK_VALUES = 1 << 24  # elements of one side at a time: 64 MiB in float32
+_CHUNK_VALUES = 1 << 19  # elements of one side at a time: 2 MiB in float32, which a core's cache holds
+_LEAST_SCORE = -80.0  # nats below the top: where float32 has nothing left of a probability
 _BOUNDS = (0.0, math.inf)
 _UNPROVEN = "every row equals the reference's, and dumps cannot prove that anything else ran"
 
@@ -106,7 +108,7 @@ def import_dumps(
     arms = []
     for dump in dumps:
         progress(f"comparing {dump.path} with {ref}: {len(n_rows)} windows")
-        rows = RowComparison.concat([_window(reference, dump, number) for number in reference.numbers])
+        rows = RowComparison.concat([compare_window(reference, dump, number) for number in reference.numbers])
         arms.append(_Arm(dump, rows, clusters))
     places = {
         "window": np.repeat(np.asarray(reference.numbers, np.int32), n_rows),
@@ -131,21 +133,27 @@ def import_dumps(
 # ------------------------------------------------------------------------------------------------- rows
 
 
-def _window(ref: Dump, test: Dump, number: int) -> RowComparison:
-    """All rows of one window; the files are mapped, and only some rows at a time are in memory as float32."""
+def compare_window(ref: Dump, test: Dump, number: int, threads: int | None = None) -> RowComparison:
+    """Compare all rows of one window.  The files are mapped; only some rows at a time are in memory as float32.
+
+    ``threads``: all usable cores by default.
+    """
     n, vocab = ref.shapes[number]
     first, second = ref.open(number), test.open(number)
     tokens = next((found for dump in (ref, test) if (found := dump.tokens(number)) is not None), None)
     targets = np.full(n, -1) if tokens is None else np.append(tokens, -1)[ref.first + 1 : ref.first + 1 + n]
     step = max(1, _CHUNK_VALUES // max(vocab, test.vocabulary))
-    parts = []
-    for start in range(0, n, step):
+
+    def compared(start: int) -> RowComparison:
         stop = min(start + step, n)
         p, q = first.rows(start, stop), second.rows(start, stop)
         if (unknown := first.unknown(start, stop)) is not None:
             _pool(q, unknown)
-        parts.append(compare_rows(p, q, targets[start:stop], usable_cores()))
-    return RowComparison.concat(parts)
+        return compare_rows(p, q, targets[start:stop])
+
+    # numpy leaves the interpreter while it computes, so threads help
+    with ThreadPoolExecutor(threads or usable_cores()) as pool:
+        return RowComparison.concat(list(pool.map(compared, range(0, n, step))))
 
 
 def _pool(scores: NDArray[np.float32], unknown: NDArray[np.bool_]) -> None:
@@ -155,11 +163,13 @@ def _pool(scores: NDArray[np.float32], unknown: NDArray[np.bool_]) -> None:
     """
     common = min(scores.shape[1], unknown.shape[1])
     head, unknown = scores[:, :common], unknown[:, :common]
-    shares = np.where(unknown, head.astype(np.float64), -np.inf)
-    peak = shares.max(axis=-1, keepdims=True)
+    peak = head.max(axis=-1, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
-        together = peak + np.log(np.exp(shares - peak).sum(axis=-1, keepdims=True) / unknown.sum(axis=-1)[:, None])
-    np.copyto(head, together.astype(np.float32), where=unknown)
+        shares = np.exp(head - peak)
+        shares *= unknown
+        count = np.count_nonzero(unknown, axis=-1)[:, None]
+        mean = np.log(shares.sum(axis=-1, keepdims=True, dtype=np.float64) / count)
+    np.copyto(head, np.maximum(mean + peak, _LEAST_SCORE).astype(np.float32), where=unknown)
 
 
 def _columns(arm: _Arm, places: Places) -> dict[str, NDArray[Any]]:
