@@ -300,11 +300,11 @@ class KLD(Axis):
         if self.settings.deep:
             return self._deep_requests(inputs)
         # Default contexts that the text or the model does not allow are left out
-        s, asked = self.settings, self._contexts()
-        sizes = {n_ctx: self._window_count(n_ctx, s.windows) for n_ctx in asked}
+        s, asked = self.settings, self.contexts()
+        sizes = {n_ctx: self.window_count(n_ctx, s.windows) for n_ctx in asked}
         have, limit = len(inputs.tokenizer.encode(inputs.text.content)), inputs.max_positions
         if s.early:  # the whole text may be too short for a decision
-            fewest = {n_ctx: min(size, self._window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
+            fewest = {n_ctx: min(size, self.window_count(n_ctx, s.early[0])) for n_ctx, size in sizes.items()}
             sizes = {n_ctx: max(fewest[n_ctx], min(size, have // n_ctx)) for n_ctx, size in sizes.items()}
         if s.n_ctx is None:
             sizes = {
@@ -317,7 +317,7 @@ class KLD(Axis):
         for n_ctx, part in parts.items():
             whole = self._cut(inputs, part, n_ctx, sizes[n_ctx])
             # a capture's windows, together with those of the earlier ones, are evenly spread
-            earlier = [self._window_count(n_ctx, n) for n in self.settings.cuts]
+            earlier = [self.window_count(n_ctx, n) for n in self.settings.cuts]
             sets = [list(range(sizes[n_ctx]))]
             for size in reversed(earlier):
                 later = sets[0]
@@ -409,13 +409,14 @@ class KLD(Axis):
         if unit == "block":
             yield "kld: the text has no documents: intervals are over blocks of windows"
 
-    def _contexts(self) -> tuple[int, ...]:
+    def contexts(self) -> tuple[int, ...]:
+        """Return the tokens per window that are asked for, or the usual ones."""
         n_ctx = self.settings.n_ctx
         return (n_ctx,) if isinstance(n_ctx, int) else n_ctx or _DEFAULT_CONTEXTS
 
-    def _window_count(self, n_ctx: int, windows: int) -> int:
+    def window_count(self, n_ctx: int, windows: int) -> int:
         """Return the number of windows of a context, given the number of windows of the shortest one."""
-        return min(windows, max(_MIN_WINDOWS, round(windows * self._contexts()[0] / n_ctx)))
+        return min(windows, max(_MIN_WINDOWS, round(windows * self.contexts()[0] / n_ctx)))
 
     def _cut(self, inputs: AxisInputs, part: str, n_ctx: int, windows: int) -> Prefill:
         from fidelab.inputs.corpus import make_windows
@@ -489,7 +490,7 @@ class KLD(Axis):
         n_ctx = len(request_of(pairs[0].ref, Prefill).windows[0])
         score = self._measured(pairs, scored, n_ctx, read, seed)
         faults = _reference_faults(pairs, scored.rows)
-        most = {"at_most": self._window_count(n_ctx, self.settings.windows)} if self.settings.early else {}
+        most = {"at_most": self.window_count(n_ctx, self.settings.windows)} if self.settings.early else {}
         return score.with_measurement(reference_faults=faults, facts={**score.found.facts, **most})
 
     def _measured(

@@ -161,7 +161,7 @@ def compare(
     measured: MeasuredOptions,
     scoring: options.ScoringOptions,
     limits: options.MarginOptions,
-    engine: options.ServableEngineOptions,
+    engine: options.ComparedEngineOptions,
     executor: options.ExecutorOptions,
     runs: RunOptions,
     show: options.ShowOptions,
@@ -195,8 +195,11 @@ def compare(
         return
     from fidelab.config.flags import StartingPoint, read_flags
 
-    data = {**engine.settings(), **_configurations(context, model, arms)}
-    data |= _axes(axes, borrowed="reference_from" in data, looks=runs.n_runs == 1)
+    own = engine.programs is not None  # llama-perplexity answers one test, and has no early looks
+    data = {**engine.settings(), **_configurations(context, model, arms, own=own)}
+    data |= _axes(axes, borrowed="reference_from" in data and not own, looks=runs.n_runs == 1 and not own)
+    if own and axes.axes is None:
+        data["axes"] = {name: values for name, values in data["axes"].items() if name == "kld"}
     for group in (measured, scoring, limits, runs, executor):
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))
@@ -207,8 +210,8 @@ def compare(
 _AUTO = "auto"
 
 
-def _configurations(context: typer.Context, model: str | None, arms: ArmOptions) -> dict[str, Any]:
-    """Return the data of the configurations.
+def _configurations(context: typer.Context, model: str | None, arms: ArmOptions, *, own: bool) -> dict[str, Any]:
+    """Return the data of the configurations; ``own``: with own programs, a file of rows may be the reference.
 
     Raises:
         UsageError: If there is no candidate, or flags ask for other windows than a borrowed reference has.
@@ -216,8 +219,8 @@ def _configurations(context: typer.Context, model: str | None, arms: ArmOptions)
     given = [*(arms.kv or []), *(arms.candidate or [])]
     data: dict[str, Any] = {"model": model, "vary": list(arms.vary or []), "control": arms.control, "force": arms.force}
     here = arms.reference is None or arms.serve is not None
-    place = None if here else _borrowed(str(arms.reference), arms.references, model)
-    check_flags(context, "compare, references known", also=[BORROWED] if place is not None else [])
+    place = None if here else _borrowed(str(arms.reference), arms.references, model, own=own)
+    check_flags(context, "compare, references known", also=[BORROWED] if place is not None and not own else [])
     if place is not None:
         data["reference_from"] = place
         given = given or ([] if arms.vary else [f"name={Path(model or '').name or 'candidate'}"])
@@ -244,8 +247,10 @@ def _axes(axes: options.AxesOptions, *, borrowed: bool, looks: bool) -> dict[str
     return data
 
 
-def _borrowed(reference: str, places: Sequence[str] | None, model: str | None) -> str | None:
-    """Return the place of a packed reference; ``None`` for a reference that runs here."""
+def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, *, own: bool) -> str | None:
+    """Return the place of a packed reference, or the file of its rows; ``None`` for a reference that runs here."""
+    if own:
+        return reference if Path(reference).expanduser().exists() else None
     from fidelab.models import resolve
     from fidelab.references.borrow import HUB, find_for
 
@@ -325,7 +330,7 @@ def launch(
     return report
 
 
-def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
+def _trust(trusted: Sequence[Path] | None, engine: options.ComparedEngineOptions, axes: options.AxesOptions) -> Trust:
     """Permissions granted to a resumed run, taken from the flags."""
     from fidelab.config.trust import NAMES_OF, Trust
 

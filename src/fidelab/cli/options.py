@@ -255,6 +255,23 @@ class ServableEngineOptions(EngineOptions):
         return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
 
 
+class ComparedEngineOptions(ServableEngineOptions):
+    """Options for an engine of a comparison, which may be the user's own programs."""
+
+    programs: Annotated[
+        Path | None,
+        typer.Option(
+            "--bin",
+            metavar="FOLDER",
+            help="Engine llamacpp: folder of your own llama.cpp, whose llama-perplexity runs. Needs no torch.",
+        ),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        data = super().settings()
+        return data if self.programs is None else {**data, "engine": {**data["engine"], "bin": str(self.programs)}}
+
+
 class ExecutorOptions(Options, panel=ENGINE):
     """Options for the placement of the arms' processes."""
 

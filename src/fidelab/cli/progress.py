@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fidelab.environments.install import Stage
-    from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.outcomes import ArmResult
     from fidelab.results.store import RunFolder
-    from fidelab.run.runner import Listener
+    from fidelab.run.runner import Announced, Listener, Watched
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
 _PLAN_SECONDS = 10.0  # seconds after which the run's own pace counts more than the plan
@@ -57,7 +56,7 @@ def _remaining_seconds(elapsed: float, done: float, total: float) -> float:
     return max(0.0, total - done) * (elapsed + _PLAN_SECONDS) / (done + _PLAN_SECONDS)
 
 
-def _title(job: PlannedJob) -> str:
+def _title(job: Watched) -> str:
     return job.role if job.role.partition(":")[0] in ("reference", "floor", "twin") else job.arm.name
 
 
@@ -70,29 +69,29 @@ class _Lines:
         self._began = self._said = 0.0
         self._started, self._pace = 0.0, (0.0, 0.0)
 
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+    def start(self, plan: Announced, folder: RunFolder | None) -> None:
         if folder is not None:
             self._print(f"run {folder.path}")
         self._started = time.monotonic()
         for remark in plan.remarks:
             self._print(remark)
 
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+    def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         self._done, self._tokens = 0, tokens
         self._began = self._said = time.monotonic()
         self._print(f"{_title(job)}: found in an earlier run" if reused else f"{_title(job)}: {tokens:,} tokens to do")
 
-    def extended(self, job: PlannedJob, tokens: int) -> None:
+    def extended(self, job: Watched, tokens: int) -> None:
         self._tokens += tokens
 
-    def job_lost(self, job: PlannedJob, reason: str) -> None:
+    def job_lost(self, job: Watched, reason: str) -> None:
         self._print(f"{_title(job)}: lost on the cluster, {reason}")
 
-    def opened(self, job: PlannedJob, seconds: float) -> None:
+    def opened(self, job: Watched, seconds: float) -> None:
         self._began = self._said = time.monotonic()
         self._print(f"{_title(job)}: model loaded in {seconds:.1f} s")
 
-    def progress(self, job: PlannedJob, tokens: int) -> None:
+    def progress(self, job: Watched, tokens: int) -> None:
         self._done += tokens
         now = time.monotonic()
         if now - self._said >= _LINE_EVERY:
@@ -109,7 +108,7 @@ class _Lines:
         """Return the expected duration of the whole run as text."""
         return f"{duration(_remaining_seconds(time.monotonic() - self._started, *self._pace))} left of the run"
 
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+    def job_ended(self, job: Watched, result: ArmResult) -> None:
         seconds = result.timing.get("seconds")
         took = f" in {seconds:.0f} s" if seconds else ""
         self._print(f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else ""))
@@ -141,26 +140,26 @@ class _Bars(_Lines):
         )
         self._task: TaskID | None = None
 
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+    def start(self, plan: Announced, folder: RunFolder | None) -> None:
         super().start(plan, folder)
         self._task = self._bar.add_task("starting", total=None)
         self._bar.start()
 
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+    def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         self._update(description=f"{_title(job)}: {'found' if reused else 'loading'}", refresh=True)
 
-    def opened(self, job: PlannedJob, seconds: float) -> None:
+    def opened(self, job: Watched, seconds: float) -> None:
         self._done, self._began = 0, time.monotonic()
         self._update(description=_title(job), refresh=True)
 
-    def progress(self, job: PlannedJob, tokens: int) -> None:
+    def progress(self, job: Watched, tokens: int) -> None:
         self._done += tokens
         self._update(rate=self._done / max(1e-3, time.monotonic() - self._began))
 
     def advanced(self, done: float, total: float) -> None:
         self._update(completed=done, total=total)
 
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+    def job_ended(self, job: Watched, result: ArmResult) -> None:
         if result.reason:
             super().job_ended(job, result)
 

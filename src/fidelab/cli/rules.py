@@ -37,7 +37,7 @@ _SECTION = Rule(
 )
 _FORMATS = "name formats of weights, --weights int4, or of keys and values, --kv q8_0 or --bits 8,7,6,5,4,3,2"
 _EXPORT = "--export needs a plan: add --kv FORMAT --by layer --budget 8bits"
-_PERMITTED = ("trusted", "python", "image", "pythonpath", "engine_arg", "text", "prompts", "traffic")
+_PERMITTED = ("trusted", "python", "image", "programs", "pythonpath", "engine_arg", "text", "prompts", "traffic")
 """Flags that repeat what a resumed run asks permission for."""
 
 RULES: Mapping[str, tuple[Rule, ...]] = {

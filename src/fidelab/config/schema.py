@@ -55,6 +55,7 @@ class EngineConfig(BaseModel):
     python: str | None = Field(default=None, description="interpreter of the engine's environment")
     image: str | None = Field(default=None, description="container image with the engine, run by docker or podman")
     pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules precede the engine's")
+    bin: str | None = Field(default=None, description="folder of own programs of llama.cpp: llama-perplexity runs")
 
     @field_validator("name")
     @classmethod
@@ -73,6 +74,14 @@ class EngineConfig(BaseModel):
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _programs_alone(self) -> Self:
+        if self.bin is not None and (self.name != "llamacpp" or self.python or self.image or self.pythonpath):
+            raise ValueError(
+                "bin names the user's own llama.cpp: engine llamacpp, without python, image and pythonpath"
+            )
+        return self
+
     def all_fields(self) -> dict[str, Any]:
         """Return the fields as plain data, also where a bare name would do."""
         return {
@@ -80,11 +89,12 @@ class EngineConfig(BaseModel):
             "python": self.python,
             "image": self.image,
             **({"pythonpath": list(self.pythonpath)} if self.pythonpath else {}),
+            **({"bin": self.bin} if self.bin else {}),
         }
 
     @model_serializer
     def _serialize_compact(self) -> str | dict[str, Any]:
-        environment = {"python": self.python, "image": self.image, "pythonpath": list(self.pythonpath)}
+        environment = {"python": self.python, "image": self.image, "pythonpath": [*self.pythonpath], "bin": self.bin}
         environment = {key: value for key, value in environment.items() if value}
         return {"name": self.name, **environment} if environment else self.name
 

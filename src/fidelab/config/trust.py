@@ -33,7 +33,7 @@ Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine
 Asking = Experiment | CrossEngine | Preset
 
 _TRUST_FILE = "trusted-files"  # in the user's state: a hash and its file per line
-_COMMANDS = ("python", "image", "pythonpath")
+_COMMANDS = ("python", "image", "pythonpath", "bin")
 _KEY, _ADDRESS = "api-key-env", "base-url"
 _HUB_CODE = ("attention", "attn-implementation")  # of engine hf: ``owner/name`` is a kernel of the hub
 OUTPUT_KEYS = ("output_dir", "captures_dir")
@@ -293,6 +293,8 @@ def _programs(engine: EngineConfig) -> Iterator[Demand]:
     if engine.python:
         there = "" if engine.image else str(expand(shutil.which(engine.python) or engine.python))
         yield Demand("python", engine.python, "is a program that would be started", there)
+    if engine.bin:
+        yield Demand("bin", engine.bin, "is a folder of programs that would be started", str(expand(engine.bin)))
     for folder in engine.pythonpath:
         yield Demand("pythonpath", folder, "is a folder of code that would be run", str(expand(folder)))
 

@@ -7,7 +7,7 @@ and removes them. Checkpoints are data here: safetensors and GGUF, never pickle,
 """
 
 from fidelab.models.cache import cache_dir
-from fidelab.models.resolve import Model, check_conversion, path, pull, quantized_as, resolve, with_weights
+from fidelab.models.resolve import Model, check_conversion, gguf_file, path, pull, quantized_as, resolve, with_weights
 from fidelab.models.store import Listed, collect_garbage, listing
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "cache_dir",
     "check_conversion",
     "collect_garbage",
+    "gguf_file",
     "listing",
     "path",
     "pull",

@@ -32,6 +32,8 @@ _MAX_ARRAY_ENTRIES = 1 << 24  # of an array of strings
 _MAX_TABLE_ROWS = 1 << 20  # of the tables of metadata and of tensors
 _MAX_KEPT_ARRAY = 4096  # longest array of numbers that is kept: those with a number per layer
 _MAX_DIMENSIONS = 8
+PIECES = "tokenizer.ggml.tokens"
+"""Key of the vocabulary's strings."""
 _ALIGNMENT = 32  # bytes, where the file states none: the default of the format
 
 # Pre-tokenizers that cut every digit off and then split as GPT-2 does.  Transformers builds plain GPT-2 for
@@ -108,11 +110,26 @@ def read_header(file: Path) -> Header:
             raise InputError(f"{file} is damaged or incomplete ({what}); fetch it again") from None
 
 
-class _Cursor:
-    """Reads a header from its beginning to its end."""
+def read_pieces(file: Path) -> list[str]:
+    """Return the strings of the vocabulary in a GGUF file, by token id; empty if it holds none.
 
-    def __init__(self, content: mmap.mmap) -> None:
+    Raises:
+        InputError: As :func:`read_header`.
+    """
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            pieces = _Cursor(content, strings=(PIECES,)).header().metadata.get(PIECES)
+        except (ValueError, struct.error, OverflowError) as error:
+            raise InputError(f"{file} is damaged or incomplete ({first_line(error)}); fetch it again") from None
+    return pieces if isinstance(pieces, list) else []
+
+
+class _Cursor:
+    """Reads a header from its beginning to its end; ``strings``: keys whose arrays of strings are kept."""
+
+    def __init__(self, content: mmap.mmap, strings: Sequence[str] = ()) -> None:
         self._content = content
+        self._strings = strings
         self._at = 4
 
     def header(self) -> Header:
@@ -120,7 +137,10 @@ class _Cursor:
         if version not in _VERSIONS:
             raise ValueError(f"version {version} of the format is not known")
         n_tensors, n_values = self._entries(_MAX_TABLE_ROWS), self._entries(_MAX_TABLE_ROWS)
-        metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
+        metadata = {}
+        for _ in range(n_values):
+            key = self._text()
+            metadata[key] = self._value(self._number("I"), kept=key in self._strings)
         further = bool(metadata.get("split.no"))  # of the files that a model is split into, the first describes it
         if not isinstance(metadata.get("general.architecture"), str) and not further:
             raise ValueError("it does not name an architecture")
@@ -168,22 +188,26 @@ class _Cursor:
         return here
 
     def _text(self) -> str:
-        size = self._number("Q")
-        here = self._skip(size)
-        return self._content[here : here + size].decode("utf-8")
+        return self._raw(self._number("Q")).decode("utf-8")
 
-    def _value(self, kind: int) -> Any:
+    def _raw(self, size: int) -> bytes:
+        here = self._skip(size)
+        return self._content[here : here + size]
+
+    def _value(self, kind: int, *, kept: bool = False) -> Any:
         if kind == _STRING:
             return self._text()
         if kind == _ARRAY:
-            return self._array(self._number("I"))
+            return self._array(self._number("I"), kept=kept)
         if kind not in _NUMBERS:
             raise ValueError(f"a value has the unknown type {kind}")
         return self._number(_NUMBERS[kind])
 
-    def _array(self, kind: int) -> Any:
+    def _array(self, kind: int, *, kept: bool) -> Any:
         if kind == _STRING:
             count = self._entries()
+            if kept:
+                return [self._raw(self._number("Q")).decode("utf-8", "replace") for _ in range(count)]
             for _ in range(count):
                 self._skip(self._number("Q"))
             return count

@@ -113,6 +113,25 @@ def resolve(name: str) -> Model:
     return _read(folder, name, revision=commit)
 
 
+def gguf_file(name: str) -> Path:
+    """Return the file that llama.cpp loads for a model's name: of a ``.gguf`` path, an embedded name or a folder.
+
+    Nothing but the file's header is read, and no tokenizer is built.
+
+    Raises:
+        InputError: If there is no such file. The message says what to pass.
+    """
+    if name in embedded.NAMES:
+        return embedded.gguf_file(name)
+    here = local_model(name)
+    if here is not None and here.is_dir():
+        files = sorted(here.glob("*.gguf"))
+        here = files[0] if len(files) == 1 else here
+    if here is None or here.suffix != ".gguf":
+        raise InputError(f"{name}: llama.cpp loads a .gguf file; pass its path")
+    return here
+
+
 def quantized_as(model: Model) -> str:
     """Return the formats below 16 bits in which a checkpoint stores its weights (``Q8_0``, ``fp8``); empty if none."""
     if model.kind == "fake":

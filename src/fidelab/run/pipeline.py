@@ -38,6 +38,7 @@ from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, BenchRunner
 from fidelab.run.cluster import Cluster, RayCluster
+from fidelab.run.own_llamacpp import OwnPlan, plan_own, run_own
 from fidelab.run.rows import drop_rows_on_cluster
 from fidelab.run.runner import JobRunner, Listener, Silent, needs_of, starting
 from fidelab.run.signals import terminate_as_interrupt
@@ -69,6 +70,8 @@ def execute(
         FidelabError: If the run cannot start. Later failures are in the report.
         Interrupted: If the run is stopped. The child processes are ended, and the folder can be resumed.
     """
+    if experiment.engine.bin is not None:
+        return _execute_own(experiment, command, listener or Silent())
     require_packages(experiment)  # before hours of captures, not after them
     created = now()
     with _cluster(experiment) as cluster:
@@ -101,6 +104,9 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
     check_trust(experiment, written, folder.config, trust)
     folder.sweep()
     facts = _stored_facts(folder)
+    if experiment.engine.bin is not None:
+        folder.event("resumed")
+        return _run_own(plan_own(experiment), folder, facts, listener or Silent()), folder
     with _cluster(experiment) as cluster:
         servers = ForkServers()
         prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
@@ -250,6 +256,34 @@ def _run_jobs(
         raise Interrupted(folder.path) from None
     finally:
         servers.close()
+        listener.close()
+
+
+def _execute_own(experiment: Experiment, command: str, listener: Listener) -> tuple[Report, RunFolder]:
+    """Run an experiment with the user's own programs in a new folder."""
+    plan, created = plan_own(experiment), now()
+    config = dump(plan.experiment, {"command": command, "created": created})
+    folder = RunFolder.create(Path(plan.experiment.output_dir).absolute(), slug(experiment.model), config)
+    remember(plan.experiment, config, folder.config)
+    return _run_own(plan, folder, RunFacts(folder.run_id, created, command, _environment()), listener), folder
+
+
+def _run_own(plan: OwnPlan, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+    roles, results = [job.role for job in plan.jobs], list[ArmResult]()
+    folder.event("planned", jobs=roles, unsupported={}, unavailable={})
+    listener.start(plan, folder)
+    try:
+        with terminate_as_interrupt(), folder.writing():
+            for result in run_own(plan, folder, listener):
+                results.append(result)
+            arms = [result.record(folder.path) for result in results]
+            folder.write_outcomes({"facts": to_json(facts), "planned": roles, "arms": arms})
+            listener.scoring()
+            return _write(folder, score_run(plan.experiment, facts, results))
+    except KeyboardInterrupt:
+        folder.event("interrupted")
+        raise Interrupted(folder.path) from None
+    finally:
         listener.close()
 
 

@@ -22,7 +22,7 @@ from fidelab.engines.base import engine_class, one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, linked, with_probes
+from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.plan.prepare import PreparedRun
@@ -49,31 +49,51 @@ from fidelab.workers.parent import JobOutcome, Spawn, Worker
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
 
+class Watched(Protocol):
+    """A configuration at work, as listeners see it."""
+
+    @property
+    def role(self) -> str:
+        """Its role in the run."""
+
+    @property
+    def arm(self) -> Arm:
+        """The configuration."""
+
+
+class Announced(Protocol):
+    """A plan, as listeners see it."""
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Lines to show before the run."""
+
+
 class Listener(Protocol):
     """Callbacks that follow a run, such as a progress bar's."""
 
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+    def start(self, plan: Announced, folder: RunFolder | None) -> None:
         """Called when the plan is made."""
 
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+    def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         """Called when a job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
 
-    def job_lost(self, job: PlannedJob, reason: str) -> None:
+    def job_lost(self, job: Watched, reason: str) -> None:
         """Called when the node of a job on a cluster is gone. Another node gets the job if attempts remain."""
 
-    def opened(self, job: PlannedJob, seconds: float) -> None:
+    def opened(self, job: Watched, seconds: float) -> None:
         """Called when the model is loaded, after ``seconds``."""
 
-    def extended(self, job: PlannedJob, tokens: int) -> None:
+    def extended(self, job: Watched, tokens: int) -> None:
         """Called when the reference's answers led to further requests, which add ``tokens`` to this job."""
 
-    def progress(self, job: PlannedJob, tokens: int) -> None:
+    def progress(self, job: Watched, tokens: int) -> None:
         """Called when ``tokens`` were processed since the last call."""
 
     def advanced(self, done: float, total: float) -> None:
         """Called when work of ``done`` seconds is finished, of ``total`` seconds expected for the whole run."""
 
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+    def job_ended(self, job: Watched, result: ArmResult) -> None:
         """Called when a job is over, whatever its outcome."""
 
     def bench(self, text: str, done: int, total: int) -> None:
@@ -89,14 +109,14 @@ class Listener(Protocol):
 class Silent:
     """Listener that ignores everything."""
 
-    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
-    def job_lost(self, job: PlannedJob, reason: str) -> None: ...
-    def opened(self, job: PlannedJob, seconds: float) -> None: ...
-    def extended(self, job: PlannedJob, tokens: int) -> None: ...
-    def progress(self, job: PlannedJob, tokens: int) -> None: ...
+    def start(self, plan: Announced, folder: RunFolder | None) -> None: ...
+    def job_started(self, job: Watched, tokens: int, reused: bool) -> None: ...
+    def job_lost(self, job: Watched, reason: str) -> None: ...
+    def opened(self, job: Watched, seconds: float) -> None: ...
+    def extended(self, job: Watched, tokens: int) -> None: ...
+    def progress(self, job: Watched, tokens: int) -> None: ...
     def advanced(self, done: float, total: float) -> None: ...
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
+    def job_ended(self, job: Watched, result: ArmResult) -> None: ...
     def bench(self, text: str, done: int, total: int) -> None: ...
     def scoring(self) -> None: ...
     def close(self) -> None: ...
@@ -110,10 +130,10 @@ class ProgressReporter(Silent):
         self._what = "starting"
         self._share = 0.0
 
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+    def start(self, plan: Announced, folder: RunFolder | None) -> None:
         self._report(self._what)
 
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+    def job_started(self, job: Watched, tokens: int, reused: bool) -> None:
         self._report(job.role.removeprefix("candidate:"))
 
     def bench(self, text: str, done: int, total: int) -> None:
