@@ -23,7 +23,7 @@ from tests.run.harness import SMALL, compare, write_inputs
 
 ROOT = Path(__file__).parents[1]
 HF = ("torch", "transformers", "pyarrow", "accelerate", "tokenizers")
-EXTRAS = (*HF, "scipy", "ray", "llama_cpp", "pandas")
+EXTRAS = (*HF, "ray", "llama_cpp", "pandas")
 # Runs the command line in a process to which these packages are not installed.
 LAUNCHER = """
 import sys
@@ -122,15 +122,12 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
 
 
 @pytest.mark.parametrize("words", [("import", "refract", "refract.json"), ("report", "--rescore", "latest")])
-def test_what_computes_intervals_needs_scipy_and_nothing_of_an_engine(
+def test_what_computes_intervals_needs_nothing_of_an_engine(
     words: tuple[str, ...], made: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    done = fidelab(tmp_path, *words, gone=HF)
+    done = fidelab(tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    refused = fidelab(tmp_path, *words)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert refused.stderr.endswith("needs SciPy: pip install 'fidelab[stats]'\n")
 
 
 def test_an_audit_without_extras_names_the_rules_that_did_not_run(made: Path) -> None:
@@ -152,12 +149,11 @@ def test_doctor_reports_what_the_main_job_needs(made: Path) -> None:
         (
             ["compare", "model", "--kv", "int4"],
             EXTRAS,
-            "this run needs PyTorch, SciPy and Transformers: pip install 'fidelab[hf]'",
+            "this run needs PyTorch and Transformers: pip install 'fidelab[hf]'",
         ),
-        (["compare", "model", "--kv", "int4"], ("scipy",), "this run needs SciPy: pip install 'fidelab[stats]'"),
-        (["bench", "model", "--kv", "int4"], EXTRAS, "needs PyTorch, SciPy and Transformers: pip install"),
-        (["diagnose", "layers", "model", "--kv", "int4"], EXTRAS, "needs PyTorch, SciPy and Transformers: pip install"),
-        (["compare", "model", "--kv", "q8_0", "--engine", "llamacpp"], EXTRAS, "PyTorch, SciPy and Transformers: pip"),
+        (["bench", "model", "--kv", "int4"], EXTRAS, "needs PyTorch and Transformers: pip install"),
+        (["diagnose", "layers", "model", "--kv", "int4"], EXTRAS, "needs PyTorch and Transformers: pip install"),
+        (["compare", "model", "--kv", "q8_0", "--engine", "llamacpp"], EXTRAS, "PyTorch and Transformers: pip"),
         (["compare", "model", "--kv", "int4"], ("transformers",), "Transformers: pip install 'fidelab[hf]'"),
         (["compare", "model", "--kv", "int4"], ("torch",), "PyTorch: pip install 'fidelab[hf]'"),
         (

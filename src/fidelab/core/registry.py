@@ -23,7 +23,6 @@ _EXTRAS = {
     "llama_cpp": ("llama-cpp-python", "llamacpp"),
     "pyarrow": ("pyarrow", "parquet"),
     "ray": ("Ray", "ray"),
-    "scipy": ("SciPy", "stats"),
     "tokenizers": ("tokenizers", "hf"),
     "torch": ("PyTorch", "hf"),
     "transformers": ("Transformers", "hf"),
@@ -31,7 +30,7 @@ _EXTRAS = {
 
 
 # extra → the extras that it installs as well
-_CONTAINS = {"hf": ("stats", "parquet"), "llamacpp": ("hf", "stats", "parquet")}
+_CONTAINS = {"hf": ("parquet",), "llamacpp": ("hf", "parquet")}
 
 
 class Registry:

@@ -140,7 +140,8 @@ class _BaseRows:
     def _cut(self, scale: NDArray[np.float32], numbers: NDArray[np.uint16]) -> NDArray[np.bool_]:
         """Which tokens are cut off: rows that reach less far than the range hold all of theirs."""
         far: NDArray[np.bool_] = scale.astype(np.float64) * _STEPS > _RANGE_NATS * (1 - 1e-4)
-        return np.logical_and(numbers == 0, far)
+        unknown: NDArray[np.bool_] = (numbers == 0) & far
+        return unknown
 
 
 def is_base_file(path: Path) -> bool:

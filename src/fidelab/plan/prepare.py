@@ -150,7 +150,7 @@ def require_packages(experiment: Experiment) -> None:
         and engine.image is None
         for engine in engines
     )
-    needed = {"scipy"}  # intervals
+    needed: set[str] = set()
     if experiment.axes or here:
         needed |= {"torch"} if experiment.model == "fake" else {"torch", "transformers"}
     if experiment.executor.name == "ray":

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import AwareDatetime, BeforeValidator, Field, model_validator
 
 from fidelab.core import Status
-from fidelab.core.errors import MissingPackageError, UnknownNameError, UsageError
+from fidelab.core.errors import UnknownNameError, UsageError
 from fidelab.core.share import CHANGE_LIMIT, LIMIT
 from fidelab.metrics.change import welch_reach
 from fidelab.metrics.equivalence import POWER
@@ -363,10 +363,7 @@ def _undecided(
     if metric.bound or n is None or n < 2 or value is None or not math.isfinite(high - low):
         return None, "only a lower bound is known" if metric.bound else "a larger sample would decide"
     near = min(crossed, key=lambda limit: abs(limit - value))
-    try:
-        needed = _size(arm, key, metric, evidence, near)
-    except MissingPackageError:
-        return None, "a larger sample would decide; its size is computed with: pip install 'fidelab[stats]'"
+    needed = _size(arm, key, metric, evidence, near)
     if needed is None:
         return None, "no sample of a practical size would decide"
     needed = max(needed, n + 1)

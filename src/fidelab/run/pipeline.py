@@ -412,11 +412,16 @@ def _write(folder: RunFolder, scored: ScoredRun) -> Report:
 
 
 def _environment() -> dict[str, Any]:
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import psutil
 
     from fidelab.environments.host import cpu_name, graphics, source_commit
+
+    packages: dict[str, str] = {}
+    for name in ("torch", "transformers", "numpy", "safetensors"):
+        with contextlib.suppress(PackageNotFoundError):  # own programs and servers need no torch
+            packages[name] = version(name)
 
     return {
         "fidelab": fidelab.__version__,
@@ -428,5 +433,5 @@ def _environment() -> dict[str, Any]:
         "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         **graphics(),
-        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+        "packages": packages,
     }

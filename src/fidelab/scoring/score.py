@@ -20,7 +20,6 @@ from fidelab.config.command import serve_command
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status, shell_line
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
-from fidelab.core.registry import require
 from fidelab.core.roles import CONTROL, TRUTH
 from fidelab.engines import ENGINES
 from fidelab.engines.base import engine_class, engines, one_line
@@ -60,11 +59,7 @@ def score_run(
 
     If the reference failed, no candidate has scores. A failed candidate does not affect the others.  ``figures``: as
     of :class:`~fidelab.scoring.pairing.Scorer`.
-
-    Raises:
-        MissingPackageError: If SciPy is not installed.
     """
-    require("scipy", "scoring")
     scorer = Scorer(experiment, results, facts.unavailable, figures=figures)
     reference = scorer.by_role["reference"]
     status, reason = engaged(reference)

@@ -37,7 +37,8 @@ _SECRETS = ("hf-token",)
 _LOG_INFO = re.compile(r"^\s*- 3: info", re.MULTILINE)
 _CACHE = re.compile(
     r"(?:llama_kv_cache\w*|llama_new_context_with_model|init)\s*: (?:KV self )?size =\s*([\d.]+) MiB"
-    r"(?: \(\s*(\d+) cells,\s*(\d+) layers.*?\))?, K \((\S+)\):\s*([\d.]+) MiB, V \((\S+)\):\s*([\d.]+) MiB"
+    r"(?: \(\s*(\d+) cells,\s*(\d+) layers(?:,\s*\d+/(\d+) seqs)?.*?\))?"
+    r", K \((\S+)\):\s*([\d.]+) MiB, V \((\S+)\):\s*([\d.]+) MiB"
 )
 _BUFFER = re.compile(r": +(\S.*?) KV buffer size = +[\d.]+ MiB")
 _STATES = re.compile(r"llama_memory_recurrent\s*: size =\s*([\d.]+) MiB")
@@ -55,7 +56,10 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class CacheLog:
-    """One cache of a log: bytes of keys and of values, their types, cells and layers; 0: the log does not say."""
+    """One cache of a log: bytes of keys and of values, their types, cells and layers; 0: the log does not say.
+
+    ``cells``: of all sequences together, also where each has cells of its own.
+    """
 
     k_type: str
     v_type: str
@@ -90,8 +94,10 @@ class ToolLog:
             text[max((match.start() for match in _FLASH.finditer(text)), default=0) :],
         )  # a trial may come before
         caches = tuple(
-            CacheLog(k, v, _MIB * float(k_size), _MIB * float(v_size), int(cells or 0), int(layers or 0))
-            for _, cells, layers, k, k_size, v, v_size in _CACHE.findall(text)
+            CacheLog(
+                k, v, _MIB * float(k_size), _MIB * float(v_size), int(cells or 0) * int(streams or 1), int(layers or 0)
+            )
+            for _, cells, layers, streams, k, k_size, v, v_size in _CACHE.findall(text)
         )
         offloaded, flash, rate, estimate = (p.findall(whole) for p in (_OFFLOADED, _FLASH, _PROMPT, _ESTIMATE))
         device = _DEVICE.search(whole)
