@@ -122,9 +122,7 @@ def test_the_wheel_by_itself_runs_the_commands_of_the_base(made: Path, tmp_path:
 
 
 @pytest.mark.parametrize("words", [("import", "refract", "refract.json"), ("report", "--rescore", "latest")])
-def test_what_computes_intervals_needs_nothing_of_an_engine(
-    words: tuple[str, ...], made: Path, tmp_path: Path
-) -> None:
+def test_what_computes_intervals_needs_nothing_of_an_engine(words: tuple[str, ...], made: Path, tmp_path: Path) -> None:
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     done = fidelab(tmp_path, *words)
     assert done.returncode == 0, done.stderr

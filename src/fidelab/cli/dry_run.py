@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan, without running or writing anything."""
+    if experiment.engine.bin is not None:
+        _show_own(experiment, as_json)
+        return
     plan = _planned(experiment)
     if as_json:
         print(json.dumps(plan))
@@ -26,6 +29,25 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
     _print_jobs(plan)
     print()
     _print_time(plan)
+
+
+def _show_own(experiment: Experiment, as_json: bool) -> None:
+    """Print the commands of the user's own programs, and the disk space that their files need."""
+    from fidelab.core import format_bytes, shell_line
+    from fidelab.run.own_llamacpp import plan_own
+
+    plan = plan_own(experiment)
+    commands = [{"role": role, "command": shell_line(*words)} for role, words in plan.commands()]
+    if as_json:
+        print(json.dumps({"commands": commands, "disk_bytes": plan.disk_bytes(), "remarks": list(plan.remarks)}))
+        return
+    for one in commands:
+        print(f"{one['role']}\n  {one['command']}")
+    print()
+    for remark in plan.remarks:
+        print(remark)
+    [size] = format_bytes(plan.disk_bytes())
+    print(f"{counted(len(commands), 'start')} of llama-perplexity; files of rows take {size} for a while")
 
 
 def show_pasted(serve: ServeConfig) -> None:

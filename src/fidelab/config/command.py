@@ -13,6 +13,7 @@ from fidelab.core import Arm
 from fidelab.core.errors import NotSupportedError
 from fidelab.engines import ENGINES
 from fidelab.engines.base import engine_class
+from fidelab.engines.llamacpp.perplexity import own_server
 
 _HOST, _PORT = "127.0.0.1", 8000
 _ALIASES = ("--served-model-name", "--alias")
@@ -34,6 +35,8 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
             image = (config.engine or experiment.engine).image  # none: it runs in an installed engine
             wrapper = (*serve.wrapper[:-1], image)
             serve = serve.model_copy(update={"wrapper": wrapper}) if image else ServeConfig()
+    if experiment is not None and experiment.engine.bin is not None:
+        return " ".join(map(_quoted, own_server(arm, Path(experiment.engine.bin))))
     repository, _, revision = arm.model.partition("@")
     is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
     inside = {here: there for there, here in serve.mounts.items()}

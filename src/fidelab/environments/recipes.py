@@ -18,7 +18,7 @@ from fidelab.engines.installed import device
 
 _VLLM = "0.32.0"
 _SGLANG = "0.5.23"
-_LLAMA_CPP_PYTHON = "0.3.36"
+LLAMA_CPP_PYTHON = "0.3.36"
 _TORCH = "2.13.0"
 _LLM_COMPRESSOR = "0.14.0.1"
 _LLM_COMPRESSOR_NEEDS = ("compressed-tensors==0.19.0", "transformers==5.17.0")
@@ -98,7 +98,7 @@ class Recipe:
 _NO_AMX = "-DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__"
 
 _LIBRARY_ALONE = "llamacpp.cmake"  # no common library, no mtmd
-_LLAMA = (Step((f"llama-cpp-python[server]=={_LLAMA_CPP_PYTHON}", "numpy"), fresh=True, compiled=True, seconds=300),)
+_LLAMA = (Step((f"llama-cpp-python[server]=={LLAMA_CPP_PYTHON}", "numpy"), fresh=True, compiled=True, seconds=300),)
 
 RECIPES: Mapping[str, Recipe] = {
     recipe.name: recipe

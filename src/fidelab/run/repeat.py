@@ -44,7 +44,7 @@ def execute_all(experiment: Experiment, *, command: str, watch: Watch) -> tuple[
         FidelabError: If the run cannot start. Later failures are in the report.
         Interrupted: If the run is stopped. Finished runs are kept, and the folder can be resumed.
     """
-    if experiment.runs == 1:
+    if experiment.runs == 1 or experiment.engine.bin is not None:  # which refuses more
         return execute(experiment, command=command, listener=watch(1, 1))
     prepared = prepare(experiment, replicate=STRIDE)
     check_disk(prepared.plan, experiment.runs)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from fidelab.core import KVSpec, digest, shell_line
+from fidelab.core import Arm, KVSpec, digest, shell_line
 from fidelab.core.errors import InputError, UsageError, nearest_first
 
 PROGRAM = "llama-perplexity"
@@ -271,6 +271,20 @@ def running(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def own_server(arm: Arm, folder: Path) -> list[str]:
+    """Return the command of the ``llama-server`` next to the program, with a configuration's types and options."""
+    program = next((path for path in sorted(folder.glob("llama-server*")) if path.is_file()), folder / "llama-server")
+    words = [str(program), "-m", arm.path, "-ctk", arm.kv.k.name, "-ctv", arm.kv.v.name]
+    options = dict(arm.options)
+    words += [] if {"flash-attn", "fa"} & {*options} else ["-fa", "on"]
+    for name, value in options.items():
+        dashes = "--" if len(name) > 3 else "-"
+        words += (
+            [f"{dashes}{name}"] if value == "yes" else [f"--no-{name}"] if value == "no" else [f"{dashes}{name}", value]
+        )
+    return words
 
 
 def reason_of(log: str, code: int) -> str:
