@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
 import shutil
 import time
@@ -21,6 +20,7 @@ from fidelab.captures.reader import ROWS, Capture, find_captures
 from fidelab.captures.writer import CaptureWriter, abandoned, store_head, store_vocabulary
 from fidelab.core import digest
 from fidelab.core.errors import CaptureError, InputError, OtherSchemaError
+from fidelab.core.locks import lock_byte
 
 _IN_USE = "in-use"  # lock file; each arm's folder has one byte of it
 _UNREFERENCED_SECONDS = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
@@ -146,7 +146,7 @@ class Readers:
         self._file = (store / _IN_USE).open("a+b")
         for arm in {*arms}:
             with suppress(OSError):
-                fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
+                lock_byte(self._file, _byte(arm), shared=True)
 
     @contextmanager
     def alone(self, arm: Path) -> Iterator[bool]:
@@ -155,7 +155,7 @@ class Readers:
         If so, no other process can begin to read them until the block ends.
         """
         try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _byte(arm))
+            lock_byte(self._file, _byte(arm), wait=False)
         except (BlockingIOError, PermissionError):
             yield False
             return
@@ -165,7 +165,7 @@ class Readers:
         try:
             yield True
         finally:
-            fcntl.lockf(self._file, fcntl.LOCK_SH, 1, _byte(arm))
+            lock_byte(self._file, _byte(arm), shared=True)
 
     def close(self) -> None:
         """Leave the readers."""

@@ -7,7 +7,6 @@ this process and in engine processes of other environments.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import inspect
 import json
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fidelab.core.errors import NotSupportedError, OutputError, UsageError
+from fidelab.core.locks import lock
 from fidelab.core.serial import OMIT, AsText
 
 _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
@@ -160,7 +160,7 @@ def write_atomically(path: str | Path, text: str) -> Path:
             if unfinished.is_symlink() or not unfinished.is_file():
                 continue
             with suppress(OSError), unfinished.open("rb") as left:
-                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(left, wait=False)
                 unfinished.unlink()
         try:
             if not _write_unnamed(path, text):
@@ -216,7 +216,7 @@ def _name(descriptor: int, path: Path) -> None:
 def _write_locked(file: IO[str], text: str) -> None:
     """Write a file that :func:`_remove_unfinished` leaves alone until it is closed."""
     with suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, wait=False)
     file.write(text)
     file.flush()
     os.fsync(file.fileno())

@@ -8,7 +8,6 @@ also for lack of support by the file system, counts as held.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fidelab.core.errors import OutputError
+from fidelab.core.locks import lock as take
 
 _LOCK, _FILES, _BESIDE = "lock", "files", "beside"
 _TOKEN = "[0-9a-f]{16}"
@@ -29,16 +29,20 @@ _MAX_NAME_BYTES = 180  # of a target's name: file systems allow 255, and the tok
 _MAX_PATH_BYTES = 1 << 16
 _ATTEMPTS = 100  # at a folder that another process takes for a leftover before it is locked
 _OWNED: dict[str, int] = {}
+_BY_DESCRIPTOR = hasattr(os, "O_DIRECTORY") and hasattr(os, "getuid")  # all systems but Windows
 
 
 def scratch_root() -> Path:
     """Return the folder of this user's temporary folders; it may not exist."""
-    return Path(tempfile.gettempdir()).absolute() / f"fidelab-{os.getuid()}"
+    user = os.getuid() if _BY_DESCRIPTOR else "user"  # whose folder it is already, on Windows
+    return Path(tempfile.gettempdir()).absolute() / f"fidelab-{user}"
 
 
 @contextmanager
 def scratch(purpose: str, beside: Path | None = None) -> Iterator[Path]:
     """Yield an empty private folder that is removed at the end; first, remove those whose owners are dead.
+
+    Windows has no descriptors of folders, by which a removal is safe: there leftovers of killed processes stay.
 
     Args:
         purpose: what it is for, in lower-case letters and hyphens; part of its name.
@@ -48,6 +52,10 @@ def scratch(purpose: str, beside: Path | None = None) -> Iterator[Path]:
         OutputError: If the folder of all temporary folders cannot be made, or belongs to another user.
         OSError: If the folder next to ``beside`` cannot be made.
     """
+    if not _BY_DESCRIPTOR:
+        with _plain(purpose, beside) as folder:
+            yield folder
+        return
     root = _private_root()
     sweep(root)
     with _owned(root, purpose) as own:
@@ -59,6 +67,24 @@ def scratch(purpose: str, beside: Path | None = None) -> Iterator[Path]:
         sweep(parent)
         with _owned(parent, f".{stem}.part", own / _BESIDE) as other:
             yield other / _FILES
+
+
+@contextmanager
+def _plain(purpose: str, beside: Path | None) -> Iterator[Path]:
+    """A folder that is removed at the end, and is left where this process is killed."""
+    parent, stem = (
+        (None, purpose) if beside is None else (beside.absolute().parent, f".{beside.name[:_MAX_NAME_BYTES]}")
+    )
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f"{stem}.part-", dir=parent))
+    except OSError as error:
+        if beside is not None:
+            raise
+        raise OutputError(f"cannot make a temporary folder ({error.strerror or error}); set TMPDIR") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def owner_descriptors(folder: Path) -> tuple[int, ...]:
@@ -80,6 +106,8 @@ def sweep(folder: Path | None = None) -> None:
 
 def abandoned(folder: Path | None = None) -> list[Path]:
     """Return the temporary folders that :func:`sweep` would remove."""
+    if not _BY_DESCRIPTOR:
+        return []
     try:
         root = scratch_root()
         folder = root if folder is None else folder
@@ -145,7 +173,7 @@ def _claim(parent: Path, stem: str, note: Path | None) -> tuple[Path, int]:
 def _is_locked(lock: int, path: Path) -> bool:
     """Lock a new file; whether it is this process's, and still there."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take(lock, wait=False)
     except BlockingIOError:
         return False
     except OSError:  # no locks on this file system: nobody can prove that the owner is dead, so it stays
@@ -186,7 +214,7 @@ def _seized(entry: int) -> Iterator[bool]:
     lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=entry)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take(lock, wait=False)
             seized = True
         except BlockingIOError:
             seized = False

@@ -7,7 +7,6 @@ replaced is kept in another folder until then, and restored on failure.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import IO
 
 from fidelab.core import digest
 from fidelab.core.errors import EngineError, OutputError, UsageError
+from fidelab.core.locks import lock
 from fidelab.engines import ENGINES
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.listing import listing
@@ -104,8 +104,8 @@ def install(
     environment = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=shims)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+        with _lock(folder).open("a") as held:
+            lock(held)  # until it is closed
             _restore(folder)  # of an installation that was killed
             marker = read_marker(folder)
             if marker and not again:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from fidelab.core import cache_dir
 from fidelab.core.errors import OutputError
+from fidelab.core.locks import lock
 from fidelab.core.scratch import scratch
 
 __all__ = ["build_once", "cache_dir"]
@@ -45,8 +46,6 @@ def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the system frees it when the process ends, however it ends."""
-    import fcntl
-
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
         yield

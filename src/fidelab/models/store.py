@@ -6,12 +6,12 @@ converted weights, where an engine needed them.  Both are made again when they a
 
 from __future__ import annotations
 
-import fcntl
 import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fidelab.core.locks import lock
 from fidelab.core.scratch import abandoned, sweep
 from fidelab.models import embedded
 from fidelab.models.cache import cache_dir
@@ -94,9 +94,9 @@ def _origin(folder: Path) -> Path | None:
 
 def _abandoned(part: Path) -> bool:
     """No process builds there: its lock is free."""
-    with part.with_name(part.name.removesuffix(_PART) + _LOCK).open("a") as lock:
+    with part.with_name(part.name.removesuffix(_PART) + _LOCK).open("a") as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(held, wait=False)
         except BlockingIOError:
             return False
     return True

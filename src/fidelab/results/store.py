@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -18,6 +17,7 @@ import numpy as np
 
 from fidelab.core import digest, read_file, resume_line, slug, strict_json, write_atomically
 from fidelab.core.errors import InputError, MissingPackageError, OutputError
+from fidelab.core.locks import lock
 from fidelab.core.registry import require
 from fidelab.core.scratch import scratch
 from fidelab.results.record import Report
@@ -123,7 +123,7 @@ class RunFolder:
         """Mark the folder as being written until the block, or this process, ends."""
         with self.config.open("rb") as file:
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_SH)
+                lock(file, shared=True)
             yield
 
     @property
@@ -131,7 +131,7 @@ class RunFolder:
         """Whether a running process is inside :meth:`writing`; on another host only if the file system has locks."""
         try:
             with self.config.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, wait=False)
         except BlockingIOError:
             return True
         except OSError:  # no file, or no locks

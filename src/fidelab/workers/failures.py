@@ -175,7 +175,7 @@ def explain_exit(returncode: int, dump: Sequence[str] = ()) -> str:
         name = signal.Signals(-returncode).name
     except ValueError:  # a real-time signal
         name = f"signal {-returncode}"
-    hint = " (often the kernel's out-of-memory killer)" if -returncode == signal.SIGKILL else ""
+    hint = " (often the kernel's out-of-memory killer)" if -returncode == getattr(signal, "SIGKILL", 9) else ""
     place = _python_function(dump)
     where = f" in {place}" if place else ""
     return f"the worker was ended by {name}{hint}{where}"

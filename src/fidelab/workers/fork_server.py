@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-_LOST_RETURN_CODE = -signal.SIGKILL  # return code of a worker whose server has gone before it
+_LOST_RETURN_CODE = -getattr(signal, "SIGKILL", 9)  # return code of a worker whose server has gone before it
 
 
 class ForkedProcess:

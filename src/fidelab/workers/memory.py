@@ -6,7 +6,6 @@ Resident bytes: pages that two processes share count twice, mapped files count a
 from __future__ import annotations
 
 import os
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,11 @@ def peak_bytes() -> int:
     and it leaves out living descendants.
     """
     total = _total(_PEAK)
-    return total if total is not None else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+    if total is not None:
+        return total
+    import resource  # Windows has none, and no engine of these workers either
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
 
 
 def _total(field: str) -> int | None:
