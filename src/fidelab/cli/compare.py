@@ -161,6 +161,7 @@ def compare(
     measured: MeasuredOptions,
     scoring: options.ScoringOptions,
     limits: options.MarginOptions,
+    capacity: options.CapacityOptions,
     engine: options.ServableEngineOptions,
     executor: options.ExecutorOptions,
     runs: RunOptions,
@@ -197,7 +198,7 @@ def compare(
 
     data = {**engine.settings(), **_configurations(context, model, arms)}
     data |= _axes(axes, borrowed="reference_from" in data, looks=runs.n_runs == 1)
-    for group in (measured, scoring, limits, runs, executor):
+    for group in (measured, scoring, limits, capacity, runs, executor):
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))
     experiment, secrets = read_flags(data, "compare", overrides=measured.overrides or [], trusted=trusted, begun=begun)

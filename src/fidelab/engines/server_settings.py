@@ -56,6 +56,17 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
 }
 
 
+def context_option(engine: str) -> str | None:
+    """Return the name of an engine's option for the longest sequence; ``None`` for engines without a server."""
+    return _STANDARD.get(engine, {}).get(CONTEXT)
+
+
+def count_of(text: str) -> int | None:
+    """Return the number in an option such as ``32k`` (1,000) or ``32K`` (1,024); ``None`` if it is none above 0."""
+    value = _normalize(text)
+    return int(value) if isinstance(value, float) and value >= 1 else None
+
+
 @dataclass(frozen=True)
 class Finding:
     """One setting.  ``declared`` is ``None`` if the arm does not set it, ``effective`` if no report has it.

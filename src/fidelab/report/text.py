@@ -25,7 +25,7 @@ from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, View, build_view
+from fidelab.report.view import View, build_view
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import TablePlot
 from fidelab.results.record import Report
@@ -150,7 +150,7 @@ def _print_candidates(view: View, console: Console) -> None:
 
 def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...], bool]:
     """The table in the roomiest layout that there is room for, what it leaves out, and whether it holds reasons."""
-    columns = [FIGURES[n] for n in view.kept]
+    columns = [view.headings[n] for n in view.kept]
     for spare in range(len(_DROPPED_COLUMNS) + 1):
         kept = [name for name in columns if name not in _DROPPED_COLUMNS[:spare]]
         for name_width, padding, reasons in (
@@ -180,7 +180,7 @@ def _candidates(
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
-        cells = dict(zip(FIGURES, row.cells, strict=True))
+        cells = dict(zip(view.headings, row.cells, strict=True))
         table.add_row(
             Text(" *" if row.chosen else "  "),
             literal(wrap_name(row.name, name_width), console, "bold" if row.chosen else ""),

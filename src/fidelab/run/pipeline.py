@@ -187,7 +187,8 @@ def _run_jobs(
     if (pack := plan.settings.pack) is not None:
         noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
         borrowed = {**pack.borrowed().model_dump(mode="json"), "noise": noise}
-    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed)
+    capacity = {} if prepared.capacity is None else prepared.capacity.model_dump(mode="json")
+    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed, capacity=capacity)
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
     looked = 0.0  # seconds in which looks compared them
