@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import re
 
-from fidelab.config.schema import Experiment, ServeConfig
+from fidelab.config.schema import Experiment
 from fidelab.core import Arm, parse_bytes
 from fidelab.core.errors import UsageError
 from fidelab.engines.base import engine_class
-from fidelab.engines.server_settings import context_option, count_of
+from fidelab.engines.server_settings import count_of, memory_share, server_context
 from fidelab.environments.host import gpu_memory, graphics
 from fidelab.physics.devices import device_of, find_device
 from fidelab.plan.resolve import Settings
 from fidelab.results.capacity import MAX_DEFAULT_CONTEXT, check_context
 from fidelab.results.capacity_record import CapacityQuestion, ContextSource
-
-_LLAMA_CONTEXT = re.compile(r"(?:^|\s)(?:-c|--ctx-size)[\s=]+(\d+)(?:\s|$)")
-_LLAMA_PARALLEL = re.compile(r"(?:^|\s)(?:-np|--parallel)[\s=]+(\d+)(?:\s|$)")
-_MEMORY_SHARES = {"vllm": "gpu-memory-utilization", "sglang": "mem-fraction-static"}
-"""Options with the share of the memory that a server uses for weights and caches."""
 
 
 def capacity_question(settings: Settings) -> CapacityQuestion:
@@ -28,12 +23,13 @@ def capacity_question(settings: Settings) -> CapacityQuestion:
         UsageError: If the context is beyond the limit, or the memory is neither a size nor a device of the table.
     """
     experiment, arm = settings.experiment, settings.reference
-    server, model = server_context(arm, experiment.serve), settings.model.max_positions
+    serve = experiment.serve
+    words = () if serve is None else (*serve.ignored, *serve.words)
+    server, model = server_context(arm, words), settings.model.max_positions
     n_ctx, source, limit = _context(experiment.context, server, model)
-    options = dict(arm.options)
-    devices = count_of(options.get("tp", "")) or 1
+    devices = count_of(dict(arm.options).get("tp", "")) or 1
     memory, name = _memory(experiment, arm)
-    share = _share(options.get(_MEMORY_SHARES.get(arm.engine, ""))) if memory is not None else None
+    share = memory_share(arm) if memory is not None else None
     engines = dict.fromkeys(one.engine for one in settings.roles.values())
     return CapacityQuestion(
         n_ctx=n_ctx,
@@ -55,21 +51,9 @@ def _context(asked: int | None, server: int | None, model: int | None) -> tuple[
         return asked, "option", limit
     if server is not None:
         return server, "server", limit
-    return (MAX_DEFAULT_CONTEXT, "default", None) if model is None else (min(model, MAX_DEFAULT_CONTEXT), "model", limit)
-
-
-def server_context(arm: Arm, serve: ServeConfig | None) -> int | None:
-    """Return the tokens of a sequence to which an arm's server is limited; ``None`` where it is not.
-
-    llama-server divides its context between its slots.
-    """
-    if (key := context_option(arm.engine)) and (tokens := count_of(dict(arm.options).get(key, ""))):
-        return tokens
-    if serve is None or arm.engine != "llamacpp":
-        return None
-    words = " ".join((*serve.ignored, *serve.words))
-    context, slots = _LLAMA_CONTEXT.search(words), _LLAMA_PARALLEL.search(words)
-    return int(context[1]) // max(1, int(slots[1]) if slots else 1) or None if context else None
+    return (
+        (MAX_DEFAULT_CONTEXT, "default", None) if model is None else (min(model, MAX_DEFAULT_CONTEXT), "model", limit)
+    )
 
 
 def parse_memory(text: str) -> tuple[float, str]:
@@ -101,11 +85,3 @@ def _memory(experiment: Experiment, arm: Arm) -> tuple[float | None, str]:
         return sizes[index], name
     found = device_of(name)
     return (None, "") if found is None else (found.usable, name)
-
-
-def _share(text: str | None) -> float | None:
-    try:
-        share = float(text or "")
-    except ValueError:
-        return None
-    return share if 0 < share <= 1 else None

@@ -50,6 +50,7 @@ from fidelab.report.summary import (
     ways_of,
 )
 from fidelab.report.tables import NAME, TextTable, cache_layers_of, runtime_table, timing_of
+from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
@@ -111,7 +112,8 @@ class ArmRow:
 
     ``same``: share of positions with the reference's top token, ``flips``: share whose top token changes although the
     reference clearly preferred its own, ``size``: bytes against those of a 16-bit cache or the reference's.
-    ``gib``: GiB at the report's context.  ``modified``: what ran besides packages as released.  ``why``: why it is not recommended, and what is open.
+    ``gib``: GiB at the report's context.  ``modified``: what ran besides packages as released.  ``why``: why it is not
+    recommended, and what is open.
     """
 
     role: str
