@@ -362,7 +362,7 @@ class CapacityOptions(Options, panel=SCORING):
         typer.Option(
             "--context",
             metavar="TOKENS",
-            help="Report memory for this context, e.g. 32k. \\[default: the server's or model's limit, at most 32k]",
+            help="Report memory for this context, e.g. 32k. \\[default: the server's or model's limit]",
         ),
     ] = None
     fit: Annotated[

@@ -45,7 +45,9 @@ def render_markdown(report: Report) -> str:
         *beside,
         _bullets(map(escaped, view.remarks)),
         _LEGEND,
-        _bullets(escaped(line) for line in (view.floor, view.control, view.weights, view.ranking) if line),
+        _bullets(
+            escaped(line) for line in (view.floor, view.control, *view.memory_notes, view.weights, view.ranking) if line
+        ),
     )
     warnings = (
         *(f"failed: {escaped(line)}" for line in view.failures),

@@ -112,6 +112,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
+        if report.capacity is not None and view.fidelity:
+            _print_labelled("Sizes", f"{shell_line('fidelab', 'estimate', view.rows[0].model)} --device NAME", console)
 
 
 def _shown_path(path: Path) -> str:
@@ -226,7 +228,18 @@ def _print_details(view: View, console: Console) -> None:
     floor = (view.floor, view.control) if view.fidelity else ()
     risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
     note = (view.answer.note,) if view.answer and view.answer.command else ()
-    lines = (*sentences, *view.remarks, *risks, *note, *floor, view.weights, view.truth, view.ranking, view.ignored)
+    lines = (
+        *sentences,
+        *view.remarks,
+        *risks,
+        *note,
+        *floor,
+        *view.memory_notes,
+        view.weights,
+        view.truth,
+        view.ranking,
+        view.ignored,
+    )
     for text in filter(None, lines):
         line(text)
     if view.serve_commands:

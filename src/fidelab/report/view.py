@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.capacity import gib_estimate, gib_heading, memory_lines
+from fidelab.report.capacity import capacity_notes, gib_estimate, gib_heading, memory_lines
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -64,7 +64,7 @@ CACHE_SIZE = "cache bytes per token"
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One arm in the frontier: mean KL (nats) against its size, in ``unit``."""
+    """One arm in the frontier: mean KL (nats) against its size, in ``unit``; ``gib``: GiB at the report's context."""
 
     name: str
     size: float
@@ -73,6 +73,7 @@ class FrontierPoint:
     key: str
     arm: str = ""
     unit: str = CACHE_SIZE
+    gib: str = ""
     chosen: bool = False
 
 
@@ -200,6 +201,8 @@ class View:
     rows: tuple[ArmRow, ...]
     gib_heading: str
     """Heading of the GiB: ``GiB at 32k``, or ``cache GiB at 32k`` where weights are unknown."""
+    memory_notes: tuple[str, ...]
+    """What GiB at a context and users leave out, a sentence each."""
     floor: str
     control: str
     weights: str
@@ -309,6 +312,7 @@ def build_view(report: Report) -> View:
         ),
         rows=rows,
         gib_heading=gib_heading(report),
+        memory_notes=tuple(capacity_notes(report)),
         floor=". ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=". ".join(costs) or "Control: none",
         weights=_weights([arm for _, arm in arms]),
@@ -334,11 +338,11 @@ def build_view(report: Report) -> View:
         engine_remarks=engine_remarks_of(report),
         truth=truth_line(report),
         points=(
-            *(_points(sizes, "control", report.control) if report.control else ()),
+            *(_points(sizes, "control", report.control, report) if report.control else ()),
             *(
                 replace(point, chosen=report.recommendation is not None and report.recommendation.arm == arm.name)
                 for number, arm in enumerate(report.candidates)
-                for point in _points(sizes, "candidate", arm, number)
+                for point in _points(sizes, "candidate", arm, report, number)
             ),
         ),
         run_details=tuple(
@@ -694,13 +698,15 @@ def _size(sizes: Sizes, arm: ArmRecord) -> tuple[float | None, str]:
     return size and size / MIB, f"MiB of weights{cache}"
 
 
-def _points(sizes: Sizes, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
+def _points(sizes: Sizes, role: str, arm: ArmRecord, report: Report, number: int = 0) -> list[FrontierPoint]:
     mean = arm.axes[DECIDING].metric("mean", {}) if DECIDING in arm.axes else None
     size, unit = _size(sizes, arm)
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
     name, key, place = one_line(arm.name), _key(role, arm), arm_id(role, number)
-    return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit)]
+    gib = gib_estimate(arm, report)
+    words = "" if gib.absent or report.capacity is None else f"{gib.value} {gib_heading(report)}"
+    return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit, words)]
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -43,6 +43,33 @@ def with_capacity(report: Report, question: CapacityQuestion | None) -> Report:
     )
 
 
+def asked_again(report: Report, n_ctx: int | None, memory: tuple[float, str] | None) -> Report:
+    """Return a finished report with the memory at another context, or of another device.
+
+    Args:
+        n_ctx: tokens of a sequence; ``None``: those of the report.
+        memory: bytes of each device, and the memory in words; ``None``: those of the report.
+
+    Raises:
+        UsageError: If the context is beyond the report's limit, or the report does not have the bytes.
+    """
+    old = report.capacity
+    if old is None and n_ctx is None:
+        raise UsageError("this report names no context: add --context, e.g. --context 32k")
+    if all(arm.ran is None or arm.ran.sequence_bytes is None for arm in (report.reference, *report.candidates)):
+        raise UsageError("--context and --fit need the bytes of the caches, and this report has none")
+    question = old or CapacityQuestion(n_ctx=n_ctx or 1, n_ctx_from="option")
+    fields = CapacityQuestion.model_validate(question.model_dump(include=set(CapacityQuestion.model_fields)))
+    if n_ctx is not None:
+        check_context(n_ctx, fields.limit, "the server" if fields.n_ctx_from == "server" else "the model")
+        fields = fields.model_copy(update={"n_ctx": n_ctx, "n_ctx_from": "option"})
+    if memory is not None:
+        size, name = memory
+        whole = size * fields.devices * (fields.reserved_share or 1.0)
+        fields = fields.model_copy(update={"memory_bytes": whole, "memory_of": name})
+    return with_capacity(report, fields)
+
+
 def _with(arm: ArmRecord, question: CapacityQuestion) -> ArmRecord:
     return arm.model_copy(update={"capacity": _capacity(arm, question) if arm.measured else None})
 
