@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +33,13 @@ from fidelab.models import Model, resolve
 from fidelab.models.gguf import Header, head_sizes, read_header
 from fidelab.models.weights import file_sha256
 from fidelab.plan.arms import resolve_arm
+from fidelab.results.record import RuntimeRecord
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf
 
 HEAD_DIM = HIDDEN // HEADS  # one layer, one head of keys and values
+_ALLOCATED = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB")
 BAD = 40  # a token of the tiny file whose embedding is made NaN
 TEXT = (
     "In 1969, two people walked on the Moon; 600,000,000 watched.  «Née» café, naïve — 你好 🙂\n\n\tdef f(x):\n"
@@ -748,3 +751,25 @@ def test_a_run_tells_twins_format_loss_and_control_apart(tmp_path: Path) -> None
     assert twin.status is Status.IDENTICAL
     klds = [arm.axes["kld"].value("mean") or 0.0 for arm in (q8, q4)]
     assert 1e-4 < klds[0] < klds[1] < 1.0
+
+
+@pytest.mark.llamacpp
+@pytest.mark.model
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "f16/q4_0"])
+def test_the_bytes_at_a_context_are_those_that_llama_cpp_allocates(kv: str, smollm: Path) -> None:
+    """By its log: ``llama_kv_cache: size = 180.00 MiB (8192 cells, 30 layers, …)``."""
+    ran, spec = RuntimeRecord.model_validate(opened(smollm, kv).runtime_info().record()), KVSpec.parse(kv)
+    native, log = _native()
+    weights = native.llama_model_load_from_file(str(smollm).encode(), native.llama_model_default_params())
+    try:
+        for tokens in (256, 8192):
+            params = native.llama_context_default_params()
+            params.n_ctx, params.type_k, params.type_v = tokens, GGML_TYPES[str(spec.k)], GGML_TYPES[str(spec.v)]
+            params.flash_attn_type = 1
+            log.section()
+            native.llama_free(native.llama_init_from_model(weights, params))
+            allocated = [float(found[1]) for line in log.lines if (found := _ALLOCATED.search(line))]
+            assert len(allocated) == 1
+            assert ran.bytes_of_sequence(tokens) == pytest.approx(allocated[0] * 2**20, rel=0.01)
+    finally:
+        native.llama_model_free(weights)

@@ -119,15 +119,17 @@ def model(
     geometry, native = _geometry(name, sizes)
     geometry = geometry.cached(by_transformers=engine is not None and engine_class(engine).emulates)
     devices = [find_device(one) for one in device or ()]
-    if not devices and (
-        unused := next((key for key, value in (("memory", memory), ("step-time", step_time)) if value), "")
-    ):
-        raise UsageError(f"--{unused} needs a device: add --device, e.g. --device 4090")
     # by default those that this model's caches can have
     latent = any(layer.latent for layer in geometry.kv)
     shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent) and _exists(name, engine)]
     if reference is None:
         reference = next((name for name in (_KV[0], "auto") if _exists(name, engine)), _KV[0])
+    room = None if memory is None else parse_bytes(memory)
+    step = None if step_time is None else parse_seconds(step_time, "step-time")
+    if not devices and (
+        unused := next((key for key, value in (("memory", memory), ("step-time", step_time)) if value), "")
+    ):
+        raise UsageError(f"--{unused} needs a device: add --device, e.g. --device 4090")
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0, engine),
         KVSpec.parse(reference),
@@ -135,8 +137,8 @@ def model(
         parse_counts(context, "context"),
         parse_counts(batch, "batch"),
         devices,
-        None if memory is None else parse_bytes(memory),
-        None if step_time is None else parse_seconds(step_time, "step-time"),
+        room,
+        step,
     )
     if name is not None and (text := _fragile_keys(name, [KVSpec.parse(one) for one in shown])):
         found = {**found, "model": {**found["model"], "notes": [*found["model"].get("notes", ()), text]}}
