@@ -764,7 +764,10 @@ def test_the_bytes_at_a_context_are_those_that_llama_cpp_allocates(kv: str, smol
     try:
         for tokens in (256, 8192):
             params = native.llama_context_default_params()
-            params.n_ctx, params.type_k, params.type_v = tokens, GGML_TYPES[str(spec.k)], GGML_TYPES[str(spec.v)]
+            params.n_ctx, params.type_k, params.type_v = (
+                tokens,
+                *(GGML_TYPES[str(side)][0] for side in (spec.k, spec.v)),
+            )
             params.flash_attn_type = 1
             log.section()
             native.llama_free(native.llama_init_from_model(weights, params))

@@ -36,7 +36,7 @@ _LONG_HEADING = 12  # letters
 _MAX_LISTED, _MAX_ROW = 40, 200  # rows of a table of words, and characters of a row
 _MAX_REASONS = 8  # lines on the first screen
 _DROPPED_COLUMNS = ("95% interval", "confident flips", "same top token", "size")
-"""Columns that narrow terminals leave out, in this order."""
+"""Columns that narrow terminals leave out, in this order, after GiB: the answer has those."""
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
 _ASCII = str.maketrans(
@@ -153,8 +153,9 @@ def _print_candidates(view: View, console: Console) -> None:
 def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...], bool]:
     """The table in the roomiest layout that there is room for, what it leaves out, and whether it holds reasons."""
     columns = [view.headings[n] for n in view.kept]
-    for spare in range(len(_DROPPED_COLUMNS) + 1):
-        kept = [name for name in columns if name not in _DROPPED_COLUMNS[:spare]]
+    droppable = (view.gib_heading, *_DROPPED_COLUMNS)
+    for spare in range(len(droppable) + 1):
+        kept = [name for name in columns if name not in droppable[:spare]]
         for name_width, padding, reasons in (
             (99, 2, True),
             (99, 2, False),
@@ -178,7 +179,10 @@ def _candidates(
     for name in kept:
         # Break a heading that is longer than its cells before its last word, so that the table fits 80 columns
         first, _, last = name.rpartition(" ")
-        table.add_column(literal(f"{first}\n{last}" if len(name) > _LONG_HEADING else name, console), no_wrap=True)
+        text = f"{first}\n{last}" if len(name) > _LONG_HEADING else name
+        if name == view.gib_heading:
+            text = name.replace(" at ", "\nat ")
+        table.add_column(literal(text, console), no_wrap=True)
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
