@@ -42,6 +42,8 @@ OTHERS = {
         "estimate model, eval",
         "--image": "setup engines",  # what is listed instead
         "--floor": "diagnose layers",  # captures all again, not a quarter
+        "--context": "estimate model",  # several
+        "--fit": "bench sweep",  # a flag: cells whose requests fit
         "--force": "serve start",  # starts a server
         # formats of servers, of no run, of no candidate; exactly one; the first is the reference; a label
         "--kv": "estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, bench sweep, eval",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +33,14 @@ from fidelab.models import Model, resolve
 from fidelab.models.gguf import Header, head_sizes, read_header
 from fidelab.models.weights import file_sha256
 from fidelab.plan.arms import resolve_arm
+from fidelab.results.record import RuntimeRecord
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf
+from tests.present import present
 
 HEAD_DIM = HIDDEN // HEADS  # one layer, one head of keys and values
+_ALLOCATED = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB")
 BAD = 40  # a token of the tiny file whose embedding is made NaN
 TEXT = (
     "In 1969, two people walked on the Moon; 600,000,000 watched.  «Née» café, naïve — 你好 🙂\n\n\tdef f(x):\n"
@@ -215,6 +219,17 @@ def test_what_the_log_says_is_read_and_nothing_is_made_up() -> None:
     assert SeenCache.read(sliding) == SeenCache("flash", "q8_0", "f16", 24, True, False, 2)
     assert SeenCache.read([CACHE.format(1, 4, "f16", "f16"), CACHE.format(1, 4, "q8_0", "f16")]).k is None
     assert SeenCache.read(["llama_context: flash_attn = auto\n"]) == SeenCache(None, None, None, None, None, None, None)
+
+
+def test_the_share_of_layers_with_a_window_is_that_of_the_log() -> None:
+    full, swa = (
+        f"llama_kv_cache_iswa: creating {kind} KV cache, size = 512 cells\n" for kind in ("non-SWA", "    SWA")
+    )
+    alike = [full, CACHE.format("1.99", 4, "q8_0", "f16"), swa, CACHE.format("9.96", 20, "q8_0", "f16")]
+    assert SeenCache.read(alike).windowed == 20 / 24  # of the layers, which the log does not round
+    wider = [full, CACHE.format(8, 4, "q8_0", "f16"), swa, CACHE.format(10, 20, "q8_0", "f16")]
+    assert SeenCache.read(wider).windowed == 10 / 18
+    assert SeenCache.read([CACHE.format(1, 4, "f16", "f16")]).windowed == 0
 
 
 @pytest.fixture
@@ -748,3 +763,27 @@ def test_a_run_tells_twins_format_loss_and_control_apart(tmp_path: Path) -> None
     assert twin.status is Status.IDENTICAL
     klds = [arm.axes["kld"].value("mean") or 0.0 for arm in (q8, q4)]
     assert 1e-4 < klds[0] < klds[1] < 1.0
+
+
+@pytest.mark.llamacpp
+@pytest.mark.model
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "f16/q4_0"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma-3-270m"])
+def test_the_bytes_at_a_context_are_those_that_llama_cpp_allocates(name: str, kv: str) -> None:
+    """By its log: ``llama_kv_cache: size = 180.00 MiB (8192 cells, 30 layers, …)``, a line per kind of layers."""
+    path = present(resolve(name).gguf)
+    ran, spec = RuntimeRecord.model_validate(opened(path, kv).runtime_info().record()), KVSpec.parse(kv)
+    native, log = _native()
+    weights = native.llama_model_load_from_file(str(path).encode(), native.llama_model_default_params())
+    try:
+        for tokens in (2048, 8192):
+            params = native.llama_context_default_params()
+            params.n_ctx, *types = tokens, *(GGML_TYPES[str(side)][0] for side in (spec.k, spec.v))
+            params.type_k, params.type_v = types
+            params.swa_full, params.flash_attn_type = False, 1  # as llama-server
+            log.section()
+            native.llama_free(native.llama_init_from_model(weights, params))
+            allocated = sum(float(found[1]) for line in log.lines if (found := _ALLOCATED.search(line)))
+            assert ran.bytes_of_sequence(tokens) == pytest.approx(allocated * 2**20, rel=0.01)
+    finally:
+        native.llama_model_free(weights)

@@ -352,7 +352,7 @@ def test_a_link_must_carry_in_one_step_what_does_not_fit() -> None:
     beyond = found["devices"][0]["formats"][1]["overflow_bytes"] / 2**30
     step = 32e3 / found["cells"][0]["decode"]["H100"]["k16v8"]["tokens_per_s"]
     until = f"to be read in every step of {step:.3g} ms, a link would have"
-    assert f"k16v8 at 128k × 32: {beyond:.1f} GiB do not fit; {until}" in shown
+    assert f"k16v8 at 128k × 32: {beyond:.0f} GiB do not fit; {until}" in shown
     assert "do not fit" not in run(*SIZES, "--device", "H100").stdout
 
 
@@ -369,7 +369,7 @@ def test_a_step_time_is_the_deadline_of_a_link(batch: int, shortfalls: list[floa
 
 
 def test_a_device_that_was_measured_is_printed_with_its_copied_rate() -> None:
-    assert "H100: 86 GB, 3,350 GB/s (copies reach 3,018)" in run(*SIZES, "--device", "H100").stdout
+    assert "H100: 79.6 GiB, 3,350 GB/s (copies reach 3,018)" in run(*SIZES, "--device", "H100").stdout
     assert "copies reach" not in run(*SIZES, "--device", "A100").stdout
 
 
@@ -381,7 +381,7 @@ def test_a_device_that_was_measured_is_printed_with_its_copied_rate() -> None:
         (("--layers", "28"), "missing: --kv-heads, --head-dim, --params"),
         (("--layers", "0", *SIZES[2:]), "layers must be above 0"),
         ((*SIZES[:-1], "nan"), "params must be a number"),
-        ((*SIZES, "--device", "H1000"), "unknown device 'H1000'; known: H100"),
+        ((*SIZES, "--device", "H1000"), "unknown device 'H1000': the closest are H100"),
         ((*SIZES, "--context", "8k,x"), "--context 'x'"),
         ((*SIZES, "--batch", "0"), "--batch '0'"),
         ((*SIZES, "--memory", "much"), "'much' is not a size"),

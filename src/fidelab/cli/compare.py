@@ -161,6 +161,7 @@ def compare(
     measured: MeasuredOptions,
     scoring: options.ScoringOptions,
     limits: options.MarginOptions,
+    capacity: options.CapacityOptions,
     engine: options.ComparedEngineOptions,
     executor: options.ExecutorOptions,
     runs: RunOptions,
@@ -200,7 +201,7 @@ def compare(
     data |= _axes(axes, borrowed="reference_from" in data and not own, looks=runs.n_runs == 1 and not own)
     if own and axes.axes is None:
         data["axes"] = {name: values for name, values in data["axes"].items() if name == "kld"}
-    for group in (measured, scoring, limits, runs, executor):
+    for group in (measured, scoring, limits, capacity, runs, executor):
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))
     experiment, secrets = read_flags(data, "compare", overrides=measured.overrides or [], trusted=trusted, begun=begun)

@@ -77,7 +77,9 @@ def model(
         str | None, typer.Option(help="Reference format of the speed-ups. \\[default: bf16, or the engine's auto]")
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.")] = None,
-    device: Annotated[list[str] | None, typer.Option(help="Devices of the table, e.g. H100.")] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="Devices of the table, e.g. H100, 4090 or 'M3 Max 64GB'.")
+    ] = None,
     context: Annotated[str, typer.Option(help="Lengths in tokens per sequence (k is 1,024).")] = "2k,8k,32k",
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
     weight_bits: Annotated[
@@ -122,6 +124,12 @@ def model(
     shown = kv or [name for name in _KV[1:] if not (name == "k16v8" and latent) and _exists(name, engine)]
     if reference is None:
         reference = next((name for name in (_KV[0], "auto") if _exists(name, engine)), _KV[0])
+    room = None if memory is None else parse_bytes(memory)
+    step = None if step_time is None else parse_seconds(step_time, "step-time")
+    if not devices and (
+        unused := next((key for key, value in (("memory", memory), ("step-time", step_time)) if value), "")
+    ):
+        raise UsageError(f"--{unused} needs a device: add --device, e.g. --device 4090")
     found = overview(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0, engine),
         KVSpec.parse(reference),
@@ -129,8 +137,8 @@ def model(
         parse_counts(context, "context"),
         parse_counts(batch, "batch"),
         devices,
-        None if memory is None else parse_bytes(memory),
-        None if step_time is None else parse_seconds(step_time, "step-time"),
+        room,
+        step,
     )
     if name is not None and (text := _fragile_keys(name, [KVSpec.parse(one) for one in shown])):
         found = {**found, "model": {**found["model"], "notes": [*found["model"].get("notes", ()), text]}}
@@ -141,6 +149,16 @@ def model(
         _show(found)
         for text in refused:
             typer.echo(text)
+        typer.echo("")
+        typer.echo(f"Measure what a format costs: {_measured_by(name, engine, shown)}")
+
+
+def _measured_by(name: str | None, engine: str | None, formats: Sequence[str]) -> str:
+    """Return the command that measures the loss of an estimated format."""
+    from fidelab.core import shell_line
+
+    chosen = next((one for one in ("q8_0", "fp8_e4m3") if one in formats), formats[0])
+    return shell_line("fidelab", "compare", name or "MODEL", *(("--engine", engine) if engine else ()), "--kv", chosen)
 
 
 def _exists(name: str, engine: str | None) -> bool:
@@ -206,7 +224,15 @@ def _geometry(name: str | None, sizes: Mapping[str, float | None]) -> tuple[Geom
 
 def _show(found: Mapping[str, Any]) -> None:
     from fidelab.report.text import print_line, print_table
-    from fidelab.results.numbers import format_amount, format_count, format_ratio, format_share, format_tokens, one_line
+    from fidelab.results.numbers import (
+        format_amount,
+        format_count,
+        format_gib,
+        format_ratio,
+        format_share,
+        format_tokens,
+        one_line,
+    )
 
     console = open_console()
     line = partial(print_line, console)
@@ -225,13 +251,12 @@ def _show(found: Mapping[str, Any]) -> None:
         for kind in shape["kv_layers"]
     )
     line(f"{one_line(shape['name'])}: {shape['layers']} layers, cache: {kept or 'none'}")
-    gigabytes = shape["weight_bytes"] / 1e9
     over = f", over {shape['tp']} devices" if shape["tp"] > 1 else ""
     bits = f"at {shape['weight_bits']:g} bits"
     if shape.get("weights_as_stored"):
         bits = f"as stored ({shape['weight_bits']:.3g} bits per weight)"
     line(
-        f"{shape['parameters'] / 1e9:.3f} G parameters, {gigabytes:.2f} GB {bits}{over}; "
+        f"{shape['parameters'] / 1e9:.3f} G parameters, {format_gib(shape['weight_bytes'])} GiB {bits}{over}; "
         f"one token's step reads {shape['read_parameters'] / 1e9:.3f} G of them"
     )
     for note in shape.get("notes", ()):
@@ -241,7 +266,7 @@ def _show(found: Mapping[str, Any]) -> None:
         said = ", ".join(f"{n:.1f} at B = {batch}" for batch, n in experts.items())
         line(f"experts read per layer, of {shape['experts']}, if tokens choose evenly: {said}")
     if shape["state_bytes_per_sequence"]:
-        line(f"recurrent state: {shape['state_bytes_per_sequence'] / 2**20:.2f} MiB per sequence, whatever its length")
+        line(f"recurrent state: {format_gib(shape['state_bytes_per_sequence'])} GiB per sequence, whatever its length")
     per = " per device" if shape["tp"] > 1 else ""
     per += f", engine {shape['engine']}" if "engine" in shape else ""
     first = found["formats"][0]["bytes"]
@@ -254,8 +279,8 @@ def _show(found: Mapping[str, Any]) -> None:
             [
                 entry["kv"],
                 format_count(entry["bytes_per_token"]),
-                f"{entry['bytes']['capped'] / 2**30:.2f}"
-                + (f" ({entry['bytes']['reserved'] / 2**30:.2f})" if windowed else ""),
+                format_gib(entry["bytes"]["capped"])
+                + (f" ({format_gib(entry['bytes']['reserved'])})" if windowed else ""),
                 format_ratio(entry["limit"]),
             ]
             for entry in found["formats"]
@@ -286,7 +311,7 @@ def _show(found: Mapping[str, Any]) -> None:
         line("")
         copied = "" if (rate := entry["copied_bytes_per_s"]) is None else f" (copies reach {rate / 1e9:,.0f})"
         line(
-            f"{name}: {entry['memory_bytes'] / 1e9:.0f} GB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{copied}"
+            f"{name}: {format_gib(entry['memory_bytes'])} GiB, {entry['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s{copied}"
             f"{unchecked}" + ("" if entry["weights_fit"] else "; the weights alone do not fit")
         )
         contexts = list(entry["formats"][0]["largest_batch"])
@@ -317,7 +342,7 @@ def _show(found: Mapping[str, Any]) -> None:
             if row["overflow_bytes"] and row["link_shortfall"]:
                 said = ", ".join(f"{link} {format_ratio(times)}" for link, times in row["link_shortfall"].items())
                 line(
-                    f"{row['kv']} at {at}: {row['overflow_bytes'] / 2**30:.1f} GiB do not fit; to be read in every "
+                    f"{row['kv']} at {at}: {format_gib(row['overflow_bytes'])} GiB do not fit; to be read in every "
                     f"step of {1e3 * row['step_seconds']:.3g} ms, a link would have to be faster by: {said}"
                 )
 
@@ -400,14 +425,13 @@ def list_devices(as_json: options.Json = False) -> None:
         print_json({"devices": rows})
         return
     from fidelab.report.text import print_table
-    from fidelab.results.numbers import ABSENT, one_line
+    from fidelab.results.numbers import ABSENT, format_gib, one_line
 
     lines = []
     for name, row in table.items():
         copied = ABSENT if row.sustained is None else f"{row.sustained / 1e9:,.1f}"
         bf16 = f"{row.compute['bf16'] / 1e12:,.4g}" if "bf16" in row.compute else ABSENT
-        told = ABSENT if row.reported is None else f"{row.reported / 1e9:,.1f}"
-        figures = (f"{row.memory / 1e9:,.0f}", told, f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
-        lines.append((one_line(name), *figures, one_line(row.verified) or "unverified"))
-    headings = ("device", "GB", "driver GB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked")
-    print_table(open_console(), headings, lines, words=(0, 6))
+        figures = (f"{row.memory / 1e9:,.0f}", format_gib(row.usable), f"{row.peak_bandwidth / 1e9:,.4g}", copied, bf16)
+        lines.append((one_line(name), *figures, "measured" if row.verified else ABSENT, one_line(row.source) or ABSENT))
+    headings = ("device", "GB", "usable GiB", "peak GB/s", "copied GB/s", "bf16 TFLOP/s", "checked", "source")
+    print_table(open_console(), headings, lines, words=(0, 6, 7))

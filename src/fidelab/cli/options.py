@@ -371,6 +371,28 @@ Overhead = Annotated[str | None, typer.Option(help="Measured memory overhead of 
 Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
 
 
+class CapacityOptions(Options, panel=SCORING):
+    """Options for the memory that configurations need."""
+
+    sequence: Annotated[
+        str | None,
+        typer.Option(
+            "--context",
+            metavar="TOKENS",
+            help="Report memory for this context, e.g. 32k. \\[default: the server's or model's limit]",
+        ),
+    ] = None
+    fit: Annotated[
+        str | None,
+        typer.Option(metavar="MEMORY", help="Report how many users fit: 24GiB or RTX-4090. \\[default: the GPU found]"),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return the given options as data of an experiment."""
+        given = {"context": self.sequence, "fit": self.fit}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class LimitOptions(Options, panel=SCORING):
     """Options for the requirements of the recommendation."""
 

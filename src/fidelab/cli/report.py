@@ -6,12 +6,15 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fidelab.cli import options
 from fidelab.cli.output import exit_on, failures, note, show_report, show_study
+
+if TYPE_CHECKING:
+    from fidelab.results.record import Report
 
 _FORMS = "Export"
 
@@ -27,6 +30,7 @@ def report(
     run_dir: options.RunDir,
     rescore: Annotated[bool, typer.Option("--rescore", help="Recompute all scores from the saved outputs.")] = False,
     limits: options.MarginOptions,
+    capacity: options.CapacityOptions,
     show: options.ShowOptions,
     form: Annotated[
         _Format | None,
@@ -47,7 +51,8 @@ def report(
 ) -> None:
     """Print a run's report and update its report.html, or print the record of a study or a profile.
 
-    With limits only the answer is printed: the files of the run are everybody's and keep its own limits.
+    With limits, a context or a memory only the answer is printed: the files of the run are everybody's and stay as
+    they are.
 
     [bold]Examples[/bold]
 
@@ -61,7 +66,7 @@ def report(
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
-    from fidelab.core.errors import OutputError
+    from fidelab.core.errors import OutputError, UsageError
     from fidelab.report.html import write_html
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
@@ -69,7 +74,10 @@ def report(
     from fidelab.results.study import STUDY, Study
 
     asked = limits.settings().get("limits")
-    if (run_dir / STUDY).is_file() and not (form or rescore or asked or show.details):
+    memory = capacity.settings()
+    if memory and (rescore or form is not None):
+        raise UsageError(f"--{next(iter(memory))} changes what is printed alone: leave out --rescore and --format")
+    if (run_dir / STUDY).is_file() and not (form or memory or rescore or asked or show.details):
         show_study(Study.read(run_dir), run_dir, show.as_json, show.markdown)
         return
     if form is not None:
@@ -88,14 +96,31 @@ def report(
         result = Report.from_json(run_dir)
     else:
         result = folder.read_report(run_dir)
+    if memory:
+        result = _with_memory(result, capacity)
     if chosen is not None:
         result = recommended(result, **chosen.model_dump(exclude={"margin"}))
+    if chosen is not None or memory:
+        pass  # the files of the run keep its own limits, context and memory
     elif folder is not None:
         try:
             write_html(result, folder.html)
         except OutputError as error:
             note(f"fidelab: the page is unchanged: {error}")
     show_report(result, folder=None if folder is None else folder.path, **vars(show))
+
+
+def _with_memory(report: Report, asked: options.CapacityOptions) -> Report:
+    from fidelab.core import parse_tokens
+    from fidelab.core.errors import UsageError
+    from fidelab.plan.capacity import parse_memory
+    from fidelab.results.capacity import asked_again
+
+    try:
+        n_ctx = None if asked.sequence is None else parse_tokens(asked.sequence)
+    except ValueError as error:
+        raise UsageError(f"--context {error}") from None
+    return asked_again(report, n_ctx, None if asked.fit is None else parse_memory(asked.fit))
 
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:

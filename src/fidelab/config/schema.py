@@ -26,7 +26,7 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import Levels, cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec
+from fidelab.core import KVSpec, parse_tokens
 from fidelab.core.errors import UsageError
 from fidelab.core.names import AUTO_TEXT
 from fidelab.core.share import Share, WholeShare
@@ -371,6 +371,17 @@ class Experiment(BaseModel):
     executor: ExecutorConfig = Field(
         default_factory=ExecutorConfig, description="placement of the configurations' processes"
     )
+    context: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens of a sequence for which memory is reported: 32k, 32768; by default the limit of the server "
+        "or of the model, at most 32k",
+    )
+    fit: str | None = Field(
+        default=None,
+        description="memory in which users and tokens must fit: 24GiB, 24GB, or a device such as RTX-4090; by default "
+        "that of the GPU found",
+    )
     force: bool = Field(default=False, description="run even if a known engine bug applies")
     limits: Limits = Field(
         default_factory=Limits, description="requirements for recommending a candidate (allowed loss, saving)"
@@ -409,6 +420,11 @@ class Experiment(BaseModel):
         if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh]?)", value)) is None:
             raise ValueError(f"write seconds, or a time such as 90s, 10m or 2h, not {value!r}")
         return float(found[1]) * {"h": 3600, "m": 60}.get(found[2], 1)
+
+    @field_validator("context", mode="before")
+    @classmethod
+    def _tokens(cls, value: Any) -> Any:
+        return parse_tokens(value) if isinstance(value, str) else value
 
     @field_validator("reference", mode="before")
     @classmethod

@@ -127,11 +127,12 @@ class SequenceBytes:
         """
         return kv_scale * sum(store.bytes_of_sequence(n_tokens, packed=packed) for store in self.stores) + self.state
 
-    def peak_bytes(self, n_tokens: int, *, packed: bool = False) -> float:
+    def peak_bytes(self, n_tokens: int, *, packed: bool = False, kv_scale: float = 1.0) -> float:
         """Return the most bytes that a sequence takes on its way to ``n_tokens`` tokens.
 
         A block that is complete is encoded, which frees bytes.  One common multiple of all blocks earlier or later the
         bytes are never smaller or larger, so the lengths of one such period suffice.
         """
         period = min(math.lcm(*(store.block for store in self.stores)), _MAX_PERIOD) if self.stores else 1
-        return max(self.bytes_of_sequence(n, packed=packed) for n in range(max(0, n_tokens - period + 1), n_tokens + 1))
+        lengths = range(max(0, n_tokens - period + 1), n_tokens + 1)
+        return max(self.bytes_of_sequence(n, packed=packed, kv_scale=kv_scale) for n in lengths)

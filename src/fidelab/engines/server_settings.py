@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
 
 KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
+_LLAMA_CONTEXT = re.compile(r"(?:^|\s)(?:-c|--ctx-size)[\s=]+(\d+)(?=\s|$)")
+_LLAMA_PARALLEL = re.compile(r"(?:^|\s)(?:-np|--parallel)[\s=]+(\d+)(?=\s|$)")
+_MEMORY_SHARES = {"vllm": "gpu-memory-utilization", "sglang": "mem-fraction-static"}
 _NONE = "none"
 _LLAMA_CELLS = 256  # llama.cpp makes caches of whole multiples
 _FIDELAB_OPTIONS = ("estimator", "force")  # options of fidelab's own
@@ -54,6 +57,36 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
     },
     "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "model-draft"},
 }
+
+
+def server_context(arm: Arm, words: Iterable[str] = ()) -> int | None:
+    """Return the tokens of a sequence to which an arm's server is limited; ``None`` where its settings do not say.
+
+    ``words``: flags of a pasted command that the arm does not use.  llama-server divides its context between its slots.
+    """
+    key = _STANDARD.get(arm.engine, {}).get(CONTEXT, "")
+    if tokens := count_of(dict(arm.options).get(key, "")):
+        return tokens
+    if arm.engine != "llamacpp":
+        return None
+    text = " ".join(words)
+    context, slots = _LLAMA_CONTEXT.search(text), _LLAMA_PARALLEL.search(text)
+    return int(context[1]) // max(1, int(slots[1]) if slots else 1) or None if context else None
+
+
+def memory_share(arm: Arm) -> float | None:
+    """Return the share of a device's memory that an arm's server gives to weights and caches; ``None``: not set."""
+    try:
+        share = float(dict(arm.options).get(_MEMORY_SHARES.get(arm.engine, ""), ""))
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
+
+
+def count_of(text: str) -> int | None:
+    """Return the number in an option such as ``32k`` (1,000) or ``32K`` (1,024); ``None`` if it is none above 0."""
+    value = _normalize(text)
+    return int(value) if isinstance(value, float) and value >= 1 else None
 
 
 @dataclass(frozen=True)

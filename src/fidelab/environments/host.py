@@ -39,6 +39,21 @@ def graphics(root: Path = Path("/")) -> dict[str, Any]:
 
 
 @cache
+def gpu_memory(root: Path = Path("/")) -> tuple[float, ...]:
+    """Return the bytes of each GPU's memory, as nvidia-smi or the kernel's AMD driver reports them; empty without."""
+    import shutil
+    import subprocess
+
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        query = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        with suppress(OSError, subprocess.SubprocessError, ValueError):
+            listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+            return tuple(float(line) * 2**20 for line in listed.splitlines() if line.strip())
+    files = sorted(root.glob("sys/class/drm/card*/device/mem_info_vram_total"))
+    return tuple(float(text) for path in files if (text := _file_text(path).strip()).isdecimal())
+
+
+@cache
 def machine() -> str:
     """Return processor and GPUs; equal machines run the same kernels."""
     return "; ".join([cpu_name(), *graphics().get("gpus", [])])

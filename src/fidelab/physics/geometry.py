@@ -22,9 +22,9 @@ from fidelab.models import embedded, hub
 from fidelab.models.decoder import check_decoder, not_a_decoder
 from fidelab.models.local import local_model, unknown_name
 from fidelab.models.resolve import HUB_ID
-from fidelab.models.weights import read_json
+from fidelab.models.weights import read_entries, read_json, weight_files
 from fidelab.physics.gguf_shapes import gguf_geometry
-from fidelab.physics.shapes import Geometry
+from fidelab.physics.shapes import Geometry, Weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +90,27 @@ def named_geometry(name: str) -> tuple[Geometry, str]:
     if here.suffix == ".gguf" and here.is_file():
         return gguf_geometry(here, name), "bf16"
     words = read_json(here if here.is_file() else here / "config.json")
-    return model_geometry(here, name), "f16" if "float16" in (words.get("torch_dtype"), words.get("dtype")) else "bf16"
+    geometry = model_geometry(here, name)
+    if here.is_dir() and words.get("quantization_config"):
+        geometry = _as_stored(geometry, here)
+    return geometry, "f16" if "float16" in (words.get("torch_dtype"), words.get("dtype")) else "bf16"
+
+
+def _as_stored(geometry: Geometry, folder: Path) -> Geometry:
+    """Return the shape of a quantized checkpoint with the bytes of its weight files; unchanged without these files.
+
+    Tables of embeddings that a step does not read are counted in 16 bits, as no format of checkpoints quantizes them.
+    """
+    try:
+        tensors = [item for path in weight_files(folder) for item in read_entries(path)[0].items()]
+    except InputError:
+        note = "this checkpoint is quantized, and its weights are not here: they are counted in 16 bits; --weight-bits"
+        return replace(geometry, notes=(*geometry.notes, f"{note} sets others"))
+    sizes = {name: entry.end - entry.start for name, entry in tensors}
+    total = sum(sizes.values())
+    experts = sum(size for name, size in sizes.items() if ".experts." in name) if geometry.experts else 0
+    idle = min(2 * geometry.idle_parameters, total - experts)
+    return replace(geometry, stored=Weights(total, idle, experts))
 
 
 def _cannot(file: Path, why: str) -> InputError:

@@ -8,11 +8,12 @@ multiply.  All rates here are upper bounds, not rates that a program reaches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from fidelab.core import FormatSpec, KVSpec
 from fidelab.core.errors import NotSupportedError, UsageError
+from fidelab.core.fit import sequences_that_fit, tokens_that_fit
 from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.engines.cache_formats import NATIVE_FORMAT, exact_layers, numbered
 from fidelab.engines.checkpoint import skip_refusal
@@ -21,8 +22,6 @@ from fidelab.engines.k16v8 import meaning
 from fidelab.formats import create
 from fidelab.physics.devices import Device
 from fidelab.physics.shapes import Geometry, Weights
-
-_MAX_TOKENS = 2**40
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,12 @@ class Model:
     def longest_context(self, kv: KVSpec, batch: int, memory: float) -> int | None:
         """Return the tokens per sequence that fit into ``memory`` bytes per device; 0: none, ``None``: no limit."""
         rest = self.weight_bytes / self.tp + self.overhead_bytes
-        return _largest(lambda tokens: rest + batch * self.sequence(kv).peak_bytes(tokens, packed=True) <= memory)
+        return tokens_that_fit(rest, lambda n: self.sequence(kv).peak_bytes(n, packed=True), memory, batch)
 
     def largest_batch(self, kv: KVSpec, tokens: int, memory: float) -> int | None:
         """Return the number of sequences of ``tokens`` tokens that fit; 0 if none fits, ``None``: no limit."""
-        return _largest(lambda batch: self.device_bytes(kv, tokens, batch) <= memory)
+        rest = self.weight_bytes / self.tp + self.overhead_bytes
+        return sequences_that_fit(rest, self.cache_bytes(kv, tokens), memory)
 
     # ----------------------------------------------------------------------------------------- one step
 
@@ -205,18 +205,3 @@ class Model:
         times = {"memory": moved / device.bandwidth, "compute": flops / device.flops("bf16")}
         bound = max(times, key=lambda name: times[name])
         return tokens / times[bound], bound
-
-
-def _largest(holds: Callable[[int], bool]) -> int | None:
-    """The largest n >= 1 for which a monotone condition holds; 0: for none, ``None``: for all below 2^40."""
-    if not holds(1):
-        return 0
-    low, high = 1, 2
-    while holds(high):
-        low, high = high, 2 * high
-        if high > _MAX_TOKENS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low

@@ -21,10 +21,12 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.key_sizes import fragile_keys, key_sizes, narrow
 from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan, build_plan
+from fidelab.plan.capacity import capacity_question
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Estimate, check_disk, estimate
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.references.borrow import borrow, check_model
+from fidelab.results.capacity_record import CapacityQuestion
 from fidelab.results.measurement import DECIDING
 from fidelab.results.outcomes import ArmResult
 
@@ -38,6 +40,7 @@ class PreparedRun:
     plan: Plan
     inputs: AxisInputs
     sample: str
+    capacity: CapacityQuestion | None = None
 
     @property
     def settings(self) -> Settings:
@@ -82,6 +85,7 @@ def prepare(
     settings = resolve_experiment(experiment, created or now(), pack, assume=assume)
     if meanwhile is not None and pack is None and settings.axes and experiment.executor.name == "local":
         meanwhile(settings.resolved[settings.reference.name])
+    capacity = capacity_question(settings)
     tokenizer = Tokenizer.load(settings.model)
     if pack is not None:
         check_model(pack, settings.model, tokenizer)
@@ -106,7 +110,7 @@ def prepare(
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan.whole())
-    return PreparedRun(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS])
+    return PreparedRun(plan, inputs, inputs.text.content[:_SAMPLE_CHARACTERS], capacity)
 
 
 def _windows(settings: Settings) -> Iterator[str]:

@@ -73,11 +73,13 @@ def draw_frontier(
         at, level = x(point.size), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 400 else 16)
+        if point.gib and size.width > 400:
+            name = f"{name} · {point.gib.partition(' ')[0]} GiB"
         # in a crowd only those that have room next to their point
         place = labels.place_adjacent(at, level, name) if len(points) > _CROWD_SIZE else labels.place(at, level, name)
         title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
         mark = (
-            element("title", f"{title}{format_bytes(point.size)} {point.unit}"),
+            element("title", f"{title}{format_bytes(point.size)} {point.unit}{f', {point.gib}' if point.gib else ''}"),
             element("line", x1=at, x2=at, y1=y(high), y2=y(low)),
             element("circle", class_="dot zero" if point.mean == 0 else "dot", cx=at, cy=level, r=4.5),
             text(*place[:2], name, place[2], "name") if place else "",

@@ -22,7 +22,7 @@ from fidelab.core import write_atomically
 from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
-from fidelab.report.view import FIGURES, build_view
+from fidelab.report.view import build_view
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
@@ -52,7 +52,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
         tests=[part for part in axes if part.section.name != DECIDING],
         benches=[part for part in gallery.parts if part.section.kind == "bench"],
         texts=[(arm.name, plot) for arm, plot in sorted(texts, key=lambda shown: shown[0].role != "candidate")],
-        columns_of=lambda kept: [FIGURES[n] for n in kept],
+        columns_of=lambda kept: [view.headings[n] for n in kept],
         shades_of=shades_of,
         scale_of=scale_of,
         table_of=table_of,

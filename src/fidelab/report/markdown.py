@@ -15,7 +15,7 @@ from fidelab.report.cells import engines_of, fact_of
 from fidelab.report.sections import Section, table_of
 from fidelab.report.summary import Performance
 from fidelab.report.tables import NAME, TextTable
-from fidelab.report.view import FIGURES, Answer, View, build_view
+from fidelab.report.view import Answer, View, build_view
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, one_line, printable, public_name
 from fidelab.results.record import Report
@@ -39,13 +39,15 @@ def render_markdown(report: Report) -> str:
     cells = ((f"**{name}**" if row.chosen else name, *map(escaped, figures)) for row, name, figures in rows)
     beside = [line for table in view.beside for line in _table(table)]
     verdicts = (
-        pipe_table((view.subject, "verdict", *(FIGURES[n] for n in view.kept)), 2, cells),
+        pipe_table((view.subject, "verdict", *(view.headings[n] for n in view.kept)), 2, cells),
         _bullets(f"{', '.join(map(code_span, names))}: {escaped(why)}" for why, names in view.reasons),
         *(escaped(line) for line in (*view.headlines, *view.partings)),
         *beside,
         _bullets(map(escaped, view.remarks)),
         _LEGEND,
-        _bullets(escaped(line) for line in (view.floor, view.control, view.weights, view.ranking) if line),
+        _bullets(
+            escaped(line) for line in (view.floor, view.control, *view.memory_notes, view.weights, view.ranking) if line
+        ),
     )
     warnings = (
         *(f"failed: {escaped(line)}" for line in view.failures),

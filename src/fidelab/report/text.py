@@ -25,7 +25,7 @@ from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
 from fidelab.report.tables import TextTable as Others
-from fidelab.report.view import FIGURES, View, build_view
+from fidelab.report.view import View, build_view
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import TablePlot
 from fidelab.results.record import Report
@@ -36,7 +36,7 @@ _LONG_HEADING = 12  # letters
 _MAX_LISTED, _MAX_ROW = 40, 200  # rows of a table of words, and characters of a row
 _MAX_REASONS = 8  # lines on the first screen
 _DROPPED_COLUMNS = ("95% interval", "confident flips", "same top token", "size")
-"""Columns that narrow terminals leave out, in this order."""
+"""Columns that narrow terminals leave out, in this order, after GiB: the answer has those."""
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
 _ASCII = str.maketrans(
@@ -112,6 +112,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
+        if report.capacity is not None and view.fidelity:
+            _print_labelled("Sizes", f"{shell_line('fidelab', 'estimate', view.rows[0].model)} --device NAME", console)
 
 
 def _shown_path(path: Path) -> str:
@@ -150,9 +152,10 @@ def _print_candidates(view: View, console: Console) -> None:
 
 def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...], bool]:
     """The table in the roomiest layout that there is room for, what it leaves out, and whether it holds reasons."""
-    columns = [FIGURES[n] for n in view.kept]
-    for spare in range(len(_DROPPED_COLUMNS) + 1):
-        kept = [name for name in columns if name not in _DROPPED_COLUMNS[:spare]]
+    columns = [view.headings[n] for n in view.kept]
+    droppable = (view.gib_heading, *_DROPPED_COLUMNS)
+    for spare in range(len(droppable) + 1):
+        kept = [name for name in columns if name not in droppable[:spare]]
         for name_width, padding, reasons in (
             (99, 2, True),
             (99, 2, False),
@@ -176,11 +179,14 @@ def _candidates(
     for name in kept:
         # Break a heading that is longer than its cells before its last word, so that the table fits 80 columns
         first, _, last = name.rpartition(" ")
-        table.add_column(literal(f"{first}\n{last}" if len(name) > _LONG_HEADING else name, console), no_wrap=True)
+        text = f"{first}\n{last}" if len(name) > _LONG_HEADING else name
+        if name == view.gib_heading:
+            text = name.replace(" at ", "\nat ")
+        table.add_column(literal(text, console), no_wrap=True)
     if reasons:
         table.add_column("", no_wrap=True)
     for row in view.candidates:
-        cells = dict(zip(FIGURES, row.cells, strict=True))
+        cells = dict(zip(view.headings, row.cells, strict=True))
         table.add_row(
             Text(" *" if row.chosen else "  "),
             literal(wrap_name(row.name, name_width), console, "bold" if row.chosen else ""),
@@ -226,7 +232,18 @@ def _print_details(view: View, console: Console) -> None:
     floor = (view.floor, view.control) if view.fidelity else ()
     risks = (f"Risk: {' · '.join(view.answer.risks)}",) if view.answer and view.answer.risks else ()
     note = (view.answer.note,) if view.answer and view.answer.command else ()
-    lines = (*sentences, *view.remarks, *risks, *note, *floor, view.weights, view.truth, view.ranking, view.ignored)
+    lines = (
+        *sentences,
+        *view.remarks,
+        *risks,
+        *note,
+        *floor,
+        *view.memory_notes,
+        view.weights,
+        view.truth,
+        view.ranking,
+        view.ignored,
+    )
     for text in filter(None, lines):
         line(text)
     if view.serve_commands:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fidelab.core import Status
+from fidelab.report.capacity import capacity_notes, gib_estimate, gib_heading, memory_lines
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -63,7 +64,7 @@ CACHE_SIZE = "cache bytes per token"
 
 @dataclass(frozen=True)
 class FrontierPoint:
-    """One arm in the frontier: mean KL (nats) against its size, in ``unit``."""
+    """One arm in the frontier: mean KL (nats) against its size, in ``unit``; ``gib``: GiB at the report's context."""
 
     name: str
     size: float
@@ -72,6 +73,7 @@ class FrontierPoint:
     key: str
     arm: str = ""
     unit: str = CACHE_SIZE
+    gib: str = ""
     chosen: bool = False
 
 
@@ -80,6 +82,7 @@ class Answer:
     """The recommendation in words.
 
     ``name``: the chosen candidate, empty where there is none.  ``saving``: ``47% smaller KV cache than bf16``.
+    ``memory``: GiB at the report's context, users that fit; they precede the saving, which GiB at a context state, too.
     ``figures``: ``KLD 0.0003``, ``same top token 98.8%`` and how often it was chosen.  ``lines``: how sure that is, a
     line each.  ``untested``: what was not measured.  ``risks``: what it costs, shown with the details.
     """
@@ -88,6 +91,7 @@ class Answer:
     name: str
     confidence: str
     saving: str
+    memory: tuple[str, ...]
     figures: tuple[str, ...]
     lines: tuple[str, ...]
     untested: str
@@ -99,7 +103,8 @@ class Answer:
     def facts(self) -> tuple[str, ...]:
         """Lines below the head."""
         untested = f"not tested: {self.untested}" if self.untested else ""
-        return tuple(filter(None, (self.saving, " · ".join(self.figures), *self.lines, untested)))
+        saving = () if self.memory and self.name else (self.saving,)
+        return tuple(filter(None, (*self.memory, *saving, " · ".join(self.figures), *self.lines, untested)))
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,8 @@ class ArmRow:
 
     ``same``: share of positions with the reference's top token, ``flips``: share whose top token changes although the
     reference clearly preferred its own, ``size``: bytes against those of a 16-bit cache or the reference's.
-    ``modified``: what ran besides packages as released.  ``why``: why it is not recommended, and what is open.
+    ``gib``: GiB at the report's context.  ``modified``: what ran besides packages as released.  ``why``: why it is not
+    recommended, and what is open.
     """
 
     role: str
@@ -125,6 +131,7 @@ class ArmRow:
     same: Estimate
     flips: Estimate
     size: Estimate
+    gib: Estimate
     cache_bytes: str
     sentence: str
     because: tuple[str, ...]
@@ -165,10 +172,11 @@ class ArmRow:
     def cells(self) -> tuple[str, ...]:
         """Figures of the main table, in the order of :attr:`View.columns`."""
         kld, interval = self.kld.value, self.kld.margin
-        return (kld, interval, self.same.value, self.flips.value, self.size.value)
+        return (kld, interval, self.same.value, self.flips.value, self.size.value, self.gib.value)
 
 
-FIGURES = ("KLD", "95% interval", "same top token", "confident flips", "size")
+FIGURES = ("KLD", "95% interval", "same top token", "confident flips", "size", "GiB")
+"""Figures of the main table; :attr:`View.headings` has their headings."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +199,10 @@ class View:
     failures: tuple[str, ...]
     modified: tuple[str, ...]
     rows: tuple[ArmRow, ...]
+    gib_heading: str
+    """Heading of the GiB: ``GiB at 32k``, or ``cache GiB at 32k`` where weights are unknown."""
+    memory_notes: tuple[str, ...]
+    """What GiB at a context and users leave out, a sentence each."""
     floor: str
     control: str
     weights: str
@@ -234,6 +246,11 @@ class View:
         """Numbers of the :data:`FIGURES` that any candidate has. The KLD is always included."""
         cells = [row.cells for row in self.candidates]
         return tuple(n for n in range(len(FIGURES)) if n == 0 or any(row[n] != ABSENT for row in cells))
+
+    @property
+    def headings(self) -> tuple[str, ...]:
+        """Headings of the :data:`FIGURES`."""
+        return (*FIGURES[:-1], self.gib_heading)
 
     @property
     def reasons(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -285,7 +302,7 @@ def build_view(report: Report) -> View:
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
-        answer=_answer(report.recommendation),
+        answer=_answer(report),
         subject="KV cache" if caches_alone else "configuration",
         failures=tuple(
             shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
@@ -294,6 +311,8 @@ def build_view(report: Report) -> View:
             shared((one_line(arm.name), f"ran with {', '.join(names)}") for _, arm in arms if (names := _modified(arm)))
         ),
         rows=rows,
+        gib_heading=gib_heading(report),
+        memory_notes=tuple(capacity_notes(report)),
         floor=". ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=". ".join(costs) or "Control: none",
         weights=_weights([arm for _, arm in arms]),
@@ -319,11 +338,11 @@ def build_view(report: Report) -> View:
         engine_remarks=engine_remarks_of(report),
         truth=truth_line(report),
         points=(
-            *(_points(sizes, "control", report.control) if report.control else ()),
+            *(_points(sizes, "control", report.control, report) if report.control else ()),
             *(
                 replace(point, chosen=report.recommendation is not None and report.recommendation.arm == arm.name)
                 for number, arm in enumerate(report.candidates)
-                for point in _points(sizes, "candidate", arm, number)
+                for point in _points(sizes, "candidate", arm, report, number)
             ),
         ),
         run_details=tuple(
@@ -364,7 +383,8 @@ def _sample(report: Report) -> tuple[str, ...]:
     return tuple(facts)
 
 
-def _answer(found: Recommendation | None) -> Answer | None:
+def _answer(report: Report) -> Answer | None:
+    found = report.recommendation
     if found is None:
         return None
     head, _, saving = found.text.partition(": ") if found.arm is not None else (found.text, "", "")
@@ -374,6 +394,7 @@ def _answer(found: Recommendation | None) -> Answer | None:
         name=one_line(found.arm or ""),
         confidence=found.confidence or "",
         saving=one_line(saving),
+        memory=memory_lines(report),
         figures=tuple(figures.split(" · ")) if figures else (),
         lines=tuple(map(one_line, filter(None, (*lines, found.more)))),
         untested=", ".join(map(one_line, found.untested)),
@@ -425,6 +446,7 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         same=top_token_estimate(kld),
         flips=confident_flips_of(kld),
         size=size,
+        gib=gib_estimate(arm, report),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
         sentence=sentence,
         because=tuple(one_line(fact) for fact in facts if arm.measured or fact != arm.reason),
@@ -676,13 +698,15 @@ def _size(sizes: Sizes, arm: ArmRecord) -> tuple[float | None, str]:
     return size and size / MIB, f"MiB of weights{cache}"
 
 
-def _points(sizes: Sizes, role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
+def _points(sizes: Sizes, role: str, arm: ArmRecord, report: Report, number: int = 0) -> list[FrontierPoint]:
     mean = arm.axes[DECIDING].metric("mean", {}) if DECIDING in arm.axes else None
     size, unit = _size(sizes, arm)
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
     name, key, place = one_line(arm.name), _key(role, arm), arm_id(role, number)
-    return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit)]
+    gib = gib_estimate(arm, report)
+    words = "" if gib.absent or report.capacity is None else f"{gib.value} {gib_heading(report)}"
+    return [FrontierPoint(name, size, mean.value, mean.interval, key, place, unit, words)]
 
 
 def _flat(prefix: str, tree: Mapping[str, Any]) -> list[tuple[str, str]]:

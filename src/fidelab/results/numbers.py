@@ -11,6 +11,7 @@ from pathlib import PurePath
 ABSENT = "–"
 MINUS = "−"
 MIB = 2**20
+GIB = 2**30
 
 
 def format_kld(value: float | None, *, signed: bool = False, bound: bool = False, digits: int = 3) -> str:
@@ -116,6 +117,21 @@ def format_amount(value: float | None) -> str:
 def format_mib(value: float | None) -> str:
     """Format bytes as MiB, without the unit."""
     return ABSENT if value is None else format_amount(value / MIB)
+
+
+def format_gib(value: float | None, *others: float | None) -> str:
+    """Format bytes as GiB with three significant digits, without the unit; of several ``others`` with an arrow."""
+    if others:
+        return " → ".join(format_gib(one) for one in (value, *others))
+    if value is None:
+        return ABSENT
+    size = value / GIB
+    if size and size < 0.001:
+        return "< 0.001"
+    if size >= 999.5:
+        return f"{size:,.0f}"
+    decimals = 2 - math.floor(math.log10(size)) if size else 0
+    return f"{size:.{min(4, decimals)}f}"
 
 
 def format_ratio(value: float | None) -> str:

@@ -88,6 +88,7 @@ class RunFacts:
 
     ``unavailable``: axes that could not be measured, and why.  ``borrowed``: fields of
     :class:`~fidelab.results.record.Borrowed`, and the ``noise`` of the pack; empty where the reference ran here.
+    ``capacity``: fields of :class:`~fidelab.results.capacity_record.CapacityQuestion`.
     """
 
     run_id: str
@@ -96,6 +97,7 @@ class RunFacts:
     environment: Mapping[str, Any]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     borrowed: Mapping[str, Any] = field(default_factory=dict, metadata=OMIT)
+    capacity: Mapping[str, Any] = field(default_factory=dict, metadata=OMIT)
 
     def __post_init__(self) -> None:
         """Raise ValueError if ``created`` is not a time with a zone."""

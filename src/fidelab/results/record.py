@@ -28,6 +28,7 @@ from fidelab.core.errors import InputError
 from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
+from fidelab.results.capacity_record import ArmCapacity, Capacity
 from fidelab.results.decision_record import Certificate, DocumentSums, Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import without_folders
@@ -282,6 +283,8 @@ class ArmRecord(Outcome):
     """Axis → whether a candidate is shown to lose less than the margins there; of axes with right and wrong answers."""
     documents: tuple[DocumentSums, ...] = ()
     """Sums by document of axis kld, a record per context: what paired differences and resamples are computed from."""
+    capacity: ArmCapacity | None = None
+    """Memory at the report's context; null where the bytes of the cache are unknown."""
     measure_elsewhere: str | None = None
     """fidelab command that measures the same format on an engine with a server; where the arm's own has none."""
 
@@ -447,6 +450,8 @@ class Report(Document):
     """Axis → the reference against a replicate of itself: repeatability."""
     borrowed: Borrowed | None = None
     """Origin of the reference, if this run did not run it."""
+    capacity: Capacity | None = None
+    """Context and memory that GiB and users refer to; null where none of them was asked for or found."""
     recommendation: Recommendation | None = None
     """Which candidate to run; null where nothing was compared, and in reports of earlier versions."""
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import format_gib, one_line
 from fidelab.results.record import ArmRecord
 
 REFERENCE = "the reference"
@@ -18,6 +18,7 @@ CONTEXT_FACT = "encoded_90_at"
 MIN_ENCODED_SHARE = 0.5
 """Below it, most of what attention read was exact, and the loss says little about the format: no verdict."""
 _WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
+_IN_16_BITS = "16 bits"
 _LONG = 1000  # times the measured context: exact tokens and states hardly count
 _DEPENDS = 0.01  # of a saving: a smaller change with the length is not worth words
 
@@ -110,20 +111,31 @@ class Sizes:
             at = f" at {self.n_ctx:,} tokens" if name in self.by_length else ""
             return f"{abs(saving):.0%} {than} KV cache than {one_line(self.base_name)}{at}"
         what = "of weights" if self.what == "weights" else f"of weights and cache at {self.n_ctx:,} tokens"
-        return f"{share} than the reference ({size / 2**20:,.0f} MiB {what})"
+        return f"{share} than the reference ({format_gib(size)} GiB {what})"
 
 
 def _base(what: str, reference: ArmRecord, others: Sequence[ArmRecord], n_ctx: int | None) -> tuple[float | None, str]:
     """Return the size that savings refer to, and its name."""
-    if what == "cache":
-        wide = [
-            (size, arm.kv_text if scale == 1 else "16 bits")
-            for arm in (reference, *others)
-            if (scale := _scale_to_16_bits(arm)) is not None and (size := _cache_bytes(arm, n_ctx, scale))
-        ]
-        if wide:
-            return min(wide, key=lambda known: (known[0], known[1] == "16 bits"))
+    if what == "cache" and (found := cache_baseline(reference, others, n_ctx)) is not None:
+        arm, scale, name = found
+        return _cache_bytes(arm, n_ctx, scale), name
     return _bytes_of(what, reference, n_ctx), REFERENCE
+
+
+def cache_baseline(
+    reference: ArmRecord, others: Sequence[ArmRecord], n_ctx: int | None
+) -> tuple[ArmRecord, float, str] | None:
+    """Return the arm with the smallest 16-bit cache, the factor that turns its keys and values into 16 bits, its name.
+
+    ``None`` if no arm has a cache of 16 or 32 bits.
+    """
+    wide = [
+        (size, name == _IN_16_BITS, n, (arm, scale, name))
+        for n, arm in enumerate((reference, *others))
+        if (scale := _scale_to_16_bits(arm)) is not None and (size := _cache_bytes(arm, n_ctx, scale))
+        for name in [arm.kv_text if scale == 1 else _IN_16_BITS]
+    ]
+    return min(wide, key=lambda known: known[:3])[3] if wide else None
 
 
 def _bytes_of(what: str, arm: ArmRecord, n_ctx: int | None) -> float | None:

@@ -52,6 +52,8 @@ from fidelab.models.weights import file_sha256
 from fidelab.physics.gguf_shapes import gguf_geometry
 from fidelab.physics.shapes import Geometry
 from fidelab.plan.arms import inherited_kv, with_kv
+from fidelab.plan.capacity import capacity_of_own
+from fidelab.results.capacity_record import CapacityQuestion
 from fidelab.results.measurement import DECIDING
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.store import RunFolder
@@ -102,6 +104,7 @@ class OwnPlan:
     jobs: tuple[OwnJob, ...]
     sizes: Mapping[int, int]
     text: Text
+    capacity: CapacityQuestion
     base: BaseFile | None = None
     remarks: tuple[str, ...] = ()
 
@@ -213,7 +216,10 @@ def plan_own(experiment: Experiment) -> OwnPlan:
         }
     )
     remarks = (f"llama-perplexity {tool.version}", *_remarks(sizes, base))
-    return OwnPlan(tool, own, tuple(jobs), sizes, text, base, remarks)
+    shapes = [shape for job in jobs if (shape := _geometry(job.arm.path)) is not None]
+    limit = min((shape.max_positions for shape in shapes if shape.max_positions), default=None)
+    capacity = capacity_of_own(own, limit)
+    return OwnPlan(tool, own, tuple(jobs), sizes, text, capacity, base, remarks)
 
 
 def _refuse(experiment: Experiment) -> None:

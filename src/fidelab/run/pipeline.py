@@ -193,7 +193,8 @@ def _run_jobs(
     if (pack := plan.settings.pack) is not None:
         noise = {name: found.model_dump(mode="json") for name, found in pack.manifest.noise.items()}
         borrowed = {**pack.borrowed().model_dump(mode="json"), "noise": noise}
-    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed)
+    capacity = {} if prepared.capacity is None else prepared.capacity.model_dump(mode="json")
+    facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed, capacity=capacity)
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
     looked = 0.0  # seconds in which looks compared them
@@ -269,6 +270,7 @@ def _execute_own(experiment: Experiment, command: str, listener: Listener) -> tu
 
 
 def _run_own(plan: OwnPlan, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+    facts = replace(facts, capacity=plan.capacity.model_dump(mode="json"))
     roles, results = [job.role for job in plan.jobs], list[ArmResult]()
     folder.event("planned", jobs=roles, unsupported={}, unavailable={})
     listener.start(plan, folder)

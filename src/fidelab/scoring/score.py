@@ -27,6 +27,8 @@ from fidelab.engines.hf.kernels import ATTENTION
 from fidelab.metrics.composite import composite, costs_equivalent
 from fidelab.metrics.equivalence import KL_MARGIN, MARGIN, Loss, alpha_of, certify
 from fidelab.metrics.intervals import RatioItems
+from fidelab.results.capacity import with_capacity
+from fidelab.results.capacity_record import CapacityQuestion
 from fidelab.results.coverage import coverage
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.engagement import engaged
@@ -95,6 +97,8 @@ def score_run(
         floor=summary.axes(measured["floor"]) if "floor" in measured else noise,
         borrowed=Borrowed.model_validate(borrowed) if borrowed else None,
     )
+    question = CapacityQuestion.model_validate(dict(facts.capacity)) if facts.capacity else None
+    report = with_capacity(report, question)
     report = recommended(judged(report), **limits.model_dump(exclude={"margin"}))
     tables = [
         (result.arm.name, score.positions)

@@ -37,6 +37,7 @@ from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, 
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import Observed, RuntimeInfo
+from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
 from fidelab.engines.base import Answer, Engine, Shallow, Sink, Support, add_sequence, continuations
 from fidelab.engines.cache_formats import CacheFormat
@@ -51,6 +52,7 @@ from fidelab.engines.llamacpp.harmless import HARMLESS
 from fidelab.engines.llamacpp.head import LlamaHead
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
+    PAGE_CELLS,
     USE_LOGPROBS,
     Floats,
     GraphReads,
@@ -64,7 +66,7 @@ from fidelab.engines.llamacpp.library import (
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
-from fidelab.engines.options import OWN_FLAGS, TOKENS, Value, is_count, one_of
+from fidelab.engines.options import OWN_FLAGS, TOKENS, Value, is_count, one_of, switched
 from fidelab.engines.sampling import draw
 from fidelab.engines.served import Counted
 from fidelab.engines.served import proof as proof_of_way
@@ -261,6 +263,7 @@ class LlamaCppEngine(Engine):
             expected_bytes_per_token=self._expected,
             kv_layers=seen.layers,
             state_bytes_per_sequence=sum(size for _, size in self._states) or None,
+            sequence=self._sequence(seen),
             more={
                 **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
@@ -273,6 +276,20 @@ class LlamaCppEngine(Engine):
                 **({"n_gpu_layers": "ignored: this build has no GPU"} if self._ignores_layers else {}),
             },
         )
+
+    def _sequence(self, seen: SeenCache) -> SequenceBytes | None:
+        """Bytes of a sequence on llama-server, whose layers with a window hold it and a step, in whole pages of cells.
+
+        The library's own default, with which captures are made, holds all tokens there: values are the same.
+        """
+        if not self._bytes or not seen.windowed or switched(self._options.get("swa-full", "no")):
+            return None
+        cells = self._model.window + int(self._options.get("n-ubatch", _CHUNK))
+        stores = (
+            StoreBytes(seen.windowed * self._bytes, window=-(-cells // PAGE_CELLS) * PAGE_CELLS),
+            StoreBytes((1 - seen.windowed) * self._bytes),
+        )
+        return SequenceBytes(stores, float(sum(size for _, size in self._states)))
 
     def close(self) -> None:
         self._model.close()

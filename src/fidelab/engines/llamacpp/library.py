@@ -44,7 +44,7 @@ ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
 }
 _T = TypeVar("_T")
 _WITHOUT_ATTENTION = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
-_PAGE = 256  # cells: the unit in which llama.cpp makes caches
+PAGE_CELLS = 256  # cells: the unit in which llama.cpp makes caches
 _INTEGER_TYPES = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c_uint8)
 _FLOAT_TYPES = (ctypes.c_float, ctypes.c_double)
 _BLOCK = 64  # rows of logits copied at a time
@@ -55,6 +55,8 @@ _HEADS = ("output.weight", "token_embd.weight")  # the second where a model's he
 _CACHE_NAME = re.compile(r"cache_([kv])_l\d+ ")
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
 _CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
+_CACHE_SIZE = re.compile(r"llama_kv_cache: size = +([\d.]+) MiB \(\s*\d+ cells,\s*(\d+) layers")
+_ROUNDED = 0.01  # of a share of bytes, by the log's rounding
 _ATTENTION = re.compile(r"flash_attn\s*= (\w+)")
 _CHOSEN_ATTENTION = re.compile(r"(?i)flash attention (?:not supported, set to )?(enabled|disabled)")
 _ROTATION = re.compile(r"attn_rot_([kv])\s*= (\d)")
@@ -131,6 +133,7 @@ class SeenCache:
 
     Attributes:
         rotated_k, rotated_v: whether keys or values are multiplied by a Hadamard matrix before they are stored.
+        windowed: share of the cache's bytes in layers with a sliding window; 0 without such layers.
         splits: parts of the graph on different devices; more than a GPU's usual two mean that it lacks operations.
     """
 
@@ -141,6 +144,7 @@ class SeenCache:
     rotated_k: bool | None
     rotated_v: bool | None
     splits: int | None
+    windowed: float = 0.0
 
     @classmethod
     def read(cls, lines: Sequence[str]) -> SeenCache:
@@ -160,7 +164,26 @@ class SeenCache:
             rotated_k=_only(rotation["k"]),
             rotated_v=_only(rotation["v"]),
             splits=_only(splits),
+            windowed=_windowed_share(lines),
         )
+
+
+def _windowed_share(lines: Sequence[str]) -> float:
+    """Return the share of a cache's bytes in layers with a sliding window, where all layers hold as many tokens.
+
+    The log rounds bytes.  Where layers of both kinds have as many, their share of the layers is exact.
+    """
+    sizes: dict[bool, tuple[float, int]] = {}
+    windowed = False
+    for line in lines:
+        if "SWA KV cache" in line:
+            windowed = "non-SWA" not in line
+        elif found := _CACHE_SIZE.search(line):
+            sizes[windowed] = float(found[1]), int(found[2])
+    if len(sizes) < 2:
+        return 0.0
+    by_bytes, by_layers = (sizes[True][n] / (sizes[True][n] + sizes[False][n]) for n in (0, 1))
+    return by_layers if abs(by_bytes - by_layers) < _ROUNDED else by_bytes
 
 
 def _only(values: set[_T]) -> _T | None:
@@ -283,6 +306,11 @@ class LlamaModel:
         return bool(native.llama_model_has_decoder(model)) and not native.llama_model_has_encoder(model)
 
     @property
+    def window(self) -> int:
+        """Tokens that layers with a sliding window read; 0 without such layers."""
+        return int(self._native.llama_model_n_swa(self._model))
+
+    @property
     def recurrent_layers(self) -> int:
         """Number of layers in a saved recurrent state, those with attention included; 0 without recurrent layers."""
         native, model = self._native, self._model
@@ -340,7 +368,7 @@ class LlamaContext:
         self.states = states
         self._log = _native()[1]
         self._log.section()
-        room = -(-cells // _PAGE) * _PAGE  # rounded as llama.cpp does, which avoids its warning
+        room = -(-cells // PAGE_CELLS) * PAGE_CELLS  # rounded as llama.cpp does, which avoids its warning
         watched = {"cb_eval": states.callback} if states is not None else {}
         fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **watched, **params}
         context_params = _with(native.llama_context_default_params(), fields)
