@@ -73,7 +73,7 @@ def test_macs_lend_the_gpu_two_thirds_of_a_small_memory_and_three_quarters_of_a_
         ("", "unknown device ''"),
     ],
 )
-def test_what_is_no_single_device_is_refused_in_one_line(text: str, said: str) -> None:
+def test_other_names_than_of_one_device_are_refused_in_one_line(text: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         find_device(text)
     assert said in str(caught.value)

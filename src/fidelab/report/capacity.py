@@ -42,6 +42,8 @@ def memory_lines(report: Report) -> tuple[str, ...]:
     if capacity is None or found is None or capacity.before is None:
         return ()
     if found.arm is None:
+        if found.kind == "reference" or capacity.before.weight_bytes is None:
+            return ()
         return tuple(filter(None, (_size_line(capacity, capacity.before), _fit_line(capacity, capacity.before, None))))
     arm = next((arm for arm in report.candidates if arm.name == found.arm), None)
     if arm is None or arm.capacity is None:

@@ -112,7 +112,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
-        if report.capacity is not None and view.fidelity:
+        if view.fidelity and any(arm.capacity and arm.capacity.weight_bytes for arm in report.candidates):
             _print_labelled("Sizes", f"{shell_line('fidelab', 'estimate', view.rows[0].model)} --device NAME", console)
 
 
