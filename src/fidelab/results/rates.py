@@ -95,8 +95,7 @@ def format_rate(value: float) -> str:
 def describe_rates(arm: ArmRecord, reference: ArmRecord) -> str:
     """Return ``62 → 71 tok/s at 2,048 tokens``, reference first; empty where the candidate has no decode rate.
 
-    A difference of less than 5%, or one that the repeats cover, is no difference seen.  Repeats over several starts
-    are listed.
+    "No difference seen" stands for less than 5%, and where repeats overlap. The range of the repeats follows each rate.
     """
     own = decode_rate_of(arm)
     if own is None or own.value is None:
@@ -124,7 +123,9 @@ DECODED = 32
 
 def _over_starts(arm: ArmRecord, rate: Metric) -> str:
     starts = arm.benches[DECODE].facts.get(STARTS, 1)
-    if rate.span is None or not isinstance(starts, int) or starts < 2:
+    if rate.span is None:
         return ""
-    ends = "–".join(dict.fromkeys(map(format_rate, rate.span)))
-    return f" ({ends} over {starts} starts)"
+    ends = tuple(dict.fromkeys(map(format_rate, rate.span)))
+    if isinstance(starts, int) and starts > 1:
+        return f" ({'–'.join(ends)} over {starts} starts)"
+    return f" ({'–'.join(ends)})" if len(ends) > 1 else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from fidelab.engines.base import one_line
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.resolve import Settings
 from fidelab.plan.speed import (
+    BUDGET,
     MIN_CONTEXT,
     affordable,
     is_timed,
@@ -106,12 +108,14 @@ class SpeedMeter:
             decode = (first[-1] - first[0]) / max(1, len(first) - 1)
             limit = self._settings.model.max_positions
             found.context = affordable(speed_context(jobs), limit, first[0] / MIN_CONTEXT, decode)
-        question = speed_question(self._inputs, found.context)
+        question, began = speed_question(self._inputs, found.context), time.monotonic()
         for number in range(-1, question.repeats):
             if (seconds := self._ask(job, question, number, worker, found)) is None:
                 return worker.outcome.status is Status.OK
             if number >= 0:
                 found.seconds.append(seconds)
+            if found.seconds and time.monotonic() - began > BUDGET:
+                break  # what is there is enough; the estimate was too low
         return True
 
     def _ask(
