@@ -14,8 +14,9 @@ from fidelab.engines.base import engine_class
 from fidelab.engines.fake import FakeEngine
 from fidelab.engines.options import with_default
 from fidelab.plan.prepare import prepare
-from fidelab.plan.speed import BUDGET, DECODED, MIN_CONTEXT, REPEATS, affordable, measures_speed
+from fidelab.plan.speed import BUDGET, MIN_CONTEXT, REPEATS, affordable, measures_speed
 from fidelab.results.measurement import Measurement
+from fidelab.results.rates import DECODED
 from tests.run.harness import Done, cli, compare, fake_file, refused
 
 WRITTEN = 64.0  # tokens per second that the fake engine writes
