@@ -122,6 +122,13 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
     benches: options.Benches = ""
     overrides: options.Set = None
     floor: Annotated[bool, typer.Option(help="Re-run a quarter of the data to measure noise.")] = True
+    speed: Annotated[
+        bool | None,
+        typer.Option(
+            "--speed/--no-speed",
+            help="Measure tokens per second next to the loss, in seconds. \\[default: on servers and GPUs]",
+        ),
+    ] = None
     budget: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +141,7 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
         return {
             "benches": bench_settings(self.benches),
             **({} if self.floor else {"floor": 0.0, "twins": 0.0}),
+            **({} if self.speed is None else {"speed": self.speed}),
             **({} if self.budget is None else {"budget": self.budget}),
         }
 
@@ -297,6 +305,7 @@ def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[st
     It has no control and measures no noise unless ``more`` has them.
     """
     data: dict[str, Any] = {"model": model, "control": "none", "axes": {"kld": kld}, "floor": 0.0, "twins": 0.0}
+    data["speed"] = False  # a question about the loss alone
     from fidelab.config.flags import read_flags
 
     for settings in more:

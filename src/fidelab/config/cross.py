@@ -93,6 +93,7 @@ class CrossEngine(BaseModel):
             candidates=[ArmConfig(kv=line.candidate, model=line.model)],
             axes={name: dict(values) for name, values in axes.items()},
             benches=self.benches,
+            speed=False,
             text=self.text,
             prompts=self.prompts,
             floor=self.floor,

@@ -31,6 +31,7 @@ from fidelab.core.errors import UsageError
 from fidelab.core.names import AUTO_TEXT
 from fidelab.core.share import Share, WholeShare
 from fidelab.engines import DEFAULT, engine_name
+from fidelab.engines.base import runs_own_program
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # docker would take a leading dash for a flag
 
@@ -76,7 +77,7 @@ class EngineConfig(BaseModel):
 
     @model_validator(mode="after")
     def _programs_alone(self) -> Self:
-        if self.bin is not None and (self.name != "llamacpp" or self.python or self.image or self.pythonpath):
+        if self.bin is not None and (self.python or self.image or self.pythonpath or not runs_own_program(self.name)):
             raise ValueError(
                 "bin names the user's own llama.cpp: engine llamacpp, without python, image and pythonpath"
             )
@@ -329,6 +330,10 @@ class Experiment(BaseModel):
     )
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
+    speed: bool | None = Field(
+        default=None,
+        description="measure the decode rate in the processes that save outputs, in seconds; null: on servers and GPUs",
+    )
     text: str = Field(
         default=AUTO_TEXT,
         description="evaluation text: a name or a UTF-8 file; auto: agents for axes core on a GPU or a server, else "
@@ -483,6 +488,12 @@ class Experiment(BaseModel):
             raise ValueError("candidates: name at least one")
         if self.benches and self.executor.name != "local":
             raise ValueError("benches compare timings on one machine: omit them, or use executor local")
+        if self.speed and self.executor.name != "local":
+            raise ValueError("speed: timings are compared on one machine; leave it out, or use executor local")
+        if self.speed and not self.axes:
+            raise ValueError("speed: it is measured while axes run; name an axis, or bench decode instead")
+        if self.speed and (other := next((name for name in ("decode", "serving") if name in self.benches), None)):
+            raise ValueError(f"speed: bench {other} measures it; leave out one of the two")
         if self.device == "cpu" and self.executor.gpus is not None:
             raise ValueError("executor.gpus needs device: cuda; omit it otherwise")
         if self.traffic is not None and not (self.text in (AUTO_TEXT, "default") and self.prompts == "default"):

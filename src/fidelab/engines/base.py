@@ -278,6 +278,7 @@ class Engine(ABC):
     shortened_flags: ClassVar[bool] = True  # its server takes the beginning of a flag for the whole, as argparse does
     native_kv: ClassVar[str] = "bf16"  # default KV format
     cache_formats: ClassVar[Mapping[str, CacheFormat]] = MappingProxyType({})  # its own; none: fidelab's definitions
+    own_program: ClassVar[bool] = False  # a program of the user's own build answers the KLD as well (bin)
     emulates: ClassVar[bool] = False  # stores every format of fidelab by its definition, and has no server
     layer_formats: ClassVar[LayerFormats | None] = None  # of a plan by layer; none: one format for all layers
     separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
@@ -502,6 +503,11 @@ class Engine(ABC):
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release resources. The process exits right after."""
+
+
+def runs_own_program(name: str) -> bool:
+    """Return whether an engine of this package can be a program of the user's own (``bin``)."""
+    return name in ENGINES.built_in and bool(ENGINES.load(name).own_program)
 
 
 def engine_class(name: str) -> type[Engine]:

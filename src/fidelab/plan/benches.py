@@ -38,13 +38,13 @@ class BenchPlan:
     def __init__(self, settings: Settings, tokenizer: Tokenizer) -> None:
         self._settings = settings
         make = partial(random_prompts, len(tokenizer.pieces()), tokenizer.special_ids())
-        self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
+        self.inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
 
     def expected(self, results: Sequence[ArmResult]) -> Iterator[Benched]:
         """Return the planned work, for an estimate."""
         arms = benched_roles(results)
         benches = self._settings.benches
-        questions = [question for bench in benches.values() for question in bench.questions(self._inputs)]
+        questions = [question for bench in benches.values() for question in bench.questions(self.inputs)]
         live = [question for question in questions if not benches[question.bench].fresh]
         loads = self._loads(arms, live)
         for resolved in (self._settings.resolved[result.arm.name] for result in arms):

@@ -25,6 +25,7 @@ from fidelab.plan.capacity import capacity_question
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Estimate, check_disk, estimate
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
+from fidelab.plan.speed import speed_work
 from fidelab.references.borrow import borrow, check_model
 from fidelab.results.capacity_record import CapacityQuestion
 from fidelab.results.measurement import DECIDING
@@ -51,10 +52,12 @@ class PreparedRun:
         """Estimate the cost of the plan without running it.  ``whole``: with all looks, not only the first."""
         if whole:
             return replace(self, plan=self.plan.whole()).estimate()
+        benches = BenchPlan(self.settings, self.inputs.tokenizer)
+        timed = list(speed_work(self.settings, self.plan.jobs, benches.inputs))
         if not self.settings.benches:
-            return estimate(self.plan, self.inputs)
+            return estimate(self.plan, self.inputs, timed)
         results = [ArmResult(job.role, job.arm, Status.OK) for job in self.plan.jobs]
-        return estimate(self.plan, self.inputs, BenchPlan(self.settings, self.inputs.tokenizer).expected(results))
+        return estimate(self.plan, self.inputs, [*benches.expected(results), *timed])
 
 
 def prepare(

@@ -93,6 +93,7 @@ def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
         return experiment, None
     wants = {
         "benches": experiment.benches,
+        "speed": experiment.speed,
         "control": experiment.control not in ("auto", "none"),
         "runs": experiment.runs > 1,
         "text": experiment.text not in (AUTO_TEXT, "default"),
@@ -114,6 +115,7 @@ def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
         "axes": {name: there[name] for name in experiment.axes},
         "control": "none",
         "floor": 0.0,
+        "speed": False,
     }
     return experiment.model_copy(update=changed), pack
 

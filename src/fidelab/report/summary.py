@@ -22,6 +22,7 @@ from fidelab.results.numbers import (
     heading,
     one_line,
 )
+from fidelab.results.rates import MEASURED
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 
@@ -37,6 +38,8 @@ class Performance:
     rows: tuple[tuple[Estimate, ...], ...]
     note: str
     measured: str
+    in_table: bool = False
+    """Nothing but decode rates that the main table has."""
 
 
 def contexts_of(report: Report) -> TextTable | None:
@@ -394,6 +397,7 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
         rows=tuple(tuple(cells[n] for cells in columns.values()) for n, _ in enumerate(arms)),
         note=" ".join(notes),
         measured=joined([one_line(name) for name in names]),
+        in_table=all(found.facts.get(MEASURED) for _, record in arms for found in record.benches.values()),
     )
 
 

@@ -35,7 +35,7 @@ _INDENT_COLUMNS = 11  # of the lines below the answer
 _LONG_HEADING = 12  # letters
 _MAX_LISTED, _MAX_ROW = 40, 200  # rows of a table of words, and characters of a row
 _MAX_REASONS = 8  # lines on the first screen
-_DROPPED_COLUMNS = ("95% interval", "confident flips", "same top token", "size")
+_DROPPED_COLUMNS = ("95% interval", "confident flips", "tok/s", "same top token", "size")
 """Columns that narrow terminals leave out, in this order, after GiB: the answer has those."""
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
@@ -90,7 +90,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     others = [table for table in view.beside if table.key == "others"]
     for table in others:
         _print_titled(table, console)
-    if view.performance is not None and view.performance.columns and not view.summarized:
+    if view.performance is not None and view.performance.columns and not (view.summarized or view.performance.in_table):
         # Speed and memory of each configuration that a bench measured; below a figure its ratio to the reference's
         rows = tuple(
             (name, *map(str, figures))

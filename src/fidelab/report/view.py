@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fidelab.core import Status
@@ -53,6 +53,7 @@ from fidelab.report.tables import NAME, TextTable, cache_layers_of, runtime_tabl
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
+from fidelab.results.rates import decode_rate_of, format_rate
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 from fidelab.results.sizes import Sizes
 
@@ -145,6 +146,8 @@ class ArmRow:
     others: tuple[str, ...] = ()
     """Results of the other axes, in words: ``rniah: lost 9 of 36``."""
     why: str = ""
+    rate: Estimate = field(default_factory=Estimate)
+    """Decode rate of one sequence, tok/s."""
     chosen: bool = False
     preliminary: bool = False
     modified: tuple[str, ...] = ()
@@ -172,10 +175,11 @@ class ArmRow:
     def cells(self) -> tuple[str, ...]:
         """Figures of the main table, in the order of :attr:`View.columns`."""
         kld, interval = self.kld.value, self.kld.margin
-        return (kld, interval, self.same.value, self.flips.value, self.size.value, self.gib.value)
+        figures = (self.same, self.flips, self.size, self.rate, self.gib)
+        return (kld, interval, *(figure.value for figure in figures))
 
 
-FIGURES = ("KLD", "95% interval", "same top token", "confident flips", "size", "GiB")
+FIGURES = ("KLD", "95% interval", "same top token", "confident flips", "size", "tok/s", "GiB")
 """Figures of the main table; :attr:`View.headings` has their headings."""
 
 
@@ -455,11 +459,20 @@ def _row(role: str, arm: ArmRecord, report: Report, sizes: Sizes) -> ArmRow:
         text=text_of(kld),
         others=(*map(one_line, judged.notes if judged else ()), *describe_other_tests(arm)),
         why="; ".join(_open(arm, sentence, found)) if role == "candidate" else "",
+        rate=_rate(arm),
         chosen=chosen,
         preliminary=judged is not None and judged.preliminary,
         modified=_modified(arm),
         mean=(kld.value("mean", {}) if kld else None) or (math.inf if kld_of(kld).absent else 0.0),
     )
+
+
+def _rate(arm: ArmRecord) -> Estimate:
+    """Return the decode rate of one sequence, tok/s."""
+    rate = decode_rate_of(arm)
+    if rate is None or rate.value is None:
+        return Estimate()
+    return Estimate(format_rate(rate.value), order=f"{rate.value:g}")
 
 
 def _open(arm: ArmRecord, sentence: str, found: Recommendation | None) -> Iterator[str]:

@@ -44,7 +44,7 @@ def adverse(arm: ArmRecord, reference: ArmRecord) -> tuple[Finding, ...]:
     worst = max(mean.repeats, default=None) if mean is not None else None
     if worst is not None and band is not None and is_worse(found := kl_band(worst), band):
         others.append(Finding(f"another run is {found.value.lower()}: KLD {format_nats(worst)}"))
-    slowest = next(iter(rate_ratios(arm, reference)), None)
+    slowest = next((found for found in rate_ratios(arm, reference) if found.seen), None)
     if slowest is not None and slowest.ratio < EQUAL_RATE_SHARE:
         rates = f"{format_amount(slowest.own)} of {format_amount(slowest.other)} tok/s"
         text = f"slower: {slowest.ratio:.2f}× the reference in {one_line(slowest.where)} ({rates})"

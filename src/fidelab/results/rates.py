@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fidelab.results.measurement import label
+from fidelab.results.measurement import Metric, label
 from fidelab.results.record import ArmRecord
 
 _RATES = ("isolated", "output_rate")  # of generated tokens, of benches decode and load
@@ -19,12 +19,18 @@ class RateRatio(NamedTuple):
     own: float
     other: float
     where: str
+    seen: bool = True
+    """Whether the repeats of the two lie apart, as far as both have any."""
 
 
 def rates_of(arm: ArmRecord) -> dict[tuple[str, str, str], float]:
     """Return the rates of generated tokens, tok/s, by bench, metric and shape of work."""
+    return {at: metric.value for at, metric in _metrics_of(arm).items() if metric.value is not None}
+
+
+def _metrics_of(arm: ArmRecord) -> dict[tuple[str, str, str], Metric]:
     return {
-        (bench, metric.key, label(metric.cell)): metric.value
+        (bench, metric.key, label(metric.cell)): metric
         for bench, found in arm.benches.items()
         for metric in found.metrics
         if metric.key in _RATES and metric.value is not None
@@ -38,20 +44,88 @@ def lowest_rate(arm: ArmRecord) -> float | None:
 
 def rate_ratios(arm: ArmRecord, other: ArmRecord) -> list[RateRatio]:
     """Return the ratio of the rates in each shape of work that both were measured in, the smallest first."""
-    own, theirs = rates_of(arm), rates_of(other)
-    shared = (at for at in own if theirs.get(at))
-    return sorted(
-        RateRatio(own[at] / theirs[at], own[at], theirs[at], f"{at[0]}{f' ({at[2]})' if at[2] else ''}")
-        for at in shared
-    )
+    own, theirs = _metrics_of(arm), _metrics_of(other)
+    found = []
+    for at, metric in own.items():
+        base = theirs.get(at)
+        if base is None or not base.value or metric.value is None:
+            continue
+        where = f"{at[0]}{f' ({at[2]})' if at[2] else ''}"
+        found.append(RateRatio(metric.value / base.value, metric.value, base.value, where, _apart(metric, base)))
+    return sorted(found)
+
+
+def _apart(own: Metric, other: Metric) -> bool:
+    """Whether no repeat of one lies between those of the other. Without repeats on both sides nothing contradicts."""
+    if own.span is None or other.span is None:
+        return True
+    return own.span[0] > other.span[1] or own.span[1] < other.span[0]
 
 
 def is_slower(arm: ArmRecord, other: ArmRecord) -> bool:
     """Whether a bench shows a rate more than 5% below the other's in some shape of work."""
-    return any(found.ratio < EQUAL_RATE_SHARE for found in rate_ratios(arm, other))
+    return any(found.seen and found.ratio < EQUAL_RATE_SHARE for found in rate_ratios(arm, other))
 
 
 def is_faster(arm: ArmRecord, other: ArmRecord) -> bool:
     """Whether a bench shows a rate more than 5% above the other's in some shape of work, and a lower one in none."""
     found = rate_ratios(arm, other)
-    return any(1 / one.ratio < EQUAL_RATE_SHARE for one in found if one.ratio) and not is_slower(arm, other)
+    faster = any(one.seen and 1 / one.ratio < EQUAL_RATE_SHARE for one in found if one.ratio)
+    return faster and not is_slower(arm, other)
+
+
+DECODE = "decode"
+"""The bench of the rate of one sequence."""
+
+
+def decode_rate_of(arm: ArmRecord) -> Metric | None:
+    """Return the decode rate (tok/s) of one sequence at the largest depth; ``None`` where it was not measured."""
+    found = arm.benches.get(DECODE)
+    if found is None or not found.measured:
+        return None
+    measured = [m for m in found.metrics if m.key == "isolated" and m.value is not None and m.cell.get("batch") == 1]
+    return max(measured, key=lambda metric: float(metric.cell.get("depth", 0)), default=None)
+
+
+def format_rate(value: float) -> str:
+    """Return a rate in tok/s with three digits at most: ``62``, ``6.21``, ``702``."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def describe_rates(arm: ArmRecord, reference: ArmRecord) -> str:
+    """Return ``62 → 71 tok/s at 2,048 tokens``, reference first; empty where the candidate has no decode rate.
+
+    "No difference seen" stands for less than 5%, and where repeats overlap. The range of the repeats follows each rate.
+    """
+    own = decode_rate_of(arm)
+    if own is None or own.value is None:
+        return ""
+    base = decode_rate_of(reference)
+    if base is not None and base.cell != own.cell:
+        base = None
+    at = f" tok/s at {own.cell['depth']:,} tokens" if own.cell.get("depth") else " tok/s"
+    if base is None or not base.value:
+        return f"{format_rate(own.value)}{_over_starts(arm, own)}{at}"
+    first = f"{format_rate(base.value)}{_over_starts(reference, base)} → "
+    same = not _apart(own, base) or EQUAL_RATE_SHARE <= own.value / base.value <= 1 / EQUAL_RATE_SHARE
+    return f"{first}{format_rate(own.value)}{_over_starts(arm, own)}{at}{', no difference seen' if same else ''}"
+
+
+STARTS = "starts"
+"""Fact of a decode rate: over how many starts of the engine its repeats are spread."""
+
+
+MEASURED = "measured"
+"""Fact of a decode rate that no bench of the run asked for: when it was measured."""
+DECODED = 32
+"""Tokens that such a rate is measured over, after the first one: as many as bench decode times."""
+
+
+def _over_starts(arm: ArmRecord, rate: Metric) -> str:
+    starts = arm.benches[DECODE].facts.get(STARTS, 1)
+    if rate.span is None:
+        return ""
+    ends = tuple(dict.fromkeys(map(format_rate, rate.span)))
+    if isinstance(starts, int) and starts > 1:
+        return f" ({'–'.join(ends)} over {starts} starts)"
+    return f" ({'–'.join(ends)})" if len(ends) > 1 else ""

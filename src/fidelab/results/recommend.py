@@ -24,7 +24,7 @@ from fidelab.results.depth import depth_statement
 from fidelab.results.effect import NOTHING_CHANGED, effect_of, is_unchanged
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import counted, format_nats, format_percent, one_line
-from fidelab.results.rates import rate_ratios
+from fidelab.results.rates import describe_rates, rate_ratios
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.sizes import MIN_ENCODED_SHARE, encoded_90_at, encoded_share
 
@@ -253,6 +253,8 @@ def _evidence(
         facts = [f"KLD {format_nats(kld.value('mean', {}))}"]
         if (same := kld.value("top1", {})) is not None:
             facts.append(f"same top token {100 * same:.1f}%")
+    if rates := describe_rates(best, field.reference):
+        facts.append(rates)
     if share is not None:
         often = "more than 99%" if 0.995 <= share < 1 else f"{share:.0%}"
         facts.append(f"chosen in {often} of resamples")

@@ -77,7 +77,7 @@ class BenchRunner(BenchPlan):
         """Run all benches. Returns the results with their records, and the arms that only benches asked."""
         self._asking.pace.begin(BENCHES, 0.0)
         arms = benched_roles(results)
-        questions = {name: bench.questions(self._inputs) for name, bench in self._settings.benches.items()}
+        questions = {name: bench.questions(self.inputs) for name, bench in self._settings.benches.items()}
         fresh = {name: asked for name, asked in questions.items() if self._settings.benches[name].fresh}
         live = [question for name, asked in questions.items() if name not in fresh for question in asked]
         live.sort(key=lambda question: not self._settings.benches[question.bench].first)

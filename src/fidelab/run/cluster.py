@@ -13,6 +13,7 @@ another.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -21,19 +22,25 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from fidelab.axes.base import load_axis
 from fidelab.captures.reader import is_complete
-from fidelab.core import Status, plain_json, usable_cores
-from fidelab.core.errors import EngineError, UsageError
+from fidelab.captures.store import Readers
+from fidelab.core import Estimator, Status, plain_json, usable_cores
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, EngineError, UsageError
+from fidelab.core.roles import TWIN, kind_of
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
+from fidelab.results.outcomes import ArmResult
+from fidelab.scoring.dropping import compared_pairs, drop_where_compared, exclusive
 from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
 from fidelab.workers.parent import JobOutcome, Worker
 
+_LOGGER = logging.getLogger(__name__)
 _Listen = Callable[[Message], object]
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -440,3 +447,43 @@ class _RayJob:
     def cancel(self) -> None:
         with suppress(Exception):  # the cluster may be what is gone
             self._ray.cancel(self._ref, force=True)
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def drop_rows_on_cluster(
+    cluster: Cluster,
+    axes: Mapping[str, Mapping[str, Any]],
+    results: Sequence[ArmResult],
+    folder: Path,
+    readers: Readers,
+) -> None:
+    """Drop rows on a cluster where all arms have answered, hidden states included. Its nodes compare the rows.
+
+    ``axes``: their settings by name.  ``folder``: folder that all nodes see. Rows that a node did not compare are left
+    to scoring.
+    """
+    pairs = compared_pairs(results)
+    for twins in (True, False):
+        running = []
+        with ExitStack() as held:
+            for result, base in pairs:
+                if (kind_of(result.role) == TWIN) == twins and held.enter_context(exclusive(readers, result)):
+                    arms = {"result": result.record(folder), "base": base.record(folder)}
+                    ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
+                    running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
+            for handle in running:
+                try:
+                    handle.result()
+                except (Lost, *UNTRUSTED_DATA_ERRORS) as error:
+                    _LOGGER.debug("rows are compared here: %s", error)
+
+
+def _drop_here(ticket: str) -> str:
+    """Node's part of :func:`drop_rows_on_cluster`."""
+    asked = json.loads(ticket)
+    result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
+    axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
+    drop_where_compared(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN))
+    return ""

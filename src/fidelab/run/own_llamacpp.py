@@ -94,7 +94,7 @@ class _Pace:
 
 @dataclass(frozen=True)
 class OwnPlan:
-    """What a run does: configurations, and windows by context.
+    """Plan of a run: configurations, and windows by context.
 
     ``base``: a file of the reference's rows that exists already.  ``remarks``: lines to show before the run.
     """
@@ -398,7 +398,7 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
 
 @dataclass
 class _Collected:
-    """What is known of one configuration so far."""
+    """Results of one configuration so far."""
 
     job: OwnJob
     reason: str | None = None
@@ -640,7 +640,7 @@ def _request(plan: OwnPlan, n_ctx: int, known: BaseFile, evaluated: EvaluationTe
 
 
 def _ran(plan: OwnPlan, arm: Arm, log: ToolLog) -> dict[str, Any]:
-    """What ran, as the program's log says it; what the log does not say is open."""
+    """Runtime facts, as the program's log says it; what the log does not say is open."""
     kinds = log.types()
     shape = _geometry(arm.path)
     found = [next(iter(kind)) if len(kind) == 1 else None for kind in kinds]

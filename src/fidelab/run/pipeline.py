@@ -28,6 +28,7 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, resume_line, shell_line, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.serial import from_json, to_json
+from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan
 from fidelab.plan.estimate import Timings
 from fidelab.plan.looks import check_budget, n_looks, planned, seconds_of
@@ -37,11 +38,11 @@ from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, BenchRunner
-from fidelab.run.cluster import Cluster, RayCluster
+from fidelab.run.cluster import Cluster, RayCluster, drop_rows_on_cluster
 from fidelab.run.own_llamacpp import OwnPlan, plan_own, run_own
-from fidelab.run.rows import drop_rows_on_cluster
-from fidelab.run.runner import JobRunner, Listener, Silent, needs_of, starting
+from fidelab.run.runner import JobRunner, Listener, Silent, needs_of, starting, task_of
 from fidelab.run.signals import terminate_as_interrupt
+from fidelab.run.speed import SpeedMeter
 from fidelab.scoring.dropping import drop_compared_rows, drop_reference_rows
 from fidelab.scoring.looks import undecided
 from fidelab.scoring.score import ScoredRun, score_run
@@ -206,9 +207,14 @@ def _run_jobs(
         with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
                 ahead.start()
-            runner = JobRunner(prepared, listener, folder.event, servers=servers, cluster=cluster, readers=readers)
+            bench_inputs = BenchPlan(plan.settings, prepared.inputs.tokenizer).inputs
+            speed = SpeedMeter(plan.settings, bench_inputs, folder.path / "speed", task_of, folder.event)
+            runner = JobRunner(
+                prepared, listener, folder.event, servers=servers, cluster=cluster, readers=readers, speed=speed
+            )
             runner.pace.expect({job.role: job.seconds for job in expected.jobs})
-            runner.pace.expect({BENCHES: sum(expected.benches.values())} if expected.benches else {})
+            if plan.settings.benches:
+                runner.pace.expect({BENCHES: sum(expected.benches.values())})
             runner.pace.expect({"scoring": expected.scoring})
             if plan.settings.axes:
                 answered = runner.run_all(plan.jobs, folder.log)
@@ -237,6 +243,10 @@ def _run_jobs(
                 tokenizer, timed = prepared.inputs.tokenizer, folder.path / "timed"
                 benching = BenchRunner(plan.settings, tokenizer, runner, timed, folder.log, listener, folder.event)
                 results = benching.run(results)
+                _store_outcomes(folder, facts, plan, results)
+            timed_results = speed.recorded(results)
+            if timed_results != results:
+                results = timed_results
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             began = time.monotonic()

@@ -24,11 +24,13 @@ from fidelab.plan.prepare import prepare
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Flag, Measurement, Metric
 from fidelab.results.numbers import format_figure
+from fidelab.results.rates import DECODE
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
 from fidelab.run.pipeline import Interrupted, execute, first_replicate, rescore, resume
 from fidelab.run.runner import Listener
+from fidelab.run.speed import merged_rates
 
 STRIDE = 100  # between the replicate numbers of two runs; a run itself uses a handful
 _LOST = "lost"  # kind of the flag of an axis that has no result in some run
@@ -147,7 +149,12 @@ def merge(reports: Sequence[Report]) -> Report:
     controls = [report.control for report in reports if report.control is not None]
     control = _merged(controls) if len(controls) == len(reports) else first.control
     floor = {name: _repeated([report.floor.get(name) for report in reports]) for name in first.floor}
-    merged = first.model_copy(update={"candidates": candidates, "control": control, "floor": floor})
+    reference = first.reference
+    if (rates := merged_rates([report.reference.benches.get(DECODE) for report in reports])) is not None:
+        reference = reference.model_copy(update={"benches": {**reference.benches, DECODE: rates}})
+    merged = first.model_copy(
+        update={"reference": reference, "candidates": candidates, "control": control, "floor": floor}
+    )
     return merged if first.recommendation is None else recommended(merged, **first.recommendation.limits)
 
 
@@ -156,7 +163,10 @@ def _merged(arms: Sequence[ArmRecord]) -> ArmRecord:
     axes: Mapping[str, Measurement] = {
         name: _with_spread(name, [arm.axes.get(name) for arm in arms], arms) for arm in arms for name in arm.axes
     }
-    return arms[0].model_copy(update={"axes": axes})
+    benches = dict(arms[0].benches)
+    if (rates := merged_rates([arm.benches.get(DECODE) for arm in arms])) is not None:
+        benches[DECODE] = rates
+    return arms[0].model_copy(update={"axes": axes, "benches": benches})
 
 
 def _repeated(found: Sequence[Measurement | None]) -> Measurement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
@@ -31,6 +32,7 @@ from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.run.cluster import Cluster, Needs, run_job
+from fidelab.run.speed import SpeedMeter
 from fidelab.scoring.comparing import RowComparer
 from fidelab.workers.fork_server import ForkServers
 from fidelab.workers.messages import (
@@ -213,6 +215,7 @@ class _Clocked:
     def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], rates: Rates) -> None:
         self.rates = rates
         self.took: dict[str, tuple[Work, float]] = {}
+        self.timing = 0.0  # seconds in which the engine was timed
         self._missing, self._model = missing, job.resolved.model
         self._work, self._parts = Work(), (0.0, 0.0)
 
@@ -241,8 +244,8 @@ class JobRunner:
     """Run jobs one after another. The reference comes first, because its answers lead to requests for all arms.
 
     ``servers``: fork the workers; ``None``: each starts afresh.  ``event``: called with the name and the fields of each
-    event.  ``cluster``: cluster that runs the jobs, if any.  ``readers``: of the run's captures; with them, rows that
-    no other run reads go as they are compared.
+    event. ``speed``: times the jobs' engines before their processes end. ``cluster``: cluster that runs the jobs,
+    if any. ``readers``: of the run's captures; with them, rows that no other run reads go as they are compared.
     """
 
     def __init__(
@@ -254,10 +257,12 @@ class JobRunner:
         servers: ForkServers | None = None,
         cluster: Cluster | None = None,
         readers: Readers | None = None,
+        speed: SpeedMeter | None = None,
     ) -> None:
         self._settings = settings = prepared.settings
         self._readers = readers if cluster is None else None
         self._cluster = cluster
+        self._speed = speed
         self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
         self._inputs = inputs = prepared.inputs
         self._sample = prepared.sample
@@ -327,7 +332,11 @@ class JobRunner:
 
             comparer = RowComparer(self._settings.axes)
 
+            timing = False
+
             def hear(received: Message) -> Message | None:
+                if timing:  # of answers that are no part of the job
+                    return None
                 if isinstance(received, Written):
                     asked = missing[received.index]
                     return comparer.compare(asked.axis, asked.folder, asked.base, received)
@@ -353,7 +362,16 @@ class JobRunner:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
                 spawn = spawner(job.resolved, self._servers)
-                outcome = Worker(message, **process, spawn=spawn, listen=hear).run(more if leads else None)
+                with Worker(message, **process, spawn=spawn, listen=hear) as worker:
+                    alive = worker.ask() and (not leads or worker.ask(more()))
+                    done = replace(worker.outcome)
+                    if alive and self._speed is not None and self._speed.is_due(job):
+                        timing, began = True, time.monotonic()
+                        alive = self._speed.measure(job, self._jobs, worker)
+                        clocked.timing = time.monotonic() - began
+                        if not alive:  # all outputs were saved before
+                            worker.outcome = done
+                    outcome = worker.finish()
                 if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
                     outcome.reason = f"{outcome.reason}; {job.arm.kv.label} fails with a small model, too: {why}"
             else:
@@ -387,7 +405,7 @@ class JobRunner:
         self._event("job_ended", role=job.role, status=status, reason=result.reason, seconds=seconds)
         self.pace.share(1.0)
         if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
-            load = outcome.seconds - sum(spent for _, spent in clocked.took.values())
+            load = outcome.seconds - clocked.timing - sum(spent for _, spent in clocked.took.values())
             Timings().add(job.resolved, load, clocked.took)
         self._listener.job_ended(job, result)
         return result

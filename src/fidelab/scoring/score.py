@@ -36,6 +36,7 @@ from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import public_name
 from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.plots import Texts
+from fidelab.results.rates import DECODE, DECODED, MEASURED
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
 from fidelab.results.verdict import judged
@@ -367,7 +368,11 @@ def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -
     machine |= {"device": ran.get("device"), "threads": arm.threads}
     work = {"weights": arm.weights, "dtype": arm.dtype}
     protocols = {name: BENCHES.load(name).protocol for name in experiment.benches}
-    return {
+    found = {} if DECODE in experiment.benches else reference.benches.get(DECODE, {})
+    own = {}
+    if (taken := found.get("facts", {}).get(MEASURED)) is not None:
+        own = {f"benches.{DECODE}": {MEASURED: taken, "n": DECODED, **work, **machine}}
+    return own | {
         f"benches.{name}": {**{key: experiment.benches[name].get(key) for key in protocol}, **work, **machine}
         for name, protocol in protocols.items()
     }

@@ -125,6 +125,7 @@ class LlamaCppEngine(Engine):
     shortened_flags: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     checkpoint_format: ClassVar[str] = "gguf"
+    own_program: ClassVar[bool] = True
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
     options: ClassVar[Mapping[str, Value]] = _OPTIONS
     controlled: ClassVar[Mapping[str, str]] = _CONTROLLED

@@ -71,7 +71,7 @@ class CacheLog:
 
 @dataclass(frozen=True)
 class ToolLog:
-    """What the log of one run says about it.
+    """Facts about one run from its log.
 
     ``devices``: where caches lie; ``rate``: prompt tokens per second; ``perplexity``: the tool's own estimate and its
     standard error.  ``None`` and empty: the log does not say.
