@@ -322,6 +322,8 @@ def launch(
     """
     from fidelab.run.repeat import execute_all
 
+    for line in experiment.left_out:
+        note(f"fidelab: {line}")
     if dry_run:
         from fidelab.cli.dry_run import show_pasted, show_plan
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
 
 _FORMS = "Export"
+_FRONTIER_PIXELS = 800
 
 
 class _Format(StrEnum):
     LM_EVAL = "lm-eval"
     HUB = "hub"
+    BADGE = "badge"
+    FRONTIER = "frontier"
 
 
 @options.expand_options
@@ -34,8 +38,15 @@ def report(
     show: options.ShowOptions,
     form: Annotated[
         _Format | None,
-        typer.Option("--format", help="Export as lm-eval (JSON) or hub (model card).", rich_help_panel=_FORMS),
+        typer.Option(
+            "--format",
+            help="Export as lm-eval (JSON), hub (model card), badge or frontier (SVG).",
+            rich_help_panel=_FORMS,
+        ),
     ] = None,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print a line per configuration as CSV.", rich_help_panel=_FORMS)
+    ] = False,
     arm: Annotated[
         str | None,
         typer.Option(
@@ -63,6 +74,8 @@ def report(
       fidelab report runs/20260101-120000-smollm2-135m/report.json --details
 
       fidelab report latest --format lm-eval --arm q8_0 -o results.json
+
+      fidelab report latest --format badge -o badge.svg
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
@@ -75,6 +88,22 @@ def report(
 
     asked = limits.settings().get("limits")
     memory = capacity.settings()
+    if as_csv:
+        _refuse_with_csv(
+            {
+                "--format": form,
+                "--rescore": rescore,
+                "--details": show.details,
+                "--markdown": show.markdown,
+                "--json": show.as_json,
+                "--arm": arm,
+                "-o": out,
+                "limits": asked,
+                "--context or --fit": memory,
+            }
+        )
+        _print_csv(run_dir)
+        return
     if memory and (rescore or form is not None):
         raise UsageError(f"--{next(iter(memory))} changes what is printed alone: leave out --rescore and --format")
     if (run_dir / STUDY).is_file() and not (form or memory or rescore or asked or show.details):
@@ -123,6 +152,22 @@ def _with_memory(report: Report, asked: options.CapacityOptions) -> Report:
     return asked_again(report, n_ctx, None if asked.fit is None else parse_memory(asked.fit))
 
 
+def _refuse_with_csv(others: Mapping[str, object]) -> None:
+    from fidelab.core.errors import UsageError
+
+    if given := [name for name, value in others.items() if value]:
+        raise UsageError(f"--csv prints figures as they are stored: omit {' and '.join(given)}")
+
+
+def _print_csv(run_dir: Path) -> None:
+    """Print the figures of each configuration with the columns of ``runs list --csv``."""
+    from fidelab.report.runs import rows_of, runs_csv
+    from fidelab.results.store import read_run
+
+    report = read_run(run_dir)
+    print(runs_csv(rows_of(report.run_id, report)), end="")
+
+
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
     """Write a report in the format of another tool; an existing model card is not replaced."""
     from fidelab.core import write_atomically
@@ -131,10 +176,16 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> N
     from fidelab.results.store import read_run
 
     report = read_run(run_dir)
-    chosen = choose_arm(report, arm)
-    if form is _Format.HUB:
-        text = model_card(report, chosen)
+    if form is _Format.FRONTIER:
+        text = _frontier(report, arm)
+    elif form is _Format.BADGE:
+        from fidelab.report.standalone import badge_svg
+
+        text = badge_svg(choose_arm(report, arm)) + "\n"
+    elif form is _Format.HUB:
+        text = model_card(report, choose_arm(report, arm))
     else:
+        chosen = choose_arm(report, arm)
         text = json.dumps(lm_eval_results(report, chosen), indent=2, ensure_ascii=False) + "\n"
     if out is None:
         sys.stdout.write(text)
@@ -142,3 +193,16 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> N
         raise UsageError(f"{out} exists and is not replaced: name another file with -o")
     else:
         print(write_atomically(out, text))
+
+
+def _frontier(report: Report, arm: str | None) -> str:
+    """Return the chart of loss against size of all configurations."""
+    from fidelab.core.errors import UsageError
+    from fidelab.report.standalone import frontier_svg
+
+    if arm is not None:
+        raise UsageError("--format frontier draws all configurations: omit --arm")
+    drawn = frontier_svg(report, _FRONTIER_PIXELS)
+    if drawn is None:
+        raise UsageError(f"{report.run_id} has no configuration with both a KLD and a size: there is no frontier")
+    return drawn + "\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fidelab.config.cross import KIND, CrossEngine
+from fidelab.config.files import expand_files
 from fidelab.config.load import read_yaml, validate_as
 from fidelab.config.presets import cells_of, expand_presets
 from fidelab.config.schema import Experiment
@@ -37,7 +38,9 @@ def validate(data: Mapping[str, Any], where: str, trust: Trust | None = None) ->
             first error, with its place in ``where``.
     """
     check = partial(check_trust, trust=trust)
+    data, left_out = expand_files(data, where)
     experiment = placed(validate_as(Experiment, expand_presets(data, where, check), where))
+    experiment._left_out = left_out
     if "preset" in experiment.vary:
         try:
             experiment._cells = tuple(cells_of(experiment, check))

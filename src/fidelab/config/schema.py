@@ -395,6 +395,7 @@ class Experiment(BaseModel):
     captures_dir: str | None = Field(default=None, description="folder of captures; <output_dir>/captures by default")
 
     _cells: tuple[ArmConfig, ...] | None = PrivateAttr(default=None)
+    _left_out: tuple[str, ...] = PrivateAttr(default=())
 
     @property
     def levels(self) -> list[Levels]:
@@ -410,6 +411,11 @@ class Experiment(BaseModel):
         if self._cells is not None:
             return self._cells
         return tuple(ArmConfig.model_validate(cell_fields(levels)) for levels in self.levels)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A line for each file that a pattern of candidates matches and that holds no language model."""
+        return self._left_out
 
     @property
     def arms(self) -> tuple[ArmConfig, ...]:

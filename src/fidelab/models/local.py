@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,6 +54,29 @@ _GGUF_TYPES: Mapping[str, str] = {
     "imatrix": "is an importance matrix ({said}), which llama-quantize reads: pass the model's file",
     "vocab": "holds a vocabulary alone ({said}): pass the model's file",
 }
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files of a GGUF model: of a split one those that are here, the given one among them."""
+    match = SPLIT.fullmatch(file.name)
+    if match is None:
+        return [file]
+    return sorted(file.parent.glob(f"{glob.escape(match['stem'])}-?????-of-{match['count']}.gguf"))
+
+
+def bits_per_weight(file: Path) -> float:
+    """Return ``8 × bytes of the tensors / number of their elements`` of a GGUF model, all parts of a split one.
+
+    Every tensor counts, also norms in float32.  See docs/metrics.md#bits-per-weight.
+
+    Raises:
+        InputError: If a file cannot be read, or holds no tensor.
+    """
+    headers = [read_header(part) for part in parts_of(file)]
+    weights = sum(math.prod(tensor.shape) for header in headers for tensor in header.tensors)
+    if not weights:
+        raise InputError(f"{file} holds no tensors")
+    return 8 * sum(header.data_bytes for header in headers) / weights
 
 
 def local_model(name: str) -> Path | None:

@@ -31,6 +31,7 @@ from fidelab.environments.queries import EngineAnswers
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.models.gguf import head_sizes, read_header
+from fidelab.models.local import bits_per_weight, parts_of
 from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import DTYPES, inherited_kv, other_attention, resolve_arm, same_attention, served_name, with_kv
 from fidelab.plan.deploy import ResolvedArm, loads_safetensors
@@ -499,12 +500,20 @@ def refuse_same_server(settings: Settings) -> None:
             )
 
 
-def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
-    """Size of the weights that an engine loads, for the record; empty where a server has them, or where unknown."""
+def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, float]:
+    """Size of the weights that an engine loads, for the record; empty where a server has them, or where unknown.
+
+    Bits per weight are those of GGUF files.
+    """
     if engine.is_server or model.kind == "fake":
         return {}
     gguf = model.gguf if engine.checkpoint_format == "gguf" else None
-    return {"weight_bytes": gguf.stat().st_size if gguf else model.weight_bytes}
+    if gguf is None:
+        return {"weight_bytes": model.weight_bytes}
+    return {
+        "weight_bytes": sum(part.stat().st_size for part in parts_of(gguf)),
+        "bits_per_weight": bits_per_weight(gguf),
+    }
 
 
 def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:

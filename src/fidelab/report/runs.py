@@ -38,7 +38,16 @@ COLUMNS = (
 )
 _CSV = (
     *("run", "created", "model", "configuration", "engine", "kv", "device", "verdict", "kld_nats", "kld_low"),
-    *("kld_high", "same_top", "cache_bytes_per_token", "tokens_per_s", "tokens_per_s_of", "accuracy"),
+    *(
+        "kld_high",
+        "same_top",
+        "cache_bytes_per_token",
+        "weight_bytes",
+        "bits_per_weight",
+        "tokens_per_s",
+        "tokens_per_s_of",
+        "accuracy",
+    ),
 )
 
 
@@ -119,6 +128,11 @@ def runs_table(rows: Sequence[RunRow]) -> TextTable:
     return TextTable("runs", "Figures", tuple(COLUMNS[n] for n in kept), shown, named=4)
 
 
+def _weights(arm: ArmRecord) -> tuple[int | None, float | None]:
+    """Return the bytes of an arm's weights and its bits per weight."""
+    return (None, None) if arm.ran is None else (arm.ran.weight_bytes, arm.ran.bits_per_weight)
+
+
 def runs_csv(rows: Sequence[RunRow]) -> str:
     """Return the figures as CSV (RFC 4180): numbers in full, empty where nothing was measured."""
     text = io.StringIO()
@@ -131,7 +145,7 @@ def runs_csv(rows: Sequence[RunRow]) -> str:
         values = (
             *(row.run, row.report.created.isoformat(), row.arm.model, row.arm.name, row.arm.engine, kv_of(row.arm)),
             *(row.device, row.verdict, mean and mean.value, low, high, kld.value("top1", {}) if kld else None),
-            *(row.cache_bytes, row.rate and row.rate.value, row.rate_of),
+            *(row.cache_bytes, *_weights(row.arm), row.rate and row.rate.value, row.rate_of),
             row.accuracy and row.accuracy.value,
         )
         writer.writerow("" if value is None else _harmless(value) for value in values)

@@ -11,15 +11,21 @@ from functools import cache
 
 from markupsafe import Markup
 
+from fidelab.core.errors import UsageError
+from fidelab.report.cells import kld_of, top_token_estimate
 from fidelab.report.charts import element, text
 from fidelab.report.html import templates
 from fidelab.report.plots import Drawing, draw_plots, frontier
 from fidelab.report.sections import sections_of
 from fidelab.report.view import build_view
-from fidelab.results.numbers import printable
-from fidelab.results.record import Report
+from fidelab.results.measurement import DECIDING
+from fidelab.results.numbers import ABSENT, one_line, printable
+from fidelab.results.record import ArmRecord, Report
 
 DEPTH_TITLE = "KL by depth"
+_LONGEST_NAME = 40  # characters of a badge
+_CHARACTER = 6.8  # pixels of a character at 11 px: the text is fitted to that width
+_BADGE_COLOURS = {"excellent": "#1f7a3a", "pass": "#1f7a3a", "marginal": "#8a6100", "fail": "#a82a2a"}
 TOP = 32.0  # height of the title
 
 
@@ -34,6 +40,40 @@ def depth_svg(report: Report, width: int) -> str | None:
     drawn = (drawing for section in sections_of(report) for drawing in draw_plots(section, report))
     plot = next((drawing for drawing in drawn if drawing.title == DEPTH_TITLE), None)
     return None if plot is None else _svg(plot, width)
+
+
+def badge_svg(arm: ArmRecord) -> str:
+    """Return a badge of a configuration: ``q8_0 | KLD 0.0037 · 95.1% same top``, coloured by its verdict.
+
+    Raises:
+        UsageError: If it has no KLD.
+    """
+    kld = arm.axes.get(DECIDING)
+    figure, same = kld_of(kld).value, top_token_estimate(kld).value
+    if figure == ABSENT:
+        raise UsageError(f"{arm.name} has no KLD: there is nothing for a badge")
+    left, right = one_line(arm.name)[:_LONGEST_NAME], f"KLD {figure} · {same} same top"
+    if same == ABSENT:
+        right = f"KLD {figure}"
+    band = (arm.verdict.band or "").lower() if arm.verdict else ""
+    widths = [round(_CHARACTER * len(part)) for part in (left, right)]
+    middle, width = widths[0] + 12, sum(widths) + 24
+    texts = (
+        text(x, 14, part, text_anchor="middle", textLength=size, lengthAdjust="spacingAndGlyphs")
+        for part, size, x in ((left, widths[0], middle / 2), (right, widths[1], (middle + width) / 2))
+    )
+    parts = (
+        element("title", f"{left}: {right}"),
+        element("rect", width=width, height=20, rx=3, fill="#444444"),
+        element(
+            "path",
+            d=f"M{middle} 0h{width - middle - 3}a3 3 0 0 1 3 3v14a3 3 0 0 1-3 3h-{width - middle - 3}z",
+            fill=_BADGE_COLOURS.get(band, "#5a5a5a"),
+        ),
+        element("g", *texts, fill="#ffffff", font_family="Verdana, DejaVu Sans, sans-serif", font_size=11),
+    )
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {width} 20"}
+    return printable(element("svg", *parts, role="img", width=width, height=20, **attributes))
 
 
 def _svg(plot: Drawing, width: int) -> str:

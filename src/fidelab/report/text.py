@@ -87,7 +87,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_candidates(view, console)
     for sentence in view.partings:
         line(sentence)
-    others = [table for table in view.beside if table.key == "others"]
+    others = [table for table in view.beside if table.key in ("weights", "others")]
     for table in others:
         _print_titled(table, console)
     if view.performance is not None and view.performance.columns and not (view.summarized or view.performance.in_table):

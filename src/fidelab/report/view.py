@@ -50,6 +50,7 @@ from fidelab.report.summary import (
     ways_of,
 )
 from fidelab.report.tables import NAME, TextTable, cache_layers_of, runtime_table, timing_of
+from fidelab.report.weights import weights_of
 from fidelab.results.decision_record import Recommendation
 from fidelab.results.measurement import DECIDING, Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, MINUS, counted, format_amount, format_bytes, one_line
@@ -329,6 +330,7 @@ def build_view(report: Report) -> View:
             _figures(rows) if fidelity else None,
         ),
         beside=_present(
+            weights_of(report),
             contexts_of(report),
             distribution_of(report),
             concentration_of(report),

@@ -67,7 +67,7 @@ def _differences(arm: ArmRecord, reference: ArmRecord, ran: RuntimeRecord, base:
         if base.versions.get(name) not in (None, version):
             yield f"{one_line(name)} {one_line(version)}"
     own, theirs = ({**side.model_dump(), **side.others()} for side in (ran, base))
-    skipped = {"versions", "weight_bytes", "simulated_weight_bytes", *_REQUESTED, *_INCIDENTAL}
+    skipped = {"versions", "weight_bytes", "simulated_weight_bytes", "bits_per_weight", *_REQUESTED, *_INCIDENTAL}
     if "shown" not in _proof(arm).values():
         skipped |= _FORMATS
     elif not same_formats(arm, reference):

@@ -126,6 +126,8 @@ class RuntimeRecord(Record):
     """Bytes of a sequence by its length; null where they are the bytes per token times the length, and the states."""
     weight_bytes: Count | None = None
     """Bytes of the weights in the checkpoint's files; null where a server holds them."""
+    bits_per_weight: Positive | None = None
+    """Bits per weight of a GGUF model, from its header; null of other checkpoints."""
     simulated_weight_bytes: Count | None = None
     """Bytes that the weights would take in the formats to which they were rounded; null where none was."""
     versions: dict[str, str] = Field(default_factory=dict)
