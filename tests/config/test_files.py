@@ -72,7 +72,7 @@ def test_a_pattern_without_a_model_is_refused_in_one_line(pattern: str, folder: 
 
 
 def test_one_name_for_several_files_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="would name 4 files of .*: omit name"):
+    with pytest.raises(ConfigError, match=r"would name 4 files of .*: omit name"):
         expanded(folder, "*.gguf", name="mine")
 
 

@@ -181,7 +181,7 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> N
     elif form is _Format.BADGE:
         from fidelab.report.standalone import badge_svg
 
-        text = badge_svg(choose_arm(report, arm)) + "\n"
+        text = badge_svg(report, choose_arm(report, arm)) + "\n"
     elif form is _Format.HUB:
         text = model_card(report, choose_arm(report, arm))
     else:

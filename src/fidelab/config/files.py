@@ -23,7 +23,7 @@ def expand_files(data: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
     """Return settings with a candidate per file, and a line for each file that holds no language model.
 
     Files are sorted.  Their candidates are named by the shortest part of the file's name in which they differ.  A path
-    that exists as it is written is no pattern.
+    that exists as it is written stays one model.
 
     Raises:
         ConfigError: If a pattern matches no model, or a candidate of several files has a name.
@@ -85,7 +85,8 @@ def _models(pattern: str, base: str, where: str) -> tuple[list[Path], list[str]]
         try:
             local_model(str(path))
         except InputError as error:
-            left.append(f"left out: {str(error).replace(f'{path.parent}/', '')}")
+            why = str(error).replace(f"{path.parent}/", "").partition(": pass ")[0]  # advice for a file that was named
+            left.append(f"left out: {why}")
             continue
         files.append(path)
     if not files:

@@ -25,7 +25,7 @@ from fidelab.results.record import ArmRecord, Report
 DEPTH_TITLE = "KL by depth"
 _LONGEST_NAME = 40  # characters of a badge
 _CHARACTER = 6.8  # pixels of a character at 11 px: the text is fitted to that width
-_BADGE_COLOURS = {"excellent": "#1f7a3a", "pass": "#1f7a3a", "marginal": "#8a6100", "fail": "#a82a2a"}
+_BADGE_COLOURS = {"excellent": "#1f7a3a", "pass": "#1f7a3a", "degraded": "#8a6100", "fail": "#a82a2a"}
 TOP = 32.0  # height of the title
 
 
@@ -42,8 +42,10 @@ def depth_svg(report: Report, width: int) -> str | None:
     return None if plot is None else _svg(plot, width)
 
 
-def badge_svg(arm: ArmRecord) -> str:
+def badge_svg(report: Report, arm: ArmRecord) -> str:
     """Return a badge of a configuration: ``q8_0 | KLD 0.0037 · 95.1% same top``, coloured by its verdict.
+
+    Grey: no verdict, or one that more data may change.
 
     Raises:
         UsageError: If it has no KLD.
@@ -55,11 +57,20 @@ def badge_svg(arm: ArmRecord) -> str:
     left, right = one_line(arm.name)[:_LONGEST_NAME], f"KLD {figure} · {same} same top"
     if same == ABSENT:
         right = f"KLD {figure}"
-    band = (arm.verdict.band or "").lower() if arm.verdict else ""
+    band = next((row.mark for row in build_view(report).candidates if row.name == one_line(arm.name)), "")
     widths = [round(_CHARACTER * len(part)) for part in (left, right)]
     middle, width = widths[0] + 12, sum(widths) + 24
     texts = (
-        text(x, 14, part, text_anchor="middle", textLength=size, lengthAdjust="spacingAndGlyphs")
+        element(
+            "text",
+            part,
+            x=x,
+            y=14,
+            text_anchor="middle",
+            textLength=size,
+            lengthAdjust="spacingAndGlyphs",
+            style="fill:#ffffff",
+        )
         for part, size, x in ((left, widths[0], middle / 2), (right, widths[1], (middle + width) / 2))
     )
     parts = (

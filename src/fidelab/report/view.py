@@ -330,7 +330,7 @@ def build_view(report: Report) -> View:
             _figures(rows) if fidelity else None,
         ),
         beside=_present(
-            weights_of(report),
+            weights_of(report, {row.name: row.mark for row in rows if row.role == "candidate"}),
             contexts_of(report),
             distribution_of(report),
             concentration_of(report),

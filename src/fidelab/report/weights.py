@@ -1,7 +1,8 @@
-"""What smaller weights cost: a row per file, as publishers put it on a model card."""
+"""Loss and size of the weights of several files: a row per file, as publishers put it on a model card."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 
 from fidelab.report.cells import kld_of, top_token_estimate
@@ -11,36 +12,41 @@ from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import ArmRecord, Report
 
 _GIB = 2**30
+_REFERENCE = "reference"
 
 
-def weights_of(report: Report) -> TextTable | None:
+def weights_of(report: Report, verdicts: Mapping[str, str]) -> TextTable | None:
     """Return file, GiB, bits per weight, KLD, same top token and verdict of each configuration.
 
-    ``None`` unless candidates have other weights than the reference, and bits per weight are known of one.
+    ``None`` unless a candidate has other weights than the reference and its bits per weight are known.
+    ``verdicts``: the words of the main table by configuration.
     """
     base = report.reference
     others = [arm for arm in report.candidates if arm.model != base.model]
     if not any(_bits(arm) for arm in others):
         return None
-    rows = (_row(arm, base) for arm in (base, *report.candidates))
+    rows = (_row(arm, verdicts.get(one_line(arm.name), ABSENT)) for arm in report.candidates)
     columns = (NAME, "file", "GiB", "bits per weight", "KLD", "same top", "verdict")
-    return TextTable("weights", "Weights", columns, tuple(rows), 2)
+    return TextTable("weights", "Weights", columns, (_row(base, _REFERENCE), *rows), 2)
 
 
-def _row(arm: ArmRecord, base: ArmRecord) -> tuple[str, ...]:
+def _row(arm: ArmRecord, verdict: str) -> tuple[str, ...]:
     size, bits, kld = arm.ran and arm.ran.weight_bytes, _bits(arm), arm.axes.get(DECIDING)
-    judged = arm is not base
-    band = arm.verdict.band if judged and arm.verdict else None
-    status = arm.status.value.replace("_", " ")
+    judged = verdict != _REFERENCE
     return (
         one_line(arm.name),
         one_line(PurePath(arm.model).name),
-        ABSENT if not size else f"{size / _GIB:.2f}",
+        ABSENT if not size else _gibibytes(size),
         ABSENT if bits is None else f"{bits:.2f}",
-        str(kld_of(kld)) if judged else ABSENT,
+        kld_of(kld).value if judged else ABSENT,
         top_token_estimate(kld).value if judged else ABSENT,
-        ("reference" if not judged else band.lower() if band else status if status != "ok" else ABSENT),
+        verdict,
     )
+
+
+def _gibibytes(size: int) -> str:
+    amount = size / _GIB
+    return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
 def _bits(arm: ArmRecord) -> float | None:
