@@ -154,6 +154,7 @@ def _show_all(context: typer.Context, value: bool) -> None:
 
 
 HelpAll = Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show all options.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print a line of figures per configuration as CSV.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk space and time without running.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown for a pull request.")]

@@ -44,9 +44,7 @@ def report(
             rich_help_panel=_FORMS,
         ),
     ] = None,
-    as_csv: Annotated[
-        bool, typer.Option("--csv", help="Print a line per configuration as CSV.", rich_help_panel=_FORMS)
-    ] = False,
+    as_csv: options.Csv = False,
     arm: Annotated[
         str | None,
         typer.Option(

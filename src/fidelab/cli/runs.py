@@ -27,7 +27,7 @@ def list_runs(
     figures: Annotated[
         bool, typer.Option("--figures", help="A line per configuration: KLD, same top token, cache size, speed.")
     ] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print these figures as CSV.")] = False,
+    as_csv: options.Csv = False,
     as_json: options.Json = False,
 ) -> None:
     """List runs, newest first, with status, result and size, or with the figures of each configuration.
