@@ -62,8 +62,9 @@ def test_the_share_that_a_server_reserves_counts_only_where_it_is_set() -> None:
     ],
 )
 def test_a_memory_is_a_size_or_a_device(text: str, size: float, name: str) -> None:
-    found = parse_memory(text)
-    assert (found[0], found[1]) == (pytest.approx(size, rel=1e-3), name)
+    found, words = parse_memory(text)
+    assert found == pytest.approx(size, rel=1e-3)
+    assert words == name
 
 
 def settings(**fields: Any) -> Any:
