@@ -2,7 +2,7 @@
 
     python benchmarks/own_llamacpp.py FOLDER MODEL [--windows 32] [--n-ctx 512] [--threads N] [--repeats 3]
 
-``FOLDER`` holds ``llama-perplexity``.  Its own runs are one with ``--kl-divergence-base`` and one with ``--kl-divergence``
+``FOLDER`` holds ``llama-perplexity``.  Its own runs are one with ``--kl-divergence-base``, and one ``--kl-divergence``
 for each of two KV formats.  Both sides run in turn, from the shell's command to its end, and print their ratio.  Leave
 the machine alone meanwhile.
 """
