@@ -244,7 +244,7 @@ def test_an_estimate_names_formats_that_an_engine_cannot_hold_for_these_heads(tm
     sizes = ("--layers", "2", "--kv-heads", "2", "--params", "1e6", "--kv", "q8_0", "--kv", "fp8_e4m3")
     done = cli("estimate", *sizes, "--head-dim", "80", cwd=tmp_path)
     reason = "q8_0 on engine llamacpp: not supported: heads of 80 are no multiple of q8_0's block of 32"
-    assert done.out.splitlines()[-1] == reason
+    assert reason in done.out.splitlines()
     assert json.loads(cli("estimate", *sizes, "--head-dim", "80", "--json", cwd=tmp_path).out)["not_supported"] == [
         reason
     ]

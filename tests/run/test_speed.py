@@ -60,7 +60,7 @@ def test_servers_and_gpus_are_timed_by_default_and_no_speed_switches_it_off(
 def test_a_dry_run_has_the_time_of_the_measurement(tmp_path: Path) -> None:
     plain, timed = (json.loads(small(tmp_path, *flags, "--dry-run", "--json").out) for flags in ((), ("--speed",)))
     assert "decode" not in json.dumps(plain)
-    assert timed["seconds"] != plain["seconds"]
+    assert timed["benches"]["decode"] > 0
 
 
 def test_speed_takes_no_process_more_and_is_no_longer_listed_as_untested(tmp_path: Path) -> None:
