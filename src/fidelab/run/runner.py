@@ -364,13 +364,16 @@ class JobRunner:
                 spawn = spawner(job.resolved, self._servers)
                 with Worker(message, **process, spawn=spawn, listen=hear) as worker:
                     alive = worker.ask() and (not leads or worker.ask(more()))
-                    done = replace(worker.outcome)
+                    kept = worker.outcome
+                    done = replace(kept, captured=dict(kept.captured), failed=dict(kept.failed))
                     if alive and self._speed is not None and self._speed.is_due(job):
                         timing, began = True, time.monotonic()
                         alive = self._speed.measure(job, self._jobs, worker)
                         clocked.timing = time.monotonic() - began
                         if not alive:  # all outputs were saved before
                             worker.outcome = done
+                        # a timed answer is no part of the job, nor is its failure
+                        worker.outcome.captured, worker.outcome.failed = done.captured, done.failed
                     outcome = worker.finish()
                 if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
                     outcome.reason = f"{outcome.reason}; {job.arm.kv.label} fails with a small model, too: {why}"
