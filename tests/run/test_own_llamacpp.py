@@ -132,6 +132,12 @@ def test_a_failed_reference_fails_the_run_in_one_line(here: Path) -> None:
     assert "the reference failed: llama-perplexity ended with exit code 1" in done.stderr
 
 
+def test_a_text_that_is_too_short_says_how_many_windows_it_has(here: Path) -> None:
+    done = compare(here, "--kv", "q8_0", "--text", "text.txt", "--n-ctx", "64", "--windows", "9999")
+    assert done.returncode == 1
+    assert re.search(r"the text has \d+ of 9999 windows of 64 tokens: write --windows \d+ or add text", done.stderr)
+
+
 def test_a_stopped_run_ends_the_program_and_is_resumed(here: Path) -> None:
     command = [sys.executable, "-m", "fidelab", "compare", "m.gguf", "--engine", "llamacpp", "--bin", "build"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAKE_PERPLEXITY": "stall"}
@@ -228,6 +234,8 @@ def test_a_file_of_rows_of_something_else_is_refused(here: Path, changed: dict[s
         (("--kv", "q8_0", "--axes", "kld,gsm8k"), "measures the KLD alone and knows no --axes gsm8k"),
         (("--kv", "q8_0", "--benches", "decode"), "knows no --benches decode"),
         (("--kv", "q8_0", "--runs", "2"), "knows no --runs"),
+        (("--kv", "q8_0", "--speed"), "knows no --speed"),
+        (("--kv", "q8_0", "--deadline", "9"), "knows no --deadline"),
         (("--kv", "q8_0", "--device", "cpu"), "--engine-arg n-gpu-layers=99"),
         (("--kv", "q8_0", "--engine-arg", "ctx-size=9"), "the comparison sets it; write --n-ctx N"),
         (("--kv", "q8_0", "--engine-arg", "n-gpu-layer=9"), "has no flag --n-gpu-layer; nearest: n-gpu-layers"),

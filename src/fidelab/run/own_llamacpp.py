@@ -240,7 +240,11 @@ def _refuse(experiment: Experiment) -> None:
         "--dtype": experiment.dtype != "auto",
         "--base-url or --serve": experiment.serve is not None,
         "an engine of its own": any(config.engine for config in (experiment.reference, *experiment.candidates)),
-        "--device": experiment.device not in ("auto",),
+        "--device": experiment.device != "auto",
+        "--speed": experiment.speed is True,
+        "--deadline": experiment.deadline != Experiment.model_fields["deadline"].default,
+        "--prompts": experiment.prompts != "default",
+        "--force": experiment.force,
     }
     remedy = {"--device": ": choose it with --engine-arg, such as --engine-arg n-gpu-layers=99"}
     for name, wrong in asked.items():
@@ -381,6 +385,12 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
             known, ran = _reference_rows(plan, reference, n_ctx, text, rows, folder, listener)
         except FidelabError as error:
             reference.fail(str(error))
+            break
+        if len(known.shapes) < plan.sizes[n_ctx]:
+            asked = f"{plan.sizes[n_ctx]} windows of {n_ctx:,} tokens"
+            reference.fail(
+                f"the text has {len(known.shapes)} of {asked}: write --windows {len(known.shapes)} or add text"
+            )
             break
         context = _Context(plan, n_ctx, known, _request(plan, n_ctx, known, evaluated), folder)
         context.store(reference, ran, [_shape_only(known, number) for number in known.numbers])
