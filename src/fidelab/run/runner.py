@@ -372,7 +372,7 @@ class JobRunner:
                         clocked.timing = time.monotonic() - began
                         if not alive:  # all outputs were saved before
                             worker.outcome = done
-                        # a timed answer is no part of the job, nor is its failure
+                        # the job's outputs are complete without the timed answer, which may have failed
                         worker.outcome.captured, worker.outcome.failed = done.captured, done.failed
                     outcome = worker.finish()
                 if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
