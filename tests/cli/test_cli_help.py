@@ -27,7 +27,7 @@ GROUPS = {
     "checkpoint": "audit convert quantize calibrate make-fragile",
     "serve": "start stop presets show check",
     "share": "reference",
-    "reproduce": "list show",
+    "reproduce": "list show llama.cpp-pr",
     "import": "refract kld-dumps",
     "setup": "engines install models fetch formats clean",
 }

@@ -29,6 +29,7 @@ OTHERS = {
     option: set(commands.split(", "))
     for option, commands in {
         "--all": "serve stop",  # servers, not metrics
+        "--base": "reproduce llama.cpp-pr",  # a file in Q8_0
         "--base-url": "bench serve, bench sweep, serve check, eval",  # of any server
         "--batch": "estimate model",  # cells of a table
         "--budget": "compare",  # a time, not bytes
@@ -56,7 +57,8 @@ OTHERS = {
         "--tp": "estimate model",  # what a device holds
         # the model on the server; the model whose cache is counted; a label
         "--model": "bench serve, bench sweep, setup formats, import kld-dumps",
-        "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate",  # one context, of no axis
+        # one context, of no axis; one context
+        "--n-ctx": "diagnose layers, diagnose sensitivity, checkpoint calibrate, reproduce llama.cpp-pr",
         # a candidate's
         "--name": "import refract, import kld-dumps, import loads, import lm-eval, import nemo-evaluator",
         "--out": "report",  # a file or a folder

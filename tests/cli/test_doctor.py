@@ -114,8 +114,8 @@ def well(folder: Path) -> Told:
 def test_without_an_optional_package_and_without_the_model_it_is_ready(well: Told) -> None:
     assert well.ready
     assert well.done.stderr == ""
-    # engines may be there or not, and the packages of Transformers' own caches
-    assert well.faults() - {"llamacpp", "vllm", "sglang"} - {*CACHE_FORMATS} == {"smollm2-135m"}
+    # engines and programs may be there or not, and the packages of Transformers' own caches
+    assert well.faults() - {"llamacpp", "vllm", "sglang", "own llama.cpp"} - {*CACHE_FORMATS} == {"smollm2-135m"}
 
 
 def test_json_has_the_shape_that_is_documented(well: Told) -> None:
@@ -440,6 +440,19 @@ def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_
         checks = parts.engines_and_formats([], places.copy)
         [check] = [check for check in checks if check.name == "vllm"]
         assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")
+
+
+def test_a_llama_perplexity_in_path_is_named_with_the_command_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert parts._own_llamacpp().status == "missing"
+    file = tmp_path / "llama-perplexity"
+    file.write_text("#!/bin/sh\necho '--kl-divergence-base F --cache-type-k T'\necho 'version: 77 (abc)'\n")
+    file.chmod(0o755)
+    check = parts._own_llamacpp()
+    assert (check.status, f"--engine llamacpp --bin {tmp_path}" in check.detail) == ("ok", True)
+    assert "77 (abc)" in check.detail
 
 
 def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -468,7 +468,8 @@ def test_rows_at_given_positions_are_those_of_the_whole_window(tiny: Path, optio
     found = answered(opened(tiny, **options), DEPTHS)
     for item, (window, own) in enumerate(zip(DEPTHS.windows, PLACES, strict=True)):
         whole = rows(answered(opened(tiny, **options), prefill(window)), 0)
-        np.testing.assert_allclose(rows(found, item), whole[list(own)], rtol=1e-6, atol=1e-6)
+        # Sums in float32 in another order, by processor: logits of 30 differ by 5e-6; another row by whole units
+        np.testing.assert_allclose(rows(found, item), whole[list(own)], rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.llamacpp
@@ -486,7 +487,7 @@ def test_memory_that_does_not_suffice_costs_the_deeper_rows_alone(tiny: Path, mo
     assert found.facts["cut_short"] == {"0": 2}
     assert np.isnan(rows(found, 0)[2]).all()
     np.testing.assert_allclose(rows(found, 0)[:2], rows(plain, 0)[:2], atol=0.2)  # from 64 tokens on another kernel
-    np.testing.assert_allclose(rows(found, 1), rows(plain, 1), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(rows(found, 1), rows(plain, 1), rtol=1e-6, atol=2e-5)
 
 
 @pytest.mark.llamacpp

@@ -1,4 +1,4 @@
-"""A stand-in for ``llama-perplexity``, for builds that cannot be had here: old ones, and those that crash.
+"""A stand-in for ``llama-perplexity`` and ``llama-bench``, for builds that cannot be had here: old and crashing ones.
 
 It has the help, log and file of the real one.  Its tokens are the bytes of the text.  Its distributions are random
 numbers by model and token, which a quantized cache moves by as much as its bits are few.
@@ -6,6 +6,7 @@ numbers by model and token, which a quantized cache moves by as much as its bits
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -91,6 +92,56 @@ def main(words: list[str]) -> int:
             if mode == f"killed {k}":
                 os.abort()
     print("0.00.200.000 I Final estimate: PPL = 9.0000 +/- 0.5", file=sys.stderr)
+    return 0
+
+
+BENCH_HELP = """
+  -h, --help
+  -r, --repetitions <n>                       number of times to repeat each test (default: 5)
+  -o, --output <csv|json|jsonl|md|sql>        output format printed to stdout (default: md)
+  -p, --n-prompt <n>                                (default: 512)
+  -n, --n-gen <n>                                   (default: 128)
+  -d, --n-depth <n>                                 (default: 0)
+  -ctk, --cache-type-k <t>                          (default: f16)
+  -ctv, --cache-type-v <t>                          (default: f16)
+  -t, --threads <n>                                 (default: 4)
+  -ngl, --n-gpu-layers <n>                          (default: 99)
+  -fa, --flash-attn <0|1>                           (default: 0)
+  -dev, --device <dev0/dev1/...>                    (default: auto)
+"""
+
+
+def bench(words: list[str]) -> int:
+    """Stand in for ``llama-bench``: bytes of the cache and of the file set the rate."""
+    mode = os.environ.get("FAKE_BENCH", "")
+    if "--help" in words:
+        print(BENCH_HELP if mode != "old" else BENCH_HELP.replace("-d, --n-depth", "-x, --other"))
+        return 0
+    if mode == "crash":
+        print("main: error: failed to create context with model", file=sys.stderr)
+        return 1
+    print("ggml: a line of the log", file=sys.stderr)
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    k, v = given.get("-ctk", "f16"), given.get("-ctv", "f16")
+    rate = 100_000 / (Path(given["-m"]).stat().st_size + 100 * (BYTES[k] + BYTES[v]))
+    tests = [
+        {
+            "build_commit": "abc1234",
+            "build_number": 9999,
+            "cpu_info": "A processor",
+            "gpu_info": "",
+            "n_threads": int(given.get("-t", 4)),
+            "type_k": "f16" if mode == "other types" else k,
+            "type_v": v,
+            "n_prompt": prompt,
+            "n_gen": gen,
+            "n_depth": int(given["-d"]),
+            "samples_ts": [rate * (9 if prompt else 1) * (1 + 0.001 * number) for number in range(int(given["-r"]))],
+        }
+        for prompt, gen in ((int(given["-p"]), 0), (0, int(given["-n"])))
+        if prompt or gen
+    ]
+    print("no rates" if mode == "garbage" else json.dumps(tests))
     return 0
 
 

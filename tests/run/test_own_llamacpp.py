@@ -36,12 +36,17 @@ def here(tmp_path: Path) -> Path:
 
 
 def program(folder: Path) -> Path:
-    """The stand-in as an executable file, with a library beside it as builds have it."""
+    """The stand-ins as executable files, with a library beside them as builds have it."""
     folder.mkdir(parents=True)
-    path = folder / "llama-perplexity"
-    lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})", "from tests.run.fake_perplexity import main"]
-    path.write_text("\n".join([f"#!{sys.executable}", *lines, "sys.exit(main(sys.argv[1:]))\n"]))
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    for name, function in (("llama-bench", "bench"), ("llama-perplexity", "main")):
+        path = folder / name
+        lines = [
+            "import sys",
+            f"sys.path.insert(0, {str(ROOT)!r})",
+            f"from tests.run.fake_perplexity import {function}",
+        ]
+        path.write_text("\n".join([f"#!{sys.executable}", *lines, f"sys.exit({function}(sys.argv[1:]))\n"]))
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
     (folder / "libllama.so").write_bytes(b"")
     return path
 
@@ -176,6 +181,78 @@ def test_a_candidate_that_was_measured_is_not_run_again(here: Path) -> None:
     assert "q8_0: found in an earlier run" not in other.stderr
 
 
+def decode(arm: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = arm["benches"]["decode"]
+    return found
+
+
+def test_speed_is_measured_by_llama_bench_at_the_context(here: Path) -> None:
+    report = measured(here, "--kv", "q8_0", *USUAL, "--speed")
+    size = (here / "m.gguf").stat().st_size
+    for arm, kv_bytes in ((report["reference"], 4), (report["candidates"][0], 2 * 34 / 32)):
+        [metric] = decode(arm)["metrics"]
+        assert metric["cell"] == {"depth": 32, "batch": 1}
+        assert metric["value"] == pytest.approx(1.001 * 100_000 / (size + 100 * kv_bytes), rel=1e-6)
+        assert decode(arm)["facts"]["measured"] == "by llama-bench, in a process of its own"
+
+
+def test_on_a_processor_speed_is_measured_only_if_asked(here: Path) -> None:
+    assert "decode" not in measured(here, "--kv", "q8_0", *USUAL)["candidates"][0]["benches"]
+
+
+def test_the_next_command_starts_the_server_with_the_context_that_was_asked_for(here: Path) -> None:
+    report = measured(here, "--kv", "q8_0", *USUAL, "--context", "48")
+    assert "-ctk q8_0 -ctv q8_0 -c 48 -fa on" in json.dumps(report)
+
+
+@pytest.mark.parametrize(
+    ("mode", "says"),
+    [
+        ("crash", "llama-bench ended with exit code 1: main: error: failed to create context"),
+        ("other types", "llama-bench measured 32 tokens at 32 with K f16 and V q8_0"),
+        ("garbage", "llama-bench printed no rates"),
+    ],
+)
+def test_a_failed_llama_bench_leaves_the_loss(here: Path, mode: str, says: str) -> None:
+    done = compare(here, "--kv", "q8_0", *USUAL, "--speed", "--json", FAKE_BENCH=mode)
+    [arm] = json.loads(done.stdout)["candidates"]
+    assert (arm["status"], decode(arm)["status"]) == ("ok", "failed")
+    assert says in decode(arm)["reason"]
+    assert kld(arm) > 0
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize("missing", [True, False], ids=["missing", "old"])
+def test_speed_without_a_llama_bench_is_refused_only_if_asked(here: Path, missing: bool) -> None:
+    if missing:
+        (here / "build/bin/llama-bench").unlink()
+    variables = {} if missing else {"FAKE_BENCH": "old"}
+    done = compare(here, "--kv", "q8_0", *USUAL, "--speed", **variables)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "holds no llama-bench" in done.stderr if missing else "has no --n-depth: it is too old" in done.stderr
+    assert compare(here, "--kv", "q8_0", *USUAL, **variables).returncode == 0
+
+
+def test_a_resumed_run_does_not_start_the_reference_for_a_finished_context_again(here: Path) -> None:
+    words = ("--kv", "q8_0", "--text", "text.txt", "--n-ctx", "16", "--n-ctx", "32", "--windows", "20")
+    assert compare(here, *words).returncode == 0
+    [run] = (here / "runs").glob("2*")
+    (run / "contexts/32.json").unlink()
+    (run / "report.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (run / "logs").iterdir()}
+    done = subprocess.run(
+        [sys.executable, "-m", "fidelab", "compare", "--resume", str(run), "--json"],
+        cwd=here,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    after = {path: path.stat().st_mtime_ns for path in (run / "logs").iterdir()}
+    assert {path.name for path in after if before.get(path) != after[path]} == {"reference-32.log"}
+
+
 def test_another_file_of_weights_is_a_candidate(here: Path) -> None:
     write_gguf(here / "q.gguf", seed=1)
     [arm] = measured(here, "--candidate", "model=q.gguf", *USUAL)["candidates"]
@@ -234,7 +311,7 @@ def test_a_file_of_rows_of_something_else_is_refused(here: Path, changed: dict[s
         (("--kv", "q8_0", "--axes", "kld,gsm8k"), "measures the KLD alone and knows no --axes gsm8k"),
         (("--kv", "q8_0", "--benches", "decode"), "knows no --benches decode"),
         (("--kv", "q8_0", "--runs", "2"), "knows no --runs"),
-        (("--kv", "q8_0", "--speed"), "knows no --speed"),
+        (("--kv", "q8_0", "--speed", "--engine-arg", "no-escape=yes"), "cannot measure this configuration's speed"),
         (("--kv", "q8_0", "--deadline", "9"), "knows no --deadline"),
         (("--kv", "q8_0", "--device", "cpu"), "--engine-arg n-gpu-layers=99"),
         (("--kv", "q8_0", "--engine-arg", "ctx-size=9"), "the comparison sets it; write --n-ctx N"),

@@ -256,17 +256,20 @@ class ServableEngineOptions(EngineOptions):
         return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
 
 
+Programs = Annotated[
+    Path | None,
+    typer.Option(
+        "--bin",
+        metavar="FOLDER",
+        help="Engine llamacpp: folder of your own llama.cpp, whose llama-perplexity runs. Needs no torch.",
+    ),
+]
+
+
 class ComparedEngineOptions(ServableEngineOptions):
     """Options for an engine of a comparison, which may be the user's own programs."""
 
-    programs: Annotated[
-        Path | None,
-        typer.Option(
-            "--bin",
-            metavar="FOLDER",
-            help="Engine llamacpp: folder of your own llama.cpp, whose llama-perplexity runs. Needs no torch.",
-        ),
-    ] = None
+    programs: Programs = None
 
     def settings(self) -> dict[str, Any]:
         data = super().settings()
@@ -303,6 +306,12 @@ Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .t
 NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It must not exist.")]
 
 
+Windows = Annotated[
+    int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
+]
+Contexts = Annotated[str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")]
+
+
 class AxesOptions(TextOptions):
     """Options for the axes, their settings and their inputs."""
 
@@ -317,13 +326,8 @@ class AxesOptions(TextOptions):
         str | None, typer.Option(help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]")
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False
-    windows: Annotated[
-        int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
-    ] = None
-    n_ctx: Annotated[
-        str | None,
-        typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]"),
-    ] = None
+    windows: Windows = None
+    n_ctx: Contexts = None
     protocol: Annotated[
         str | None,
         typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half; text agents: depth]"),

@@ -125,6 +125,96 @@ def run_one(
     exit_on(study.faults, [] if study.faults or ran else ["no stage could be run here"])
 
 
+@app.command("llama.cpp-pr")
+@options.expand_options
+def llamacpp_pull_request(
+    *,
+    new: Annotated[Path, typer.Argument(help="GGUF file in the new format.", show_default=False)],
+    base: Annotated[Path, typer.Option(help="GGUF file of the same model in Q8_0.", show_default=False)],
+    neighbours: Annotated[
+        list[str],
+        typer.Option(
+            metavar="FILE,…",
+            help="GGUF files of the formats around it in size, or a pattern. Repeatable.",
+            show_default=False,
+        ),
+    ],
+    programs: options.Programs = None,
+    url: Annotated[str, typer.Option(help="Address at which others find the new file.", show_default=False)] = "",
+    texts: options.TextOptions,
+    windows: options.Windows = None,
+    n_ctx: options.Contexts = "512",
+    threads: options.Threads = None,
+    runs: options.RunsOptions,
+    dry_run: options.DryRun = False,
+    as_json: options.Json = False,
+) -> None:
+    """Measure what llama.cpp asks of a new quantization, and print it as Markdown to paste.
+
+    Perplexity and KLD against Q8_0 and the neighbours, and speed on processors alone, with your own llama-perplexity
+    and llama-bench: those in PATH, or of --bin. The same text is written to llama.cpp-pr.md in the run folder.
+
+    [bold]Examples[/bold]
+
+      fidelab reproduce llama.cpp-pr new.gguf --base Q8_0.gguf --neighbours a.gguf
+    """
+    from fidelab.cli.axes import axis_settings
+    from fidelab.cli.progress import watcher
+    from fidelab.config.flags import read_flags
+    from fidelab.core.errors import UsageError
+    from fidelab.engines.llamacpp.perplexity import PerplexityTool
+    from fidelab.studies.llamacpp_pr import as_markdown, plan_pull_request, pull_request, starts
+
+    others = [file for each in neighbours for file in each.split(",") if file]
+    if not others:
+        raise UsageError("llama.cpp asks for the formats around the new one: name at least one neighbour")
+    data = {
+        "model": str(base),
+        "engine": {"name": PerplexityTool.engine, "bin": str(programs or _programs_in_path())},
+        "candidates": [f"model={file}" for file in (new, *others)],
+        "axes": axis_settings("kld", {"kld": {"windows": windows, "n_ctx": n_ctx}}, [], False),
+        "text": texts.text,
+        "threads": threads,
+        "speed": False,
+        **runs.settings(),
+    }
+    experiment, _ = read_flags(data, "reproduce llama.cpp-pr")
+    if dry_run:
+        from fidelab.cli.dry_run import show_plan
+
+        plan, _ = plan_pull_request(experiment)
+        show_plan(experiment, as_json)
+        note(f"fidelab: then {starts(plan)} starts of llama-bench on the processor")
+        return
+    for line in experiment.left_out:
+        note(f"fidelab: {line}")
+    found, folder = pull_request(
+        experiment, command=command_line(), url=url, listener=watcher(), watch=lambda line: note(f"fidelab: {line}")
+    )
+    print(found.to_json() if as_json else as_markdown(found), end="")
+    note(f"fidelab: written to {folder.path / 'llama.cpp-pr.md'}")
+    exit_on(found.faults)
+
+
+def _programs_in_path() -> Path:
+    """Return the folder of the ``llama-perplexity`` that a shell would start.
+
+    Raises:
+        UsageError: If there is none.
+    """
+    import shutil
+
+    from fidelab.core.errors import UsageError
+    from fidelab.engines.llamacpp.perplexity import PROGRAM
+
+    found = shutil.which(PROGRAM)
+    if found is None:
+        raise UsageError(
+            f"no {PROGRAM} in PATH: write --bin FOLDER, the folder of llama.cpp's programs, such as build/bin"
+        )
+    return Path(found).parent
+
+
 def check_stages(resolved: ResolvedProfile, root: Any) -> None:
     """Refuse experiments and commands of ``root`` that cannot be read, before anything runs.
 

@@ -36,7 +36,7 @@ def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
             wrapper = (*serve.wrapper[:-1], image)
             serve = serve.model_copy(update={"wrapper": wrapper}) if image else ServeConfig()
     if experiment is not None and experiment.engine.bin is not None:
-        return " ".join(map(_quoted, own_server(arm, Path(experiment.engine.bin))))
+        return " ".join(map(_quoted, own_server(arm, Path(experiment.engine.bin), experiment.context)))
     repository, _, revision = arm.model.partition("@")
     is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
     inside = {here: there for there, here in serve.mounts.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from functools import cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding, reason
+from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding, guarded, reason
 from fidelab.engines import DEFAULT
 from fidelab.results.numbers import one_line
 
@@ -81,7 +82,20 @@ def engines_and_formats(
     once = cache(answers)
     engines = [_engine(ENGINES, name, unusable, once, trial) for name in names]
     formats = [check for _, checks in engines for check in checks] if _COMPUTES.isdisjoint(unusable) else []
-    return [*(check for check, _ in engines), *formats]
+    return [*(check for check, _ in engines), guarded("own llama.cpp", "own programs", _own_llamacpp), *formats]
+
+
+def _own_llamacpp() -> DoctorCheck:
+    """Check for a ``llama-perplexity`` in PATH, which a comparison can run without torch."""
+    from fidelab.engines.llamacpp.perplexity import PROGRAM, PerplexityTool
+
+    check = partial(DoctorCheck, "own llama.cpp", "own programs")
+    found = shutil.which(PROGRAM)
+    if found is None:
+        remedy = "compare MODEL.gguf --engine llamacpp --bin FOLDER runs a build of yours, without torch"
+        return check("missing", f"no {PROGRAM} in PATH", remedy)
+    tool = PerplexityTool.find(found)
+    return check("ok", f"{PROGRAM} {tool.version}: compare MODEL.gguf --engine llamacpp --bin {tool.path.parent}")
 
 
 def axes(unusable: Collection[str]) -> list[DoctorCheck]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from fidelab.bench.base import BenchInputs, Question
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fidelab.bench.base import Answers, BenchInputs, Facts, Question
 from fidelab.bench.decode import Decode, DecodeSettings
 from fidelab.captures.requests import Prefill
 from fidelab.core.roles import CONTROL, EXACT, QUERIES, TRUTH, TWIN
@@ -12,8 +16,8 @@ from fidelab.plan.build import PlannedJob
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Benched, Timings
 from fidelab.plan.resolve import Settings
-from fidelab.results.measurement import DECIDING
-from fidelab.results.rates import DECODED
+from fidelab.results.measurement import DECIDING, Measurement
+from fidelab.results.rates import DECODE, DECODED, MEASURED, STARTS
 
 BUDGET = 10.0
 """Seconds that the repeats of one configuration may take. Contexts that would take longer are halved."""
@@ -81,6 +85,26 @@ def affordable(context: int, limit: int | None, read: float, decode: float) -> i
 def speed_bench(context: int, repeats: int = REPEATS) -> Decode:
     """Return the bench that turns timestamps into the decode rate at a context."""
     return Decode(DecodeSettings(depths=(context,), n=DECODED, repeats=repeats))
+
+
+def speed_record(
+    context: int, seconds: ArrayLike, ran: Mapping[str, Any], *, starts: int = 1, measured: str
+) -> Measurement:
+    """Return the decode rate at a context as bench decode records it.
+
+    Args:
+        context: tokens before the first decoded one.
+        seconds: ``[repeats, 1 + DECODED]``: timestamps of the decoded tokens.
+        ran: what the engine reported about itself.
+        starts: of the engine, over which the repeats are spread.
+        measured: when it was measured, in words.
+    """
+    times = np.asarray(seconds, dtype=np.float64)
+    bench = speed_bench(context, max(1, len(times)))
+    question = Question(DECODE, f"{context}.b1", context, 1, bench.settings.n, len(times), 1)
+    answers = Answers(question, times, 1, ran)
+    record = bench.record({question.part: answers}, Facts(ran=ran, loads=starts))
+    return record.model_copy(update={"facts": {**record.facts, MEASURED: measured, STARTS: starts}})
 
 
 def speed_question(inputs: BenchInputs, context: int, repeats: int = REPEATS, seed: int = 1) -> Question:

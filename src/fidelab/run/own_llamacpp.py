@@ -7,6 +7,7 @@ captures with figures in the place of rows, from which everything else follows a
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -29,13 +30,27 @@ from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import ArmConfig, Experiment
-from fidelab.core import Arm, Estimator, KVSpec, Status, canonical_json, digest, format_bytes, slug, usable_cores
-from fidelab.core.errors import FidelabError, InputError, OutputError, UsageError
+from fidelab.core import (
+    Arm,
+    Estimator,
+    KVSpec,
+    Status,
+    canonical_json,
+    digest,
+    format_bytes,
+    slug,
+    strict_json,
+    usable_cores,
+    write_atomically,
+)
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, FidelabError, InputError, OutputError, UsageError
 from fidelab.core.names import AUTO_TEXT
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.core.sequence import KVLayer, SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
+from fidelab.engines.base import one_line
 from fidelab.engines.llamacpp.library import GGML_TYPES
+from fidelab.engines.llamacpp.llama_bench import BenchRates, BenchTool, read_rates
 from fidelab.engines.llamacpp.perplexity import CacheLog, PerplexityTool, ToolLog, reason_of, running
 from fidelab.imports.dump_folder import pair_windows
 from fidelab.imports.kld_base import BaseFile, is_base_file
@@ -46,16 +61,18 @@ from fidelab.inputs.texts import Text, load_text
 from fidelab.metrics.divergence import RowComparison
 from fidelab.metrics.perplexity import unigram_nll
 from fidelab.models import gguf_file
-from fidelab.models.local import SPLIT
+from fidelab.models.local import SPLIT, bits_per_weight
 from fidelab.models.pieces import Pieces
 from fidelab.models.weights import file_sha256
 from fidelab.physics.gguf_shapes import gguf_geometry
 from fidelab.physics.shapes import Geometry
 from fidelab.plan.arms import inherited_kv, with_kv
 from fidelab.plan.capacity import capacity_of_own
+from fidelab.plan.speed import REPEATS, affordable, speed_bench, speed_record
 from fidelab.results.capacity_record import CapacityQuestion
-from fidelab.results.measurement import DECIDING
+from fidelab.results.measurement import DECIDING, Measurement
 from fidelab.results.outcomes import ArmResult
+from fidelab.results.rates import DECODE, DECODED
 from fidelab.results.store import RunFolder
 from fidelab.run.runner import Listener
 
@@ -64,6 +81,7 @@ ROWS = "rows"
 _POLL_SECONDS = 0.2
 _TEXT = "domains"  # documents of eight kinds
 _LOG_BYTES = 0.0051 * (1 << 20)  # a log's sizes have two digits after the point
+_DECODE_OVER_READ = 10  # time of a decoded token over that of one of a prompt, at least; a guess that bounds the work
 _GPU_IN_LOG = ("CPU", "Host")
 
 
@@ -97,6 +115,7 @@ class OwnPlan:
     """Plan of a run: configurations, and windows by context.
 
     ``base``: a file of the reference's rows that exists already.  ``remarks``: lines to show before the run.
+    ``timer``: the program that measures tokens per second, if there is one and it may be used.
     """
 
     tool: PerplexityTool
@@ -107,6 +126,7 @@ class OwnPlan:
     capacity: CapacityQuestion
     base: BaseFile | None = None
     remarks: tuple[str, ...] = ()
+    timer: BenchTool | None = None
 
     @cached_property
     def pace(self) -> _Pace:
@@ -219,7 +239,27 @@ def plan_own(experiment: Experiment) -> OwnPlan:
     shapes = [shape for job in jobs if (shape := _geometry(job.arm.path)) is not None]
     limit = min((shape.max_positions for shape in shapes if shape.max_positions), default=None)
     capacity = capacity_of_own(own, limit)
-    return OwnPlan(tool, own, tuple(jobs), sizes, text, capacity, base, remarks)
+    return OwnPlan(tool, own, tuple(jobs), sizes, text, capacity, base, remarks, _timer(experiment, tool, jobs))
+
+
+def _timer(experiment: Experiment, tool: PerplexityTool, jobs: Sequence[OwnJob]) -> BenchTool | None:
+    """Return the ``llama-bench`` beside the program; ``None`` where there is none, unless ``--speed`` asks for it.
+
+    Raises:
+        InputError: With ``--speed``, if there is none, or it lacks a flag of a configuration.
+    """
+    if experiment.speed is False:
+        return None
+    try:
+        found = BenchTool.beside(tool.path)
+        if experiment.speed is True:
+            for job in jobs:
+                found.flags(dict(job.arm.options))
+    except InputError:
+        if experiment.speed is True:
+            raise
+        return None
+    return found
 
 
 def _refuse(experiment: Experiment) -> None:
@@ -241,7 +281,6 @@ def _refuse(experiment: Experiment) -> None:
         "--base-url or --serve": experiment.serve is not None,
         "an engine of its own": any(config.engine for config in (experiment.reference, *experiment.candidates)),
         "--device": experiment.device != "auto",
-        "--speed": experiment.speed is True,
         "--deadline": experiment.deadline != Experiment.model_fields["deadline"].default,
         "--prompts": experiment.prompts != "default",
         "--force": experiment.force,
@@ -378,6 +417,8 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
     results: dict[str, _Collected] = {job.role: _Collected(job) for job in plan.jobs}
     reference = results["reference"]
     for n_ctx in plan.sizes:
+        if _finished(plan, results, n_ctx, folder, listener):
+            continue
         text = rows / f"text-{n_ctx}.txt"
         evaluated = plan.evaluated(n_ctx)
         text.write_bytes(evaluated.content)
@@ -396,8 +437,11 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
         context.store(reference, ran, [_shape_only(known, number) for number in known.numbers])
         for job in plan.jobs[1:]:
             _candidate(context, results[job.role], text, rows, listener)
+        _note_finished(plan, results, n_ctx, folder)
         if not plan.experiment.keep_rows and plan.base is None:
             known.path.unlink(missing_ok=True)
+    for job in plan.jobs:
+        _time(plan, results, job, folder)
     if not plan.experiment.keep_rows:
         shutil.rmtree(rows, ignore_errors=True)
     for collected in results.values():
@@ -417,6 +461,7 @@ class _Collected:
     def __post_init__(self) -> None:
         self.captures: dict[str, Path] = {}
         self.ran: dict[str, Any] | None = None
+        self.rates: Measurement | None = None
 
     def fail(self, reason: str) -> None:
         """Note why it has no figures; the first reason stays."""
@@ -427,7 +472,109 @@ class _Collected:
         status = Status.OK if self.reason is None else Status.FAILED
         captures = self.captures if self.reason is None else {}
         timing = {"load_seconds": None, "seconds": self.seconds} if self.seconds else {}
-        return ArmResult(self.job.role, self.job.arm, status, self.reason, self.ran, captures, timing=timing)
+        benches = {} if self.rates is None else {DECODE: self.rates.model_dump(mode="json")}
+        return ArmResult(
+            self.job.role, self.job.arm, status, self.reason, self.ran, captures, timing=timing, benches=benches
+        )
+
+
+def _note(folder: RunFolder, n_ctx: int) -> Path:
+    return folder.path / "contexts" / f"{n_ctx}.json"
+
+
+def _note_finished(plan: OwnPlan, results: Mapping[str, _Collected], n_ctx: int, folder: RunFolder) -> None:
+    """Note where the captures of a context lie, so that a resumed run needs the reference's rows no more."""
+    part = plan.part_names[n_ctx]
+    if all(part in one.captures for one in results.values()):
+        found = {role: {"capture": str(one.captures[part]), "ran": one.ran} for role, one in results.items()}
+        _note(folder, n_ctx).parent.mkdir(exist_ok=True)
+        write_atomically(_note(folder, n_ctx), json.dumps(found))
+
+
+def _finished(
+    plan: OwnPlan, results: Mapping[str, _Collected], n_ctx: int, folder: RunFolder, listener: Listener
+) -> bool:
+    """Take the captures of a context that a stopped run has finished. Returns whether all are there."""
+    try:
+        noted = strict_json(_note(folder, n_ctx).read_bytes())
+        found = {role: (Path(noted[role]["capture"]), dict(noted[role]["ran"])) for role in results}
+        known = {role: Capture(path) for role, (path, _) in found.items()}
+    except (OSError, FidelabError, *UNTRUSTED_DATA_ERRORS):
+        return False
+    if any(known[role].manifest["key"]["arm"] != one.job.arm.fingerprint() for role, one in results.items()):
+        return False
+    for role, (path, ran) in found.items():
+        listener.job_started(results[role].job, 0, reused=True)
+        results[role].captures[plan.part_names[n_ctx]], results[role].ran = path, ran
+    return True
+
+
+def _time(plan: OwnPlan, results: Mapping[str, _Collected], job: OwnJob, folder: RunFolder) -> None:
+    """Measure a configuration's decode rate with ``llama-bench``; a failure is that of the measurement alone.
+
+    By default only where the cache lies on a GPU: there it takes seconds.
+    """
+    collected, explicit = results[job.role], plan.experiment.speed is True
+    if plan.timer is None or collected.reason is not None or (plan.base is not None and job.role == "reference"):
+        return
+    ran = collected.ran or {}
+    if not explicit and str(ran.get("device", "cpu")).startswith("cpu"):
+        return
+    context = _timed_context(plan, results)
+    try:
+        rates = _rates(plan, plan.timer, job, context, folder)
+        times = np.arange(DECODED + 1) / np.asarray(rates)[:, None]  # it prints the mean pace of each repetition
+        collected.rates = speed_record(context, times, ran, measured="by llama-bench, in a process of its own")
+    except (FidelabError, *UNTRUSTED_DATA_ERRORS) as error:
+        status = Status.FAILED if explicit else Status.NOT_MEASURABLE
+        collected.rates = Measurement(status=status, reason=one_line(error), title=speed_bench(context).title)
+
+
+def _timed_context(plan: OwnPlan, results: Mapping[str, _Collected]) -> int:
+    """The context at which all are timed: the longest that was read, less where reading it would take too long."""
+    context = max(plan.sizes)
+    paces = (float((one.ran or {}).get("prompt_tokens_per_second") or 0) for one in results.values())
+    pace = next((pace for pace in paces if pace > 0), None)
+    shapes = (_geometry(job.arm.path) for job in plan.jobs if Path(job.arm.path).suffix == ".gguf")
+    limit = next((shape.max_positions for shape in shapes if shape is not None), None)
+    return affordable(context, limit, 1 / pace, _DECODE_OVER_READ / pace) if pace else context
+
+
+def _rates(plan: OwnPlan, timer: BenchTool, job: OwnJob, context: int, folder: RunFolder) -> tuple[float, ...]:
+    """Tokens per second of each repetition; a resumed run has them.
+
+    Raises:
+        InputError: If the program cannot measure this configuration.
+    """
+    arm, log = job.arm, folder.log(f"{job.role}-speed")
+    out = folder.path / "speed" / log.with_suffix(".json").name
+    out.parent.mkdir(exist_ok=True)
+    with suppress(InputError, OSError):
+        return _checked(arm, context, read_rates(out.read_text("utf-8", "replace")))
+    command = timer.command(
+        arm.path,
+        kv=arm.kv,
+        n_gen=DECODED,
+        depth=context,
+        repeats=REPEATS,
+        threads=plan.experiment.threads,
+        options=dict(arm.options),
+    )
+    env = {**os.environ, **dict(arm.env)} if arm.env else None
+    with running(command, log, env, out) as process:
+        process.wait()
+    if process.returncode:
+        said = reason_of(log.read_text("utf-8", "replace"), process.returncode, timer.path.stem)
+        raise InputError(f"{said}; its log is {log}")
+    return _checked(arm, context, read_rates(out.read_text("utf-8", "replace")))
+
+
+def _checked(arm: Arm, context: int, found: Sequence[BenchRates]) -> tuple[float, ...]:
+    """The rates, if they are those of this configuration at this context."""
+    one = found[0]
+    if (one.k, one.v, one.depth, one.n_gen) != (arm.kv.k.name, arm.kv.v.name, context, DECODED):
+        raise InputError(f"llama-bench measured {one.n_gen} tokens at {one.depth:,} with K {one.k} and V {one.v}")
+    return one.rates
 
 
 @dataclass(frozen=True)
@@ -683,8 +830,9 @@ def _ran(plan: OwnPlan, arm: Arm, log: ToolLog) -> dict[str, Any]:
             "threads": arm.threads,
             "build": plan.tool.build,
             **({"weight_bytes": round(shape.stored.total)} if shape and shape.stored else {}),
+            "bits_per_weight": bits_per_weight(Path(arm.path)),
             **({"prompt_tokens_per_second": log.rate} if log.rate else {}),
-            **({"perplexity": log.perplexity[0]} if log.perplexity else {}),
+            **({"perplexity": list(log.perplexity)} if log.perplexity else {}),
             **({"offloaded_layers": list(log.offloaded)} if log.offloaded else {}),
         },
     )

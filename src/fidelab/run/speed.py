@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.bench.base import Answers, BenchInputs, Facts, Question
+from fidelab.bench.base import BenchInputs, Question
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture
 from fidelab.core import Status, digest, slug, strict_json, write_atomically
@@ -36,13 +36,15 @@ from fidelab.plan.speed import (
     speed_context,
     speed_fault,
     speed_question,
+    speed_record,
 )
 from fidelab.results.measurement import Measurement
 from fidelab.results.outcomes import ArmResult
-from fidelab.results.rates import DECODE, MEASURED, STARTS
+from fidelab.results.rates import DECODE, STARTS
 from fidelab.workers.messages import ProbeTask
 from fidelab.workers.parent import Worker
 
+_AFTER = "after outputs were saved, in the same process"
 _PROBES = 2  # short answers that tell the rates: the first one may compile
 
 
@@ -157,16 +159,11 @@ class SpeedMeter:
             status = Status.FAILED if explicit else Status.NOT_MEASURABLE
             record = Measurement(status=status, reason=found.fault or "no answer", title=bench.title)
         else:
-            question = Question(DECODE, f"{found.context}.b1", found.context, 1, bench.settings.n, len(seconds), 1)
-            answers = Answers(question, np.asarray(seconds), 1, result.ran or {})
             try:
-                record = bench.record({question.part: answers}, Facts(ran=result.ran or {}, loads=len(starts)))
+                record = speed_record(found.context, seconds, result.ran or {}, starts=len(starts), measured=_AFTER)
             except UNTRUSTED_DATA_ERRORS as error:
                 fault = f"its timestamps cannot be recorded ({one_line(error)})"
                 record = Measurement(status=Status.NOT_MEASURABLE, reason=fault, title=bench.title)
-            else:
-                facts = {**record.facts, MEASURED: "after outputs were saved, in the same process"}
-                record = record.model_copy(update={"facts": {**facts, STARTS: len(starts)}})
         return replace(result, benches={**result.benches, DECODE: record.model_dump(mode="json")})
 
     def _read(self, role: str) -> _Timed | None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 from fidelab.core import Arm, KVSpec, digest, shell_line
 from fidelab.core.errors import InputError, UsageError, nearest_first
@@ -124,6 +125,7 @@ class PerplexityTool:
     ``help``: what ``--help`` printed, by which flags are known; ``version``: what ``--version`` printed.
     """
 
+    engine: ClassVar[str] = "llamacpp"  # whose programs they are
     path: Path
     help: str = field(repr=False)
     version: str
@@ -144,7 +146,7 @@ class PerplexityTool:
             raise InputError(
                 f"--bin {folder}: the folder {what}; name the folder of llama.cpp's programs, such as build/bin"
             )
-        text, said = _ask(path, "--help"), _ask(path, "--version")
+        text, said = asked_program(path, "--help"), asked_program(path, "--version")
         for flag, lacks in _NEEDED.items():
             if flag not in text:
                 raise InputError(f"{path} {lacks}: it is too old; build or fetch llama.cpp of this year")
@@ -159,7 +161,7 @@ class PerplexityTool:
 
     def has(self, flag: str) -> bool:
         """Return whether the help names a flag, such as ``--n-gpu-layers``."""
-        return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", self.help) is not None
+        return has_flag(self.help, flag)
 
     def cache_types(self) -> tuple[str, ...]:
         """Return the types that the help names for keys; empty if it names none."""
@@ -205,7 +207,7 @@ class PerplexityTool:
             elif value == "yes" and not re.search(rf"{re.escape(flag)}\b[^\n]*?\[on", self.help):
                 words.append(flag)
             else:
-                words += [flag, {"yes": "on", "no": "off"}.get(value, value)]
+                words += [flag, on_off_values(value)]
         return words
 
     def command(
@@ -240,23 +242,25 @@ class PerplexityTool:
 
 @contextmanager
 def running(
-    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None, out: Path | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command whose output goes to a log after the command itself; end it where the block ends early.
+
+    ``out``: a file for its standard output alone.
 
     Raises:
         InputError: If it cannot be started.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as out:
-        out.write(f"$ {shell_line(*command)}\n".encode())
-        out.flush()
+    with log.open("ab") as told, (log if out is None else out).open("ab" if out is None else "wb") as printed:
+        told.write(f"$ {shell_line(*command)}\n".encode())
+        told.flush()
         try:
             process = subprocess.Popen(
                 [*command],
                 stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+                stdout=printed,
+                stderr=told,
                 env=None if env is None else {**env},
             )
         except OSError as error:
@@ -273,10 +277,14 @@ def running(
                 process.wait()
 
 
-def own_server(arm: Arm, folder: Path) -> list[str]:
-    """Return the command of the ``llama-server`` next to the program, with a configuration's types and options."""
+def own_server(arm: Arm, folder: Path, n_ctx: int | None = None) -> list[str]:
+    """Return the command of the ``llama-server`` next to the program, with a configuration's types and options.
+
+    ``n_ctx``: tokens of its context; ``None``: the program's own default.
+    """
     program = next((path for path in sorted(folder.glob("llama-server*")) if path.is_file()), folder / "llama-server")
     words = [str(program), "-m", arm.path, "-ctk", arm.kv.k.name, "-ctv", arm.kv.v.name]
+    words += [] if n_ctx is None else ["-c", str(n_ctx)]
     options = dict(arm.options)
     words += [] if {"flash-attn", "fa"} & {*options} else ["-fa", "on"]
     for name, value in options.items():
@@ -287,17 +295,32 @@ def own_server(arm: Arm, folder: Path) -> list[str]:
     return words
 
 
-def reason_of(log: str, code: int) -> str:
-    """Return in one line why the program ended, from the last lines of its log that name an error."""
+def reason_of(log: str, code: int, program: str = PROGRAM) -> str:
+    """Return in one line why a program ended, from the last lines of its log that name an error."""
     lines = [_PREFIX.sub("", line).strip() for line in log.splitlines()]
     lines = [line for line in lines if line and not line.startswith("$ ")]
     told = [line for line in lines if _ERRORS.search(line)]
     last = (told or lines)[-2:] if told or lines else []
     ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    return f"{PROGRAM} {ended}" + (f": {'; '.join(line[:160] for line in last)}" if last else "")
+    return f"{program} {ended}" + (f": {'; '.join(line[:160] for line in last)}" if last else "")
 
 
-def _ask(path: Path, flag: str) -> str:
+def has_flag(text: str, flag: str) -> bool:
+    """Return whether a program's help names a flag, such as ``--n-gpu-layers``."""
+    return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) is not None
+
+
+def on_off_values(value: str) -> str:
+    """Return ``on`` for ``yes`` and ``off`` for ``no``; other values stay."""
+    return {"yes": "on", "no": "off"}.get(value, value)
+
+
+def asked_program(path: Path, flag: str) -> str:
+    """Return what a program prints for ``--help`` or ``--version``.
+
+    Raises:
+        InputError: If it does not start.
+    """
     try:
         found = subprocess.run(
             [str(path), flag], stdin=subprocess.DEVNULL, capture_output=True, timeout=_ASK_SECONDS, check=False
