@@ -395,6 +395,16 @@ def test_where_nothing_can_be_forked_the_worker_starts_afresh(
     assert (outcome.status, len(outcome.captured)) == (Status.OK, 2)
 
 
+def test_a_model_that_the_server_cannot_load_is_left_to_the_workers(
+    tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
+) -> None:
+    server = forking()
+    server.load("some model", {"name": "not an arm"})
+    assert run_forked(tmp_path / "a", plugin_path, server).status is Status.OK
+    server.load(None, None)
+    assert run_forked(tmp_path / "b", plugin_path, server).status is Status.OK
+
+
 def test_a_server_that_is_killed_costs_one_arm_at_most(
     tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
 ) -> None:

@@ -121,7 +121,14 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
 
     benches: options.Benches = ""
     overrides: options.Set = None
-    floor: Annotated[bool, typer.Option(help="Re-run a quarter of the data to measure noise.")] = True
+    floor: Annotated[
+        bool | None,
+        typer.Option(
+            "--floor/--no-floor",
+            help="Re-run a quarter of the data to measure noise. \\[default: unless --quick]",
+            show_default=False,
+        ),
+    ] = None
     speed: Annotated[
         bool | None,
         typer.Option(
@@ -140,7 +147,7 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
     def settings(self) -> dict[str, Any]:
         return {
             "benches": bench_settings(self.benches),
-            **({} if self.floor else {"floor": 0.0, "twins": 0.0}),
+            **({"floor": 0.0, "twins": 0.0} if self.floor is False else {}),
             **({} if self.speed is None else {"speed": self.speed}),
             **({} if self.budget is None else {"budget": self.budget}),
         }
@@ -209,6 +216,8 @@ def compare(
     data |= _axes(axes, borrowed="reference_from" in data and not own, looks=runs.n_runs == 1 and not own)
     if own and axes.axes is None:
         data["axes"] = {name: values for name, values in data["axes"].items() if name == "kld"}
+    if axes.quick and measured.floor is None:  # a first look: repeats cost more starts than the question itself
+        measured.floor = False
     for group in (measured, scoring, limits, capacity, runs, executor):
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))

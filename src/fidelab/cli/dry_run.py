@@ -113,11 +113,13 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
 def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
     """Return the rows of the planned work."""
     from fidelab.axes.base import Axis
+    from fidelab.plan.build import starts_and_loads
     from fidelab.plan.estimate import conversion_bytes, needed_bytes
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]
     # The engines that are not installed here, each with the remedy
+    starts, loads = starts_and_loads(prepared.plan.jobs)
     problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
     return {
         "jobs": [
@@ -136,6 +138,8 @@ def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
         "follows": leading,
         "not_counted": [name for name in leading if type(settings.axes[name]).foreseen is Axis.foreseen],
         "tokens": sum(job.tokens for job in expected.jobs),
+        "starts": starts,
+        "loads": loads,
         "disk_bytes": needed_bytes(prepared.plan),
         "conversion_bytes": conversion_bytes(prepared.plan),
         "captures_dir": str(settings.captures_dir),
@@ -162,6 +166,9 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
         leading = ", ".join(plan["not_counted"])
         print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
     mib = plan["disk_bytes"] / 2**20
+    if plan["starts"]:
+        loaded = counted(plan["loads"], "load")
+        print(f"{indent}{counted(plan['starts'], 'start')} of an engine, {loaded} of a model")
     print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of saved outputs in {plan['captures_dir']}")
     if plan["conversion_bytes"]:
         mib = plan["conversion_bytes"] / 2**20

@@ -302,6 +302,22 @@ class Engine(ABC):
         """
         return {}
 
+    @classmethod
+    def shared_load(cls, arm: Arm) -> str | None:
+        """Return a key of the model that an arm opens; arms with equal keys may share one load before they are forked.
+
+        ``None``: the arm loads its own, since it changes weights, or its device cannot be shared by a fork.
+        """
+        return None
+
+    @classmethod
+    def load_shared(cls, arm: Arm | None) -> None:
+        """Load an arm's model in this process, from which its workers are forked; ``None``: release it.
+
+        It starts no thread that is left.  :meth:`open` takes it where :meth:`shared_load` gives the same key.
+        """
+        raise NotImplementedError(f"engine {cls.name} shares no load")
+
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self.foreseen: frozenset[str] = frozenset()

@@ -23,7 +23,7 @@ from fidelab.engines.base import engine_class, one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, linked, with_probes
+from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, linked, load_key, shared_loads, with_probes
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.plan.prepare import PreparedRun
@@ -274,6 +274,7 @@ class JobRunner:
         self._timings = Timings()
         self.pace = _Pace(listener)
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
+        self._loads: Mapping[str, int] = {}  # jobs of each model that they may share
         self._jobs: Sequence[PlannedJob] = ()  # of the run, with the questions that do not follow from answers
 
     def follow(self, reference: Mapping[str, Path]) -> None:
@@ -286,6 +287,7 @@ class JobRunner:
         ``log``: function that gives the log file of a role.
         """
         self._jobs = jobs
+        self._loads = shared_loads(jobs)
         alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
         for job in jobs[:alone]:
             yield self.run(job, log(job.role))
@@ -361,7 +363,7 @@ class JobRunner:
             with self._lock:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
-                spawn = spawner(job.resolved, self._servers)
+                spawn = spawner(job.resolved, self._servers, self._loads)
                 with Worker(message, **process, spawn=spawn, listen=hear) as worker:
                     alive = worker.ask() and (not leads or worker.ask(more()))
                     kept = worker.outcome
@@ -482,17 +484,24 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
     return Needs(cpus=arm.threads or 1, gpus=ranks if gpus is None else gpus)
 
 
-def spawner(resolved: ResolvedArm, servers: ForkServers | None) -> Spawn | None:
+def spawner(resolved: ResolvedArm, servers: ForkServers | None, loads: Mapping[str, int] | None = None) -> Spawn | None:
     """Return the function that starts an arm's workers by forking; ``None`` for a fresh interpreter each.
 
-    The fork server is started now if it is the first of its kind.
+    The fork server is started now if it is the first of its kind.  ``loads``: how many jobs open each model; one that
+    several open is loaded by the server.
     """
     environment = resolved.environment
     if servers is None or environment.image:  # where descriptors do not lead, perhaps
         return None
     command = environment.command("fidelab.workers.fork_server")
     server = servers.get(command, resolved.arm.engine, _variables(resolved))
-    return None if server is None else server.start
+    if server is None:
+        return None
+    if loads is not None:
+        key = load_key(resolved)
+        shared = key is not None and loads.get(key, 0) > 1
+        server.load(key if shared else None, to_json(resolved.arm) if shared else None)
+    return server.start
 
 
 def starting(servers: ForkServers) -> Callable[[ResolvedArm], None]:

@@ -1,33 +1,45 @@
 """Workers forked from a process that has already imported an engine.
 
 A server per environment imports the modules that all arms of an engine share, and forks.  An arm still has its own
-process, descriptors and process group, but does not wait for the imports.  The server only imports, so that there is
-no model, no device and no Python thread before a fork.  (OpenBLAS has threads once NumPy is imported.  It ends them at
-a fork and starts them again in the child.)
+process, descriptors and process group, but does not wait for the imports.  Where several arms open the same model on
+processors, the server loads it, too: each worker then has its own copy of the pages that it writes to.  There is no
+device and no Python thread before a fork.  (OpenBLAS has threads once NumPy is imported.  It ends them at a fork and
+starts them again in the child.)
 
 Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
-Each byte requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
-for its process id and, once it has ended, its return code.  A server that cannot fork exits, which closes these.
-The caller then starts a fresh interpreter, whose errors name the fault.
+The byte ``f`` requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
+for its process id and, once it has ended, its return code.  The byte ``l``, a length and an arm as JSON request that
+its model is loaded; ``null`` releases it.  A server that cannot fork exits, which closes these.  The caller then starts
+a fresh interpreter, whose errors name the fault.  A model that cannot be loaded is left to the workers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import os
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fidelab.engines.base import Engine
 
 _LOST_RETURN_CODE = -getattr(signal, "SIGKILL", 9)  # return code of a worker whose server has gone before it
+
+
+_THREADS_END_SECONDS = 5.0  # in which threads of a load have to end
 
 
 class ForkedProcess:
@@ -81,6 +93,19 @@ class ForkServer:
                 start_new_session=True,  # Ctrl-C reaches the parent alone
             )
         self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
+        self._loaded: str | None = None
+
+    def load(self, key: str | None, arm: Mapping[str, Any] | None) -> None:
+        """Have the server load the model of an arm for the next workers, unless it has it; ``None`` releases one.
+
+        ``key``: of the model.  Returns at once; a worker that is started next waits for it.
+        """
+        if key == self._loaded:
+            return
+        self._loaded = key
+        content = json.dumps(arm).encode()
+        with contextlib.suppress(OSError):  # no server: workers start afresh
+            self._socket.sendall(b"l" + struct.pack("<I", len(content)) + content)
 
     def start(self, stderr: int) -> ForkedProcess | None:
         """Start a worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
@@ -135,6 +160,46 @@ def _close(ours: socket.socket, process: subprocess.Popen[bytes] | None) -> None
         process.wait()
 
 
+def _load(engine: type[Engine], asked: socket.socket) -> bool:
+    """Load what was asked for; returns whether the process can still be forked."""
+    from fidelab.core import Arm
+    from fidelab.core.serial import from_json
+
+    [size] = struct.unpack("<I", _exactly(asked, 4))
+    wanted = json.loads(_exactly(asked, size))
+    parent = os.getppid()
+
+    def look(*_: object) -> None:  # nobody waits any more
+        if os.getppid() != parent:
+            os._exit(1)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
+    try:
+        engine.load_shared(None if wanted is None else from_json(Arm, wanted))
+    except Exception:  # the worker meets it again, and says it
+        with contextlib.suppress(Exception):
+            engine.load_shared(None)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    gc.collect()
+    gc.freeze()  # or a collection in a worker would write to the pages of all objects
+    ends = time.monotonic() + _THREADS_END_SECONDS
+    while threading.active_count() > 1 and time.monotonic() < ends:
+        time.sleep(0.01)
+    return threading.active_count() == 1
+
+
+def _exactly(asked: socket.socket, size: int) -> bytes:
+    content = b""
+    while len(content) < size:
+        if not (more := asked.recv(size - len(content))):
+            raise EOFError
+        content += more
+    return content
+
+
 def main() -> int:
     """Import the engine, then fork a worker for each request until the parent is gone."""
     from fidelab.engines import ENGINES
@@ -163,6 +228,10 @@ def main() -> int:
                 message, descriptors, *_ = socket.recv_fds(asked, 1, 4)
                 if not message:
                     return 0
+                if message == b"l":
+                    if not _load(ENGINES.load(sys.argv[1]), asked):
+                        return 1
+                    continue
                 *streams, report = descriptors
                 pid = os.fork()
                 if not pid:

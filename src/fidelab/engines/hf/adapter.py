@@ -28,7 +28,7 @@ from fidelab.captures.requests import (
     Timed,
     Tokens,
 )
-from fidelab.core import Arm, FormatSpec, KVSpec, plain_json
+from fidelab.core import Arm, KVSpec, plain_json
 from fidelab.core.errors import EngineError, NotSupportedError, UsageError
 from fidelab.core.runtime import RuntimeInfo
 from fidelab.engines import DEFAULT
@@ -56,6 +56,7 @@ from fidelab.engines.hf.cache_formats import (
     quantized_of,
 )
 from fidelab.engines.hf.harmless import HARMLESS
+from fidelab.engines.hf.loading import has_exceptions, load_key
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import versions_of
 from fidelab.engines.options import (
@@ -219,7 +220,7 @@ class HFEngine(Engine):
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
-        kept = [spec for spec in (arm.kv.k, arm.kv.v) if _has_exceptions(spec)]
+        kept = [spec for spec in (arm.kv.k, arm.kv.v) if has_exceptions(spec)]
         if kept and attention not in ("eager", "sdpa", hf_kernels.THEIRS):
             return Support(False, f"{kept[0]} needs an attention of its own: leave out attention={attention}")
         shape = shape_of(arm.path)
@@ -242,6 +243,14 @@ class HFEngine(Engine):
         # every other format takes the same attention path, so run-to-run noise is the only noise.
         return native if str(reference.k) == str(reference.v) == "f32" else None
 
+    shared_load = staticmethod(load_key)
+
+    @classmethod
+    def load_shared(cls, arm: Arm | None) -> None:
+        from fidelab.engines.hf.model import share
+
+        share(arm, None if arm is None else _loading(arm))
+
     def open(self, arm: Arm) -> None:
         from fidelab.engines.hf.model import HFModel
 
@@ -254,6 +263,7 @@ class HFEngine(Engine):
             from fidelab.engines.hf.structure import decoder_layers
 
             self._jittered = jitter(decoder_layers(self._model.module, self._model.config)[0], int(seed))
+        self._model.remember_weights(changed=self._jittered is not None)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
@@ -272,6 +282,8 @@ class HFEngine(Engine):
         self._model.proof.begin(self.seed, observing=observing, decodes=decodes)
         answer = self.answer_by_kind(request, sink, self.estimator_for(self._arm), self._model.head)
         self._model.proof.end(self._model.cache)
+        if not isinstance(request, Timed):
+            self._model.check_weights()
         return answer
 
     def runtime_info(self) -> RuntimeInfo:
@@ -305,6 +317,7 @@ class HFEngine(Engine):
             more={
                 **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,
+                "loaded": "once for several configurations" if self._model.shared else "for this configuration",
                 "dequant": self._model.dequant,
                 "threads": torch.get_num_threads(),
                 "skipped_layers": list(self._arm.kv.skipped),
@@ -437,12 +450,6 @@ class HFEngine(Engine):
                 yield ids.tolist()
 
         return tokens()
-
-
-def _has_exceptions(spec: FormatSpec) -> bool:
-    """Whether the format keeps some tokens exact, found without importing torch."""
-    options = dict(spec.options)
-    return bool({"sinks", "tail"} & options.keys()) or options.get("axis") == "channel"
 
 
 def _shape_refusal(arm: Arm) -> str | None:

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,10 +29,11 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.cache_formats import quantized_of
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
+from fidelab.engines.hf.loading import load_key
 from fidelab.engines.hf.proof import Proof
 from fidelab.engines.hf.quantized import TransformersCache
 from fidelab.engines.hf.quantized_proof import QuantizedProof
-from fidelab.engines.hf.structure import auto_class
+from fidelab.engines.hf.structure import auto_class, checksums
 from fidelab.engines.hf.weights import WEIGHTS, round_weights
 from fidelab.engines.options import trusts_code
 from fidelab.formats import create
@@ -80,6 +82,88 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A model as ``from_pretrained`` gives it, on its device.
+
+    ``report``: what it says of missing tensors.  ``checksums``: of the weights, if they were computed for all.
+    """
+
+    tokenizer: Any
+    model: Any
+    report: Mapping[str, Any]
+    checksums: Mapping[str, int] | None = None
+
+
+_shared: dict[str, Loaded] = {}
+"""The model that was loaded in the process from which this one was forked, by its key."""
+
+
+def share(arm: Arm | None, loading: Mapping[str, Any] | None = None) -> None:
+    """Load an arm's model for workers that are forked from this process, with one thread; ``None``: release it.
+
+    Threads of a pool would not live on in a fork, so that none are started.
+    """
+    _shared.clear()
+    if arm is None or (key := load_key(arm)) is None:
+        return
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loaded = load(arm, _attention_of(arm, excepted=False), loading or {}, lambda phase: None)
+    _shared[key] = replace(loaded, checksums=checksums(loaded.model))
+
+
+def _attention_of(arm: Arm, *, excepted: bool) -> str | None:
+    """The attention that Transformers is asked for; ``None``: its own choice."""
+    if excepted:
+        return exceptions.ATTENTION
+    attention = dict(arm.options).get("attention")
+    return None if attention == hf_kernels.THEIRS else attention
+
+
+def load(arm: Arm, attn: str | None, loading: Mapping[str, Any], mark: Callable[[str], None]) -> Loaded:
+    """Load an arm's tokenizer and model as Transformers does.  ``loading``: further arguments of ``from_pretrained``.
+
+    Raises:
+        EngineError: If it is no decoder-only model. Exceptions of Transformers are left as they are.
+    """
+    trusted = trusts_code(arm)
+    config = transformers.AutoConfig.from_pretrained(arm.path, trust_remote_code=trusted)
+    if config.is_encoder_decoder:
+        raise EngineError(
+            f"encoder-decoder models are not supported: this is {config.model_type}, fidelab runs decoder-only models"
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(arm.path, trust_remote_code=trusted)
+    auto, mapped = auto_class(config)
+    mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
+    mark("import")
+    opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
+    opened |= loading
+    stored = getattr(config, "quantization_config", None)
+    if isinstance(stored, dict) and stored.get("quant_method") == "compressed-tensors":
+        # Dense from the start, as they would be after the first forward; and where a checkpoint does not say
+        # that it is compressed, Transformers would leave its layers at random numbers.
+        opened.setdefault("quantization_config", transformers.CompressedTensorsConfig(dequantize=True))
+    elsewhere = arm.device == "cpu" or {"device_map", "tp_plan"} & opened.keys()
+    if not elsewhere and find_spec("accelerate") is not None:
+        opened["device_map"] = {"": arm.device}  # without a copy of the weights on the host
+    if not _attentions(config) <= _SUPPORTED_ATTENTION:
+        _leave_attention_open(config)
+        opened["config"] = config
+    model, report = auto.from_pretrained(
+        arm.path,
+        trust_remote_code=trusted,
+        dtype=getattr(torch, arm.dtype),
+        use_safetensors=True,
+        output_loading_info=True,
+        **opened,
+    )
+    placed = {"device_map", "tp_plan"} & opened.keys()
+    return Loaded(tokenizer, model if placed else model.to(arm.device), report)
+
+
 Keep: TypeAlias = "int | Sequence[int]"
 """Rows of a forward whose logits are computed: a number of last ones, or their positions."""
 
@@ -100,6 +184,7 @@ class HFModel:
         kernels_refused: why they do not, on a GPU where no attention was requested.
         proof: evidence for the formats.
         rounded: weights rounded by the option ``weights``, for the record.
+        shared: whether the model was loaded before this process was forked, once for several configurations.
 
     Raises:
         EngineError: If it cannot be loaded, or its structure is not as expected.
@@ -145,11 +230,8 @@ class HFModel:
 
     def _load(self) -> None:
         """Load tokenizer and model; exceptions of Transformers become one line."""
-        path, attn = self._arm.path, self._options.get("attention")
-        if attn == hf_kernels.THEIRS:
-            attn = None
-        if self._excepted:
-            attn = exceptions.ATTENTION
+        attn = _attention_of(self._arm, excepted=self._excepted)
+        if attn == exceptions.ATTENTION:
             exceptions.register_attention()
         if attn == hf_kernels.NAME:
             if reason := k16v8.missing():
@@ -158,40 +240,10 @@ class HFModel:
 
             register_attention()
         try:
-            trusted = trusts_code(self._arm)
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-            if config.is_encoder_decoder:
-                raise EngineError(
-                    f"encoder-decoder models are not supported: this is {config.model_type}, fidelab runs decoder-only "
-                    "models"
-                )
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-            auto, mapped = auto_class(config)
-            mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
-            self._mark("import")
-            opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
-            opened |= self._loading
-            stored = getattr(config, "quantization_config", None)
-            if isinstance(stored, dict) and stored.get("quant_method") == "compressed-tensors":
-                # Dense from the start, as they would be after the first forward; and where a checkpoint does not say
-                # that it is compressed, Transformers would leave its layers at random numbers.
-                opened.setdefault("quantization_config", transformers.CompressedTensorsConfig(dequantize=True))
-            elsewhere = self._arm.device == "cpu" or {"device_map", "tp_plan"} & opened.keys()
-            if not elsewhere and find_spec("accelerate") is not None:
-                opened["device_map"] = {"": self._arm.device}  # without a copy of the weights on the host
-            if not _attentions(config) <= _SUPPORTED_ATTENTION:
-                _leave_attention_open(config)
-                opened["config"] = config
-            model, report = auto.from_pretrained(
-                path,
-                trust_remote_code=trusted,
-                dtype=getattr(torch, self._arm.dtype),
-                use_safetensors=True,
-                output_loading_info=True,
-                **opened,
-            )
-            placed = {"device_map", "tp_plan"} & opened.keys()
-            self.module = (model if placed else model.to(self._arm.device)).eval()
+            shared = _shared.get(load_key(self._arm) or "")
+            loaded = shared or load(self._arm, attn, self._loading, self._mark)
+            model, report, self.tokenizer = loaded.model, loaded.report, loaded.tokenizer
+            self.module, self.shared, self._checksums = model.eval(), shared is not None, loaded.checksums
             self.config = model.config.get_text_config(decoder=True)
             self.rounded = round_weights(model, self.config, text) if (text := self._options.get(WEIGHTS)) else {}
             self._mark("weights")
@@ -207,6 +259,24 @@ class HFModel:
             raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
         if attn and self.config._attn_implementation != attn:
             raise EngineError(f"attention={attn} was asked for, Transformers runs {self.config._attn_implementation}")
+
+    def remember_weights(self, *, changed: bool) -> None:
+        """Note the weights as they are now, for :meth:`check_weights`; ``changed``: since they were loaded."""
+        if self._checksums is None or changed:
+            self._checksums = checksums(self.module)
+
+    def check_weights(self) -> None:
+        """Refuse what a model answered whose weights have changed since they were noted.
+
+        Raises:
+            EngineError: The message names the format and the first weight that changed.
+        """
+        now, known = checksums(self.module), self._checksums or {}
+        if changed := [name for name, total in known.items() if now.get(name) != total]:
+            raise EngineError(
+                f"{self._arm.kv.label} changed the model's weights while it ran: {len(changed)} of {len(known)}, "
+                f"first {changed[0]}; its answers are not those of this model"
+            )
 
     @property
     def paged(self) -> bool:

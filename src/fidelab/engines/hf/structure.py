@@ -44,3 +44,22 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
         return list(layer_list(module.get_decoder(), config.num_hidden_layers))
     except RuntimeError as error:
         raise NotSupportedError(f"{config.model_type}: {error}") from error
+
+
+def checksums(model: Any) -> dict[str, int]:
+    """Return a sum of the bits of each parameter, computed on its device: any single change gives another one.
+
+    Buffers are left out: some models compute theirs anew for each length.
+    """
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    found = {}
+    for name, weight in model.named_parameters():
+        if weight.is_meta:  # elsewhere, by device-map
+            continue
+        own = weight.to_local() if hasattr(weight, "to_local") else weight  # a part, by tp-plan
+        flat = own.detach().reshape(-1)
+        size = flat.element_size()
+        wide = flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0
+        bits = flat.view(kinds[8] if wide else kinds[min(size, 8)])
+        found[name] = int(bits.sum(dtype=torch.int64))
+    return found
