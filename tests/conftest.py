@@ -71,13 +71,13 @@ def workers_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.
         return
     by_default = runner.spawner
 
-    def spawner(resolved: Any, servers: Any) -> Any:
+    def spawner(resolved: Any, servers: Any, loads: Any = None) -> Any:
         arm, environment = resolved.arm, resolved.environment
         if arm.engine not in ("fake", "hf", "openai") or {"crash", "hang"} & dict(arm.options).keys():
-            return by_default(resolved, servers)
+            return by_default(resolved, servers, loads)
         variables = runner._variables(resolved)
         if "PYTHONPATH" in variables or environment.image:
-            return by_default(resolved, servers)
+            return by_default(resolved, servers, loads)
         return lambda log: LocalWorker(log, variables)
 
     by_group = parent._end_group

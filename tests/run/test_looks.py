@@ -125,7 +125,7 @@ def test_a_quick_run_looks_as_well(tmp_path: Path) -> None:
     words = ("--engine", "fake", "--reference", "exact", "--text", "long.txt", "--kv", VARIES, "--axes", "kld")
     done = cli("compare", "fake", *words, "--quick", "--dry-run", "--json", cwd=tmp_path)
     assert json.loads(done.out)["windows"] == [8, 32]
-    assert json.loads(done.out)["tokens"] == (8 + 8 + 2) * 512
+    assert json.loads(done.out)["tokens"] == (8 + 8) * 512
 
 
 TEXT = Text("t", "".join(f"line {i} of a text\n" for i in range(400)), (), "")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fidelab.cli.output import duration, note
+from fidelab.core import format_bytes
 from fidelab.results.numbers import counted
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
 def _show_own(experiment: Experiment, as_json: bool) -> None:
     """Print the commands of the user's own programs, and the disk space that their files need."""
-    from fidelab.core import format_bytes, shell_line
+    from fidelab.core import shell_line
     from fidelab.run.own_llamacpp import plan_own
 
     plan = plan_own(experiment)
@@ -88,10 +89,15 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
 
 
 def _planned(experiment: Experiment) -> dict[str, Any]:
+    from fidelab.core.serial import to_json
+    from fidelab.models.reading import plan_alone
     from fidelab.plan.looks import n_looks, planned, windows_of
+    from fidelab.plan.memory import memory_needs
 
     began = time.monotonic()
-    prepared = planned(experiment, convert=False)
+    with plan_alone() as reads:
+        prepared = planned(experiment, convert=False)
+        needs = memory_needs(prepared.settings)
     planning = time.monotonic() - began
     expected = prepared.estimate()
     plan = {
@@ -102,6 +108,9 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
             "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
             "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
             "sources": expected.sources,
+            "unread_bytes": sum(reads.unread.values()),
+            "memory": [to_json(need) for need in needs],
+            "budget_seconds": experiment.budget,
         },
     }
     if n_looks(prepared.settings) > 1:
@@ -165,6 +174,11 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
     if plan["not_counted"]:
         leading = ", ".join(plan["not_counted"])
         print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
+    for need in plan["memory"]:
+        print(f"{indent}{memory_line(need)}")
+    if plan["unread_bytes"]:
+        [size] = format_bytes(plan["unread_bytes"])
+        print(f"{indent}{size} of weights are read for their hash when the run starts, and were not for this plan")
     mib = plan["disk_bytes"] / 2**20
     if plan["starts"]:
         loaded = counted(plan["loads"], "load")
@@ -173,6 +187,13 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
     if plan["conversion_bytes"]:
         mib = plan["conversion_bytes"] / 2**20
         print(f"{indent}and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")
+
+
+def memory_line(need: Mapping[str, Any]) -> str:
+    """Return the memory that a configuration needs next to what was found, and whether it fits."""
+    needed, found = (f"{need[key] / 2**30:.3g} GiB" for key in ("needed_bytes", "found_bytes"))
+    fits = "" if need["needed_bytes"] <= need["found_bytes"] else ": will not fit"
+    return f"{need['model']} in {need['dtype']} needs {needed} for its weights, {need['of']} has {found}{fits}"
 
 
 def _print_time(plan: Mapping[str, Any], indent: str = "") -> None:
@@ -186,6 +207,10 @@ def _print_time(plan: Mapping[str, Any], indent: str = "") -> None:
         )
     if len(plan["axes"]) > 1:
         print(f"{indent}axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
+    if plan["budget_seconds"] is not None:
+        over = plan["budget_seconds"] < plan["seconds"]
+        said = "too short for the first look" if over else "it ends before windows that exceed it"
+        print(f"{indent}budget {duration(plan['budget_seconds'])}: {said}")
     for rates, arms in plan["sources"].items():
         print(f"{indent}rates from {rates}: {', '.join(arms)}")
     if any(source.startswith("defaults") for source in plan["sources"]):

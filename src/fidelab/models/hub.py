@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fidelab.core.errors import InputError, UnavailableError
+from fidelab.models import reading
 
 _TEXTS = ["*.json", "*.model", "*.txt", "*.jinja"]
 _ALLOWED = [*_TEXTS, "*.safetensors"]
@@ -28,9 +29,18 @@ def snapshot(repo: str, revision: str | None, *, weights: bool = True) -> tuple[
         UnavailableError: If the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    allowed = _ALLOWED if weights else _TEXTS
+    if reading.current() is not None:
+        try:
+            path = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise InputError(
+                f"{repo} is not on this machine, and a dry run downloads nothing: fidelab setup fetch {repo}"
+            ) from None
+        return path, path.name
     with _hub_errors(repo, revision):
-        allowed = _ALLOWED if weights else _TEXTS
         path = Path(snapshot_download(repo, revision=revision, allow_patterns=allowed, ignore_patterns=_IGNORED))
     return path, path.name
 

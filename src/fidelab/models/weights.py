@@ -12,6 +12,7 @@ from typing import Any
 from fidelab.captures.container import Entry, read_header
 from fidelab.core import canonical_json, digest, read_file, sha256_of, strict_json, write_atomically
 from fidelab.core.errors import InputError, OutputError
+from fidelab.models import reading
 from fidelab.models.cache import cache_dir
 
 INDEX = "model.safetensors.index.json"
@@ -164,6 +165,8 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
         InputError: If a file from the hub's cache does not have the hash under which it was stored.
     """
     parts = []
+    if (reads := reading.current()) is not None:
+        reads.may_read_all(files)
     for path in files:
         # The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked
         sha256 = file_sha256(path)
@@ -185,7 +188,11 @@ def content_sha256(path: Path) -> str:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes. For a large file it is cached by path, size and time of change."""
+    """Return the SHA-256 of a file's bytes. For a large file it is cached by path, size and time of change.
+
+    A plan that may not read the file (:mod:`fidelab.models.reading`) gets the name under which the hub's cache stores
+    it, else a digest of path, size and time of change.
+    """
     real = path.resolve()
     stat = real.stat()
     if stat.st_size < _CACHE_FROM:
@@ -197,6 +204,10 @@ def file_sha256(path: Path) -> str:
         known = ""
     if _SHA256.fullmatch(known):
         return known
+    reads = reading.current()
+    if reads is not None and not reads.may_read(real, stat.st_size):
+        stored = real.parent.name == "blobs" and _SHA256.fullmatch(real.name)
+        return real.name if stored else digest("unread", str(real), str(stat.st_size), str(stat.st_mtime_ns))
     value = sha256_of(real)
     with contextlib.suppress(OutputError):  # a cache that cannot be written only costs time
         write_atomically(note, value)

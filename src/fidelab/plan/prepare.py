@@ -18,7 +18,10 @@ from fidelab.inputs.conversations import load_traffic, traffic_prompts, traffic_
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.texts import load_text
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import reading
 from fidelab.models.key_sizes import fragile_keys, key_sizes, narrow
+from fidelab.models.local import parts_of
+from fidelab.models.weights import weight_files
 from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.capacity import capacity_question
@@ -139,6 +142,11 @@ def _fragile_keys(settings: Settings) -> Iterator[str]:
         weights = model.gguf if model.gguf is not None else model.path
         if model.kind != "fake" and not resolved.engine_class.is_server and weights not in said:
             said.add(weights)
+            reads, files = reading.current(), parts_of(weights) if weights.suffix == ".gguf" else weight_files(weights)
+            if reads is not None and not reads.may_read_all(files):
+                remedy = f"fidelab estimate {model.name} examines them"
+                yield f"{arm.name}: its keys are not examined, since a plan reads no weights; {remedy}"
+                continue
             if text := fragile_keys(key_sizes(weights)):
                 yield text if model is settings.model else f"{arm.name}: {text}"
 
