@@ -113,7 +113,7 @@ def test_a_run_leaves_rates_for_the_next_estimate(tmp_path: Path) -> None:
     assert all("defaults" in source for source in prepare(experiment).estimate().sources)
     execute(experiment, command="")
     again = fake(tmp_path, engine_args={"delay": 0.03}, output_dir=str(tmp_path / "other"))
-    assert set(prepare(again).estimate().sources) == {"its last run here"}
+    assert set(prepare(again).estimate().sources) == {"its last runs here"}
 
 
 def test_a_dry_run_says_what_takes_the_time_and_where_its_rates_are_from(tmp_path: Path) -> None:

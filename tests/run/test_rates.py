@@ -98,7 +98,7 @@ def test_tokens_of_long_windows_take_longer_by_their_attention() -> None:
 @pytest.mark.parametrize("request_", [prefill(40, 64), prefill(2, 512), generate(64, 100, 48), generate(8, 32, 16)])
 def test_work_of_another_size_takes_what_the_rates_of_the_last_run_say(request_: Request, timings: Timings) -> None:
     assert timings.rates(resolved()).load == LOAD
-    assert timings.rates(resolved()).source == "its last run here"
+    assert timings.rates(resolved()).source == "its last runs here"
     assert expected(timings, request_) == pytest.approx(truth(request_))
 
 
@@ -111,9 +111,9 @@ def test_an_axis_whose_answers_end_early_is_expected_to_do_so_again(timings: Tim
 @pytest.mark.parametrize(
     ("change", "scale", "source"),
     [
-        ({"kv": KVSpec.parse("int4")}, 1, "the last run of bf16 in float32 on hf"),
-        ({"options": (("jitter", "1"),)}, 1, "its last run here"),
-        ({"dtype": "bfloat16"}, 1, "the last run of bf16 in float32 on hf"),
+        ({"kv": KVSpec.parse("int4")}, 1, "the last runs of bf16 in float32 on hf"),
+        ({"options": (("jitter", "1"),)}, 1, "its last runs here"),
+        ({"dtype": "bfloat16"}, 1, "the last runs of bf16 in float32 on hf"),
         ({"weights": "other", "kv": KVSpec.parse("int4")}, 3, "another model on engine hf"),
         ({"weights": "other"}, 3, "another model on engine hf"),
     ],
@@ -131,7 +131,7 @@ def test_of_several_arms_the_one_of_this_model_counts_and_of_equals_the_newest(t
     timings.add(resolved(weights="other"), LOAD, {"kld": (work_of(prefill(4, 64), MODEL), 100.0)})
     assert timings.rates(resolved(dtype="bfloat16")).read == pytest.approx(READ)
     timings.add(resolved(kv=KVSpec.parse("int4")), LOAD, {"kld": (work_of(prefill(4, 64), MODEL), 100.0)})
-    assert timings.rates(resolved(kv=KVSpec.parse("int8"))).source == "the last run of int4 in float32 on hf"
+    assert timings.rates(resolved(kv=KVSpec.parse("int8"))).source == "the last runs of int4 in float32 on hf"
 
 
 def test_nothing_known_is_said_to_be_a_default_and_loads_as_the_engine_does(tmp_path: Path) -> None:
@@ -184,3 +184,14 @@ def test_scoring_is_expected_to_take_what_it_took_before_within_bounds(
     assert again.scoring == kept
     again.add_scoring(0.9)  # it took 90% of what was expected by then
     assert again.scoring == pytest.approx(max(0.5, 0.9 * kept))
+
+
+def test_one_slow_run_changes_no_estimate(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    work = Work(read=1000, stretch=1.0)
+    for seconds in (10.0, 12.0, 630.0):
+        Timings(path).add(resolved(), 2.0, {"kld": (work, seconds)})
+    assert Timings(path).rates(resolved()).read == pytest.approx(0.012)
+    for _ in range(5):
+        Timings(path).add(resolved(), 2.0, {"kld": (work, 20.0)})
+    assert Timings(path).rates(resolved()).read == pytest.approx(0.02)

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fidelab.axes.base import AxisInputs
@@ -118,9 +119,22 @@ class Rates:
 
 @dataclass(frozen=True)
 class _Run:
+    """Rates of an arm's last runs, newest last."""
+
     arm: dict[str, Any]
     parameters: int
-    rates: Rates
+    last: list[Rates]
+
+    @property
+    def rates(self) -> Rates:
+        """Those of the run of median pace, of two the newer: one run beside other work changes no estimate.
+
+        The rates of one run belong together: what is short of one is in another, and in the factors.
+        """
+        if len(self.last) < 3:
+            return self.last[-1]
+        ranked = sorted(self.last, key=lambda rates: rates.read + rates.forward)
+        return replace(ranked[(len(ranked) - 1) // 2], load=median(rates.load for rates in self.last))
 
 
 @dataclass
@@ -146,7 +160,7 @@ class Timings:
         return self._stored.scoring
 
     def rates(self, resolved: ResolvedArm) -> Rates:
-        """Return the rates of this arm's last run, else of the most similar arm of its engine, else defaults.
+        """Return the median rates of this arm's last runs, else of the most similar arm of its engine, else defaults.
 
         Another model's rates are scaled by the number of parameters.
         """
@@ -162,8 +176,8 @@ class Timings:
             return Rates(start, read, speed.forward * read, speed.source)
         run = min(reversed(near), key=lambda run: [run.arm.get(key) != wanted[key] for key in _KEYS[3:]])
         if run.arm.get("weights") == wanted["weights"]:
-            words = f"the last run of {run.arm.get('kv')} in {run.arm.get('dtype')} on {arm.engine}"
-            return replace(run.rates, source="its last run here" if run.arm == wanted else words)
+            words = f"the last runs of {run.arm.get('kv')} in {run.arm.get('dtype')} on {arm.engine}"
+            return replace(run.rates, source="its last runs here" if run.arm == wanted else words)
         scale = parameters / run.parameters if parameters and run.parameters else 1.0
         read, forward = scale * run.rates.read, scale * run.rates.forward
         return Rates(start, read, forward, f"another model on engine {arm.engine}", run.rates.factors)
@@ -191,8 +205,10 @@ class Timings:
         factors = {name: seconds / sum(plain.parts(work)) for name, (work, seconds) in long.items()}
         rates = replace(plain, factors={**(before.factors if before else {}), **factors})
         if long:
+            last = next((run.last for run in self._stored.runs if run.arm == identity), [])
             others = [run for run in self._stored.runs if run.arm != identity]
-            self._stored.runs = [*others, _Run(identity, resolved.model.parameters, rates)][-_MAX_STORED_RUNS:]
+            own = _Run(identity, resolved.model.parameters, [*last, rates][-_KEPT_RATES:])
+            self._stored.runs = [*others, own][-_MAX_STORED_RUNS:]
             self._write()
 
     def add_scoring(self, ratio: float) -> None:
@@ -206,6 +222,7 @@ class Timings:
             write_atomically(self._path, json.dumps(to_json(self._stored)))
 
 
+_KEPT_RATES = 5  # last runs of an arm: two of them may be slow without a change of the median
 _KEYS = ("node", "engine", "device", "weights", "threads", "dtype", "kv", "options")  # the first three have to agree
 
 
