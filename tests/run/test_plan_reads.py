@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from pathlib import Path
@@ -140,3 +141,18 @@ def test_a_budget_that_is_too_short_is_said(tmp_path: Path) -> None:
     done = cli(*words, "--budget", "1s", "--dry-run", cwd=tmp_path)
     assert done.code == 0, done.err
     assert "budget 1 s: " in done.out
+
+
+def test_hashing_of_many_files_says_how_far_it_is_and_gives_the_hash_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(reading, "_EVERY_SECONDS", 0.0)
+    file = tmp_path / "large.safetensors"
+    file.write_bytes(bytes(range(256)) * 40_000)
+    seen: list[tuple[int, int]] = []
+    with reading.told(lambda done, total: seen.append((done, total))):
+        assert file_sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+    size = file.stat().st_size
+    assert seen[-1] == (size, size)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)

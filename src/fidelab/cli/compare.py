@@ -329,6 +329,7 @@ def launch(
 
     ``secrets``: values of flags that are kept out of the record.  Returns the report, or ``None`` for a dry run.
     """
+    from fidelab.models import reading
     from fidelab.run.repeat import execute_all
 
     for line in experiment.left_out:
@@ -345,10 +346,18 @@ def launch(
     command = command_line()
     for secret in secrets:
         command = command.replace(secret, "…")
-    report, folder = execute_all(experiment, command=command, watch=_watch_run)
+    with reading.told(_hashing):
+        report, folder = execute_all(experiment, command=command, watch=_watch_run)
     show_report(report, folder=folder.path, **vars(show))
     exit_on(failures(report))
     return report
+
+
+def _hashing(done: int, total: int) -> None:
+    from fidelab.core import format_bytes
+
+    now, whole = format_bytes(done, total)
+    note(f"fidelab: hashing weights, once for this machine: {now} of {whole}")
 
 
 def _trust(trusted: Sequence[Path] | None, engine: options.ComparedEngineOptions, axes: options.AxesOptions) -> Trust:

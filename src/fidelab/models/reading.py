@@ -1,8 +1,10 @@
-"""Limits on what a plan reads: large weights stay unread, and nothing is downloaded."""
+"""What is read of weights: limits for a plan, which downloads nothing, and how far hashing is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -34,6 +36,63 @@ class Reads:
             return True
         self.unread |= sizes
         return False
+
+
+@dataclass
+class Progress:
+    """Bytes of weights that were hashed, and of all that are known to be; ``tell`` gets both from time to time.
+
+    ``announced``: bytes of ``total`` whose files are still to be opened.
+    """
+
+    tell: Callable[[int, int], None]
+    done: int = 0
+    total: int = 0
+    announced: int = 0
+
+    def __post_init__(self) -> None:
+        self._lock, self._next = threading.Lock(), time.monotonic() + _FIRST_SECONDS
+
+    def add(self, read: int) -> None:
+        """Count bytes, and tell if the last time is long ago."""
+        with self._lock:
+            self.done += read
+            if time.monotonic() >= self._next:
+                self._next = time.monotonic() + _EVERY_SECONDS
+                self.tell(self.done, self.total)
+
+
+_progress: ContextVar[Progress | None] = ContextVar("progress", default=None)
+_FIRST_SECONDS, _EVERY_SECONDS = 3.0, 10.0  # before the first word about hashing, and between two
+
+
+@contextmanager
+def told(tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Have ``tell`` called with the bytes of weights hashed so far and of all opened files, if it takes seconds."""
+    token = _progress.set(Progress(tell))
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def hashing(size: int) -> Callable[[int], None]:
+    """Announce that a file of this size is hashed. Returns the function that counts its bytes."""
+    progress = _progress.get()
+    if progress is None:
+        return lambda read: None
+    with progress._lock:
+        known = min(size, progress.announced)
+        progress.announced -= known
+        progress.total += size - known
+    return progress.add
+
+
+def announce(size: int) -> None:
+    """Announce the bytes of files that will be hashed one after another."""
+    if (progress := _progress.get()) is not None:
+        progress.total += size
+        progress.announced += size
 
 
 _reads: ContextVar[Reads | None] = ContextVar("reads", default=None)

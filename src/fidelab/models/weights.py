@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fidelab.captures.container import Entry, read_header
-from fidelab.core import canonical_json, digest, read_file, sha256_of, strict_json, write_atomically
+from fidelab.core import canonical_json, digest, read_file, sha256_of, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import InputError, OutputError
 from fidelab.models import reading
 from fidelab.models.cache import cache_dir
@@ -34,6 +37,7 @@ _TOKENIZER = (
 _NOISE = {"transformers_version", "_name_or_path", "_model_name_or_path"}  # of a config: who wrote it, from where
 _MAX_JSON_BYTES = 64 << 20  # bytes of a config or an index
 _MAX_JSON_VALUES = 4_000_000  # of a config or an index
+_CHUNK = 4 << 20  # bytes that are hashed between two looks at the clock
 _CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -167,9 +171,13 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     parts = []
     if (reads := reading.current()) is not None:
         reads.may_read_all(files)
-    for path in files:
-        # The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked
-        sha256 = file_sha256(path)
+    reading.announce(sum(file.stat().st_size for file in files if not _note(file).exists()))
+    # SHA-256 is slower than most disks, and releases the interpreter: a file per core
+    with ThreadPoolExecutor(max(1, usable_cores())) as pool:
+        running = [pool.submit(copy_context().run, file_sha256, path) for path in files]
+        hashes = [one.result() for one in running]
+    for path, sha256 in zip(files, hashes, strict=True):
+        # The hub's cache stores a large file under its SHA-256, so that it can be checked
         stored = path.resolve()
         if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
             raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
@@ -197,7 +205,7 @@ def file_sha256(path: Path) -> str:
     stat = real.stat()
     if stat.st_size < _CACHE_FROM:
         return sha256_of(real)
-    note = cache_dir() / "hashes" / digest(str(real), str(stat.st_size), str(stat.st_mtime_ns))
+    note = _note(real)
     try:
         known = note.read_text(encoding="ascii")
     except (OSError, ValueError):
@@ -208,7 +216,24 @@ def file_sha256(path: Path) -> str:
     if reads is not None and not reads.may_read(real, stat.st_size):
         stored = real.parent.name == "blobs" and _SHA256.fullmatch(real.name)
         return real.name if stored else digest("unread", str(real), str(stat.st_size), str(stat.st_mtime_ns))
-    value = sha256_of(real)
+    value = _hashed(real, stat.st_size)
     with contextlib.suppress(OutputError):  # a cache that cannot be written only costs time
         write_atomically(note, value)
     return value
+
+
+def _note(path: Path) -> Path:
+    """The place of a file's hash in the cache, by path, size and time of change."""
+    real = path.resolve()
+    stat = real.stat()
+    return cache_dir() / "hashes" / digest(str(real), str(stat.st_size), str(stat.st_mtime_ns))
+
+
+def _hashed(path: Path, size: int) -> str:
+    """Hash a large file, and tell how far it is."""
+    found, told = hashlib.sha256(), reading.hashing(size)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+            told(len(chunk))
+    return found.hexdigest()
