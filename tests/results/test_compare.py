@@ -262,7 +262,7 @@ def shaken(mean: float, floor: float | None, processor: str = "one") -> Report:
         ((None, 0.01), "two", "unchanged"),
         ((0.01, None), "two", "unchanged"),
         ((0.001, 0.001), "two", "regressed"),
-        ((None, None), "two", "regressed"),
+        ((None, None), "two", "cannot tell"),
         ((0.01, 0.01), "one", "regressed"),
     ],
     ids=["both", "now", "baseline", "below the change", "not measured", "the same machine"],
@@ -274,6 +274,17 @@ def test_on_another_machine_what_last_bits_can_do_is_not_a_change(
     was, now = shaken(0.03, floors[0]), shaken(0.036, floors[1], processor)
     limits = {"kld_increase": 0.0, "kld_increase_nats": 0.0}
     assert outcome(was, now, "kld", metric, **limits) == expected
+
+
+def test_without_measured_noise_a_kld_that_doubles_is_a_change_and_a_smaller_one_names_the_flag() -> None:
+    limits = Thresholds(kld_increase=0.0, kld_increase_nats=0.0)
+    small = one(compare(shaken(0.03, None), shaken(0.036, None, "two"), limits), "kld", "mean")
+    assert (small.outcome, small.doubt) == (
+        "cannot tell",
+        "rounding noise was not measured: run again with --floor",
+    )
+    large = one(compare(shaken(0.03, None), shaken(0.061, None, "two"), limits), "kld", "mean")
+    assert large.outcome == "regressed"
 
 
 def test_another_version_of_what_computes_is_another_place() -> None:

@@ -62,6 +62,7 @@ _UNDIRECTED = 3  # rank of a figure that has no better side
 _LARGEST_LOG = 700.0  # exp of more than 709 overflows
 _NO_REPEATS = "no repeats"
 _NO_SIDE = "neither side is better"
+_SHAKEN = ("mean", "over_control")  # means in nats, which last bits move
 _NO_NOISE = "rounding noise was not measured: run again with --floor"
 _BOUND = "a lower bound"
 _SUMS = {"mean": "kl", "probability_loss": "probability_loss"}
@@ -93,7 +94,8 @@ def compare(baseline: Report, now: Report, thresholds: Thresholds | None = None)
             if old == new:
                 pair = _pair(key, (baseline, metric), (now, is_[key]))
                 change = _judge(key, metric, is_[key], limits, pair, alike=alike)
-                changes.append((metric, change if alike else _doubted(change, (baseline, now))))
+                noisy = alike or metric.noise > 0 or is_[key].noise > 0
+                changes.append((metric, change if noisy else _doubted(change, (baseline, now))))
             else:
                 refusals.add(key, old, new)
         else:
@@ -188,18 +190,18 @@ def _judge(
 
 
 def _doubted(change: MetricChange, reports: tuple[Report, Report]) -> MetricChange:
-    """Leave open a change of a mean KLD between machines that rounding may explain and whose noise nobody measured.
+    """Leave open a change of a mean KLD between machines that rounding may explain, where nobody measured its noise.
 
     A mean that doubles is a change: last bits move a candidate as far as its format does at most, so that two machines
     are seldom farther apart than the loss itself.
     """
-    if (change.role, change.group, change.metric) != ("candidate", DECIDING, "mean") or change.change is None:
+    if (change.role, change.group) != ("candidate", DECIDING) or change.metric not in _SHAKEN:
         return change
-    if change.outcome not in ("regressed", "improved") or not change.baseline or not change.now:
+    if change.outcome not in ("regressed", "improved") or change.baseline is None or change.now is None:
         return change
     sides = [arm for report in reports for role, arm in arms(report) if (role, arm.name) == (change.role, change.arm)]
     low, high = sorted((change.baseline, change.now))
-    if any(arm.floor is not None for arm in sides) or high > 2 * low:
+    if any(arm.floor is not None for arm in sides) or low <= 0 or high > 2 * low:
         return change
     return change.model_copy(update={"outcome": "cannot tell", "doubt": _NO_NOISE})
 
