@@ -12,10 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-
-from fidelab.models.pieces import Pieces
-
 HELP = """
 -h,    --help, --usage                  print usage and exit
 -t,    --threads N                      number of CPU threads
@@ -44,6 +40,10 @@ def main(words: list[str]) -> int:
     if "--version" in words:
         print(f"version: 9999 ({os.environ.get('FAKE_BUILD', 'abc1234')})", file=sys.stderr)
         return 0
+    import numpy as np  # here, since most starts only ask what the program offers
+
+    from fidelab.models.pieces import Pieces
+
     given = dict(zip(words[::2], words[1::2], strict=False)) if "--no-escape" not in words else {}
     if not given:
         plain = [word for word in words if word != "--no-escape"]

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from fidelab.imports.kld_base import BaseFile
 from fidelab.imports.kld_dumps import compare_window
 from fidelab.models.pieces import Pieces
 from tests.models.tiny_gguf import write_gguf
+from tests.run.harness import cli
 
 ROOT = Path(__file__).parents[2]
 LINES = [f"{word} number {n} of this text says {n * n} and stops.\n" for n in range(60) for word in ("Line", "Row")]
@@ -52,15 +54,11 @@ def program(folder: Path) -> Path:
 
 
 def compare(here: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fidelab", "compare", "m.gguf", "--engine", "llamacpp", "--bin", "build"]
-    return subprocess.run(
-        [*command, *map(str, words)],
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The command in this process; programs get the variables."""
+    command = ("compare", "m.gguf", "--engine", "llamacpp", "--bin", "build", *words)
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}):
+        done = cli(*command, cwd=here)
+    return subprocess.CompletedProcess([*map(str, command)], done.code, done.out, done.err)
 
 
 USUAL = ("--text", "text.txt", "--n-ctx", "32", "--windows", "40")

@@ -7,13 +7,14 @@ import os
 import re
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.models.tiny_gguf import write_gguf
+from tests.run.harness import cli
 from tests.run.test_own_llamacpp import LINES, program
 
 NEWEST = 222
@@ -38,15 +39,13 @@ def _in_a_new_format(file: Path, tensor: str) -> None:
 
 
 def ask(here: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fidelab", "reproduce", "llama.cpp-pr", "m-new.gguf", "--base", "m-base.gguf"]
-    return subprocess.run(
-        [*command, "--text", "text.txt", "--n-ctx", "32", "--windows", "20", *words],
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{here / 'bin'}:{os.environ['PATH']}", **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """The command in this process; programs get the variables."""
+    command = ("reproduce", "llama.cpp-pr", "m-new.gguf", "--base", "m-base.gguf", *words)
+    usual = ("--text", "text.txt", "--n-ctx", "32", "--windows", "20")
+    environment = {"OMP_NUM_THREADS": "1", "PATH": f"{here / 'bin'}:{os.environ['PATH']}", **variables}
+    with mock.patch.dict(os.environ, environment):
+        done = cli(*command, *usual, cwd=here)
+    return subprocess.CompletedProcess([*command], done.code, done.out, done.err)
 
 
 NEIGHBOURS = ("--neighbours", "m-small.gguf,m-large.gguf")
