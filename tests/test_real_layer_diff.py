@@ -36,6 +36,7 @@ def _states(model: Model, kv: str, change: Change) -> NDArray[np.float32]:
     try:
         engine.open(arm(model.path, kv))
         change(engine._model.module.model.layers)
+        engine._model.remember_weights(changed=True)  # they are planted
         engine.answer(Layerwise("layers", cut.windows, cut.first, cut.last), sink)
     finally:
         torch.set_grad_enabled(grad)

@@ -170,6 +170,7 @@ def test_nan_logits_fail_their_item_with_the_place_and_no_other(estimator: str, 
     engine.answer(asked(batch=4), good)
     spoiler = next(token for token in tiny.ids(good.items[1]) if token not in {t for p in PROMPTS for t in p})
     engine._model.module.get_input_embeddings().weight[spoiler] = torch.nan
+    engine._model.remember_weights(changed=True)
     engine.answer(asked(batch=4), sink)
     for item in good.items:
         whole = tiny.ids(good.items[item])
@@ -187,6 +188,7 @@ def test_nan_logits_fail_their_item_with_the_place_and_no_other(estimator: str, 
 def test_nan_from_the_first_token_on_leaves_an_empty_failed_item(checkpoint: Checkpoint) -> None:
     engine, sink = tiny.opened(checkpoint("llama")), Answers()
     engine._model.module.get_input_embeddings().weight[PROMPTS[0][0]] = torch.nan
+    engine._model.remember_weights(changed=True)
     engine.answer(asked(1, PROMPTS[:1]), sink)
     assert sink.failed == {0: "NaN logits at generated token 0"}
     assert tiny.ids(sink.items[0]) == []

@@ -168,6 +168,7 @@ def test_progress_and_facts_count_tokens_and_a_window_shorter_than_the_sentinel_
 def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint: Checkpoint) -> None:
     engine, sink = tiny.opened(checkpoint("llama")), Answers()
     engine._model.module.get_input_embeddings().weight[1] = torch.nan
+    engine._model.remember_weights(changed=True)
     good = tiny.tokens(LENGTH)
     answer = engine.answer(Prefill("kld", ((1, *good[1:]), good), FIRST, LAST, ((0,) * 10,) * 2), sink)
     assert tiny.hidden(sink.items[0]).isnan().all()
@@ -220,6 +221,7 @@ def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_rep
     engine = tiny.opened(checkpoint("phi"), "bf16", "bfloat16")
     bias = engine._model.module.get_output_embeddings().bias
     bias.add_(100.0)  # neighbours among bfloat16 numbers are 0.5 apart there
+    engine._model.remember_weights(changed=True)
     answer = engine.answer(windows(), Answers())
     assert answer.facts["sentinel_kl"] > 1e-3
 

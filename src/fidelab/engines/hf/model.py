@@ -127,7 +127,7 @@ def load(arm: Arm, attn: str | None, loading: Mapping[str, Any], mark: Callable[
     """Load an arm's tokenizer and model as Transformers does.  ``loading``: further arguments of ``from_pretrained``.
 
     Raises:
-        EngineError: If it is no decoder-only model. Exceptions of Transformers are left as they are.
+        EngineError: If it has an encoder, too. Exceptions of Transformers are left as they are.
     """
     trusted = trusts_code(arm)
     config = transformers.AutoConfig.from_pretrained(arm.path, trust_remote_code=trusted)
