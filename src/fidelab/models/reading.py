@@ -1,4 +1,4 @@
-"""What is read of weights: limits for a plan, which downloads nothing, and how far hashing is."""
+"""Reads of weights: limits for a plan, which downloads nothing, and how far hashing is."""
 
 from __future__ import annotations
 
