@@ -95,6 +95,11 @@ def test_documents_of_the_text_are_the_units_of_the_intervals(here: Path) -> Non
     assert facts["n_documents"] == sum(start < read for start in starts)
 
 
+def test_a_quick_look_reads_as_many_documents_as_a_confirmation_needs(here: Path) -> None:
+    done = compare(here, "--kv", "q8_0", "--text", "text.txt", "--n-ctx", "32", "--quick", "--dry-run")
+    assert "10 windows of 32 tokens" in done.stdout
+
+
 def test_files_of_rows_are_gone_after_the_run(here: Path) -> None:
     assert compare(here, "--kv", "q8_0", *USUAL).returncode == 0
     assert not [*here.rglob("*.kld")]

@@ -210,12 +210,15 @@ def compare(
         _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
         return
     from fidelab.config.flags import StartingPoint, read_flags
+    from fidelab.metrics.equivalence import MIN_CLUSTERS
 
     own = engine.programs is not None  # llama-perplexity answers one test, and has no early looks
     data = {**engine.settings(), **_configurations(context, model, arms, own=own)}
     data |= _axes(axes, borrowed="reference_from" in data and not own, looks=runs.n_runs == 1 and not own)
     if own and axes.axes is None:
         data["axes"] = {name: values for name, values in data["axes"].items() if name == "kld"}
+    if own and axes.quick and axes.windows is None and "kld" in data["axes"]:
+        data["axes"]["kld"]["windows"] = MIN_CLUSTERS  # a window is of one document, and no look follows
     if axes.quick and measured.floor is None:  # a first look: repeats cost more starts than the question itself
         measured.floor = False
     for group in (measured, scoring, limits, capacity, runs, executor):
