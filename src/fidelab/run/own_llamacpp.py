@@ -50,7 +50,7 @@ from fidelab.core.sequence import KVLayer, SequenceBytes, StoreBytes
 from fidelab.core.serial import to_json
 from fidelab.engines.base import one_line
 from fidelab.engines.llamacpp.library import GGML_TYPES
-from fidelab.engines.llamacpp.llama_bench import BenchRates, BenchTool, read_rates
+from fidelab.engines.llamacpp.llama_bench import BenchRates, BenchTool, read_rates, timed
 from fidelab.engines.llamacpp.perplexity import CacheLog, PerplexityTool, ToolLog, reason_of, running
 from fidelab.imports.dump_folder import pair_windows
 from fidelab.imports.kld_base import BaseFile, is_base_file
@@ -440,7 +440,7 @@ def run_own(plan: OwnPlan, folder: RunFolder, listener: Listener) -> Iterator[Ar
         _note_finished(plan, results, n_ctx, folder)
         if not plan.experiment.keep_rows and plan.base is None:
             known.path.unlink(missing_ok=True)
-    for job in plan.jobs:
+    for job in plan.jobs if reference.reason is None else ():
         _time(plan, results, job, folder)
     if not plan.experiment.keep_rows:
         shutil.rmtree(rows, ignore_errors=True)
@@ -561,12 +561,7 @@ def _rates(plan: OwnPlan, timer: BenchTool, job: OwnJob, context: int, folder: R
         options=dict(arm.options),
     )
     env = {**os.environ, **dict(arm.env)} if arm.env else None
-    with running(command, log, env, out) as process:
-        process.wait()
-    if process.returncode:
-        said = reason_of(log.read_text("utf-8", "replace"), process.returncode, timer.path.stem)
-        raise InputError(f"{said}; its log is {log}")
-    return _checked(arm, context, read_rates(out.read_text("utf-8", "replace")))
+    return _checked(arm, context, timed(command, log, out, env))
 
 
 def _checked(arm: Arm, context: int, found: Sequence[BenchRates]) -> tuple[float, ...]:

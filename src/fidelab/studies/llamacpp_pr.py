@@ -16,10 +16,9 @@ from typing import Any
 
 from fidelab.config.schema import Experiment
 from fidelab.core import format_bytes, shell_line, write_atomically
-from fidelab.core.errors import FidelabError, InputError, UsageError
+from fidelab.core.errors import FidelabError, UsageError
 from fidelab.core.serial import to_json
-from fidelab.engines.llamacpp.llama_bench import BenchRates, BenchTool, read_rates
-from fidelab.engines.llamacpp.perplexity import reason_of, running
+from fidelab.engines.llamacpp.llama_bench import BenchRates, BenchTool, timed
 from fidelab.report.markdown import code_block, code_span, escaped, pipe_table
 from fidelab.results.measurement import DECIDING, Metric
 from fidelab.results.numbers import ABSENT, format_interval, format_kld, format_percent
@@ -177,19 +176,10 @@ def _rates(
             log = folder.log(f"{role}-cpu-{number}")
             watch(f"llama-bench of {paths[role].name}, start {number + 1} of {_ROUNDS}")
             try:
-                rates[role] += _timed(_words(timer, paths[role], threads), log, out / f"{log.stem}.json")
+                rates[role] += timed(_words(timer, paths[role], threads), log, out / f"{log.stem}.json")
             except FidelabError as error:
                 faults[role], rates[role] = str(error), []
     return rates, faults
-
-
-def _timed(words: Sequence[str], log: Path, out: Path) -> list[BenchRates]:
-    with running(words, log, out=out) as process:
-        process.wait()
-    if process.returncode:
-        why = reason_of(log.read_text("utf-8", "replace"), process.returncode, "llama-bench")
-        raise InputError(f"{why}; its log is {log}")
-    return read_rates(out.read_text("utf-8", "replace"))
 
 
 def _figures(

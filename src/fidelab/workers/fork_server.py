@@ -173,6 +173,7 @@ def _load(engine: type[Engine], asked: socket.socket) -> bool:
         if os.getppid() != parent:
             os._exit(1)
 
+    gc.unfreeze()  # or a model that is released would stay
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.core.errors import InputError
-from fidelab.engines.llamacpp.perplexity import asked_program, has_flag, on_off_values
+from fidelab.engines.llamacpp.perplexity import asked_program, has_flag, on_off_values, reason_of, running
 
 PROGRAM = "llama-bench"
 _NEEDED = ("--n-depth", "--output")
@@ -112,6 +112,20 @@ class BenchTool:
         if cpu:
             words += ["-dev", "none"] if has_flag(self.help, "-dev") else ["-ngl", "0"]
         return [*words, *self.flags(own), "-o", "json"]
+
+
+def timed(command: Sequence[str], log: Path, out: Path, env: Mapping[str, str] | None = None) -> list[BenchRates]:
+    """Run a command of :meth:`BenchTool.command`, and return its rates; ``out`` keeps what it printed.
+
+    Raises:
+        InputError: If it cannot be started, ends with an error, or prints no rates.  The message names the log.
+    """
+    with running(command, log, env, out) as process:
+        process.wait()
+    if process.returncode:
+        said = reason_of(log.read_text("utf-8", "replace"), process.returncode, PROGRAM)
+        raise InputError(f"{said}; its log is {log}")
+    return read_rates(out.read_text("utf-8", "replace"))
 
 
 def read_rates(text: str) -> list[BenchRates]:
