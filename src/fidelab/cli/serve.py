@@ -15,6 +15,7 @@ from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import exit_on, note, open_console
 from fidelab.core import shell_line
+from fidelab.core.waiting import wait_for
 from fidelab.engines import engine_name
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def start(
             raise typer.Exit(1)
         if not detach:  # wait until the server ends, which is a fault
             note("Ctrl-C ends it")
-            code = launched.process.wait()
+            code = wait_for(launched.process)
             launched.server.forget()
             note(f"fidelab: {died(launched.server, code, note)}")
             raise typer.Exit(1)

@@ -35,6 +35,7 @@ from fidelab.config.trust import check_trusted, trust_content
 from fidelab.core import Status, read_file, slug, strict_json, usable_cores, write_atomically
 from fidelab.core.errors import FidelabError, InputError, OutputError, UnknownNameError
 from fidelab.core.scratch import scratch
+from fidelab.core.waiting import wait_for
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import counted, one_line
 from fidelab.results.record import SCHEMA as REPORT_SCHEMA
@@ -385,7 +386,7 @@ def _run_stage(stage: Stage, folder: Path) -> StudyRow:
             preexec_fn=end_with_parent(),
         )
         try:
-            code = process.wait()
+            code = wait_for(process)
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
             try:

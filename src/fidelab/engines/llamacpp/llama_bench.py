@@ -11,6 +11,7 @@ from typing import Any
 
 from fidelab.core import KVSpec
 from fidelab.core.errors import InputError
+from fidelab.core.waiting import wait_for
 from fidelab.engines.llamacpp.perplexity import asked_program, has_flag, on_off_values, reason_of, running
 
 PROGRAM = "llama-bench"
@@ -121,7 +122,7 @@ def timed(command: Sequence[str], log: Path, out: Path, env: Mapping[str, str] |
         InputError: If it cannot be started, ends with an error, or prints no rates.  The message names the log.
     """
     with running(command, log, env, out) as process:
-        process.wait()
+        wait_for(process)
     if process.returncode:
         said = reason_of(log.read_text("utf-8", "replace"), process.returncode, PROGRAM)
         raise InputError(f"{said}; its log is {log}")
