@@ -61,7 +61,8 @@ def main(words: list[str]) -> int:
         shown = "f16" if mode == "ignores types" else None
         sizes = [16 * BYTES[shown or name] * n_ctx / 2**20 for name in (k, v)]
         print("0.00.100.000 I llama_context: flash_attn            = enabled", file=sys.stderr)
-        print(f"0.00.100.001 I llama_kv_cache: CPU KV buffer size = {sum(sizes):.2f} MiB", file=sys.stderr)
+        place = "CUDA0" if mode == "gpu" else "CPU"
+        print(f"0.00.100.001 I llama_kv_cache: {place} KV buffer size = {sum(sizes):.2f} MiB", file=sys.stderr)
         print(
             f"0.00.100.002 I llama_kv_cache: size = {sum(sizes):.2f} MiB ({n_ctx} cells, 1 layers, 1/1 seqs), "
             f"K ({shown or k}): {sizes[0]:.2f} MiB, V ({shown or v}): {sizes[1]:.2f} MiB",

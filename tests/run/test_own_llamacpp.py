@@ -71,6 +71,13 @@ def measured(here: Path, *words: object, **variables: str) -> dict[str, Any]:
     return found
 
 
+def resumed(here: Path, run: Path) -> dict[str, Any]:
+    done = cli("compare", "--resume", run, "--json", cwd=here)
+    assert done.code == 0, done.err
+    found: dict[str, Any] = json.loads(done.out)
+    return found
+
+
 def kld(arm: dict[str, Any], key: str = "mean") -> float:
     [metric] = [metric for metric in arm["axes"]["kld"]["metrics"] if metric["key"] == key and not metric["cell"]]
     return float(metric["value"])
@@ -164,16 +171,7 @@ def test_a_stopped_run_ends_the_program_and_is_resumed(here: Path) -> None:
     assert child.returncode == 130
     [run] = (here / "runs").glob("2*")
     assert f"--resume {run.relative_to(here)}" in said or str(run) in said
-    done = subprocess.run(
-        [sys.executable, "-m", "fidelab", "compare", "--resume", str(run), "--json"],
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["candidates"][0]["status"] == "ok"
+    assert resumed(here, run)["candidates"][0]["status"] == "ok"
 
 
 def test_a_candidate_that_was_measured_is_not_run_again(here: Path) -> None:
@@ -197,6 +195,19 @@ def test_speed_is_measured_by_llama_bench_at_the_context(here: Path) -> None:
         assert metric["cell"] == {"depth": 32, "batch": 1}
         assert metric["value"] == pytest.approx(1.001 * 100_000 / (size + 100 * kv_bytes), rel=1e-6)
         assert decode(arm)["facts"]["measured"] == "by llama-bench, in a process of its own"
+
+
+@pytest.mark.parametrize(("flags", "measures"), [((), True), (("--no-speed",), False)])
+def test_on_a_gpu_speed_is_measured_unasked(here: Path, flags: tuple[str, ...], measures: bool) -> None:
+    plain = measured(here, "--kv", "q8_0", *USUAL, "--output-dir", "plain")["candidates"][0]
+    [arm] = measured(here, "--kv", "q8_0", *USUAL, *flags, FAKE_PERPLEXITY="gpu")["candidates"]
+    assert ("decode" in arm["benches"]) == measures
+    assert kld(arm) == kld(plain)  # rows are compared while they come
+
+
+def test_the_folder_above_a_build_is_taken_as_well(here: Path) -> None:
+    done = compare(here, "--bin", ".", "--kv", "q8_0", *USUAL, "--dry-run")
+    assert (done.returncode, "build/bin/llama-perplexity -m" in done.stdout) == (0, True)
 
 
 def test_on_a_processor_speed_is_measured_only_if_asked(here: Path) -> None:
@@ -243,15 +254,7 @@ def test_a_resumed_run_does_not_start_the_reference_for_a_finished_context_again
     (run / "contexts/32.json").unlink()
     (run / "report.json").unlink()
     before = {path: path.stat().st_mtime_ns for path in (run / "logs").iterdir()}
-    done = subprocess.run(
-        [sys.executable, "-m", "fidelab", "compare", "--resume", str(run), "--json"],
-        cwd=here,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    resumed(here, run)
     after = {path: path.stat().st_mtime_ns for path in (run / "logs").iterdir()}
     assert {path.name for path in after if before.get(path) != after[path]} == {"reference-32.log"}
 
@@ -304,7 +307,6 @@ def test_a_file_of_rows_of_something_else_is_refused(here: Path, changed: dict[s
     ("words", "says"),
     [
         (("--bin", "nowhere", "--kv", "q8_0"), "--bin nowhere: the folder does not exist"),
-        (("--bin", ".", "--kv", "q8_0"), None),
         (("--bin", "empty", "--kv", "q8_0"), "--bin empty: the folder holds no llama-perplexity"),
         (("--kv", "q8"), "has no cache type 'q8'; it has q8_0"),
         (("--kv", "q8_0[group=32]"), "llama.cpp's types have no options"),
@@ -324,12 +326,10 @@ def test_a_file_of_rows_of_something_else_is_refused(here: Path, changed: dict[s
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else "",
 )
-def test_bad_input_is_one_line_and_writes_nothing(here: Path, words: tuple[str, ...], says: str | None) -> None:
+def test_bad_input_is_one_line_and_writes_nothing(here: Path, words: tuple[str, ...], says: str) -> None:
     (here / "empty").mkdir()
     usual = [] if "--n-ctx" in words else ["--n-ctx", "32"]
     done = compare(here, *words, "--text", "text.txt", *usual, "--windows", "4")
-    if says is None:  # a build folder may be named by what is above it
-        return
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert says in done.stderr
     assert not (here / "runs").exists()

@@ -93,6 +93,14 @@ def source_commit() -> str | None:
     return None
 
 
+def host_memory() -> int:
+    """Return the bytes of memory that this process may use: of the machine, or of its control group."""
+    import psutil
+
+    total, group = int(psutil.virtual_memory().total), cgroup_memory()
+    return min(total, group[0]) if group is not None else total
+
+
 def cgroup_memory(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> tuple[int, int] | None:

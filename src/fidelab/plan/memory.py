@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fidelab.engines.server_settings import count_of
-from fidelab.environments.host import cgroup_memory, gpu_memory, graphics
+from fidelab.environments.host import gpu_memory, graphics, host_memory
 from fidelab.models.resolve import quantized_as
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.resolve import Settings
@@ -55,11 +55,3 @@ def _need(resolved: ResolvedArm) -> MemoryNeed | None:
         of = names[0] if count == 1 and names else f"{count} GPUs"
         return MemoryNeed(model.name, dtype, int(needed or 0), int(sum(sizes[:count])), of)
     return MemoryNeed(model.name, dtype, int(needed or 0), host_memory(), "this machine")
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this process may use: of the machine, or of its control group."""
-    import psutil
-
-    total, group = int(psutil.virtual_memory().total), cgroup_memory()
-    return min(total, group[0]) if group is not None else total

@@ -486,7 +486,7 @@ def _note_finished(plan: OwnPlan, results: Mapping[str, _Collected], n_ctx: int,
     """Note where the captures of a context lie, so that a resumed run needs the reference's rows no more."""
     part = plan.part_names[n_ctx]
     if all(part in one.captures for one in results.values()):
-        found = {role: {"capture": str(one.captures[part]), "ran": one.ran} for role, one in results.items()}
+        found = {role: str(one.captures[part]) for role, one in results.items()}
         _note(folder, n_ctx).parent.mkdir(exist_ok=True)
         write_atomically(_note(folder, n_ctx), json.dumps(found))
 
@@ -497,15 +497,15 @@ def _finished(
     """Take the captures of a context that a stopped run has finished. Returns whether all are there."""
     try:
         noted = strict_json(_note(folder, n_ctx).read_bytes())
-        found = {role: (Path(noted[role]["capture"]), dict(noted[role]["ran"])) for role in results}
-        known = {role: Capture(path) for role, (path, _) in found.items()}
+        known = {role: Capture(Path(noted[role])) for role in results}
     except (OSError, FidelabError, *UNTRUSTED_DATA_ERRORS):
         return False
     if any(known[role].manifest["key"]["arm"] != one.job.arm.fingerprint() for role, one in results.items()):
         return False
-    for role, (path, ran) in found.items():
+    for role, capture in known.items():
         listener.job_started(results[role].job, 0, reused=True)
-        results[role].captures[plan.part_names[n_ctx]], results[role].ran = path, ran
+        results[role].captures[plan.part_names[n_ctx]] = Path(noted[role])
+        results[role].ran = dict(capture.manifest["ran"])
     return True
 
 

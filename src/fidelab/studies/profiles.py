@@ -89,10 +89,8 @@ def machine_record(folder: Path) -> dict[str, Any]:
 
     ``folder``: where runs are written; it need not exist.
     """
-    import psutil
-
     from fidelab.engines.installed import gpu_files
-    from fidelab.environments.host import cgroup_memory
+    from fidelab.environments.host import host_memory
 
     device, gpus = "cpu", list[dict[str, Any]]()
     if gpu_files():
@@ -104,13 +102,12 @@ def machine_record(folder: Path) -> dict[str, Any]:
             device = ("rocm" if getattr(torch.version, "hip", None) else "cuda") if gpus else "cpu"
         except Exception as error:  # a driver that does not fit; doctor says more
             device = f"cpu ({one_line(str(error))[:80]})"
-    total, group = int(psutil.virtual_memory().total), cgroup_memory()
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
     return {
         "device": device,
         "gpus": gpus,
         "cores": usable_cores(),
-        "memory_gb": round(min(total, group[0] if group else total) / _GB, 1),
+        "memory_gb": round(host_memory() / _GB, 1),
         "disk_gb": round(shutil.disk_usage(place).free / _GB, 1),
     }
 
