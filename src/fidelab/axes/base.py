@@ -258,6 +258,8 @@ class Axis:
     """The composite includes its score."""
     distributions: ClassVar[bool] = False
     """Whether it compares distributions over the vocabulary.  Bit-identical ones prove identical caches."""
+    reads_prompts: ClassVar[bool] = False
+    """All of its requests read prompts and generate nothing."""
     follows: ClassVar[bool] = False
     """Some of its requests depend on the reference's answers."""
     quick: ClassVar[Mapping[str, Any]] = {}

@@ -291,6 +291,7 @@ class KLD(Axis):
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
     in_composite: ClassVar[bool] = True
+    reads_prompts: ClassVar[bool] = True
     distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}
     until_decided: ClassVar[Mapping[str, Any]] = {"windows": 32, "looks": (8, 16)}

@@ -82,6 +82,7 @@ class Perplexity(Axis):
     title: ClassVar[str] = "Perplexity: what does text cost through this cache?"
     Settings: ClassVar[type[AxisSettings]] = PerplexitySettings
     excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
+    reads_prompts: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"contexts": (512,), "windows": 8}
     settings: PerplexitySettings
 

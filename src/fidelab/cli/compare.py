@@ -221,6 +221,8 @@ def compare(
         data["axes"]["kld"]["windows"] = MIN_CLUSTERS  # a window is of one document, and no look follows
     if axes.quick and measured.floor is None:  # a first look: repeats cost more starts than the question itself
         measured.floor = False
+    if axes.quick:
+        data["quick_start"] = "auto"
     for group in (measured, scoring, limits, capacity, runs, executor):
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))

@@ -334,6 +334,11 @@ class Experiment(BaseModel):
         default=None,
         description="measure the decode rate in the processes that save outputs, in seconds; null: on servers and GPUs",
     )
+    quick_start: bool | Literal["auto"] = Field(
+        default=False,
+        description="start engines without compilation and graphs where prompts alone are read; auto: if one would "
+        "compile",
+    )
     text: str = Field(
         default=AUTO_TEXT,
         description="evaluation text: a name or a UTF-8 file; auto: agents for axes core on a GPU or a server, else "

@@ -288,6 +288,8 @@ class Engine(ABC):
     shares_attention: ClassVar[bool] = False  # its option ``attention`` must be the same in all arms of a comparison
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
+    imported_ahead: ClassVar[tuple[str, ...]] = ()  # where these open a GPU, so that no fork could share them: modules
+    # that a configuration's process imports while the one before it is at work
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
     graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
@@ -394,6 +396,14 @@ class Engine(ABC):
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """Return the nearest KV format that should lose nothing against this reference; ``None`` if there is none."""
+        return None
+
+    @classmethod
+    def quick_start(cls, arm: Arm) -> Arm | None:
+        """Return the arm as it starts in the least time where only prompts are read: nothing compiled, no graphs.
+
+        ``None`` if nothing can be left out.  Such an arm is another one than :meth:`as_deployed` gives.
+        """
         return None
 
     @classmethod

@@ -107,6 +107,20 @@ def _files(experiment: Experiment) -> list[str]:
     return [*local, *existing_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
 
 
+def _only_prompts(experiment: Experiment, axes: Mapping[str, Axis]) -> bool:
+    """Whether configurations may start without compilation: it was asked for, and nothing is generated.
+
+    Raises:
+        UsageError: If it was asked for, not left open, and something is generated.
+    """
+    others = [f"axis {name} generates text" for name, axis in axes.items() if not axis.reads_prompts]
+    others += ["speed is that of a compiled model"] if experiment.speed else []
+    others += [] if axes else ["no axis reads prompts"]
+    if experiment.quick_start is True and others:
+        raise UsageError(f"quick_start: {others[0]}; leave out one of the two")
+    return bool(experiment.quick_start) and not others
+
+
 class _Resolver:
     """Resolves the arms, and where each of them runs."""
 
@@ -145,6 +159,8 @@ class _Resolver:
         )
         self._resolved: dict[str, ResolvedArm] = {}
         self._unsupported: dict[str, str] = {}
+        self._quick_starts = 0  # configurations that start without compilation
+        self._only_prompts = _only_prompts(experiment, axes)
         self._strangers: dict[str, str] = {}  # arms with another tokenizer than the reference's, and the reason
 
     def settings(self) -> Settings:
@@ -198,6 +214,8 @@ class _Resolver:
         here = {role: arm for role, arm in roles.items() if not (role == "reference" and self._pack)}
         self._unify_attention([arm for role, arm in here.items() if not role.startswith(EXACT)])
         self._unify_attention([arm for role, arm in here.items() if role.startswith(EXACT)])  # a group of their own
+        if experiment.quick_start is True and not self._quick_starts:
+            raise UsageError(f"quick_start: engine {experiment.engine.name} compiles nothing here; leave it out")
         settings = Settings(
             experiment=experiment,
             model=self._model,
@@ -348,7 +366,11 @@ class _Resolver:
         return (forced, again) if again.ok else (arm, verdict)
 
     def _resolve_arm(self, config: ArmConfig, model: Model) -> Arm:
-        return resolve_arm(self._experiment, config, model, self._asked_dtype)
+        arm = resolve_arm(self._experiment, config, model, self._asked_dtype)
+        if not self._only_prompts or (quick := engine_class(arm.engine).quick_start(arm)) is None:
+            return arm
+        self._quick_starts += 1
+        return quick
 
     # ------------------------------------------------------------------------ control and diagnostic arms
 

@@ -274,6 +274,7 @@ class JobRunner:
         self._timings = Timings()
         self.pace = _Pace(listener)
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
+        self._log: Callable[[str], Path] | None = None  # of a role
         self._loads: Mapping[str, int] = {}  # jobs of each model that they may share
         self._jobs: Sequence[PlannedJob] = ()  # of the run, with the questions that do not follow from answers
 
@@ -288,6 +289,7 @@ class JobRunner:
         """
         self._jobs = jobs
         self._loads = shared_loads(jobs)
+        self._log = log
         alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
         for job in jobs[:alone]:
             yield self.run(job, log(job.role))
@@ -349,6 +351,7 @@ class JobRunner:
                             self.pace.part(clocked.part(done, decoded))
                         case Opened(seconds=seconds):
                             self._listener.opened(job, seconds)
+                            self._import_ahead(job)
                             self.pace.step(clocked.rates.load)
                             self.pace.capture(clocked.begin(0))
                             self._event("opened", role=job.role, seconds=round(seconds, 3))
@@ -364,6 +367,8 @@ class JobRunner:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
                 spawn = spawner(job.resolved, self._servers, self._loads)
+                if spawn is None and self._servers is not None:
+                    spawn = self._servers.spares.taker(job.role)
                 with Worker(message, **process, spawn=spawn, listen=hear) as worker:
                     alive = worker.ask() and (not leads or worker.ask(more()))
                     kept = worker.outcome
@@ -399,6 +404,15 @@ class JobRunner:
                 )
         with self._lock:
             return self._ended(job, missing, outcome, clocked)
+
+    def _import_ahead(self, job: PlannedJob) -> None:
+        """Let the process of the job after this one import its engine now, where no fork could share the imports."""
+        after = self._jobs[[one.role for one in self._jobs].index(job.role) + 1 :]
+        following = next((one for one in after if one.missing()), None)
+        if self._servers is not None and self._log and following is not None and imports_ahead(following.resolved):
+            process = self._process(following, self._log(following.role))
+            names = ("command", "log", "env")
+            self._servers.spares.start(following.role, following.arm.engine, **{name: process[name] for name in names})
 
     def _ended(
         self, job: PlannedJob, missing: Sequence[PlannedCapture], outcome: JobOutcome, clocked: _Clocked
@@ -493,6 +507,8 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None, loads: Mapping[s
     environment = resolved.environment
     if servers is None or environment.image:  # where descriptors do not lead, perhaps
         return None
+    if resolved.arm.device != "cpu" and resolved.engine_class.imported_ahead:
+        return None
     command = environment.command("fidelab.workers.fork_server")
     server = servers.get(command, resolved.arm.engine, _variables(resolved))
     if server is None:
@@ -502,6 +518,15 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None, loads: Mapping[s
         shared = key is not None and loads.get(key, 0) > 1
         server.load(key if shared else None, to_json(resolved.arm) if shared else None)
     return server.start
+
+
+def imports_ahead(resolved: ResolvedArm) -> bool:
+    """Whether a configuration's process may import its engine while another one is at work.
+
+    Not in a container, which would hold the GPU, and not for a GPU that a variable picks before the import.
+    """
+    on_gpu = resolved.arm.device == "cuda" and not resolved.environment.image
+    return on_gpu and bool(resolved.engine_class.imported_ahead)
 
 
 def starting(servers: ForkServers) -> Callable[[ResolvedArm], None]:

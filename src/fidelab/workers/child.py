@@ -1,8 +1,8 @@
 """Worker process: opens one engine, streams answers into captures, exits.
 
-Runs as ``python -m fidelab.workers.child`` in the engine's environment; besides the engine itself only the
-standard library and numpy are imported.  Messages go out on the original standard output.  Output of
-the engine is sent to standard error, which the parent keeps as the arm's log.
+Runs as ``python -m fidelab.workers.child [ENGINE]`` in the engine's environment, where ``ENGINE`` is imported before a
+job arrives; besides the engine itself only the standard library and numpy are imported.  Messages go out on the
+original standard output.  Output of the engine is sent to standard error, which the parent keeps as the arm's log.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -118,8 +119,8 @@ class _Parts:
         return reply.sha256, reply.size
 
 
-def main() -> int:
-    """Answer on standard input and output. Returns the exit code."""
+def main(engine: str = "") -> int:
+    """Answer on standard input and output, with an engine imported before the first word. Returns the exit code."""
     # Faulthandler writes the traceback and raises the signal again. The signal is ignored, so that the faulty
     # instruction runs once more; the kernel then ends the process and logs the fault, which it does not do for a
     # signal that has a handler.
@@ -128,6 +129,8 @@ def main() -> int:
     faulthandler.enable()
     outbox = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
+    for module in ENGINES.load(engine).imported_ahead if engine else ():
+        import_module(module)
     return serve(sys.stdin.buffer, outbox, sys.stderr, on_end=_exit_orphaned)
 
 
@@ -325,4 +328,4 @@ def _exit_orphaned() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

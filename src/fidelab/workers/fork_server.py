@@ -33,6 +33,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from fidelab.workers.spares import Spares
+
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
 
@@ -127,9 +129,10 @@ class ForkServer:
 
 
 class ForkServers:
-    """Fork servers of a run: one per engine, environment and variables."""
+    """Fork servers of a run: one per engine, environment and variables.  ``spares``: workers that no fork can be."""
 
     def __init__(self) -> None:
+        self.spares = Spares()
         self._servers: dict[tuple[Any, ...], ForkServer] = {}
 
     def get(self, command: Sequence[str], engine: str, env: Mapping[str, str]) -> ForkServer | None:
@@ -147,10 +150,11 @@ class ForkServers:
         return self._servers[key]
 
     def close(self) -> None:
-        """End all servers."""
+        """End all servers, and the workers that wait."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()
+        self.spares.close()
 
 
 def _close(ours: socket.socket, process: subprocess.Popen[bytes] | None) -> None:

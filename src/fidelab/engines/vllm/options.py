@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of
 
 MODEL_RUNNER, ASYNC = "model-runner", "async-scheduling"
+QUICK_START = "quick-start"  # fidelab's own: without compilation and graphs, for prompts alone
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 SPECULATIVE = "speculative-config"
 
@@ -56,6 +57,7 @@ OPTIONS: Mapping[str, Value] = {
     SPECULATIVE: (bool, "a JSON object"),
     "estimator": one_of("hidden", "logprobs"),
     MODEL_RUNNER: one_of("v1", "v2"),
+    QUICK_START: YES_NO,
     ASYNC: YES_NO,
     "force": YES_NO,
     TRUST: YES_NO,
