@@ -1,4 +1,4 @@
-"""Reads of weights: limits for a plan, which downloads nothing, and how far hashing is."""
+"""Reads of weights: limits for a plan, which downloads nothing; how far hashing is; files that a run relies on."""
 
 from __future__ import annotations
 
@@ -118,3 +118,49 @@ def plan_alone() -> Iterator[Reads]:
         yield reads
     finally:
         _reads.reset(token)
+
+
+@dataclass
+class Relied:
+    """Files of weights whose hashes a run relies on: as they were when it was planned, and which still to hash.
+
+    ``states``: size and time of change of every file.  ``named``: files that the hub's cache names by their hash.
+    """
+
+    states: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    named: set[Path] = field(default_factory=set)
+
+    def changed(self) -> list[Path]:
+        """Return the files that are not what they were: another size or time of change, or gone."""
+        return [path for path, state in self.states.items() if state_of(path) != state]
+
+
+def state_of(path: Path) -> tuple[int, int] | None:
+    """Return size and time of change of a file, in bytes and nanoseconds; ``None`` if there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
+
+
+_relied: ContextVar[Relied | None] = ContextVar("relied", default=None)
+
+
+def relied() -> Relied | None:
+    """Return the files that the run that is being planned relies on; ``None`` outside of a run."""
+    return _relied.get()
+
+
+@contextmanager
+def relying() -> Iterator[Relied]:
+    """Collect the files of weights whose hashes are asked for inside of the block, in this thread and its pools.
+
+    A file of the hub's cache has its name for a hash, which is to be verified beside the run.
+    """
+    found = Relied()
+    token = _relied.set(found)
+    try:
+        yield found
+    finally:
+        _relied.reset(token)

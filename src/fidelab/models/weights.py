@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from threading import Event
 from typing import Any
 
 from fidelab.captures.container import Entry, read_header
@@ -171,7 +172,8 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
     parts = []
     if (reads := reading.current()) is not None:
         reads.may_read_all(files)
-    reading.announce(sum(file.stat().st_size for file in files if not _note(file).exists()))
+    now = [file for file in files if reading.relied() is None or not is_named(file.resolve())]
+    reading.announce(sum(file.stat().st_size for file in now if not _note(file).exists()))
     # SHA-256 is slower than most disks, and releases the interpreter: a file per core
     with ThreadPoolExecutor(max(1, usable_cores())) as pool:
         running = [pool.submit(copy_context().run, file_sha256, path) for path in files]
@@ -180,12 +182,17 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
         # The hub's cache stores a large file under its SHA-256, so that it can be checked
         stored = path.resolve()
         if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
-            raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
+            raise InputError(damaged(path.name, stored))
         parts.append((path.relative_to(folder).as_posix(), sha256))
     parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
     parts.append(("config.json", digest(canonical_json(config))))
     return digest(*(text for part in sorted(parts) for text in part))
+
+
+def damaged(name: str, stored: Path) -> str:
+    """Return the message about a file whose bytes have another hash than the hub's name of it."""
+    return f"{name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again"
 
 
 def content_sha256(path: Path) -> str:
@@ -199,12 +206,14 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's bytes. For a large file it is cached by path, size and time of change.
 
     A plan that may not read the file (:mod:`fidelab.models.reading`) gets the name under which the hub's cache stores
-    it, else a digest of path, size and time of change.
+    it, else a digest of path, size and time of change.  A run gets the name, too, and verifies it later.
     """
     real = path.resolve()
     stat = real.stat()
     if stat.st_size < _CACHE_FROM:
         return sha256_of(real)
+    if (relied := reading.relied()) is not None:
+        relied.states[real] = stat.st_size, stat.st_mtime_ns
     note = _note(real)
     try:
         known = note.read_text(encoding="ascii")
@@ -214,12 +223,37 @@ def file_sha256(path: Path) -> str:
         return known
     reads = reading.current()
     if reads is not None and not reads.may_read(real, stat.st_size):
-        stored = real.parent.name == "blobs" and _SHA256.fullmatch(real.name)
-        return real.name if stored else digest("unread", str(real), str(stat.st_size), str(stat.st_mtime_ns))
-    value = _hashed(real, stat.st_size)
-    with contextlib.suppress(OutputError):  # a cache that cannot be written only costs time
-        write_atomically(note, value)
+        return real.name if is_named(real) else digest("unread", str(real), str(stat.st_size), str(stat.st_mtime_ns))
+    if is_named(real) and relied is not None:
+        relied.named.add(real)
+        return real.name
+    value = bytes_sha256(real)
+    assert value is not None
     return value
+
+
+def bytes_sha256(path: Path, stop: Event | None = None) -> str | None:
+    """Return the SHA-256 of a file's bytes, read now, and note it in the cache; ``None`` if ``stop`` is set before.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    note = _note(path)
+    found, told = hashlib.sha256(), reading.hashing(path.stat().st_size)
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            found.update(chunk)
+            told(len(chunk))
+            if stop is not None and stop.is_set():
+                return None
+    with contextlib.suppress(OutputError):  # a cache that cannot be written only costs time
+        write_atomically(note, found.hexdigest())
+    return found.hexdigest()
+
+
+def is_named(path: Path) -> bool:
+    """Return whether the hub's cache stores a file under its SHA-256."""
+    return path.parent.name == "blobs" and _SHA256.fullmatch(path.name) is not None
 
 
 def _note(path: Path) -> Path:
@@ -227,13 +261,3 @@ def _note(path: Path) -> Path:
     real = path.resolve()
     stat = real.stat()
     return cache_dir() / "hashes" / digest(str(real), str(stat.st_size), str(stat.st_mtime_ns))
-
-
-def _hashed(path: Path, size: int) -> str:
-    """Hash a large file, and tell how far it is."""
-    found, told = hashlib.sha256(), reading.hashing(size)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-            told(len(chunk))
-    return found.hexdigest()

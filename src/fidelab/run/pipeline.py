@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import platform
+import shutil
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,8 @@ from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, resume_line, shell_line, slug, usable_cores
 from fidelab.core.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.core.serial import from_json, to_json
+from fidelab.models.reading import Relied, relying
+from fidelab.models.verification import Verification
 from fidelab.plan.benches import BenchPlan
 from fidelab.plan.build import Plan
 from fidelab.plan.estimate import Timings
@@ -78,7 +81,8 @@ def execute(
     with _cluster(experiment) as cluster:
         experiment = _placed(experiment, cluster)
         servers = ForkServers()
-        prepared = planned(experiment, replicate=replicate, created=created, meanwhile=starting(servers))
+        with relying() as relied:
+            prepared = planned(experiment, replicate=replicate, created=created, meanwhile=starting(servers))
         check_budget(prepared)
         _check_placed(prepared.settings)
         head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
@@ -86,7 +90,7 @@ def execute(
         folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
         remember(prepared.settings.experiment, config, folder.config)
         facts = RunFacts(folder.run_id, created, command, _environment())
-        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster, relied), folder
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
@@ -110,10 +114,11 @@ def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | No
         return _run_own(plan_own(experiment), folder, facts, listener or Silent()), folder
     with _cluster(experiment) as cluster:
         servers = ForkServers()
-        prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
+        with relying() as relied:
+            prepared = prepare(_placed(experiment, cluster), replicate=first_replicate(folder), created=facts.created)
         _check_placed(prepared.settings)
         folder.event("resumed")
-        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster), folder
+        return _run_jobs(prepared, folder, facts, listener or Silent(), servers, cluster, relied), folder
 
 
 def first_replicate(folder: RunFolder) -> int:
@@ -186,6 +191,7 @@ def _run_jobs(
     listener: Listener,
     servers: ForkServers,
     cluster: Cluster | None,
+    relied: Relied,
 ) -> Report:
     plan = prepared.plan
     expected, started = prepared.estimate(), time.monotonic()
@@ -203,6 +209,7 @@ def _run_jobs(
     folder.event("planned", jobs=roles, unsupported=unsupported, unavailable=facts.unavailable)
     listener.start(plan, folder)
     ahead = threading.Thread(target=_prepare_scoring, name="scoring")
+    verification = Verification(relied)
     try:
         with terminate_as_interrupt(), folder.writing(), contextlib.closing(plan.readers()) as readers:
             if plan.settings.axes:
@@ -249,6 +256,7 @@ def _run_jobs(
                 results = timed_results
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
+            _refuse_faulty(verification.wait(), results)
             began = time.monotonic()
             if not plan.settings.experiment.keep_rows:
                 if cluster is None:
@@ -266,8 +274,25 @@ def _run_jobs(
         folder.event("interrupted")
         raise Interrupted(folder.path) from None
     finally:
+        verification.stop()
         servers.close()
         listener.close()
+
+
+def _refuse_faulty(faults: Mapping[Path, str], results: Iterable[ArmResult]) -> None:
+    """Remove what was saved of weights that are not what they were taken for, since others would find it by their hash.
+
+    Raises:
+        InputError: If there are such weights.
+    """
+    if not faults:
+        return
+    for result in results:
+        own = Path(result.arm.path)
+        if {*faults} & {path.resolve() for path in (own.iterdir() if own.is_dir() else [own])}:
+            for capture in result.captures.values():
+                shutil.rmtree(capture, ignore_errors=True)
+    raise InputError(f"{next(iter(faults.values()))} (outputs saved with it are removed)")
 
 
 def _execute_own(experiment: Experiment, command: str, listener: Listener) -> tuple[Report, RunFolder]:
