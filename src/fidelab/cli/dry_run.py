@@ -122,13 +122,13 @@ def _planned(experiment: Experiment) -> dict[str, Any]:
 def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
     """Return the rows of the planned work."""
     from fidelab.axes.base import Axis
-    from fidelab.plan.build import starts_and_loads
     from fidelab.plan.estimate import conversion_bytes, needed_bytes
+    from fidelab.plan.starts import starts_and_loads
 
     settings = prepared.settings
     leading = [name for name, axis in settings.axes.items() if axis.follows]
     # The engines that are not installed here, each with the remedy
-    starts, loads = starts_and_loads(prepared.plan.jobs)
+    starts, loads = starts_and_loads(settings, prepared.plan.jobs)
     problems = {str(arm.about.get("not_installed", "")) for arm in prepared.settings.resolved.values()} - {""}
     return {
         "jobs": [

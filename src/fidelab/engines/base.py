@@ -320,6 +320,20 @@ class Engine(ABC):
         """
         raise NotImplementedError(f"engine {cls.name} shares no load")
 
+    @classmethod
+    def turn_load(cls, arm: Arm) -> str | None:
+        """Return a key of the model that an arm opens on a device that no fork can share.
+
+        Arms with equal keys may be answered by one process in turn, which keeps the model.  ``None``: the arm has a
+        process of its own, since it changes weights, or since :meth:`shared_load` is for it.
+        """
+        return None
+
+    @classmethod
+    def keep_load(cls) -> None:
+        """Keep the model that is opened next in this process, for arms with the same key of :meth:`turn_load`."""
+        raise NotImplementedError(f"engine {cls.name} keeps no load")
+
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
         self.foreseen: frozenset[str] = frozenset()
@@ -528,7 +542,7 @@ class Engine(ABC):
         """Reset the peak of device memory.  Called before each request."""
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
-        """Release resources. The process exits right after."""
+        """Release resources. The process exits right after, or opens the next arm with the same :meth:`turn_load`."""
 
 
 def runs_own_program(name: str) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from fidelab.captures.store import Readers
 from fidelab.core import Arm
 from fidelab.core.errors import FidelabError, UnavailableError
 from fidelab.core.roles import EXACT, FLOOR, QUERIES, TRUTH, TWIN, base_of
-from fidelab.engines.base import engine_class, no_ways, one_line
+from fidelab.engines.base import no_ways, one_line
 from fidelab.engines.twins import twins_of
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.resolve import Settings
@@ -272,27 +270,3 @@ def with_probes(
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
             captures.append(PlannedCapture(request.axis, request, key, folder, *_against(settings, job, asked)))
     return replace(job, captures=tuple(captures))
-
-
-def load_key(resolved: ResolvedArm) -> str | None:
-    """Return the key of the model that an arm may share with others whose processes are forked; ``None``: its own."""
-    if sys.platform != "linux" or resolved.environment.image:
-        return None
-    return engine_class(resolved.arm.engine).shared_load(resolved.arm)
-
-
-def shared_loads(jobs: Iterable[PlannedJob]) -> Counter[str]:
-    """Return how many jobs with missing captures open each model that they may share."""
-    return Counter(key for job in jobs if job.missing() and (key := load_key(job.resolved)) is not None)
-
-
-def starts_and_loads(jobs: Sequence[PlannedJob]) -> tuple[int, int]:
-    """Return how many processes answer these jobs, and how often a model is loaded for them."""
-    counts, loads, loaded = shared_loads(jobs), 0, None
-    started = [job for job in jobs if job.missing()]
-    for job in started:  # a server holds one model, and none beside an arm's own
-        key = load_key(job.resolved)
-        shared = key if key is not None and counts[key] > 1 else None
-        loads += shared is None or shared != loaded
-        loaded = shared
-    return len(started), loads

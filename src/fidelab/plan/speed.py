@@ -40,6 +40,8 @@ def measures_speed(settings: Settings, resolved: ResolvedArm) -> bool:
         return False
     if resolved.borrowed or any(name in settings.benches for name in _COVERING):
         return False
+    if experiment.speed is None and experiment.quick_start and resolved.engine_class.emulates:
+        return False  # nobody serves with it, and a process for each configuration would take most of the time
     served = resolved.engine_class.is_server or experiment.serve is not None
     return experiment.speed is True or served or resolved.arm.device.startswith("cuda")
 

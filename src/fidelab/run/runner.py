@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,10 +25,11 @@ from fidelab.engines.base import engine_class, one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.trial import diagnose
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, linked, load_key, shared_loads, with_probes
+from fidelab.plan.build import PlannedCapture, PlannedJob, follow_ups, linked, with_probes
 from fidelab.plan.deploy import ResolvedArm
 from fidelab.plan.estimate import Rates, Timings, Work, estimate_job, work_of
 from fidelab.plan.prepare import PreparedRun
+from fidelab.plan.starts import load_key, shared_loads, turns
 from fidelab.results.engagement import select_runtime_info
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
@@ -46,7 +49,8 @@ from fidelab.workers.messages import (
     Written,
     check_runtime_info,
 )
-from fidelab.workers.parent import JobOutcome, Spawn, Worker
+from fidelab.workers.parent import JobOutcome, Spawn, Worker, release_of
+from fidelab.workers.turns import Turns
 
 _SIDE_BY_SIDE = 512  # jobs that are given to a cluster at once, each followed by a thread
 
@@ -274,6 +278,8 @@ class JobRunner:
         self._timings = Timings()
         self.pace = _Pace(listener)
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
+        self._in_turn: Mapping[str, str] = {}  # role → model, of jobs that one process answers in turn
+        self._turns = Turns()
         self._log: Callable[[str], Path] | None = None  # of a role
         self._loads: Mapping[str, int] = {}  # jobs of each model that they may share
         self._jobs: Sequence[PlannedJob] = ()  # of the run, with the questions that do not follow from answers
@@ -289,10 +295,12 @@ class JobRunner:
         """
         self._jobs = jobs
         self._loads = shared_loads(jobs)
+        self._in_turn = turns(self._settings, jobs) if self._servers is not None and self._cluster is None else {}
         self._log = log
         alone = len(jobs) if self._cluster is None else sum(job.role == "reference" for job in jobs)
-        for job in jobs[:alone]:
-            yield self.run(job, log(job.role))
+        with contextlib.closing(self._turns):
+            for job in jobs[:alone]:
+                yield self.run(job, log(job.role))
         if not jobs[alone:]:
             return
         with ThreadPoolExecutor(min(len(jobs) - alone, _SIDE_BY_SIDE)) as pool:
@@ -366,22 +374,38 @@ class JobRunner:
             with self._lock:
                 message, process = self._message(job, missing), self._process(job, log)
             if self._cluster is None:
-                spawn = spawner(job.resolved, self._servers, self._loads)
-                if spawn is None and self._servers is not None:
-                    spawn = self._servers.spares.taker(job.role)
-                with Worker(message, **process, spawn=spawn, listen=hear) as worker:
-                    alive = worker.ask() and (not leads or worker.ask(more()))
-                    kept = worker.outcome
-                    done = replace(kept, captured=dict(kept.captured), failed=dict(kept.failed))
-                    if alive and self._speed is not None and self._speed.is_due(job):
-                        timing, began = True, time.monotonic()
-                        alive = self._speed.measure(job, self._jobs, worker)
-                        clocked.timing = time.monotonic() - began
-                        if not alive:  # all outputs were saved before
-                            worker.outcome = done
-                        # the job's outputs are complete without the timed answer, which may have failed
-                        worker.outcome.captured, worker.outcome.failed = done.captured, done.failed
-                    outcome = worker.finish()
+
+                def ask(spawn: Spawn | None, *, alone: bool = True) -> JobOutcome:
+                    nonlocal timing
+                    with Worker(message, **process, spawn=spawn, alone=alone, listen=hear) as worker:
+                        alive = worker.ask() and (not leads or worker.ask(more()))
+                        kept = worker.outcome
+                        done = replace(kept, captured=dict(kept.captured), failed=dict(kept.failed))
+                        if alive and self._speed is not None and self._speed.is_due(job):
+                            timing, began = True, time.monotonic()
+                            alive = self._speed.measure(job, self._jobs, worker)
+                            clocked.timing = time.monotonic() - began
+                            if not alive:  # all outputs were saved before
+                                worker.outcome = done
+                            # the job's outputs are complete without the timed answer, which may have failed
+                            worker.outcome.captured, worker.outcome.failed = done.captured, done.failed
+                        return worker.finish()
+
+                if self._begin_turn(job, message, process):
+                    outcome = ask(self._turns.start, alone=False)
+                    if outcome.status is Status.FAILED and self._turns.answered > 1 and not leads:
+                        # perhaps for what others left there: memory, or a fault that only showed now
+                        self._event("alone", role=job.role, reason=outcome.reason)
+                        self._turns.close()
+                        for capture in missing:
+                            shutil.rmtree(capture.folder, ignore_errors=True)
+                        outcome = ask(None)
+                else:
+                    self._turns.close()  # the device is this job's
+                    spawn = spawner(job.resolved, self._servers, self._loads)
+                    if spawn is None and self._servers is not None:
+                        spawn = self._servers.spares.taker(job.role)
+                    outcome = ask(spawn)
                 if outcome.status is Status.FAILED and (why := diagnose(job.arm, job.resolved.environment)):
                     outcome.reason = f"{outcome.reason}; {job.arm.kv.label} fails with a small model, too: {why}"
             else:
@@ -404,6 +428,16 @@ class JobRunner:
                 )
         with self._lock:
             return self._ended(job, missing, outcome, clocked)
+
+    def _begin_turn(self, job: PlannedJob, message: Job, process: Mapping[str, Any]) -> bool:
+        """Have the process that several jobs share in turn ready. Returns whether this job is one of them."""
+        if (key := self._in_turn.get(job.role)) is None:
+            return False
+        command = [*job.resolved.environment.command("fidelab.workers.turns"), job.arm.engine]
+        if not self._turns.holds(key, command, process["env"]):
+            self._turns.close()  # before the level of its memory is read
+            self._turns.begin(key, command, process["env"], release_of(message))
+        return True
 
     def _import_ahead(self, job: PlannedJob) -> None:
         """Let the process of the job after this one import its engine now, where no fork could share the imports."""

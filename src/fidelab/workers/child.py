@@ -131,7 +131,7 @@ def main(engine: str = "") -> int:
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
     for module in ENGINES.load(engine).imported_ahead if engine else ():
         import_module(module)
-    return serve(sys.stdin.buffer, outbox, sys.stderr, on_end=_exit_orphaned)
+    return serve(sys.stdin.buffer, outbox, sys.stderr, on_end=exit_orphaned)
 
 
 def serve(inbox: IO[bytes], outbox: IO[bytes], log: TextIO, *, on_end: Callable[[], None]) -> int:
@@ -321,7 +321,8 @@ def _listen(inbox: int, further: Further, replies: Replies, on_end: Callable[[],
     replies.put(None)
 
 
-def _exit_orphaned() -> None:
+def exit_orphaned() -> None:
+    """End this process, and all that the engine has started."""
     if os.getpgrp() == os.getpid():  # the engine's own processes end, too
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)

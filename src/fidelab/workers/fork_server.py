@@ -28,7 +28,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -45,10 +45,21 @@ _THREADS_END_SECONDS = 5.0  # in which threads of a load have to end
 
 
 class ForkedProcess:
-    """Forked worker with part of :class:`subprocess.Popen`'s interface.  ``report``: pipe of its return code."""
+    """Forked worker with part of :class:`subprocess.Popen`'s interface.
 
-    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
+    ``report``: pipe of its return code.  ``lost``: gives the code where the pipe ends without one.
+    """
+
+    def __init__(
+        self,
+        pid: int,
+        stdin: IO[bytes],
+        stdout: IO[bytes],
+        report: IO[bytes],
+        lost: Callable[[], int] = lambda: _LOST_RETURN_CODE,
+    ) -> None:
         self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self._lost = lost
         self.returncode: int | None = None
         self._ended = threading.Event()
         threading.Thread(target=self._read, args=(report,), daemon=True).start()
@@ -70,7 +81,7 @@ class ForkedProcess:
     def _read(self, report: IO[bytes]) -> None:
         with report:
             code = report.readline()
-        self.returncode = int(code) if code else _LOST_RETURN_CODE
+        self.returncode = int(code) if code else self._lost()
         self._ended.set()
 
 

@@ -37,6 +37,7 @@ from fidelab.workers.messages import (
     decode,
     encode,
 )
+from fidelab.workers.turns import TurnProcess
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE_SECONDS = 5.0  # seconds between asking a process group to end and killing it
@@ -372,6 +373,8 @@ def _shortened(reason: str) -> str:
 
 def _end_group(process: _Process) -> None:
     """End the worker's whole process group, even where a second Ctrl-C interrupts."""
+    if isinstance(process, TurnProcess) and process.poll() is not None and process.lives:
+        return  # for the next configuration
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
@@ -431,6 +434,13 @@ def _gpu_memory(devices: Sequence[str]) -> dict[str, int]:
 _levels: dict[Worker, dict[str, int]] = {}
 
 
+def release_of(job: Job) -> Callable[[], None]:
+    """Return a function that waits until a process on the job's devices has released its memory: once it has ended."""
+    devices = _devices(job)
+    before = _gpu_memory(devices) if devices else {}
+    return lambda: _await_levels(before)
+
+
 def _await_memory(worker: Worker) -> None:
     """Wait until an ended worker's devices have released its memory; devices shared with others are skipped."""
     before = _levels.pop(worker, {})
@@ -439,6 +449,10 @@ def _await_memory(worker: Worker) -> None:
             if device in held:
                 held[device] = min(held[device], level)
                 before.pop(device, None)
+    _await_levels(before)
+
+
+def _await_levels(before: Mapping[str, int]) -> None:
     end = time.monotonic() + _MEMORY_WAIT
     while before and time.monotonic() < end:
         now = _gpu_memory(tuple(before))

@@ -56,7 +56,7 @@ from fidelab.engines.hf.cache_formats import (
     quantized_of,
 )
 from fidelab.engines.hf.harmless import HARMLESS
-from fidelab.engines.hf.loading import has_exceptions, load_key
+from fidelab.engines.hf.loading import has_exceptions, load_key, turn_key
 from fidelab.engines.hf.weights import WEIGHTS, check_weights
 from fidelab.engines.installed import versions_of
 from fidelab.engines.options import (
@@ -251,6 +251,16 @@ class HFEngine(Engine):
 
         share(arm, None if arm is None else _loading(arm))
 
+    @classmethod
+    def turn_load(cls, arm: Arm) -> str | None:
+        return turn_key(arm) if arm.device.startswith("cuda") else None
+
+    @classmethod
+    def keep_load(cls) -> None:
+        from fidelab.engines.hf.model import keep
+
+        keep()
+
     def open(self, arm: Arm) -> None:
         from fidelab.engines.hf.model import HFModel
 
@@ -285,6 +295,9 @@ class HFEngine(Engine):
         if not isinstance(request, Timed):
             self._model.check_weights()
         return answer
+
+    def close(self) -> None:
+        self._model.close()
 
     def runtime_info(self) -> RuntimeInfo:
         import torch

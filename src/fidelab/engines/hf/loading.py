@@ -10,6 +10,18 @@ _OWN = (WEIGHTS, "device-map", "tp-plan", "quantization-config")  # they change 
 _AFTER = "jitter"  # changes a few pages of a process' own copy
 
 
+def turn_key(arm: Arm) -> str | None:
+    """Return the key of the model that an arm on a GPU loads; those with equal keys may use one process in turn.
+
+    ``None``: the arm has a process of its own, since its options change weights or attention.
+    """
+    options = dict(arm.options)
+    changed = {*_OWN, _AFTER} & options.keys() or options.get("attention") == kernels.NAME
+    if changed or has_exceptions(arm.kv.k) or has_exceptions(arm.kv.v):
+        return None
+    return canonical_json([arm.path, arm.weights, arm.dtype, arm.device, *sorted(map(list, options.items()))])
+
+
 def load_key(arm: Arm) -> str | None:
     """Return the key of the model that an arm loads; arms with equal keys may share one load before they are forked.
 

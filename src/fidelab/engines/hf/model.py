@@ -29,7 +29,7 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.cache_formats import quantized_of
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
-from fidelab.engines.hf.loading import load_key
+from fidelab.engines.hf.loading import load_key, turn_key
 from fidelab.engines.hf.proof import Proof
 from fidelab.engines.hf.quantized import TransformersCache
 from fidelab.engines.hf.quantized_proof import QuantizedProof
@@ -87,16 +87,26 @@ class Loaded:
     """A model as ``from_pretrained`` gives it, on its device.
 
     ``report``: what it says of missing tensors.  ``checksums``: of the weights, if they were computed for all.
+    ``attention``: the implementation that it was loaded with.
     """
 
     tokenizer: Any
     model: Any
     report: Mapping[str, Any]
+    attention: str
     checksums: Mapping[str, int] | None = None
 
 
 _shared: dict[str, Loaded] = {}
-"""The model that was loaded in the process from which this one was forked, by its key."""
+"""The model that was loaded in the process from which this one was forked, or for the arm before, by its key."""
+
+_keeps = False  # the next model that is loaded, for arms to come
+
+
+def keep() -> None:
+    """Keep the model that is loaded next in this process, until one with another key is."""
+    global _keeps
+    _keeps = True
 
 
 def share(arm: Arm | None, loading: Mapping[str, Any] | None = None) -> None:
@@ -161,7 +171,12 @@ def load(arm: Arm, attn: str | None, loading: Mapping[str, Any], mark: Callable[
         **opened,
     )
     placed = {"device_map", "tp_plan"} & opened.keys()
-    return Loaded(tokenizer, model if placed else model.to(arm.device), report)
+    model = model if placed else model.to(arm.device)
+    return Loaded(tokenizer, model, report, _attention_now(model))
+
+
+def _attention_now(model: Any) -> str:
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
 Keep: TypeAlias = "int | Sequence[int]"
@@ -214,6 +229,7 @@ class HFModel:
         self.cache: HFCache | None = None
         self.head: ReplayedHead | None = None
         self.kernels_refused: str | None = None
+        self._hook: Any = None
         self._load()
         if arm.device == "cpu":  # after loading, whose copies are better returned
             keep_freed_memory()
@@ -240,16 +256,23 @@ class HFModel:
 
             register_attention()
         try:
-            shared = _shared.get(load_key(self._arm) or "")
+            key = (turn_key if _keeps else load_key)(self._arm)
+            shared = _shared.get(key or "")
+            if shared is None and _keeps:
+                _shared.clear()  # before the next one is loaded
             loaded = shared or load(self._arm, attn, self._loading, self._mark)
             model, report, self.tokenizer = loaded.model, loaded.report, loaded.tokenizer
+            if shared is None and _keeps and key is not None:
+                loaded = _shared[key] = replace(loaded, checksums=checksums(model))
+            elif shared is not None and _attention_now(model) != loaded.attention:  # of the arm before
+                model.set_attn_implementation(loaded.attention)
             self.module, self.shared, self._checksums = model.eval(), shared is not None, loaded.checksums
             self.config = model.config.get_text_config(decoder=True)
             self.rounded = round_weights(model, self.config, text) if (text := self._options.get(WEIGHTS)) else {}
             self._mark("weights")
             self._lm_head = model.get_output_embeddings()
             if self._lm_head is not None:
-                self._lm_head.register_forward_pre_hook(self._at_head)
+                self._hook = self._lm_head.register_forward_pre_hook(self._at_head)
         except FidelabError:
             raise
         except Exception as error:
@@ -259,6 +282,15 @@ class HFModel:
             raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
         if attn and self.config._attn_implementation != attn:
             raise EngineError(f"attention={attn} was asked for, Transformers runs {self.config._attn_implementation}")
+
+    def close(self) -> None:
+        """Leave the model as it was loaded, and release the memory of caches."""
+        if self._hook is not None:
+            self._hook.remove()
+        self.cache = self.head = None
+        self._states.clear()
+        if self._arm.device.startswith("cuda"):
+            torch.cuda.empty_cache()
 
     def remember_weights(self, *, changed: bool) -> None:
         """Note the weights as they are now, for :meth:`check_weights`; ``changed``: since they were loaded."""
