@@ -26,6 +26,7 @@ from fidelab.models import resolve
 from fidelab.results.decision_record import DocumentSums
 from fidelab.results.record import ArmRecord, Report
 from fidelab.run.runner import Silent
+from fidelab.scoring.tiles import Figures, TileJob, compare_here
 from tests.run.harness import Done, cli, refused, same_report
 
 FAILS, HOLDS, VARIES = "tilt[q=0.9,bytes=6]", "tilt[q=0.55,bytes=8]", "tilt[q=0.6,bytes=7,every=3]"
@@ -129,6 +130,20 @@ def test_a_quick_run_looks_as_well(tmp_path: Path) -> None:
 
 
 TEXT = Text("t", "".join(f"line {i} of a text\n" for i in range(400)), (), "")
+
+
+def test_the_references_logits_of_a_look_are_computed_once_for_all_configurations(tmp_path: Path) -> None:
+    asked: list[tuple[Path, int]] = []
+
+    def noted(one: TileJob) -> Figures:
+        asked.append((one.ref, len(one.tests)))
+        return compare_here(one)
+
+    hidden = ("--engine-arg", "estimator=hidden", "--control", "tilt[q=0.99]")
+    with mock.patch("fidelab.scoring.pairing.compare_here", noted):
+        assert _compare(tmp_path, *hidden).code == 0
+    assert len(asked) == len({ref for ref, _ in asked}) > 0
+    assert {tests for _, tests in asked[:1]} == {len(ARMS) + 2}  # with the control, and the repeat of the reference
 
 
 def _whole() -> tuple[tuple[int, ...], ...]:

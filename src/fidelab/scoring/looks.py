@@ -10,6 +10,8 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Status
 from fidelab.results.choice import settled
 from fidelab.results.outcomes import ArmResult, RunFacts
+from fidelab.scoring.attribution import is_diagnostic
+from fidelab.scoring.pairing import Scorer
 from fidelab.scoring.score import score_run
 from fidelab.scoring.tiles import Figures
 
@@ -22,6 +24,9 @@ def undecided(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     """
     looking = {name: values for name, values in experiment.axes.items() if load_axis(name, values).n_looks > 1}
     experiment = experiment.model_copy(update={"axes": looking, "benches": {}})
+    # Rows of all that the end compares, too: the reference's logits are computed once for all of them
+    others = [result for result in results if result.role != "reference" and not is_diagnostic(result.role)]
+    Scorer(experiment, results, facts.unavailable, figures=figures).compare_ahead(others)
     arms = []
     for result in results:
         if result.role.startswith(("reference", "candidate:")):
