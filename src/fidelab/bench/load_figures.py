@@ -175,8 +175,7 @@ def answer(found: Measurement) -> str:
     loads = sum("arrival" in cell.at for cell in found.cells)
     text = ""
     if late:
-        why = next(flag.text for flag in late[0].flags if flag.kind in _LATE)
-        text = f"The client was late at {len(late)} of {loads} loads, so these figures are doubtful: {why}. "
+        text = f"The client was late at {len(late)} of {loads} loads: these figures are doubtful. "
     rate = next((metric for metric in found.headlines if metric.key == OUTPUT_RATE.key), None)
     if rate is None:
         return text.strip()

@@ -20,7 +20,7 @@ COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
 Y_TICKS = 6
 ROW, THICK = 44.0, 16.0
-NAME_LETTERS = 22  # of a line's name at its end
+NAME_LETTERS, BOLD = 22, 7.4  # of a line's name at its end, and the mean width of one in bold
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def draw_lines(
     beside = [line for line in lines if _end_of(line.curve)[0] >= last]  # the others have room after their ends
     longest = max((len(shorten(line.name, NAME_LETTERS)) for line in beside), default=0) if size.labels else 0
     top, bottom = 30.0, size.height - 48.0
-    right = size.width - 14 - (8 + LETTER * longest if longest else 0)
+    right = size.width - 14 - (8 + BOLD * longest if longest else 0)
     curves = [line.curve for line in lines]
     values = [value for curve in curves for value in (*curve.y, *curve.low, *curve.high) if value is not None]
     values += [band.upper for band in bands]
