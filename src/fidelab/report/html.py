@@ -25,7 +25,7 @@ from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import one_line, printable
+from fidelab.results.numbers import format_nats, format_percent, one_line, printable
 from fidelab.results.record import Report
 from fidelab.results.store import POSITIONS
 
@@ -58,6 +58,8 @@ def render_html(report: Report, positions: Path | None = None) -> str:
         scale_of=scale_of,
         table_of=table_of,
         one_line=one_line,
+        format_nats=format_nats,
+        format_percent=format_percent,
         data=data_block(report.model_dump_json(by_alias=True)),
     )
 
