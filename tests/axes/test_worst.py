@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fidelab.axes.kld import KLD
 from fidelab.captures.pair import Pair
@@ -22,11 +23,11 @@ REQUEST = Prefill("kld", WINDOWS, 1, ROWS, ((0,) * ROWS, (1,) * ROWS), (("unit",
 LYON, PARIS = 4, 5
 
 
-def log_probabilities(likely: int, share: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def log_probabilities(likely: int, share: float) -> NDArray[np.float64]:
     """A row that gives ``share`` to one token, and the rest to the others in equal parts."""
     row = np.full(len(WORDS), (1 - share) / (len(WORDS) - 1))
     row[likely] = share
-    return np.log(row)
+    return np.asarray(np.log(row))
 
 
 def pair(folder: Path, estimator: str = "logprobs") -> Pair:
