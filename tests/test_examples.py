@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -24,9 +25,54 @@ from tests.run.harness import cli, write_inputs
 
 EXPERIMENT = Path(__file__).parents[1] / "examples" / "experiment.yaml"
 QUANTIZE = Path(__file__).parents[1] / "examples" / "quantize"
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "compare_kv_formats.ipynb"
+GUIDE = Path(__file__).parents[1] / "docs" / "guide.md"
 SCRIPT = Path(__file__).parents[1] / "examples" / "compare_kv_formats.py"
 FAKE = ("--model", "fake", "--engine", "fake", "--dtype", "auto", "--reference", "exact", "--n-ctx", "16")
 INPUTS = ("--text", "text.txt", "--prompts", "prompts.txt", "--windows", "4", "--limit", "2", "--n-predict", "8")
+
+
+def small(source: str) -> str:
+    """The calls of a snippet with sizes that take seconds."""
+    return source.replace("quick=True", 'quick=True, windows=2, n_ctx=32, control="none", dtype="float32"')
+
+
+def snippets() -> list[str]:
+    """The Python of the guide."""
+    return re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.model
+def test_the_guides_snippets_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(snippets()) >= 3
+    for source in snippets():
+        exec(small(source).replace("print(report.best.name, report.path)", "print(report.path)"), {})
+    assert len([*(tmp_path / "runs").glob("2*")]) == 2
+
+
+@pytest.mark.full
+def test_the_guides_snippets_are_typed(tmp_path: Path) -> None:
+    files = [tmp_path / f"snippet{n}.py" for n, _ in enumerate(snippets())]
+    for file, source in zip(files, snippets(), strict=True):
+        file.write_text(source)
+    words = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--ignore-missing-imports"]
+    done = subprocess.run([*words, *map(str, files)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.model
+def test_the_cells_of_the_notebook_run_without_ipython(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "IPython", None)
+    book = json.loads(NOTEBOOK.read_text("utf-8"))
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in book["cells"] if cell["cell_type"] == "code")
+    names: dict[str, Any] = {}
+    for source in cells:
+        exec(small(source), names)
+    assert names["report"].path.parent == tmp_path / "runs"
+    assert names["q8"].kld >= 0
 
 
 def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:

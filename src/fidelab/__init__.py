@@ -1,8 +1,8 @@
 """fidelab: which quantized configuration may I run on my engine, and what do I lose and gain?
 
 The Python API is the command line's: ``fidelab.compare(model, engine=..., reference=..., candidates=[...])``
-returns a :class:`~fidelab.results.record.Report`.  Everything heavy is imported at first use, so that
-``import fidelab`` stays cheap.
+returns a :class:`~fidelab.results.record.Report`, and ``fidelab.load("latest")`` reads one.  Everything heavy is
+imported at first use, so that ``import fidelab`` stays cheap.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from typing import Any
 
     from fidelab.results.record import Report
-    from fidelab.run.api import compare
+    from fidelab.run.api import compare, load
 
 __version__ = "0.1.0"
-__all__ = ["Report", "__version__", "compare"]
+__all__ = ["Report", "__version__", "compare", "load"]
 
-_LAZY = {"compare": "fidelab.run.api", "Report": "fidelab.results.record"}
+_LAZY = {"compare": "fidelab.run.api", "load": "fidelab.run.api", "Report": "fidelab.results.record"}
 
 
 def __getattr__(name: str) -> Any:
@@ -26,3 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'fidelab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

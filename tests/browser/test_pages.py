@@ -13,6 +13,7 @@ from fidelab.core import Status
 from fidelab.physics.explainer import explainer
 from fidelab.report.explainer import render_explainer
 from fidelab.report.html import render_html
+from fidelab.report.runs import render_runs, rows_of
 from fidelab.report.study import study_html
 from fidelab.results.measurement import Flag
 from fidelab.results.plots import Curve
@@ -32,7 +33,7 @@ from tests.report.sample import (
     write_positions,
 )
 from tests.report.sample_axes import odd_axis
-from tests.report.sample_benches import hostile_benches, rich_report
+from tests.report.sample_benches import bench_report, hostile_benches, rich_report
 
 pytestmark = pytest.mark.browser
 
@@ -111,6 +112,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "hostile": report_page(hostile_report()),
     "hostile benches": report_page(hostile_benches()),
     "wide": report_page(wide_report()),
+    "runs": lambda _: render_runs([*rows_of("a", sample_report()), *rows_of("b", bench_report("bf16", "int8"))]),
     "study": study_page,
     "explain": lambda _: render_explainer(explainer(FORMATS), fidelab.__version__),
 }
@@ -269,7 +271,7 @@ def test_every_command_is_copied_as_it_stands(name: str, pages: Callable[[str], 
         shown = visit("(id) => document.getElementById(id).textContent", button.get_attribute("data-copy"))
         button.filter(has_text="Copied").wait_for()
         assert visit("navigator.clipboard.readText()") == shown
-    assert visit.page.locator("button.copy").count() > 0 or name in ("explain", "explain points")
+    assert visit.page.locator("button.copy").count() > 0 or name in ("explain", "explain points", "runs")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -309,7 +311,31 @@ def test_charts_tables_and_headings_have_labels_for_screen_readers(
     assert visit("document.querySelectorAll('h1').length") == 1
 
 
-@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("width", [1440, 1024, 860, 390])
+@pytest.mark.parametrize("name", sorted({*PAGES} - {"explain"}))  # that one draws for its window
+def test_no_chart_is_larger_than_it_was_drawn_for(
+    name: str, width: int, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages(name), width=width)
+    visit(UNFOLD)
+    grown = """[...document.querySelectorAll('svg.chart')].filter((part) => part.checkVisibility()
+      && part.getBoundingClientRect().width > part.viewBox.baseVal.width + 0.5).map((part) => part.ariaLabel)"""
+    assert visit(grown) == []
+
+
+@pytest.mark.parametrize(("width", "beside"), [(1440, True), (1024, True), (860, True), (859, False)])
+def test_table_and_chart_stand_next_to_each_other_from_860_pixels(
+    width: int, beside: bool, pages: Callable[[str], Path], open_page: Open
+) -> None:
+    visit = open_page(pages("report"), width=width)
+    table, chart = visit("""['figures', 'frontier'].map((id) => document.getElementById(id).getBoundingClientRect())
+      .map(({ top, bottom, left, right }) => [top, bottom, left, right])""")
+    assert (table[0] == chart[0] and table[3] <= chart[2]) is beside
+    assert beside or table[1] <= chart[0]
+    assert table[0] < 844  # the first figures are seen without scrolling
+
+
+@pytest.mark.parametrize("width", [1200, 1024, 860, 390])
 @pytest.mark.parametrize("name", ["report", "fifty", "one", "crashed"])
 def test_nothing_of_a_report_is_cut_at_1200_pixels_nor_of_its_first_table_on_a_phone(
     name: str, width: int, pages: Callable[[str], Path], open_page: Open

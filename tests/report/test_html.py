@@ -16,6 +16,7 @@ from fidelab.core import Status
 from fidelab.report.html import render_html, write_html
 from fidelab.report.sections import sections_of
 from fidelab.results.measurement import Measurement
+from fidelab.results.plots import Choice, Place, Places
 from fidelab.results.record import NO_REFERENCE, Report, Verdict
 from tests.report.sample import (
     OUTCOMES,
@@ -265,3 +266,34 @@ def test_a_cause_that_hits_every_arm_is_told_once() -> None:
     reference = arm("f32", status=Status.FAILED, reason=cause)
     report = sample_report(reference=reference, control=None, candidates=candidates, floor={"kld": lost})
     assert render_html(report).partition('<script type="application/json"')[0].count(cause) == 1
+
+
+def test_the_worst_places_are_sentences_with_both_choices_and_the_text_before() -> None:
+    place = Place(
+        window=2,
+        position=40,
+        kl=1.25,
+        before="the train\ngoes to",
+        actual=" Paris",
+        reference=Choice(text=" Lyon", probability=0.81),
+        candidate=Choice(text=" <b>Paris", probability=0.62),
+    )
+    kld = kld_axis(0.01, 0.001)
+    plots = (*kld.plots, Places(title="Worst places", places=(place,)))
+    text = Page(report_of(kld=kld.model_copy(update={"plots": plots}))).text
+    assert "The candidate says <b>Paris (62.0%) where the reference says Lyon (81.0%). KLD 1.25" in " ".join(
+        text.split()
+    )
+    assert "the train↵goes to" in text
+
+
+def test_every_chart_states_what_it_shows() -> None:
+    page = Page(rich_report())
+    charts = [
+        attributes["aria-label"] or "" for tag, attributes in page.tags if tag == "svg" and "aria-label" in attributes
+    ]
+    assert all(re.search(r"\. .*\d", chart) for chart in charts)
+    frontier = next(chart for chart in charts if chart.startswith("Fidelity against size"))
+    assert "k16v8 0.00071 at 34,560" in frontier
+    position = next(chart for chart in charts if chart.startswith("KL by position"))
+    assert re.search(r"fp8_e4m3 from 0\.0\d+ at \d+ to 0\.0\d+ at \d+", position)

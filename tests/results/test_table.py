@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fidelab.core import Status
-from fidelab.core.errors import UsageError
+from fidelab.core.errors import MissingPackageError
 from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement
 from fidelab.results.record import ArmRecord, Report, Timing, Verdict
 from tests.report.hostile import TEXTS, hostile_report
@@ -182,5 +182,5 @@ def test_options_of_formats_are_kept() -> None:
 
 def test_without_pandas_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UsageError, match=r"^a data frame needs pandas \(.*\): pip install pandas$"):
+    with pytest.raises(MissingPackageError, match=r"^a data frame needs pandas: pip install 'fidelab\[pandas\]'$"):
         sample_report().to_pandas()

@@ -212,7 +212,7 @@ def test_the_api_raises_what_the_command_line_prints_as_errors_of_one_family(tmp
         fidelab.compare("fake", engine="fake", reference="exact", candidates=["tlit"], output_dir=str(tmp_path / "r"))
     assert not (tmp_path / "r").exists()
     with pytest.raises(FidelabError, match="unknown key 'widnows'"):
-        fidelab.compare("fake", reference="exact", candidates=["tilt"], widnows=3)
+        fidelab.compare("fake", reference="exact", candidates=["tilt"], widnows=3)  # type: ignore[call-arg]
 
 
 def fake(tmp_path: Path, **settings: Any) -> Report:

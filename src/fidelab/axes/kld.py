@@ -34,6 +34,7 @@ from fidelab.axes.base import (
 )
 from fidelab.axes.groups import STRUCTURE, by_group, domains, structure_labels
 from fidelab.axes.rows import compare_item, estimator_of, figures_of, floored_item, kl_score, not_measurable
+from fidelab.axes.worst import top_columns, worst_places
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import CUT_SHORT, Prefill, Request, Tokens
 from fidelab.core import Estimator, canonical_json
@@ -503,6 +504,7 @@ class KLD(Axis):
         compat = self._compat(pairs, score, seed)
         documents = pairs[0].ref.manifest["settings"].get("unit") == "document"
         grouped = tuple(_groups(scored, score, seed))
+        places = worst_places(pairs, scored.windows, scored.positions, rows)
         by_position, by_confidence = (
             kl_by_position(scored.positions, rows.kl),
             kl_by_confidence(rows.confidence, rows.kl),
@@ -527,6 +529,7 @@ class KLD(Axis):
             plots=(
                 kl_curve("position", by_position.edges, by_position.means),
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),
+                *([places] if places else []),
             ),
             facts={
                 "estimator": str(estimator_of(pairs[0])),
@@ -606,7 +609,10 @@ class KLD(Axis):
     def figures(self, pair: Pair) -> Iterable[tuple[int, Mapping[str, NDArray[Any]]]] | None:
         if self.settings.compat is not None or not isinstance(pair.ref.request, Prefill):
             return None
-        return ((item, figures_of(rows)) for item, rows in _compared(pair, pair.ref.request))
+        refs = {t: r for r, t in pair.items}
+        return (
+            (t, figures_of(rows) | top_columns(pair, refs[t], t, rows)) for t, rows in _compared(pair, pair.ref.request)
+        )
 
     def _compat(self, pairs: Sequence[Pair], score: AxisScore, seed: int) -> tuple[Metric, ...]:
         if self.settings.compat is None or score.bound:

@@ -135,10 +135,10 @@ def figures_of(rows: RowComparison) -> dict[str, NDArray[Any]]:
 
 def _comparison(capture: Capture, columns: Mapping[str, NDArray[Any]]) -> RowComparison:
     names = {field.name for field in fields(RowComparison)}
-    if columns.keys() != names:
-        what = f"holds the figures of another version ({', '.join(sorted(columns.keys() ^ names)[:3])})"
+    if not names <= columns.keys():  # others are more than a comparison: tokens of the worst rows
+        what = f"holds the figures of another version ({', '.join(sorted(names - columns.keys())[:3])})"
         raise CaptureError(f"capture {capture.folder} {what}; delete it and capture again")
-    return RowComparison(**columns)
+    return RowComparison(**{name: columns[name] for name in names})
 
 
 def compare_many(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from fidelab.bench.base import CellResult, CurvePoint, complete, curves, doubt_o
 from fidelab.core import Status
 from fidelab.metrics.serving import percentiles, saturation
 from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement, Metric, key_of, label
+from fidelab.results.numbers import format_amount
 from fidelab.results.plots import Curve
 
 TITLE = "How fast is it behind its server?"
@@ -151,7 +153,46 @@ def serving_measurement(loads: Sequence[CellResult], facts: Mapping[str, Any], *
 
     valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
     rates = [metric for load in valid for metric in load.metrics if metric.key == OUTPUT_RATE.key]
-    return complete(measurement, [max(rates, key=height, default=None)], _plots(loads))
+    targets = facts.get("settings", {}).get("goodput", {})
+    return complete(measurement, [max(rates, key=height, default=None)], _plots(loads, targets))
+
+
+_LATE = ("lag", "rate")  # flags of a client that could not keep up
+
+_ANSWER = (  # of one load; the second figure is added in parentheses
+    ("{} tok/s{at}", OUTPUT_RATE, None),
+    ("first token {} ms", latency("ttft", "p50"), latency("ttft", "p99")),
+    ("{} ms per token", latency("tpot", "p50"), None),
+)
+
+
+def answer(found: Measurement) -> str:
+    """Return the figures of the highest load: ``702 tok/s at 4 users, first token 6 ms (p99 19), 5.5 ms per token``.
+
+    Where the client itself was late, that comes first.  Empty without a valid load.
+    """
+    late = [cell for cell in found.cells if any(flag.kind in _LATE for flag in cell.flags)]
+    loads = sum("arrival" in cell.at for cell in found.cells)
+    text = ""
+    if late:
+        text = f"The client was late at {len(late)} of {loads} loads: these figures are doubtful. "
+    rate = next((metric for metric in found.headlines if metric.key == OUTPUT_RATE.key), None)
+    if rate is None:
+        return text.strip()
+    users, asked = rate.cell.get("concurrency"), rate.cell.get("rate")
+    at = f" at {float(asked):g} requests/s" if asked is not None else ""
+    if users is not None:
+        at = f" at {users} user{'' if users == 1 else 's'}"
+    parts = []
+    for words, first, second in _ANSWER:
+        value = found.value(first.key, rate.cell)
+        if value is not None:
+            tail = found.value(second.key, rate.cell) if second is not None else None
+            parts.append(
+                words.format(format_amount(value), at=at)
+                + (f" (p99 {format_amount(tail)})" if tail is not None else "")
+            )
+    return text + ", ".join(parts)
 
 
 def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
@@ -184,16 +225,18 @@ def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, Cell
 # ------------------------------------------------------------------------------------------------------ plots
 
 
-def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
+def _plots(loads: Sequence[CellResult], targets: Mapping[str, float]) -> Iterator[Curve]:
     """Plot rate and latencies against concurrency (closed loop) and request rate (open loop), and rate against
-    latency.
+    latency.  Latencies of one context have their p99, and a line at the target of the goodput.
     """
-    tpot, ttft = latency("tpot", "p50").key, latency("ttft", "p50").key
+    tpot, ttft, itl = (latency(name, "p50").key for name in ("tpot", "ttft", "itl"))
     figures = (
         ("throughput", "Throughput", "output tok/s", OUTPUT_RATE.key),
-        ("tpot", "Time per output token", "TPOT p50, ms", tpot),
-        ("ttft", "Time to the first token", "TTFT p50, ms", ttft),
+        ("ttft", "Time to the first token", "TTFT, ms", ttft),
+        ("tpot", "Time per output token", "TPOT, ms", tpot),
+        ("itl", "Gap between tokens", "ITL, ms", itl),
     )
+    several = len({load.cell.at["context"] for load in loads}) > 1
     opened = [load for load in loads if "rate" in load.cell.at]
     closed = [load for load in loads if "rate" not in load.cell.at]
     for some, suffix, x, word, x_label in (
@@ -201,11 +244,20 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
         (opened, "-rate", "rate", "request rate", "requests asked per second"),
     ):
         for key, what, y_label, y in figures:
-            title = f"{what} against {word}"
-            yield from curves(_series(some, x, y), key=f"{key}{suffix}", title=title, x_label=x_label, y_label=y_label)
-    several = len({load.cell.at["context"] for load in closed}) > 1
+            title, series = f"{what} against {word}", _series(some, x, y)
+            if key in _LATENCIES:
+                if several:
+                    y_label = f"{y_label.partition(',')[0]} p50, ms"
+                else:
+                    tails = _series(some, x, latency(key, "p99").key).values()
+                    series = {"p50": [*chain(*series.values())], "p99": [*chain(*tails)]}
+                if (target := targets.get(key)) is not None:
+                    places = sorted({point.x for points in series.values() for point in points})
+                    series[f"target {format_amount(target)} ms"] = [CurvePoint(at, target) for at in places]
+            shown = {name: points for name, points in series.items() if points}
+            yield from curves(shown, key=f"{key}{suffix}", title=title, x_label=x_label, y_label=y_label)
     yield from curves(
-        _by_concurrency(closed) if several else {},
+        _by_concurrency(closed) if len({load.cell.at["context"] for load in closed}) > 1 else {},
         key="rate-context",
         title="Output rate against context",
         x_label="prompt tokens",

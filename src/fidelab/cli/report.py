@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +17,7 @@ from fidelab.cli.output import exit_on, failures, note, show_report, show_study
 
 if TYPE_CHECKING:
     from fidelab.results.record import Report
+    from fidelab.results.store import RunFolder
 
 _FORMS = "Export"
 _FRONTIER_PIXELS = 800
@@ -36,6 +38,9 @@ def report(
     limits: options.MarginOptions,
     capacity: options.CapacityOptions,
     show: options.ShowOptions,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the page in the browser, or print its path where there is none.")
+    ] = False,
     form: Annotated[
         _Format | None,
         typer.Option(
@@ -67,6 +72,8 @@ def report(
 
       fidelab report latest --max-kld 0.01 --min-saving 40%
 
+      fidelab report latest --open
+
       fidelab report latest --rescore --margin 0.5%
 
       fidelab report runs/20260101-120000-smollm2-135m/report.json --details
@@ -81,7 +88,7 @@ def report(
     from fidelab.report.html import write_html
     from fidelab.results.recommend import recommended
     from fidelab.results.record import Report
-    from fidelab.results.store import RunFolder
+    from fidelab.results.store import HTML, RunFolder
     from fidelab.results.study import STUDY, Study
 
     asked = limits.settings().get("limits")
@@ -96,6 +103,7 @@ def report(
                 "--json": show.as_json,
                 "--arm": arm,
                 "-o": out,
+                "--open": open_it,
                 "limits": asked,
                 "--context or --fit": memory,
             }
@@ -104,8 +112,12 @@ def report(
         return
     if memory and (rescore or form is not None):
         raise UsageError(f"--{next(iter(memory))} changes what is printed alone: leave out --rescore and --format")
+    if open_it and form is not None:
+        raise UsageError("--format writes a file of another tool, --open opens the page: name one")
     if (run_dir / STUDY).is_file() and not (form or memory or rescore or asked or show.details):
         show_study(Study.read(run_dir), run_dir, show.as_json, show.markdown)
+        if open_it:
+            _open(run_dir / HTML)
         return
     if form is not None:
         _write(run_dir, form, arm, out)
@@ -115,6 +127,8 @@ def report(
 
         result, scored = rescore_all(run_dir, asked)
         show_report(result, folder=scored.path, **vars(show))
+        if open_it:
+            _open(scored.html)
         exit_on(failures(result))
         return
     chosen = validate_as(Limits, asked, "report") if asked else None
@@ -127,14 +141,35 @@ def report(
         result = _with_memory(result, capacity)
     if chosen is not None:
         result = recommended(result, **chosen.model_dump(exclude={"margin"}))
+    page = None
     if chosen is not None or memory:
         pass  # the files of the run keep its own limits, context and memory
     elif folder is not None:
         try:
-            write_html(result, folder.html)
+            page = write_html(result, folder.html)
         except OutputError as error:
             note(f"fidelab: the page is unchanged: {error}")
     show_report(result, folder=None if folder is None else folder.path, **vars(show))
+    if open_it:
+        _open(page or _elsewhere(result, folder))
+
+
+def _elsewhere(report: Report, folder: RunFolder | None) -> Path:
+    """Write the page to a folder for temporary files: of a report outside a run, or of a disk that is not written."""
+    from fidelab.core import write_atomically
+    from fidelab.report.html import render_html
+
+    place = Path(tempfile.mkdtemp(prefix="fidelab-")) / "report.html"
+    return write_atomically(place, render_html(report, None if folder is None else folder.positions))
+
+
+def _open(page: Path) -> None:
+    from fidelab.cli.browser import open_page
+
+    if not page.is_file():
+        note(f"fidelab: {page} does not exist: there is no page to open")
+    elif not open_page(page):
+        note(f"fidelab: no browser could be opened here: open {page.absolute()}")
 
 
 def _with_memory(report: Report, asked: options.CapacityOptions) -> Report:

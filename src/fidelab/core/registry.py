@@ -21,6 +21,8 @@ from fidelab.core.errors import MissingPackageError, UnknownNameError
 _EXTRAS = {
     "accelerate": ("Accelerate", "hf"),
     "llama_cpp": ("llama-cpp-python", "llamacpp"),
+    "matplotlib": ("matplotlib", "plot"),
+    "pandas": ("pandas", "pandas"),
     "pyarrow": ("pyarrow", "parquet"),
     "ray": ("Ray", "ray"),
     "tokenizers": ("tokenizers", "hf"),
@@ -30,7 +32,7 @@ _EXTRAS = {
 
 
 # extra → the extras that it installs as well
-_CONTAINS = {"hf": ("parquet",), "llamacpp": ("hf", "parquet")}
+_CONTAINS = {"hf": ("parquet",), "llamacpp": ("hf", "parquet"), "pandas": ("parquet",)}
 
 
 class Registry:

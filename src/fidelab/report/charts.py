@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,6 +20,7 @@ COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
 Y_TICKS = 6
 ROW, THICK = 44.0, 16.0
+NAME_LETTERS, BOLD = 22, 7.4  # of a line's name at its end, and the mean width of one in bold
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,11 @@ def draw_lines(
     rules: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
     """Draw lines over common axes."""
-    longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
+    last = max((_end_of(line.curve)[0] for line in lines), default=0.0)
+    beside = [line for line in lines if _end_of(line.curve)[0] >= last]  # the others have room after their ends
+    longest = max((len(shorten(line.name, NAME_LETTERS)) for line in beside), default=0) if size.labels else 0
     top, bottom = 30.0, size.height - 48.0
-    right = size.width - 14 - (8 + LETTER * longest if longest else 0)
+    right = size.width - 14 - (8 + BOLD * longest if longest else 0)
     curves = [line.curve for line in lines]
     values = [value for curve in curves for value in (*curve.y, *curve.low, *curve.high) if value is not None]
     values += [band.upper for band in bands]
@@ -152,16 +156,29 @@ def draw_lines(
     widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
     left = max(58.0, min(14 + widest, size.width / 3))
     x_scale = scale_for((at for curve in curves for at in curve.x), x, left, right)
-    ends = [y_scale(next((value for value in reversed(curve.y) if value is not None), y_scale.low)) for curve in curves]
-    levels = spread(ends, 14.0, top, bottom) if size.labels else ends
+    ends = [y_scale(_end_of(line.curve)[1]) for line in beside]
+    levels = dict(zip(map(id, beside), spread(ends, 14.0, top, bottom), strict=True))
     points = [point for curve in curves for run in _runs(curve, x_scale, y_scale) for point in run]
     labels = Labels(left, right, top, bottom, points)
-    strokes = [_stroke(line, level, x_scale, y_scale, labels, size) for line, level in zip(lines, levels, strict=True)]
+    places = Labels(left, right, top, bottom, [])  # names of lines may cover lines, but not each other
+    strokes = [_stroke(line, levels.get(id(line)), x_scale, y_scale, (labels, places), size) for line in lines]
     return draw_frame(size, x_scale, y_scale, x, y.label, strokes, bands=bands, rules=rules)
 
 
-def _stroke(line: ChartLine, level: float, x: Scale, y: Scale, labels: Labels, size: ChartSize) -> Markup:
-    """One line: areas, path, dots where points are few, hollow dots for points in doubt, and labels."""
+def _end_of(curve: Curve) -> tuple[float, float]:
+    """The last point of a curve that has a value."""
+    known = [(at, value) for at, value in zip(curve.x, curve.y, strict=True) if value is not None]
+    return known[-1] if known else (-math.inf, 0.0)
+
+
+def _stroke(
+    line: ChartLine, level: float | None, x: Scale, y: Scale, labels: tuple[Labels, Labels], size: ChartSize
+) -> Markup:
+    """One line: areas, path, dots where points are few, hollow dots for points in doubt, and labels.
+
+    ``level``: baseline of its name in the margin; ``None``: the name is next to the line's end.  ``labels``: places of
+    points' names, and of lines'.
+    """
     curve, runs = line.curve, _runs(line.curve, x, y)
     paths = [_path(run, curve.stairs) for run in runs]
     few = len(curve.x) <= FEW_POINTS and not curve.stairs
@@ -177,10 +194,15 @@ def _stroke(line: ChartLine, level: float, x: Scale, y: Scale, labels: Labels, s
             circle = element("circle", class_="hollow", cx=x(at), cy=y(value), r=3.5)
             parts.append(element("g", element("title", f"{line.name}: {doubt}"), circle))
     for at, value, name in zip(curve.x, curve.y, curve.names, strict=False):
-        if name and value is not None and (place := labels.place_adjacent(x(at), y(value), name)):
+        if name and value is not None and (place := labels[0].place_adjacent(x(at), y(value), name)):
             parts.append(text(*place[:2], name, place[2], "tag"))
     if size.labels and any(value is not None for value in curve.y):
-        parts.append(text(x.end + 7, round(level + 4, 1), shorten(line.name), style="name"))
+        name, (at, value) = shorten(line.name, NAME_LETTERS), _end_of(curve)
+        if level is not None:
+            parts.append(text(x.end + 7, round(level + 4, 1), name, style="name"))
+        else:
+            end = labels[1].place(x(at), y(value), name)
+            parts.append(text(*end[:2], name, end[2], "name"))
     return element("g", *parts, class_=f"stroke {line.style}", data_arm=line.arm)
 
 

@@ -14,6 +14,7 @@ from fidelab.report.tables import TextTable, free
 from fidelab.report.view import View
 from fidelab.results.measurement import DECIDING
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
+from fidelab.results.plots import Places
 from fidelab.results.record import Report
 
 OMITTED_NOTE = "the tail of KL and the worst positions are left out"
@@ -34,6 +35,12 @@ class Part:
     noise: str = ""
     worst: tuple[tuple[str, TextTable], ...] = ()
     missing: str = ""
+
+    @property
+    def places(self) -> tuple[tuple[str, Places], ...]:
+        """The worst places with their text by configuration: candidates first."""
+        shown = sorted(self.section.shown, key=lambda shown: shown.arm.role != "candidate")
+        return tuple((shown.arm.name, plot) for shown in shown for plot in shown.places if plot.places)
 
 
 @dataclass(frozen=True)

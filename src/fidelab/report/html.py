@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import one_line, printable
+from fidelab.results.numbers import format_nats, format_percent, one_line, printable
 from fidelab.results.record import Report
 from fidelab.results.store import POSITIONS
 
@@ -57,6 +58,8 @@ def render_html(report: Report, positions: Path | None = None) -> str:
         scale_of=scale_of,
         table_of=table_of,
         one_line=one_line,
+        format_nats=format_nats,
+        format_percent=format_percent,
         data=data_block(report.model_dump_json(by_alias=True)),
     )
 
@@ -80,7 +83,20 @@ def render_page(template: str, title: str, facts: Sequence[str], *scripts: str, 
     script = "".join((folder / name).read_text("utf-8") for name in ("page.js", *scripts)).replace("\r\n", "\n")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = templates().get_template(template)
-    return page.render(title=title, facts=facts, script=Markup(script), digest=digest, **values)
+    links = project_links()
+    common = {"home": links.get("homepage", ""), "documentation": links.get("documentation", "")}
+    return page.render(title=title, facts=facts, script=Markup(script), digest=digest, **common, **values)
+
+
+@cache
+def project_links() -> dict[str, str]:
+    """Return the addresses in the package's metadata by their labels in lower case; only those of the web."""
+    try:
+        lines = metadata("fidelab").get_all("Project-URL") or []
+    except PackageNotFoundError:  # run from its sources
+        return {}
+    pairs = (line.partition(", ") for line in lines)
+    return {label.lower(): url for label, _, url in pairs if url.startswith("https://")}
 
 
 def data_block(text: str) -> Markup:

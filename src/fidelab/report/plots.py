@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from fidelab.core import slug
 from fidelab.report.charts import Chart, ChartLine, ChartSize, ShadedBand, draw_bars, draw_lines, line_style
-from fidelab.report.frontier import draw_frontier
+from fidelab.report.findings import bars_finding, frontier_finding, lines_finding
+from fidelab.report.frontier import draw_frontier, pareto
 from fidelab.report.labels import shorten
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import ChartAxis
@@ -19,9 +20,10 @@ from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
 WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
-FULL = ChartSize(1120, 430, labels=False)
-FRONTIER = (ChartSize(560, 400), ChartSize(360, 340))
-MAX_LABELS = 6
+FULL = ChartSize(1120, 430)
+FRONTIER = (ChartSize(560, 400), ChartSize(344, 340))
+MAX_LABELS, FEW_LINES = 16, 6
+"""Lines that are named at their ends, and number of them up to which no legend is needed as well."""
 FEW_VALUES = 12
 GROUPS = 6
 """Number of dash patterns, which distinguish the series of an arm."""
@@ -44,11 +46,13 @@ class Drawing:
     caption: str
     charts: tuple[Chart, Chart]
     legend: tuple[tuple[str, str, str], ...]
+    finding: str = ""
+    """What the drawing shows, in a sentence: for those who cannot see it."""
 
     @property
     def labelled(self) -> bool:
-        """Whether the wide drawing names its lines itself."""
-        return self.charts[0].size.labels
+        """Whether the wide drawing names its lines itself and they are few, so that it needs no legend."""
+        return self.charts[0].size.labels and len(self.legend) <= FEW_LINES
 
 
 def frontier(report: Report, view: View) -> Drawing | None:
@@ -62,7 +66,9 @@ def frontier(report: Report, view: View) -> Drawing | None:
     caption = "Lower is closer to the reference, further left is smaller. Line: Pareto frontier."
     if any(point.mean == 0 for point in view.points):
         caption += " Hollow: exactly 0."
-    return Drawing("frontier", "Fidelity against size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
+    finding = frontier_finding(view.points, pareto(view.points))
+    words = f"{caption} {noise(report)}".strip()
+    return Drawing("frontier", "Fidelity against size", words, (wide, narrow), (), finding)
 
 
 def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
@@ -96,7 +102,7 @@ def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Dr
     y = ChartAxis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
     legend = [(line.name, line.arm, line.style) for line in lines]
     caption = "Share of the positions with a KL above x. Grey: the control. Further right is worse."
-    return _drawing(lines, x, y, caption, legend, replace(WIDE, labels=False))  # all lines end at the bottom
+    return _drawing(lines, x, y, caption, legend, WIDE)
 
 
 def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
@@ -161,7 +167,7 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
         elif len(arms) == 1:
             name, style = curve.series, line_style("candidate", number)
         else:
-            name = f"{shorten(arm.name, 11)} {curve.series}"
+            name = f"{shorten(arm.name, 12)} {curve.series}"
             style = f"{line_style(arm.role, arm.number).split(' ')[0]} d{number % GROUPS}"
         lines.append(ChartLine(name, arm.id, style, curve))
     if len(arms) > 1 < len(series):
@@ -203,8 +209,8 @@ def _drawing(
 
     ``noisy``: the report whose noise bands are drawn.
     """
-    few = len(lines) <= MAX_LABELS
-    wide = replace(size, labels=size.labels and few)
+    wide = replace(size, labels=size.labels and len(lines) <= MAX_LABELS)
+    few = len(lines) <= FEW_LINES
     bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
     rules = RULES if noisy else {}
     drawn = [
@@ -212,7 +218,8 @@ def _drawing(
         for strokes, place in ((lines, wide), (bare, NARROW))
     ]
     first = lines[0].curve
-    return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))
+    finding = lines_finding(lines, x, y)
+    return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend), finding)
 
 
 def _ordinate(curves: Sequence[Curve]) -> ChartAxis:
@@ -234,4 +241,4 @@ def _draw_bars(group: BarGroup) -> Drawing | None:
         return None
     wide, narrow = (draw_bars(group, parts, size.width) for size in (WIDE, NARROW))
     legend = tuple((part, "", f"{line_style('candidate', n)} part") for n, part in enumerate(parts))
-    return Drawing(slug(group.key), group.title, group.caption, (wide, narrow), legend)
+    return Drawing(slug(group.key), group.title, group.caption, (wide, narrow), legend, bars_finding(group))

@@ -159,9 +159,7 @@ def _harmless(value: object) -> object:
 
 def render_runs(rows: Sequence[RunRow]) -> str:
     """Render one page: the table, and for each bench the charts of all configurations that it measured."""
-    named = ((one_line(row.arm.model), one_line(row.arm.name)) for row in rows)
-    names = [name if name == model else f"{model} {name}" for model, name in named]
-    names = [name if names.count(name) == 1 else f"{name} ({row.run})" for name, row in zip(names, rows, strict=True)]
+    names = _names(rows)
     arms = [(ReportArm(name, "candidate", n), row.arm) for n, (name, row) in enumerate(zip(names, rows, strict=True))]
     parts = [
         Part(f"bench-{n}", section, draw_plots(section, rows[0].report)) for n, section in enumerate(benches_of(arms))
@@ -178,6 +176,17 @@ def render_runs(rows: Sequence[RunRow]) -> str:
         table_of=table_of,
         one_line=one_line,
     )
+
+
+def _names(rows: Sequence[RunRow]) -> list[str]:
+    """A name per row that is unique on the page and short: the configuration, with its model or time where needed."""
+    models = {row.arm.model for row in rows}
+    named = ((one_line(row.arm.model), one_line(row.arm.name)) for row in rows)
+    names = [name if name == model or len(models) == 1 else f"{model} {name}" for model, name in named]
+    for more in (lambda row: f"{row.report.created:%m-%d %H:%M}", lambda row: row.run):
+        double = {name for name in names if names.count(name) > 1}
+        names = [f"{name} ({more(row)})" if name in double else name for name, row in zip(names, rows, strict=True)]
+    return names
 
 
 def write_runs(rows: Sequence[RunRow], path: Path) -> Path:

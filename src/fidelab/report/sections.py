@@ -16,7 +16,7 @@ from fidelab.report.cells import fact_of, is_duplicate_reason, shared, status_li
 from fidelab.report.tables import Notes, TextTable, leading_of, matrices_of, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
-from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
+from fidelab.results.plots import Bars, Choice, Curve, Heatmap, Places, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import Record
 
@@ -75,6 +75,7 @@ class ShownPart:
     heatmaps: tuple[Heatmap, ...]
     tables: tuple[TablePlot, ...]
     texts: tuple[Texts, ...]
+    places: tuple[Places, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ def _select_plots(arm: ReportArm, measurement: Measurement) -> ShownPart | None:
     )
     tables = tuple(plot for plot in measurement.plots if isinstance(plot, TablePlot))
     texts = tuple(_readable_texts(plot) for plot in measurement.plots if isinstance(plot, Texts))
-    return ShownPart(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
+    places = tuple(_readable_places(plot) for plot in measurement.plots if isinstance(plot, Places))
+    return ShownPart(arm, heatmaps, tables, texts, places) if heatmaps or tables or texts or places else None
 
 
 # ---------------------------------------------------------------------------------------------------------- words
@@ -274,6 +276,29 @@ def _lined(record: _Words) -> _Words:
 def _lined_bars(plot: Bars) -> Bars:
     parts = {one_line(name): lengths for name, lengths in plot.parts.items()}
     return _lined(plot).model_copy(update={"parts": parts})
+
+
+def _readable_places(plot: Places) -> Places:
+    """Tokens on one line: line breaks and tabs have signs of their own."""
+
+    def seen(text: str) -> str:
+        return printable(text.replace("\r", "").replace("\n", "↵").replace("\t", "⇥"))
+
+    def choice(found: Choice | None) -> Choice | None:
+        return found and found.model_copy(update={"text": seen(found.text.removeprefix(" ")) or "␣"})
+
+    places = (
+        place.model_copy(
+            update={
+                "before": seen(place.before),
+                "actual": seen(place.actual),
+                "reference": choice(place.reference),
+                "candidate": choice(place.candidate),
+            }
+        )
+        for place in plot.places
+    )
+    return _lined(plot).model_copy(update={"places": tuple(places)})
 
 
 def _readable_texts(plot: Texts) -> Texts:

@@ -411,7 +411,8 @@ def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, .
     for name in dict.fromkeys(name for _, record in arms for name in record.benches):
         summaries = [(arm.name, record.benches[name].summary) for arm, record in arms if name in record.benches]
         if any(summary for _, summary in summaries):
-            sentences.append("; ".join(f"{arm}: {one_line(summary)}" for arm, summary in summaries if summary))
+            named = [(f"{arm}: " if len(arms) > 1 else "", summary) for arm, summary in summaries if summary]
+            sentences.append("; ".join(f"{name}{one_line(summary)}" for name, summary in named))
             continue
         columns = _headlines(name, [record.benches.get(name) for _, record in arms])
         if not columns:

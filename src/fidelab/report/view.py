@@ -352,7 +352,8 @@ def build_view(report: Report) -> View:
             ),
         ),
         run_details=tuple(
-            (one_line(name).removeprefix("packages.").replace("_", " "), one_line(value)) for name, value in details
+            (one_line(name).removeprefix("packages.").replace("_", " ").replace(".", " "), one_line(value))
+            for name, value in details
         ),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         comparability=json.dumps(report.comparability_key, indent=2, ensure_ascii=False, allow_nan=False),

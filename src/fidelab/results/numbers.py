@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 def format_kld(value: float | None, *, signed: bool = False, bound: bool = False, digits: int = 3) -> str:
-    """Format nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
+    """Format nats with 3 significant digits: ``0.0312``, ``0.0000294``; ``≥`` before a lower bound."""
     if value is None:
         return ABSENT
     sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
@@ -198,7 +198,7 @@ def _significant(value: float, digits: int) -> str:
         return "0"
     value = float(f"{value:.{digits - 1}e}")  # round first: 0.9996 has the exponent of 1.00
     exponent = math.floor(math.log10(value))
-    if exponent < -4:
+    if exponent < -7:  # shorter than its zeros
         mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa}e{int(power)}"
     return f"{value:.{max(0, digits - 1 - exponent)}f}"

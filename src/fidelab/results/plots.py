@@ -186,4 +186,43 @@ class Texts(Record):
     """The items."""
 
 
-Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts, Field(discriminator="kind")]
+class Choice(Record):
+    """A side's most likely next token."""
+
+    text: str
+    """The token's text."""
+    probability: float
+    """Its probability, 0-1."""
+
+
+class Place(Record):
+    """One position of the text, with what both sides would write next."""
+
+    window: int = 0
+    """Number of its window, from 0 on."""
+    position: int
+    """Position in the window: the last token that both sides have read, from 0 on."""
+    kl: float
+    """KL divergence of the position, nats."""
+    before: str
+    """Text of the eight tokens before the next one."""
+    actual: str
+    """The text's own next token; empty at its end."""
+    reference: Choice | None = None
+    """The reference's choice; null if it is not known."""
+    candidate: Choice | None = None
+    """The candidate's choice."""
+
+
+class Places(Record):
+    """Single positions of the text, the worst first."""
+
+    kind: Literal["places"] = "places"
+    """Which plot this is."""
+    title: str
+    """Title, in a few words."""
+    places: tuple[Place, ...]
+    """The positions."""
+
+
+Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts | Places, Field(discriminator="kind")]

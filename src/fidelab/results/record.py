@@ -17,6 +17,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     WithJsonSchema,
     field_validator,
@@ -24,7 +25,7 @@ from pydantic import (
 )
 
 from fidelab.core import LAYER_KINDS, KVSpec, Status, read_file, strict_json, write_atomically
-from fidelab.core.errors import InputError
+from fidelab.core.errors import InputError, UnknownNameError, UsageError
 from fidelab.core.sequence import SequenceBytes, StoreBytes
 from fidelab.core.serial import from_json, to_json
 from fidelab.results import FACES
@@ -296,6 +297,37 @@ class ArmRecord(Outcome):
         return self.axes.get(DECIDING)
 
     @property
+    def kld(self) -> float:
+        """Mean KL divergence from the reference, nats.
+
+        Raises:
+            UsageError: If it was not measured.
+        """
+        return self._deciding("mean")
+
+    @property
+    def kld_interval(self) -> tuple[float, float] | None:
+        """95% interval of :attr:`kld`, nats; ``None`` where a single document was read."""
+        mean = self.deciding.metric("mean") if self.deciding else None
+        return None if mean is None else mean.interval
+
+    @property
+    def top1(self) -> float:
+        """Share of positions whose most likely token is the reference's, 0-1.
+
+        Raises:
+            UsageError: If it was not measured.
+        """
+        return self._deciding("top1")
+
+    def _deciding(self, key: str) -> float:
+        value = None if self.deciding is None else self.deciding.value(key)
+        if value is None:
+            why = (self.reason or (self.deciding and self.deciding.reason) or "axis kld has no figure").strip()
+            raise UsageError(f"{self.name} has no KLD: {why}")
+        return value
+
+    @property
     def banded(self) -> tuple[tuple[str, Measurement, Metric], ...]:
         """Mean KLs of other axes that the verdict judges by the same bands: axis, its measurement, the metric."""
         return tuple(
@@ -472,11 +504,88 @@ class Report(Document):
             raise ValueError(f"two candidates are named {twice[0]!r}")
         return self
 
+    _folder: Path | None = PrivateAttr(default=None)
+
+    def __getitem__(self, name: str) -> ArmRecord:
+        """Return a configuration by its name: ``report["q8_0"]``.
+
+        Raises:
+            UnknownNameError: If there is none of this name.
+        """
+        arms = (*self.candidates, self.reference, *([self.control] if self.control else []), *self.controls)
+        named = {arm.name: arm for arm in reversed(arms)}
+        if name not in named:
+            raise UnknownNameError("configuration", name, named)
+        return named[name]
+
+    @property
+    def best(self) -> ArmRecord:
+        """The recommended candidate.
+
+        Raises:
+            UsageError: If none is recommended.
+        """
+        found = self.recommendation
+        if found is None or found.arm is None:
+            raise UsageError(f"run {self.run_id} recommends no candidate: print(report) says why")
+        return next(arm for arm in self.candidates if arm.name == found.arm)
+
+    @property
+    def path(self) -> Path:
+        """The folder with the report's files.
+
+        Raises:
+            UsageError: If the report was neither read nor written here.
+        """
+        if self._folder is None:
+            raise UsageError(f"report {self.run_id} is in no folder: write() it, or fidelab.load() its run")
+        return self._folder
+
+    def positions(self) -> pd.DataFrame:
+        """Return one row per scored position and configuration: window, position, KL, margin, confidence.
+
+        Raises:
+            UsageError: If the report is in no folder.
+            InputError: If the folder has no ``positions.parquet``.
+            MissingPackageError: If the extra ``pandas`` is not installed.
+        """
+        frame: pd.DataFrame = FACES.load("positions")(self.path)
+        return frame
+
+    def plot(self) -> Any:
+        """Draw KLD with its 95% interval against size, and return the axes of matplotlib.
+
+        Raises:
+            UsageError: If no candidate has a KLD.
+            MissingPackageError: If the extra ``plot`` is not installed.
+        """
+        return FACES.load("plot")(self)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all figures are equal, wherever the files are."""
+        return isinstance(other, Report) and self.__dict__ == other.__dict__
+
+    def __str__(self) -> str:
+        return str(FACES.load("notebook")(self)[0])
+
+    def __repr__(self) -> str:
+        """A line; the record itself is thousands of them."""
+        found = self.recommendation
+        return f"<Report {self.run_id}: {found.arm if found and found.arm else 'nothing'} recommended>"
+
+    def _repr_markdown_(self) -> str:
+        """The answer and the figures of the candidates, in a notebook."""
+        return str(FACES.load("notebook")(self)[1])
+
+    def _repr_html_(self) -> str:
+        """The same with the chart."""
+        return str(FACES.load("notebook")(self)[2])
+
     def to_pandas(self) -> pd.DataFrame:
         """Return one row per arm, reference, control and floor included.  Columns: :mod:`fidelab.results.table`.
 
         Raises:
-            UsageError: If pandas is not installed.
+            MissingPackageError: If the extra ``pandas`` is not installed.
         """
         frame: pd.DataFrame = FACES.load("pandas")(self)
         return frame
@@ -502,12 +611,14 @@ class Report(Document):
             raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
         text = _in_this_schema(path, text)
         try:
-            return cls.model_validate_json(text, strict=True)
+            report = cls.model_validate_json(text, strict=True)
         except ValidationError as error:
             faults = error.errors(include_url=False)
             place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise InputError(f"{path}: {place:.300}: {faults[0]['msg']:.1000}{more}") from error
+        report._folder = path.absolute().parent
+        return report
 
     def write(self, path: str | Path) -> Path:
         """Write the file in one step: readers see either the old file or the whole new one.
@@ -515,7 +626,9 @@ class Report(Document):
         Raises:
             OutputError: If the file cannot be written.
         """
-        return write_atomically(path, self.to_json())
+        written = write_atomically(path, self.to_json())
+        self._folder = Path(path).absolute().parent
+        return written
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

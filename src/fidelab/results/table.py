@@ -9,15 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fidelab.core.errors import UsageError
+from fidelab.core.errors import InputError
+from fidelab.core.registry import require, require_all
 from fidelab.results.measurement import Definition, Measurement, Metric, label
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.store import POSITIONS
 from fidelab.results.values import NEEDS_REASON
 
 if TYPE_CHECKING:
-    import pandas as pd
+    from pandas import DataFrame
 
 BENCH = "benches."
 CACHE = "cache"
@@ -138,7 +141,7 @@ _ARM_COLUMNS = {
 """Columns of the arm itself, with their pandas types; they are always there."""
 
 
-def build_frame(report: Report) -> pd.DataFrame:
+def build_frame(report: Report) -> DataFrame:
     """Return one row per arm: reference, control, candidates, and the floor if it was measured.
 
     Every axis and bench follows the columns of the arm itself with ``<name>_status``, ``…_reason``, ``…_n_items``,
@@ -150,12 +153,9 @@ def build_frame(report: Report) -> pd.DataFrame:
     Absent is ``NaN`` in columns of numbers and ``<NA>`` in all others.
 
     Raises:
-        UsageError: If pandas is not installed.
+        MissingPackageError: If the extra ``pandas`` is not installed.
     """
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise UsageError(f"a data frame needs pandas ({error}): pip install pandas") from None
+    pd = require("pandas", "a data frame")
     shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
     shown += [("candidate", arm) for arm in report.candidates]
     rows = [_arm_row(report, role, arm) for role, arm in shown]
@@ -172,7 +172,29 @@ def build_frame(report: Report) -> pd.DataFrame:
                 if known != kind:  # a fact that is a number here and a word there
                     kinds[name] = _FLOAT if {known, kind} == {_FLOAT, _COUNT} else _TEXT
                 row.setdefault(name, value)
-    return pd.DataFrame({name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in kinds.items()})
+    series = {name: pd.Series([row.get(name) for row in rows], dtype=kind) for name, kind in kinds.items()}
+    frame: DataFrame = pd.DataFrame(series)
+    return frame
+
+
+def read_frame(folder: Path) -> DataFrame:
+    """Return the table of single positions of a run: one row per scored position and arm.
+
+    Raises:
+        InputError: If the folder has no ``positions.parquet``, or it cannot be read.
+        MissingPackageError: If the extra ``pandas`` is not installed.
+    """
+    require_all(["pandas", "pyarrow"], "a data frame of positions")
+    path = folder / POSITIONS
+    if not path.is_file():
+        raise InputError(
+            f"{folder} has no {POSITIONS}: it was not kept, or pyarrow was missing when the run was scored"
+        )
+    try:
+        frame: DataFrame = require("pandas").read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {next(iter(str(error).splitlines()), error)}") from None
+    return frame.astype({"arm": str})
 
 
 def _arm_row(report: Report, role: str, arm: ArmRecord) -> dict[str, Any]:

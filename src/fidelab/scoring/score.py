@@ -35,7 +35,7 @@ from fidelab.results.engagement import engaged
 from fidelab.results.measurement import DECIDING, Measurement, Metric
 from fidelab.results.numbers import public_name
 from fidelab.results.outcomes import ArmResult, RunFacts
-from fidelab.results.plots import Texts
+from fidelab.results.plots import Places, Texts
 from fidelab.results.rates import DECODE, DECODED, MEASURED
 from fidelab.results.recommend import recommended
 from fidelab.results.record import ArmRecord, Borrowed, Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Timing
@@ -170,7 +170,7 @@ class _Summary:
                         facts = {**found.facts, **encoded_facts(arm.result.arm.kv, arm.scores[name])}
                         found = found.model_copy(update={"facts": facts})
                     if self._private:  # plots that show words of the user's log
-                        plots = tuple(plot for plot in found.plots if not isinstance(plot, Texts))
+                        plots = tuple(plot for plot in found.plots if not isinstance(plot, Texts | Places))
                         found = found.model_copy(update={"plots": plots})
                     axes[name] = found
                 except UNTRUSTED_DATA_ERRORS as error:

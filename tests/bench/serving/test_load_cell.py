@@ -357,6 +357,6 @@ def test_rates_are_plotted_against_latency_by_points_named_after_their_load() ->
     asked = [replace(ASKED, concurrency=concurrency) for concurrency in (1, 2)]
     loads = [load_cell(one, [drive(row(2, gap=gap))]) for one, gap in zip(asked, (0.1, 0.2), strict=True)]
     curves = {plot.key: plot for plot in serving_measurement(loads, {}).plots if isinstance(plot, Curve)}
-    assert set(curves) == {"throughput", "ttft", "tpot", "latency-throughput"}
+    assert set(curves) == {"throughput", "ttft", "tpot", "itl", "latency-throughput"}
     assert curves["latency-throughput"].names == ("1", "2")
     assert curves["latency-throughput"].x == pytest.approx((100, 200))

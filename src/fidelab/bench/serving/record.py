@@ -11,6 +11,7 @@ from typing import Any
 import fidelab
 from fidelab.bench.base import CellResult
 from fidelab.bench.load_cell import Drive
+from fidelab.bench.load_figures import answer
 from fidelab.bench.serving.contact import Contact
 from fidelab.bench.serving.measure import ServingWatch
 from fidelab.config.load import dump
@@ -86,6 +87,7 @@ class Keeper(ServingWatch):
         assert self._contact is not None
         assert self.folder is not None
         server, settings = self._contact.server, self._contact.settings
+        serving = serving.model_copy(update={"summary": answer(serving)})
         arm = server_arm(server, "serving", serving, model=settings.model, name=self._name, kv=self._kv)
         return server_report(
             arm,
