@@ -32,7 +32,8 @@ A row with a NaN or an infinity anywhere has a sum that is not finite. The calle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -44,7 +45,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fidelab.metrics.divergence import TOP, Head
+from fidelab.metrics.divergence import TOP, Head, RowComparison, comparison_of
 
 EXACT_WIDTH = 1 << 12
 """Numbers that the matrix unit sums at most before a float32 sum takes over."""
@@ -55,7 +56,9 @@ GROUP = 4
 HELD = 64
 """Likely tokens of a row and side that are kept for the overlap of the top ones; with more the row is doubtful."""
 
-MIN_TILES = 16  # of the vocabulary: fewer leave no threshold for the top tokens, and nothing to win
+MIN_VOCABULARY = 2048
+"""Tokens: fewer tiles than top tokens leave no threshold for these, and there is nothing to win."""
+
 _NOTHING = tl.constexpr(-1e30)  # logit of columns that are not tokens
 _NEAR = tl.constexpr(0.5)
 _FAR = tl.constexpr(0.6)  # |log Q/P| beyond which the Jensen–Shannon divergence is no series: t² = 1/12
@@ -462,24 +465,38 @@ class PlacedHead:
 
     def __init__(self, head: Head, device: torch.device, *, half: bool) -> None:
         self.head, self.half, self._device = head, half, device
-        weight = torch.from_numpy(head.weight)
-        self._weight = weight.bfloat16() if half else weight
+        self._weight = torch.from_numpy(head.weight)
         self._bias = torch.zeros(1) if head.bias is None else torch.from_numpy(head.bias)
         self._placed: tuple[Tensor, Tensor] | None = None
 
     @property
-    def vocab(self) -> int:
-        """Tokens."""
-        return len(self.head.weight)
+    def is_placed(self) -> bool:
+        """Whether the whole head is on the device."""
+        return self._placed is not None
 
     def columns(self, first: int, size: int, *, keep: bool) -> tuple[Tensor, Tensor]:
         """Weights ``[size, d]`` and biases of some tokens on the device; ``keep``: hold the whole head there."""
         if keep and self._placed is None:
-            self._placed = self._weight.to(self._device), self._bias.to(self._device)
-        weight, bias = self._placed if keep and self._placed is not None else (self._weight, self._bias)
+            self._placed = self._moved(slice(None))
         at = slice(first, first + size)
-        bias = bias if self.head.bias is None else bias[at]
-        return weight[at].to(self._device), bias.to(self._device)
+        if self._placed is None:
+            return self._moved(at)
+        weight, bias = self._placed
+        return weight[at], bias if self.head.bias is None else bias[at]
+
+    def _moved(self, at: slice) -> tuple[Tensor, Tensor]:
+        weight = self._weight[at]
+        weight = weight.bfloat16() if self.half else weight
+        return weight.to(self._device), (self._bias if self.head.bias is None else self._bias[at]).to(self._device)
+
+    def logits(self, states: Tensor, first: int) -> Tensor:
+        """Logits of all tokens from ``first`` on, float32."""
+        weight, bias = self.columns(first, len(self._weight) - first, keep=False)
+        x = states.float() @ weight.float().T
+        if self.head.bias is not None:
+            x += bias
+        x *= self.head.scale
+        return x if self.head.softcap is None else (x / self.head.softcap).tanh() * self.head.softcap
 
     def drop(self) -> None:
         """Give the device's memory back."""
@@ -488,12 +505,15 @@ class PlacedHead:
 
 @dataclass(frozen=True)
 class Found:
-    """Figures of one candidate: ``columns [11, n]`` of :func:`~fidelab.metrics.divergence.comparison_of` in float64 on
-    the CPU; ``top1``, and ``sound``: rows that need no other computation.
+    """Figures of one candidate, on the CPU.
+
+    ``columns [11, n]`` and ``top1`` are those of :func:`~fidelab.metrics.divergence.comparison_of`; ``norms [2, n]``:
+    log Σ exp of p and of q; ``sound``: rows that need no other computation.
     """
 
     columns: NDArray[np.float64]
     top1: NDArray[np.bool_]
+    norms: NDArray[np.float64]
     sound: NDArray[np.bool_]
 
 
@@ -619,8 +639,6 @@ def dot_type(processor: str, *, half: bool) -> tl.dtype:
 
 def _current(device: torch.device) -> Any:
     """``device`` as torch's current one, where Triton launches."""
-    from contextlib import nullcontext
-
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -644,7 +662,8 @@ class _First:
         if not torch.isnan(others).all():
             sound &= torch.isfinite(others).all(0)
         columns = torch.cat([first, others]).cpu().numpy()
-        return Found(columns, self.same.cpu().numpy(), sound.cpu().numpy())
+        norms = torch.stack([self.norm_p, self.norm_p + self.shift]).cpu().numpy()
+        return Found(columns, self.same.cpu().numpy(), norms, sound.cpu().numpy())
 
 
 def _first_columns(sums: Tensor, ids: Tensor, picked: Tensor, number: int) -> _First:
@@ -685,4 +704,115 @@ def _top(held: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
     return torch.where((counts <= HELD)[:, None], best, -1)
 
 
-Say = Callable[[str], None]
+MOST_ROWS = 1 << 13  # of each side at once: states of more do not stay in the L2 cache, and partial sums take memory
+FEWEST_ROWS = 1 << 7  # where memory is short: fewer do not fill a tile
+_FEWEST_COLUMNS = 1 << 12
+_MOST_CUT = 1 << 14  # ids of one side alone, whose logits are made in memory
+_HEAD_SHARE, _ROW_SHARE = 0.7, 4  # of free memory: for heads that stay, and one part of it for the rows' sums
+_HELD_HEADS = 2
+
+
+class FusedScorer:
+    """Compares states of several candidates with the reference's by the kernels of this module.
+
+    ``device``: CUDA's or ROCm's; the CPU where Triton interprets.  ``rows``: at once, at most, and ``chunk``: columns of
+    a head at once, 0 for all; both become smaller where memory is short.
+    """
+
+    fewest_rows = FEWEST_ROWS
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.rows, self.chunk = device, MOST_ROWS, 0
+        self._heads: dict[Head, PlacedHead] = {}
+        self._half: dict[Head, bool] = {}
+
+    def takes(self, sides: Sequence[tuple[Tensor, Head]]) -> bool:
+        """Whether the kernels compare these states ``[n, d]``: bfloat16 numbers, as their heads are.
+
+        Products of float32 numbers have no matrix unit on NVIDIA GPUs. CUDA's library is faster there.
+        """
+        sizes = [len(head.weight) for _, head in sides]
+        if min(sizes) < max(MIN_VOCABULARY, max(sizes) - _MOST_CUT):
+            return False
+        for _, head in sides:
+            if head not in self._half:
+                self._half[head] = _is_bfloat16(torch.from_numpy(head.weight))
+        return all(self._half[head] for _, head in sides) and all(_is_bfloat16(states) for states, _ in sides)
+
+    def max_rows(self, sides: Sequence[tuple[Tensor, Head]]) -> int:
+        """Rows that fit the device's memory."""
+        if self.device.type != "cuda":
+            return self.rows
+        free = torch.cuda.mem_get_info(self.device)[0]
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        heads = dict.fromkeys(head for _, head in sides)
+        placed = {head for head, one in self._heads.items() if one.is_placed}
+        missing = sum(sorted(2 * head.weight.size for head in heads if head not in placed)[-_HELD_HEADS:])
+        if not self.chunk and missing > _HEAD_SHARE * free:
+            self.halve_columns(max(len(head.weight) for _, head in sides))
+        group = min(GROUP, len(sides) - 1)
+        each = bytes_per_row(len(sides[0][1].weight), group) + (group + 1) * 4 * sides[0][0].shape[1]
+        left = free - (0 if self.chunk else missing)
+        return max(FEWEST_ROWS, min(self.rows, int(left // _ROW_SHARE // each)))
+
+    def halve_columns(self, vocab: int) -> bool:
+        """Let heads come to the device in smaller pieces; false where they are small already."""
+        now = self.chunk or vocab
+        if now <= _FEWEST_COLUMNS:
+            return False
+        self.chunk = max(_FEWEST_COLUMNS, now // 2)
+        for head in self._heads.values():
+            head.drop()
+        return True
+
+    def drop(self) -> None:
+        """Give the device's memory back."""
+        self._heads.clear()
+
+    def compare(
+        self, sides: Sequence[tuple[Tensor, Head]], targets: NDArray[np.int64], *, kl_only: bool
+    ) -> list[tuple[RowComparison, NDArray[np.intp]]]:
+        """Compare the other sides with the first: rows, and numbers of those that need another computation."""
+        ref, *tests = sides
+        found: dict[int, tuple[RowComparison, NDArray[np.intp]]] = {}
+        moved = ref[0].bfloat16().to(self.device)
+        for head, numbers in self._groups([head for _, head in tests], ref[1]):
+            vocab = min(len(head.weight), len(ref[1].weight))
+            has_goal = (targets >= 0) & (targets < vocab)
+            goals = torch.from_numpy(np.where(has_goal, targets, -1).astype(np.int32)).to(self.device)
+            left = Side(moved, self._head(ref[1]))
+            right = [Side(tests[number][0].bfloat16().to(self.device), self._head(head)) for number in numbers]
+            figures = compared(left, right, goals, vocab, kl_only=kl_only, chunk=self.chunk)
+            for number, side, one in zip(numbers, right, figures, strict=True):
+                cut, sound = np.full(len(targets), np.nan), one.sound
+                if len(head.weight) != len(ref[1].weight):
+                    longer, norm = (left, one.norms[0]) if len(ref[1].weight) > vocab else (side, one.norms[1])
+                    rest = longer.head.logits(longer.states, vocab).double().logsumexp(-1).cpu().numpy()
+                    cut = np.exp(rest - np.logaddexp(rest, norm))
+                    sound = sound & np.isfinite(cut)
+                rows = comparison_of(one.columns, one.top1, cut, has_goal)
+                found[number] = rows, np.flatnonzero(~sound)
+        return [found[number] for number in range(len(tests))]
+
+    def _groups(self, heads: Sequence[Head], first: Head) -> Iterator[tuple[Head, list[int]]]:
+        """Candidates that go together: up to :data:`GROUP` with the reference's head, others one by one."""
+        same = [number for number, head in enumerate(heads) if head is first]
+        for start in range(0, len(same), GROUP):
+            yield first, same[start : start + GROUP]
+        for number, head in enumerate(heads):
+            if head is not first:
+                yield head, [number]
+
+    def _head(self, head: Head) -> PlacedHead:
+        """A head for the device, where at most two stay."""
+        if head not in self._heads:
+            if len(self._heads) >= _HELD_HEADS:
+                self._heads.pop(next(reversed(self._heads))).drop()
+            self._heads[head] = PlacedHead(head, self.device, half=True)
+        return self._heads[head]
+
+
+def _is_bfloat16(values: Tensor) -> bool:
+    """Whether every float32 number of the CPU is one of bfloat16's, too."""
+    parts = values.flatten().view(torch.int32).split(1 << 22)
+    return not any(bool(torch.bitwise_and(part, 0xFFFF).any()) for part in parts)
