@@ -749,7 +749,9 @@ class FusedScorer:
         placed = {head for head, one in self._heads.items() if one.is_placed}
         missing = sum(sorted(2 * head.weight.size for head in heads if head not in placed)[-_HELD_HEADS:])
         if not self.chunk and missing > _HEAD_SHARE * free:
-            self.halve_columns(max(len(head.weight) for _, head in sides))
+            vocab, pieces = max(len(head.weight) for head in heads), min(len(heads), _HELD_HEADS)
+            while self.halve_columns(vocab) and pieces * self.chunk * 2 * sides[0][0].shape[1] > free / _ROW_SHARE:
+                pass
         group = min(GROUP, len(sides) - 1)
         each = bytes_per_row(len(sides[0][1].weight), group) + (group + 1) * 4 * sides[0][0].shape[1]
         left = free - (0 if self.chunk else missing)
