@@ -2,8 +2,8 @@
 
 python benchmarks/fused_compiled.py [--processors sm_80,sm_90,sm_120,gfx942] [--json]
 
-Triton's wheel has the compilers and NVIDIA's assembler. ``spills`` are bytes of a thread in memory; those in the loop of
-the products cost time at every step, the others once in a tile.  Exit code 1: a variant does not compile, needs more
+Triton's wheel has the compilers and NVIDIA's assembler. ``spills`` are bytes of a thread in memory; those in the loop
+of the products cost time at every step, the others once in a tile.  Exit code 1: a variant does not compile, needs more
 shared memory than the processor has, or spills in its loop.
 """
 
@@ -45,6 +45,7 @@ class Compiled:
     processor: str
     width: int
     sides: int
+    heads: int
     capped: bool
     tile: str
     warps: int
@@ -67,14 +68,19 @@ def main() -> None:
         raise SystemExit(f"--processors: {unknown[0]} is not one of {', '.join(PROCESSORS)}")
     found = []
     if not given.json:
-        print("| kernel | processor | d | sides | tile | warps | registers | spills, bytes | in the loop | unit | shared, KB |")
-        print("|---|---|---:|---:|---|---:|---:|---:|---:|---|---:|")
+        print(
+            "| kernel | processor | d | sides | heads | tile | warps | registers | spills, bytes | in the loop | unit | KB |"
+        )
+        print("|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|---:|")
     for one in _variants(processors):
         found.append(one)
         if not given.json:
-            cap = ", soft-cap" if one.capped else ""
-            print(f"| {one.kernel}{cap} | {one.processor} | {one.width} | {one.sides} | {one.tile} | {one.warps} | {one.registers} "
-                  f"| {one.spilled} | {one.in_loop} | {one.matrix} | {one.shared / 1024:.0f} |", flush=True)  # fmt: skip
+            cells = (
+                *(f"{one.kernel}{', soft-cap' if one.capped else ''}", one.processor, one.width, one.sides),
+                *(one.heads, one.tile),
+                *(one.warps, one.registers, one.spilled, one.in_loop, one.matrix, f"{one.shared / 1024:.0f}"),
+            )
+            print(f"| {' | '.join(map(str, cells))} |", flush=True)
     if given.json:
         print(json.dumps([asdict(one) for one in found]))
     sys.exit(any(not one.fits or one.in_loop for one in found))
@@ -86,15 +92,16 @@ def _variants(processors: list[str]) -> Iterator[Compiled]:
             for width in WIDTHS:
                 for sides in SIDES:
                     yield _compiled(name, processor, width, sides)
+            yield _compiled(name, processor, WIDTHS[0], SIDES[0], heads=2)
             yield _compiled(name, processor, WIDTHS[0], SIDES[0], capped=True)
 
 
-def _compiled(name: str, processor: str, width: int, sides: int, *, capped: bool = False) -> Compiled:
+def _compiled(name: str, processor: str, width: int, sides: int, *, heads: int = 1, capped: bool = False) -> Compiled:
     kernel: Any = getattr(fused, f"{name}_kernel")
     pieces = width > fused.EXACT_WIDTH
-    tile = fused.tiles_for(processor, sides, same=True, half=True, pieces=pieces)
+    tile = fused.tiles_for(processor, sides, half=True, pieces=pieces)
     constants = {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SIDES": sides, "SAME": True, "EVEN": True,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SIDES": sides, "SAME": heads == 1, "EVEN": True,
         "DOT": fused.dot_type(processor, half=True), "PIECE": fused.EXACT_WIDTH if pieces else 0, "BIAS_P": capped,
         "BIAS_Q": capped, "CAP_P": capped, "CAP_Q": capped, "PARTS": tile.parts,
     }  # fmt: skip
@@ -130,7 +137,7 @@ def _compiled(name: str, processor: str, width: int, sides: int, *, capped: bool
     registers, spilled, in_loop, matrix = _nvidia(done.asm) if nvidia else _amd(done.asm["amdgcn"])
     shared = int(done.metadata.shared)
     return Compiled(
-        name, processor, width, sides, capped, f"{tile.rows}×{tile.columns}×{tile.depth}", tile.warps, registers,
+        name, processor, width, sides, heads, capped, f"{tile.rows}×{tile.columns}×{tile.depth}", tile.warps, registers,
         spilled, in_loop, matrix, shared, shared <= SHARED[processor] * 1024,
     )  # fmt: skip
 
@@ -158,7 +165,12 @@ def _amd(text: str) -> tuple[int, int, int, str]:
     products = [number for number, line in enumerate(lines) if "v_mfma" in line]
     between = lines[products[0] : products[-1]] if products else []
     spills = sum("scratch_" in line for line in between)
-    return _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.private_segment_fixed_size:\s+(\d+)", text), spills, "mfma"
+    return (
+        _number(r"\.vgpr_count:\s+(\d+)", text),
+        _number(r"\.private_segment_fixed_size:\s+(\d+)", text),
+        spills,
+        "mfma",
+    )
 
 
 def _output(*command: str) -> str:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 ROOT = Path(__file__).parents[2]
 QUICK = (
-    *("one_row", "bias_scale_and_cap", "kernel_that_does_not_compile", "float32_goes_through_memory"),
+    *("one_row", "exact_products", "bias_scale_and_cap", "kernel_that_does_not_compile", "float32_goes_through_memory"),
     *("absent_triton", "head_larger_than_the_device"),
 )
 FULL = (

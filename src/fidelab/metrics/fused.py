@@ -1,6 +1,3 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
-# ruff: noqa: ANN001, ANN201, ANN202
-# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Divergences of hidden states by a Triton kernel: product with the head and comparison, without logits in memory.
 
 A program computes the logits of some rows and :attr:`Tiles.columns` tokens, of the reference and of up to four
@@ -18,14 +15,16 @@ E[exp d] = exp c·(1 + g + a). With C = Σ π·(c + a) ::
     log Σ exp q − log Σ exp p = L = C + log(1 + Σ π·[(exp(c − C) − 1)·(1 + g + a) + g + a])
     KL(P‖Q) = L − C           KL(Q‖P) = Σ π·exp(c − L)·[k + a + (c − L)·(1 + g + a)]
 
-**Error.**  Float32 suffices within a tile: of its sums, all ≥ 0, each is right to some 3e-7 of itself (a sum of at most
-256 numbers as a tree, exp to 2e-7; exp e − 1 − e is a series below |e| = ½, whose first missing term is 8e-7 of it
-there).  An error ε·Σ w of Σ w or of A moves KL only by ε times terms of second order, because both divergences
-are stationary in π and a where P = Q.  Between tiles everything is float64.  So the kernel adds at most about
-2e-6·KL to the error of the logits.  These are float32 sums of exact products, as numpy's are, but an NVIDIA GPU cuts off
-sums of its matrix unit. That moves a mean KL by 2e-9 of itself for every number that is summed (measured on an H200), so
-at most :data:`EXACT_WIDTH` numbers are summed there: 8e-6·KL.  Both together stay below the bound of docs/metrics.md,
-1e-8 nats + 1e-5·KL.
+**Error.**  Float32 suffices within a tile.  Each of its sums of terms ≥ 0 is right to some 3e-7 of itself: at most 128
+numbers are added as a tree, exp is right to 2e-7, and exp e − 1 − e is a series below |e| = ½, whose first missing term
+is 8e-7 of it there.  An error ε·Σ w of Σ w or of A moves KL by ε times terms of second order alone, because both
+divergences are stationary in π and a where P = Q.  Between tiles everything is float64.  So the kernel adds at most
+2e-6·KL to the error of the logits (tested with products that have none).
+
+The logits are float32 sums of exact products, as numpy's are. But the matrix unit of an NVIDIA GPU cuts sums off.
+That moves a mean KL by 2e-9 of itself for every number that is summed (measured on an H200 with CUDA's library), so at
+most :data:`EXACT_WIDTH` numbers are summed there: 8e-6·KL.  Both together stay below the bound of the scorer,
+1e-8 nats + 1e-5·KL.  Whether the kernel keeps it on a GPU is unmeasured.
 
 A row with a NaN or an infinity anywhere has a sum that is not finite. The caller has to compute it by the definition.
 """
@@ -46,6 +45,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fidelab.metrics.divergence import TOP, Head, RowComparison, comparison_of
+from fidelab.metrics.fused_kernels import HELD, first_kernel, second_kernel
 
 EXACT_WIDTH = 1 << 12
 """Numbers that the matrix unit sums at most before a float32 sum takes over."""
@@ -53,369 +53,17 @@ EXACT_WIDTH = 1 << 12
 GROUP = 4
 """Candidates that share the products of the reference at most."""
 
-HELD = 64
-"""Likely tokens of a row and side that are kept for the overlap of the top ones; with more the row is doubtful."""
-
 MIN_VOCABULARY = 2048
 """Tokens: fewer tiles than top tokens leave no threshold for these, and there is nothing to win."""
 
-_NOTHING = tl.constexpr(-1e30)  # logit of columns that are not tokens
-_NEAR = tl.constexpr(0.5)
-_FAR = tl.constexpr(0.6)  # |log Q/P| beyond which the Jensen–Shannon divergence is no series: t² = 1/12
-_HELD = tl.constexpr(HELD)
-_ACROSS = tl.constexpr(8)  # blocks of rows whose programs run together, so that they share the head's columns in L2
-_FIELDS = 6  # of a candidate: largest logit, p of that token, c, A, G, K
+MOST_ROWS = 1 << 13  # of each side at once: states of more do not stay in the L2 cache, and partial sums take memory
+FEWEST_ROWS = 1 << 7  # where memory is short: fewer do not fill a tile
+_FEWEST_COLUMNS = 1 << 12
+_MOST_CUT = 1 << 14  # ids of one side alone, whose logits are made in memory
+_HEAD_SHARE, _ROW_SHARE = 0.7, 4  # of free memory: for heads that stay, and one part of it for the rows' sums
+_HELD_HEADS = 2
+_FIELDS = 6  # sums of a candidate: largest logit, p of that token, c, A, G, K
 _OTHERS = 3  # sums of the second pass: Jensen–Shannon divergence, total variation, χ² without KL
-
-
-@triton.jit
-def _tail(x):
-    """``exp x − 1 − x`` for |x| ≤ ½."""
-    y = 1 / 720 + x * (1 / 5040)
-    y = 1 / 120 + x * y
-    y = 1 / 24 + x * y
-    y = 1 / 6 + x * y
-    return x * x * (0.5 + x * y)
-
-
-@triton.jit
-def _capped(x, cap):
-    """``cap·tanh(x / cap)``; NaN stays NaN."""
-    y = x / cap
-    twice = 2.0 * tl.abs(y)
-    twice = tl.where(twice > 40.0, 40.0, twice)  # tanh is 1 there
-    grown = tl.where(twice < _NEAR, twice + _tail(twice), tl.exp(twice) - 1.0)
-    tanh = grown / (grown + 2.0)
-    return tl.where(y < 0.0, -cap, cap) * tanh
-
-
-@triton.jit
-def _logits(total, bias, column, inside, scale, cap, BIAS: tl.constexpr, CAP: tl.constexpr):
-    """The head's logits of products."""
-    x = total
-    if BIAS:
-        x += tl.load(bias + column)[None, :]
-    x *= scale
-    if CAP:
-        x = _capped(x, cap)
-    return tl.where(inside[None, :], x, _NOTHING)
-
-
-@triton.jit
-def _piece(
-    states, weight_p, weight_q, row, column, n, first, last, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDES: tl.constexpr, SAME: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Products ``[ROWS, COLUMNS]`` of all sides over the states ``first … last``; of sides that are not there, any."""
-    k = first + tl.arange(0, DEPTH)
-    side = tl.cast(n, tl.int64) * width
-    rows = states + row.to(tl.int64)[:, None] * width + k[None, :]
-    place = column.to(tl.int64)[None, :] * width + k[:, None]
-    head = weight_p + place
-    other = weight_q + place
-    p = tl.zeros((ROWS, COLUMNS), tl.float32)
-    q1 = tl.zeros((ROWS, COLUMNS), tl.float32)
-    q2 = q1
-    q3 = q1
-    q4 = q1
-    for at in range(first, last, DEPTH):
-        if EVEN:
-            columns = tl.load(head).to(DOT)
-            p = tl.dot(tl.load(rows).to(DOT), columns, p, input_precision="ieee")
-            if not SAME:
-                columns = tl.load(other).to(DOT)
-            q1 = tl.dot(tl.load(rows + side).to(DOT), columns, q1, input_precision="ieee")
-            if SIDES > 2:
-                q2 = tl.dot(tl.load(rows + 2 * side).to(DOT), columns, q2, input_precision="ieee")
-            if SIDES > 3:
-                q3 = tl.dot(tl.load(rows + 3 * side).to(DOT), columns, q3, input_precision="ieee")
-            if SIDES > 4:
-                q4 = tl.dot(tl.load(rows + 4 * side).to(DOT), columns, q4, input_precision="ieee")
-        else:
-            in_rows = (at + tl.arange(0, DEPTH) < last)[None, :]
-            in_head = (at + tl.arange(0, DEPTH) < last)[:, None]
-            columns = tl.load(head, mask=in_head, other=0.0).to(DOT)
-            p = tl.dot(tl.load(rows, mask=in_rows, other=0.0).to(DOT), columns, p, input_precision="ieee")
-            if not SAME:
-                columns = tl.load(other, mask=in_head, other=0.0).to(DOT)
-            x = tl.load(rows + side, mask=in_rows, other=0.0).to(DOT)
-            q1 = tl.dot(x, columns, q1, input_precision="ieee")
-            if SIDES > 2:
-                x = tl.load(rows + 2 * side, mask=in_rows, other=0.0).to(DOT)
-                q2 = tl.dot(x, columns, q2, input_precision="ieee")
-            if SIDES > 3:
-                x = tl.load(rows + 3 * side, mask=in_rows, other=0.0).to(DOT)
-                q3 = tl.dot(x, columns, q3, input_precision="ieee")
-            if SIDES > 4:
-                x = tl.load(rows + 4 * side, mask=in_rows, other=0.0).to(DOT)
-                q4 = tl.dot(x, columns, q4, input_precision="ieee")
-        rows += DEPTH
-        head += DEPTH
-        other += DEPTH
-    return p, q1, q2, q3, q4
-
-
-@triton.jit
-def _products(
-    states, weight_p, weight_q, row, column, n, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDES: tl.constexpr, SAME: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
-    """As :func:`_piece` over all states, added in float32 after every ``PIECE`` of them (0: after all)."""
-    if PIECE == 0:
-        p, q1, q2, q3, q4 = _piece(
-            states, weight_p, weight_q, row, column, n, 0, width, width, ROWS, COLUMNS, DEPTH, SIDES, SAME, EVEN, DOT
-        )
-    else:
-        p = tl.zeros((ROWS, COLUMNS), tl.float32)
-        q1 = p
-        q2 = p
-        q3 = p
-        q4 = p
-        for first in range(0, width, PIECE):
-            p_part, q1_part, q2_part, q3_part, q4_part = _piece(
-                states, weight_p, weight_q, row, column, n, first, tl.minimum(first + PIECE, width), width,
-                ROWS, COLUMNS, DEPTH, SIDES, SAME, EVEN, DOT,
-            )  # fmt: skip
-            p += p_part
-            q1 += q1_part
-            if SIDES > 2:
-                q2 += q2_part
-            if SIDES > 3:
-                q3 += q3_part
-            if SIDES > 4:
-                q4 += q4_part
-    return p, q1, q2, q3, q4
-
-
-@triton.jit
-def _place(n, tiles, ROWS: tl.constexpr):
-    """Block of rows and tile of columns of this program."""
-    blocks = tl.cdiv(n, ROWS)
-    program = tl.program_id(0)
-    group = program // (_ACROSS * tiles)
-    across = tl.minimum(blocks - group * _ACROSS, _ACROSS)
-    within = program - group * _ACROSS * tiles
-    return group * _ACROSS + within % across, within // across
-
-
-@triton.jit
-def _part(x, part: tl.constexpr, PARTS: tl.constexpr):
-    """Columns of one of the ``PARTS`` (1, 2, 4) equal parts.  Each thread keeps the ones that it has."""
-    if PARTS > 1:
-        low, high = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-        if part < PARTS // 2:
-            x = low
-        else:
-            x = high
-    if PARTS > 2:
-        low, high = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-        if part % 2 == 0:
-            x = low
-        else:
-            x = high
-    return x
-
-
-@triton.jit
-def _side(number: tl.constexpr, p, q1, q2, q3, q4):
-    """Products of one side."""
-    if number == 0:
-        x = p
-    elif number == 1:
-        x = q1
-    elif number == 2:
-        x = q2
-    elif number == 3:
-        x = q3
-    else:
-        x = q4
-    return x
-
-
-@triton.jit
-def _columns(number, part: tl.constexpr, size, COLUMNS: tl.constexpr, PARTS: tl.constexpr):
-    """Columns of a part of a tile: their numbers, whether they exist, and ones that do."""
-    column = number * COLUMNS + part * (COLUMNS // PARTS) + tl.arange(0, COLUMNS // PARTS)
-    return column, column < size, tl.minimum(column, size - 1)
-
-
-@triton.jit
-def _likeliest(x, token):
-    """Largest logit of each row, and the first token that has it."""
-    most = tl.max(x, 1)
-    return most, tl.min(tl.where(x == most[:, None], token[None, :], 2147483647), 1)
-
-
-@triton.jit(do_not_specialize=["n", "size", "start", "tile", "tiles", "all_tiles"])
-def first_kernel(
-    states, weight_p, weight_q, bias_p, bias_q, targets, sums, ids, picked,
-    n, size, start, tile, tiles, all_tiles, width, scale_p, scale_q, cap_p, cap_q,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDES: tl.constexpr, SAME: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr, PIECE: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
-    CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """First pass over ``size`` columns from token ``start`` on, which are tiles from number ``tile`` on."""
-    block, number = _place(n, tiles, ROWS)
-    row = block * ROWS + tl.arange(0, ROWS)
-    known = row < n
-    row = tl.minimum(row, n - 1)
-    read = tl.minimum(number * COLUMNS + tl.arange(0, COLUMNS), size - 1)
-    p, q1, q2, q3, q4 = _products(
-        states, weight_p, weight_q, row, read, n, width, ROWS, COLUMNS, DEPTH, SIDES, SAME, EVEN, DOT, PIECE
-    )
-    target = tl.load(targets + row)
-    plane = tl.cast(all_tiles, tl.int64) * n
-    place = tl.cast(tile + number, tl.int64) * n + row
-    for side in tl.static_range(1, SIDES):
-        most_p = tl.full((ROWS,), -float("inf"), tl.float32)
-        most_q = most_p
-        best_p = tl.zeros((ROWS,), tl.int32)
-        best_q = best_p
-        beside = tl.zeros((ROWS,), tl.float32)  # p of q's most likely token
-        mass = beside
-        drift = beside
-        goal_p = beside
-        goal_q = beside
-        for part in tl.static_range(PARTS):
-            column, inside, read = _columns(number, part, size, COLUMNS, PARTS)
-            token = start + column
-            x = _logits(_part(p, part, PARTS), bias_p, read, inside, scale_p, cap_p, BIAS_P, CAP_P)
-            q = _part(_side(side, p, q1, q2, q3, q4), part, PARTS)
-            y = _logits(q, bias_q, read, inside, scale_q, cap_q, BIAS_Q, CAP_Q)
-            most, best = _likeliest(y, token)
-            better = most > most_q
-            most_q = tl.where(better, most, most_q)
-            best_q = tl.where(better, best, best_q)
-            beside = tl.where(better, tl.sum(tl.where(token[None, :] == best[:, None], x, 0.0), 1), beside)
-            most, best = _likeliest(x, token)
-            better = most > most_p
-            faded = tl.exp(most_p - tl.where(better, most, most_p))
-            most_p = tl.where(better, most, most_p)
-            best_p = tl.where(better, best, best_p)
-            weights = tl.exp(x - most_p[:, None])
-            mass = mass * faded + tl.sum(weights, 1)
-            drift = drift * faded + tl.sum(weights * (y - x), 1)
-            hit = inside[None, :] & (token[None, :] == target[:, None])
-            goal_p += tl.sum(tl.where(hit, x, 0.0), 1)
-            goal_q += tl.sum(tl.where(hit, y, 0.0), 1)
-        mean = drift / mass
-        mass = tl.zeros((ROWS,), tl.float32)
-        rest = mass
-        bent = mass
-        crossed = mass
-        for part in tl.static_range(PARTS):
-            column, inside, read = _columns(number, part, size, COLUMNS, PARTS)
-            x = _logits(_part(p, part, PARTS), bias_p, read, inside, scale_p, cap_p, BIAS_P, CAP_P)
-            q = _part(_side(side, p, q1, q2, q3, q4), part, PARTS)
-            y = _logits(q, bias_q, read, inside, scale_q, cap_q, BIAS_Q, CAP_Q)
-            scaled = x - most_p[:, None]
-            weights = tl.exp(scaled)
-            e = (y - x) - mean[:, None]
-            near = tl.abs(e) < _NEAR
-            grown = tl.exp(scaled + e) - weights
-            series = weights * _tail(e)
-            linear = weights * e
-            mass += tl.sum(weights, 1)
-            rest += tl.sum(linear, 1)
-            bent += tl.sum(tl.where(near, series, grown - linear), 1)
-            crossed += tl.sum(tl.where(near, series + linear, grown) * e, 1)
-        own = sums + (2 + 6 * (side - 1)) * plane + place
-        tl.store(own, most_q, mask=known)
-        tl.store(own + plane, beside, mask=known)
-        tl.store(own + 2 * plane, mean, mask=known)
-        tl.store(own + 3 * plane, rest, mask=known)
-        tl.store(own + 4 * plane, bent, mask=known)
-        tl.store(own + 5 * plane, crossed, mask=known)
-        tl.store(ids + side * plane + place, best_q, mask=known)
-        first = number * COLUMNS + start
-        asked = known & (target >= first) & (target < tl.minimum(first + COLUMNS, start + size))
-        tl.store(picked + side * n + row, goal_q, mask=asked)
-        if side == 1:
-            tl.store(sums + place, most_p, mask=known)
-            tl.store(sums + plane + place, mass, mask=known)
-            tl.store(ids + place, best_p, mask=known)
-            tl.store(picked + row, goal_p, mask=asked)
-
-
-@triton.jit
-def _hold(x, token, least, count, held, scores, known):
-    """Add the tokens whose logits are at least ``least`` to those that are held of each row."""
-    many = tl.sum(tl.where(x >= least[:, None], 1, 0), 1)
-    for _ in range(tl.minimum(tl.max(many, 0), _HELD + 1)):
-        most, best = _likeliest(x, token)
-        wanted = known & (most >= least)
-        slot = tl.atomic_add(count, tl.where(wanted, 1, 0), mask=wanted, sem="relaxed")
-        fits = wanted & (slot < _HELD)
-        tl.store(held + slot, best, mask=fits)
-        tl.store(scores + slot, most, mask=fits)
-        x = tl.where(token[None, :] == best[:, None], -float("inf"), x)
-
-
-@triton.jit
-def _others(x, log_p, chance):
-    """Terms of the Jensen–Shannon divergence, total variation and χ²(P‖Q) − KL(P‖Q); ``x``: log Q/P."""
-    near = tl.abs(x) < _NEAR
-    b = 0.5 * tl.where(near, chance * (x + _tail(x)), tl.exp(log_p + x) - chance)  # ½(Q − P)
-    both = chance + b  # ½(P + Q)
-    t = b / tl.where(both > 0.0, both, 1.0)
-    series = b * (t * (1 / 3) + x * (1 / 12) + t * t * t * (1 / 36))
-    size = tl.abs(x)
-    logs = 1.3862943611198906 - size - 2.0 * tl.log(1.0 + tl.exp(-size))  # log(1 − t²)
-    jsd = tl.where(size < _FAR, series, 0.5 * (both * logs + b * x))
-    chi2 = tl.where(near, chance * _tail(-x), tl.exp(log_p - x) - chance + chance * x)
-    return jsd, tl.abs(b), chi2
-
-
-@triton.jit(do_not_specialize=["n", "size", "start", "tile", "tiles", "all_tiles"])
-def second_kernel(
-    states, weight_p, weight_q, bias_p, bias_q, norms, least, sums, counts, held, scores,
-    n, size, start, tile, tiles, all_tiles, width, scale_p, scale_q, cap_p, cap_q,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SIDES: tl.constexpr, SAME: tl.constexpr,
-    EVEN: tl.constexpr, DOT: tl.constexpr, PIECE: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
-    CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Second pass; ``norms [SIDES, n]``: log Σ exp of p, then of each q minus that; ``least [SIDES, n]``: logits."""
-    block, number = _place(n, tiles, ROWS)
-    row = block * ROWS + tl.arange(0, ROWS)
-    known = row < n
-    row = tl.minimum(row, n - 1)
-    read = tl.minimum(number * COLUMNS + tl.arange(0, COLUMNS), size - 1)
-    p, q1, q2, q3, q4 = _products(
-        states, weight_p, weight_q, row, read, n, width, ROWS, COLUMNS, DEPTH, SIDES, SAME, EVEN, DOT, PIECE
-    )
-    plane = tl.cast(all_tiles, tl.int64) * n
-    place = tl.cast(tile + number, tl.int64) * n + row
-    norm = tl.load(norms + row)
-    for side in tl.static_range(1, SIDES):
-        at = side * n + row
-        shift = tl.load(norms + at)
-        jsd = tl.zeros((ROWS,), tl.float32)
-        tv = jsd
-        chi2 = jsd
-        for part in tl.static_range(PARTS):
-            column, inside, read = _columns(number, part, size, COLUMNS, PARTS)
-            x = _logits(_part(p, part, PARTS), bias_p, read, inside, scale_p, cap_p, BIAS_P, CAP_P)
-            q = _part(_side(side, p, q1, q2, q3, q4), part, PARTS)
-            y = _logits(q, bias_q, read, inside, scale_q, cap_q, BIAS_Q, CAP_Q)
-            log_p = x - norm[:, None]
-            jsd_part, tv_part, chi2_part = _others((y - x) - shift[:, None], log_p, tl.exp(log_p))
-            jsd += tl.sum(jsd_part, 1)
-            tv += tl.sum(tv_part, 1)
-            chi2 += tl.sum(chi2_part, 1)
-            wide = at.to(tl.int64) * _HELD
-            _hold(y, start + column, tl.load(least + at), counts + at, held + wide, scores + wide, known)
-            if side == 1:
-                wide = row.to(tl.int64) * _HELD
-                _hold(x, start + column, tl.load(least + row), counts + row, held + wide, scores + wide, known)
-        own = sums + 3 * (side - 1) * plane + place
-        tl.store(own, jsd, mask=known)
-        tl.store(own + plane, tv, mask=known)
-        tl.store(own + 2 * plane, chi2, mask=known)
-
-
-# ------------------------------------------------------------------------------------------------- host
 
 
 @dataclass(frozen=True)
@@ -436,20 +84,40 @@ class Tiles:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: bool) -> Tiles:
+def tiles_for(processor: str, sides: int, *, half: bool, pieces: bool) -> Tiles:
     """Tile sizes for a processor as Triton names it (``sm_90``, ``gfx942``), or the ``interpreter``.
 
-    ``same``: all sides have one head; ``half``: bfloat16 factors; ``pieces``: sums of several pieces.  Static: chosen by
-    registers and shared memory (``benchmarks/fused_compiled.py``); unmeasured.
+    ``half``: bfloat16 factors; ``pieces``: sums of several pieces, which take a second set of registers.
+
+    A logit of one side takes 2·d operations: 204,800 positions of V = 151,936 and d = 4,096 are 0.25 PFLOP a side, or
+    0.26 s of an H100's 989 TFLOP/s.  The reference and one candidate are 0.51 PFLOP.  Four candidates that share its
+    products are 1.27 PFLOP. Two by two they would be 2.04. So up to four candidates are compared in one program.  With
+    one candidate its sums are 128 × 128 numbers a side (128 registers of a thread for both), and 64 loaded states are
+    48 KB for 4.2 MFLOP: 87 operations a byte, 4.6 TB/s from L2 at 400 TFLOP/s.  With four candidates they are 64 × 128
+    numbers a side (160 registers), and 56 KB are 5.2 MFLOP.  The comparison is some 60 instructions and 5 exponentials
+    of each pair of logits, about 0.1 s for a candidate and pass.
+
+    Static: chosen by registers, spills and shared memory (``benchmarks/fused_compiled.py``): what spills, spills once
+    in a tile, never in the loop of the products.  Unmeasured.
     """
     if processor == "interpreter":  # its cost is per operation; edges must still be crossed
         return Tiles(16, 128, 32, 2, 1, 1)
-    rows, columns, warps = (128, 128, 8) if sides == 2 else (64, 128, 8)
-    if not half or pieces:
-        rows, columns = 64, 64 if sides > 2 or not half else 128
-    if processor == "sm_90":
-        return Tiles(rows, columns, 64 if half else 16, 4, warps, 3)
-    return Tiles(min(rows, 64), 64, 32 if half else 16, 2, warps if sides > 2 else 4, 2)
+    pair = sides == 2
+    if not half:
+        return Tiles(64, 64 if pair else 32, 16, 1, 8, 2)
+    if processor in ("sm_90", "sm_100", "sm_103"):  # 227 KB of shared memory, sums of a warp group
+        if pieces:
+            return Tiles(64, 128 if pair else 64, 64, 4 if pair else 1, 8, 3)
+        return Tiles(128, 128, 64, 4, 8, 3) if pair else Tiles(64, 128, 64, 1, 8, 3)
+    if processor.startswith("sm_"):  # 99 KB, and factors in registers
+        if pieces:
+            return Tiles(64, 64 if pair else 32, 32, 1, 8, 3)
+        return Tiles(128, 128, 32, 4, 8, 3) if pair else Tiles(64, 64, 32, 2, 8, 3)
+    if processor.startswith("gfx9"):  # 64 KB
+        if pieces:
+            return Tiles(64, 128 if pair else 64, 32, 2 if pair else 1, 8, 2)
+        return Tiles(128, 128, 32, 2, 8, 2) if pair else Tiles(64, 128, 32, 1, 8, 2)
+    return Tiles(64, 64 if pair and not pieces else 32, 32, 1, 8, 1)
 
 
 @dataclass(frozen=True)
@@ -530,7 +198,7 @@ def processor_of(device: torch.device) -> str:
 
 def bytes_per_row(vocab: int, group: int) -> int:
     """Bytes of the device that a row of the reference and of ``group`` candidates needs, besides its states."""
-    tiles = -(-vocab // 64)
+    tiles = -(-vocab // 64)  # of the smaller kind
     return tiles * (4 * (2 + (_FIELDS + 1) * group + 1) + 8 * 12)
 
 
@@ -593,7 +261,7 @@ class _Call:
         processor, same = processor_of(ref.states.device), all(one.head is ref.head for one in tests)
         # products of float32 factors are made by no matrix unit that cuts sums off
         pieces = half and width > EXACT_WIDTH
-        tile = tiles_for(processor, len(sides), same=same, half=half, pieces=pieces)
+        tile = tiles_for(processor, len(sides), half=half, pieces=pieces)
         constants = {
             "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SIDES": len(sides), "SAME": same,
             "EVEN": width % tile.depth == 0, "DOT": dot_type(processor, half=half),
@@ -704,19 +372,11 @@ def _top(held: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
     return torch.where((counts <= HELD)[:, None], best, -1)
 
 
-MOST_ROWS = 1 << 13  # of each side at once: states of more do not stay in the L2 cache, and partial sums take memory
-FEWEST_ROWS = 1 << 7  # where memory is short: fewer do not fill a tile
-_FEWEST_COLUMNS = 1 << 12
-_MOST_CUT = 1 << 14  # ids of one side alone, whose logits are made in memory
-_HEAD_SHARE, _ROW_SHARE = 0.7, 4  # of free memory: for heads that stay, and one part of it for the rows' sums
-_HELD_HEADS = 2
-
-
 class FusedScorer:
     """Compares states of several candidates with the reference's by the kernels of this module.
 
-    ``device``: CUDA's or ROCm's; the CPU where Triton interprets.  ``rows``: at once, at most, and ``chunk``: columns of
-    a head at once, 0 for all; both become smaller where memory is short.
+    ``device``: CUDA's or ROCm's; the CPU where Triton interprets.  ``rows``: at once, at most, and ``chunk``: columns
+    of a head at once, 0 for all; both become smaller where memory is short.
     """
 
     fewest_rows = FEWEST_ROWS
@@ -816,5 +476,5 @@ class FusedScorer:
 
 def _is_bfloat16(values: Tensor) -> bool:
     """Whether every float32 number of the CPU is one of bfloat16's, too."""
-    parts = values.flatten().view(torch.int32).split(1 << 22)
+    parts = torch.split(values.flatten().view(torch.int32), 1 << 22)
     return not any(bool(torch.bitwise_and(part, 0xFFFF).any()) for part in parts)
