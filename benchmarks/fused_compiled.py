@@ -68,10 +68,10 @@ def main() -> None:
         raise SystemExit(f"--processors: {unknown[0]} is not one of {', '.join(PROCESSORS)}")
     found = []
     if not given.json:
-        print(
-            "| kernel | processor | d | sides | heads | tile | warps | registers | spills, bytes | in the loop | unit | KB |"
+        titles = (
+            "kernel | processor | d | sides | heads | tile | warps | registers | spills, bytes | in the loop | unit"
         )
-        print("|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|---:|")
+        print(f"| {titles} | KB |\n|---|---|---:|---:|---:|---|---:|---:|---:|---:|---|---:|")
     for one in _variants(processors):
         found.append(one)
         if not given.json:
@@ -99,11 +99,12 @@ def _variants(processors: list[str]) -> Iterator[Compiled]:
 def _compiled(name: str, processor: str, width: int, sides: int, *, heads: int = 1, capped: bool = False) -> Compiled:
     kernel: Any = getattr(fused, f"{name}_kernel")
     pieces = width > fused.EXACT_WIDTH
-    tile = fused.tiles_for(processor, sides, half=True, pieces=pieces)
+    tile = fused.tiles_for(processor, sides, same=heads == 1, half=True, pieces=pieces)
     constants = {
-        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SIDES": sides, "SAME": heads == 1, "EVEN": True,
-        "DOT": fused.dot_type(processor, half=True), "PIECE": fused.EXACT_WIDTH if pieces else 0, "BIAS_P": capped,
-        "BIAS_Q": capped, "CAP_P": capped, "CAP_Q": capped, "PARTS": tile.parts,
+        "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "PARTS": tile.parts, "SIDES": sides,
+        "SAME": heads == 1, "EVEN": True, "DOT": fused.dot_type(processor, half=True),
+        "PIECE": fused.EXACT_WIDTH if pieces else 0, "BIAS_P": capped, "BIAS_Q": capped, "CAP_P": capped,
+        "CAP_Q": capped,
     }  # fmt: skip
     names = list(kernel.arg_names)
 

@@ -84,10 +84,11 @@ class Tiles:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-def tiles_for(processor: str, sides: int, *, half: bool, pieces: bool) -> Tiles:
+def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: bool) -> Tiles:
     """Tile sizes for a processor as Triton names it (``sm_90``, ``gfx942``), or the ``interpreter``.
 
-    ``half``: bfloat16 factors; ``pieces``: sums of several pieces, which take a second set of registers.
+    ``same``: all sides have one head; ``half``: bfloat16 factors; ``pieces``: sums of several pieces, which take a
+    second set of registers.
 
     A logit of one side takes 2·d operations: 204,800 positions of V = 151,936 and d = 4,096 are 0.25 PFLOP a side, or
     0.26 s of an H100's 989 TFLOP/s.  The reference and one candidate are 0.51 PFLOP.  Four candidates that share its
@@ -112,11 +113,13 @@ def tiles_for(processor: str, sides: int, *, half: bool, pieces: bool) -> Tiles:
     if processor.startswith("sm_"):  # 99 KB, and factors in registers
         if pieces:
             return Tiles(64, 64 if pair else 32, 32, 1, 8, 3)
+        if not same:
+            return Tiles(64, 128, 32, 2, 8, 3)
         return Tiles(128, 128, 32, 4, 8, 3) if pair else Tiles(64, 64, 32, 2, 8, 3)
     if processor.startswith("gfx9"):  # 64 KB
         if pieces:
             return Tiles(64, 128 if pair else 64, 32, 2 if pair else 1, 8, 2)
-        return Tiles(128, 128, 32, 2, 8, 2) if pair else Tiles(64, 128, 32, 1, 8, 2)
+        return Tiles(128, 128, 32, 2, 8, 2) if pair and same else Tiles(64, 128, 32, 2 if pair else 1, 8, 2)
     return Tiles(64, 64 if pair and not pieces else 32, 32, 1, 8, 1)
 
 
@@ -261,7 +264,7 @@ class _Call:
         processor, same = processor_of(ref.states.device), all(one.head is ref.head for one in tests)
         # products of float32 factors are made by no matrix unit that cuts sums off
         pieces = half and width > EXACT_WIDTH
-        tile = tiles_for(processor, len(sides), half=half, pieces=pieces)
+        tile = tiles_for(processor, len(sides), same=same, half=half, pieces=pieces)
         constants = {
             "ROWS": tile.rows, "COLUMNS": tile.columns, "DEPTH": tile.depth, "SIDES": len(sides), "SAME": same,
             "EVEN": width % tile.depth == 0, "DOT": dot_type(processor, half=half),

@@ -17,7 +17,7 @@ HELD = 64
 
 _NOTHING = tl.constexpr(-1e30)  # logit of columns that are not tokens
 _NEAR = tl.constexpr(0.5)
-_FAR = tl.constexpr(0.6)  # |log Q/P| beyond which the Jensen–Shannon divergence is no series: t² = 1/12
+_FAR = tl.constexpr(0.6)  # |log Q/P| up to which the Jensen–Shannon divergence is a series: t² = 1/12
 _HELD = tl.constexpr(HELD)
 _ACROSS = tl.constexpr(8)  # blocks of rows whose programs run together, so that they share the head's columns in L2
 
