@@ -3,8 +3,10 @@
 python benchmarks/scoring.py [--run FOLDER] [--vocabulary 151936] [--width 896] [--windows 8] [--candidates 1,4]
     [--torch [--json]]
 
-Without ``--run`` states and head are random bfloat16 numbers, and candidates are the reference with noise.  With it,
-they are those of a run's KLD captures.  At the end come seconds on an H100, projected from operation counts alone.
+With ``--torch --json`` the fused kernel, where there is one, is measured next to logits in memory, with all divergences
+and with the KL alone, and with shorter sums of the matrix unit.  Without ``--run`` states and head are random bfloat16
+numbers, and candidates are the reference with noise.  With it, they are those of a run's KLD captures.
+At the end come seconds on an H100, projected from operation counts alone.
 Other work on the machine makes the ratio of processor time the steadier one.
 """
 
@@ -52,10 +54,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="with --torch: the figures alone, as one line of JSON")
     given = parser.parse_args()
     counts = [int(count) for count in given.candidates.split(",")]
-    windows = _captured(given.run, max(counts), given.windows) if given.run else _random(given, max(counts))
-    scorer = TileScorer(usable_cores())
+    said: list[str] = []
+    scorer = TileScorer(usable_cores(), say=said.append)
+    windows = (
+        _captured(given.run, max(counts), given.windows) if given.run else _random(given, max(counts), scorer.device)
+    )
     if given.json:
-        print(json.dumps(_figures(scorer, windows, counts, given.repeats)))
+        print(json.dumps(_figures(scorer, windows, counts, given.repeats) | {"said": said}))
         return
     held = _peak()
     scorer.compare(windows[0][0], windows[0][1:], _targets(windows[0][0]))
@@ -87,39 +92,79 @@ def main() -> None:
 
 
 def _figures(scorer: TileScorer, windows: list[list[States]], counts: Sequence[int], repeats: int) -> dict[str, object]:
-    """Seconds of the scorer and of the matrix products alone, and how far a mean KL is from that of float64."""
+    """Seconds of the scorer and of the matrix products alone, and how far a mean KL is from that of float64.
+
+    ``ways``: the fused kernel, where the device has one, logits in memory, and the kernel with sums of half the width.
+    ``error`` is the largest of all.
+    """
     rows, shape = sum(len(window[0][0]) for window in windows), windows[0][0][1].weight.shape
-    found = []
-    for count in counts:
-        some = [window[: count + 1] for window in windows]
-        _by_torch(scorer, some[:1])  # loads the head, compiles
-        took = statistics.median(_timed(lambda w: _by_torch(scorer, w), some)[0] for _ in range(repeats))
-        product = _product_seconds(scorer.device, some, repeats)
-        found.append(
-            {
-                "candidates": count,
-                "seconds": took,
-                "product_seconds": product,
-                "share": product / took,
-                "flops": 2 * rows * (count + 1) * shape[0] * shape[1] / took,
-            }
-        )
+    products = {count: _product_seconds(scorer.device, [window[: count + 1] for window in windows], repeats)
+                for count in counts}  # fmt: skip
     (ref, *tests), exact_rows = windows[0], slice(0, EXACT_ROWS)
     few = (ref[0][exact_rows], ref[1]), (tests[0][0][exact_rows], tests[0][1])
-    targets, weights = _targets(few[0]), ref[1].weight.astype(np.float64)
-    p, q = (states.astype(np.float64) @ weights.T for states, _ in few)
-    exact = compare_rows(p, q, targets).kl.mean()
-    by_torch = scorer.compare(few[0], [few[1]], targets)[0].kl.mean()
+    p, q = _exact_logits(few, scorer.device)
+    exact = float(compare_rows(p, q, _targets(few[0])).kl.mean())
+
+    def measured(one: TileScorer, way: str) -> dict[str, object]:
+        found = []
+        for count in counts:
+            some = [window[: count + 1] for window in windows]
+            took: dict[bool, float] = {}
+            for kl_only in (False, True):
+                _by_torch(one, some[:1], kl_only)  # loads the head, compiles
+                times = [_timed(lambda w, k=kl_only: _by_torch(one, w, k), some)[0] for _ in range(repeats)]  # type: ignore[misc]
+                took[kl_only] = statistics.median(times)
+            found.append(
+                {
+                    "candidates": count,
+                    "seconds": took[False],
+                    "seconds_kl_only": took[True],
+                    "projected": {"rows": PROJECTED_ROWS, "seconds": took[False] / rows * PROJECTED_ROWS,
+                                  "seconds_kl_only": took[True] / rows * PROJECTED_ROWS},
+                    "product_seconds": products[count],
+                    "share": products[count] / took[True],
+                    "flops": 2 * rows * (count + 1) * shape[0] * shape[1] / took[True],
+                }
+            )  # fmt: skip
+        mean = float(one.compare(few[0], [few[1]], _targets(few[0]))[0].kl.mean())
+        ran = "kernel" if one.fused is not None else "memory"
+        return {"way": way, "ran": ran, "scorer": found, "error": abs(mean - exact)}
+
+    ways = [measured(scorer, "kernel" if scorer.fused is not None else "memory")]
+    if ways[0]["way"] == "kernel":
+        ways.append(measured(TileScorer(usable_cores(), fused=False), "memory"))
+        counts = counts[:1]
+        if scorer.fused is not None:
+            from fidelab.metrics import fused
+
+            whole = fused.EXACT_WIDTH
+            fused.EXACT_WIDTH = whole // 2
+            ways.append(measured(scorer, f"kernel, sums of {whole // 2:,}"))
+            fused.EXACT_WIDTH = whole
     return {
         "device": str(scorer.device),
         "rows": rows,
         "vocabulary": shape[0],
         "width": shape[1],
-        "scorer": found,
-        "mean_kl": float(exact),
-        "error": float(abs(by_torch - exact)),
-        "allowed": float(1e-8 + 1e-5 * exact),
+        "scorer": ways[0]["scorer"],
+        "ways": ways,
+        "mean_kl": exact,
+        "error": max(float(str(way["error"])) for way in ways),
+        "allowed": 1e-8 + 1e-5 * exact,
     }
+
+
+def _exact_logits(sides: Sequence[States], device: torch.device) -> list[NDArray[np.float64]]:
+    """Logits by float64 products, on the device where it has these."""
+    device = torch.device("cpu") if device.type == "mps" else device
+
+    def logits(states: NDArray[np.float32], head: Head) -> NDArray[np.float64]:
+        left = torch.from_numpy(states).to(device).double()
+        parts = [left @ part.to(device).double().T for part in torch.split(torch.from_numpy(head.weight), 1 << 14)]
+        found: NDArray[np.float64] = torch.cat(parts, 1).cpu().numpy()
+        return found
+
+    return [logits(*side) for side in sides]
 
 
 def _product_seconds(device: torch.device, windows: Sequence[Sequence[States]], repeats: int) -> float:
@@ -159,17 +204,22 @@ def _print_projected() -> None:
         print(f"| {name} | {gpus} | {prefill:.0f} | {head:.0f} | {passes:.1f} |")
 
 
-def _random(given: argparse.Namespace, candidates: int) -> list[list[States]]:
-    rng = np.random.default_rng(0)
+def _random(given: argparse.Namespace, candidates: int, device: torch.device) -> list[list[States]]:
+    """Windows of random bfloat16 numbers, drawn on a GPU where there is one: a CPU takes 12 s for a head."""
     scale = np.float32(2.5 / given.width**0.5)
-    head = Head(_bfloat16(rng.standard_normal((given.vocabulary, given.width), dtype=np.float32) * scale))
+    numpy, on_gpu = np.random.default_rng(0), torch.Generator(device).manual_seed(0) if device.type == "cuda" else None
+
+    def drawn(*shape: int) -> NDArray[np.float32]:
+        if on_gpu is None:
+            return numpy.standard_normal(shape, dtype=np.float32)
+        found: NDArray[np.float32] = torch.randn(*shape, generator=on_gpu, device=device).cpu().numpy()
+        return found
+
+    head = Head(_bfloat16(drawn(given.vocabulary, given.width) * scale))
 
     def window() -> list[States]:
-        states = rng.standard_normal((given.rows, given.width), dtype=np.float32)
-        moved = (
-            states + np.float32(noise) * rng.standard_normal(states.shape, dtype=np.float32)
-            for noise in _noises(candidates)
-        )
+        states = drawn(given.rows, given.width)
+        moved = (states + np.float32(noise) * drawn(*states.shape) for noise in _noises(candidates))
         return [(_bfloat16(each), head) for each in (states, *moved)]
 
     return [window() for _ in range(given.windows)]
@@ -219,9 +269,9 @@ def _numpy(ref: States, test: States) -> RowComparison:
     return RowComparison.concat(parts)
 
 
-def _by_torch(scorer: TileScorer, windows: Sequence[Sequence[States]]) -> None:
+def _by_torch(scorer: TileScorer, windows: Sequence[Sequence[States]], kl_only: bool = False) -> None:
     for ref, *tests in windows:
-        scorer.compare(ref, tests, _targets(ref))
+        scorer.compare(ref, tests, _targets(ref), kl_only=kl_only)
 
 
 def _timed(work: Callable[[Sequence[Sequence[States]]], None], windows: list[list[States]]) -> tuple[float, float]:

@@ -57,7 +57,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     },
     "formats": {"torch"},
     "bench": {"aiohttp", "httpx", "huggingface_hub", "numpy", "prometheus_client", "pydantic", "torch", "yaml"},
-    "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch"},
+    "metrics": {"numpy", "psutil", "rapidfuzz", "scipy", "torch", "triton"},
     "config": {"pydantic", "yaml"},
 }
 EXTRAS: dict[str, set[str]] = {
@@ -78,10 +78,11 @@ EXTRAS: dict[str, set[str]] = {
     },
     "transformers": {"engines", "inputs", "models", "physics"},
     "tokenizers": {"models"},
+    "triton": {"metrics"},
     "scipy": {"metrics", "physics"},
 }
 """Packages that the base does not install → rooms that may import them, in the functions that need them."""
-AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py")
+AT_ONCE = ("engines/hf/", "formats/known.py", "formats/weights.py", "metrics/scorer.py", "metrics/fused")
 """Files that are themselves imported where an extra is needed."""
 LEAN_MODULES = [
     *("fidelab.core", "fidelab.captures.requests", "fidelab.captures.writer", "fidelab.engines.base"),

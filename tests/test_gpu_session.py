@@ -442,6 +442,12 @@ def test_an_arm_of_vllm_that_read_prompts_again_or_measured_nothing_does_not_pas
     assert set(step(record, "vllm-16/8")["figures"]["ratios"]["16/8 over 16/16"]["speed"]) == set()
 
 
+def test_a_scorer_whose_kernel_did_not_run_does_not_pass_and_says_why() -> None:
+    ways = [{"way": "kernel", "ran": "memory"}, {"way": "memory", "ran": "memory"}]
+    with pytest.raises(script.Fault, match="did not run: cuda: no compiler"):
+        script.read_scorer(json.dumps({"error": 0.0, "allowed": 1e-8, "ways": ways, "said": ["cuda: no compiler"]}))
+
+
 @pytest.mark.parametrize("error", [1e-7, float("nan")])
 def test_a_scorer_beyond_its_bound_does_not_pass(error: float) -> None:
     with pytest.raises(script.Fault, match="the mean KL is off by"):

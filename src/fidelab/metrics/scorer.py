@@ -3,6 +3,7 @@
 :func:`~fidelab.metrics.divergence.compare_rows` defines the figures, and computes them of rows that are broken or
 masked.  Where states and head are bfloat16, CPUs with instructions for it (AMX, AVX512-BF16) and CUDA multiply them as
 bfloat16: the products are exact and are summed in float32, so only the order of the sums differs from numpy's.
+CUDA and ROCm then compare inside the product, by :mod:`fidelab.metrics.fused`, where Triton is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fidelab.metrics.divergence import TOP, Head, RowComparison, compare_rows, comparison_of
+
+if TYPE_CHECKING:
+    from fidelab.metrics.fused import FusedScorer
 
 States = tuple[NDArray[np.float32], Head]
 """Final-norm states ``[n, d]`` of one side, and the head that makes logits of them."""
@@ -51,15 +55,30 @@ def fastest_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
+def fused_path(device: torch.device) -> FusedScorer | None:
+    """Return what compares on this device without logits in memory, or None: no CUDA, no ROCm or no Triton."""
+    if device.type != "cuda":
+        return None
+    try:
+        from fidelab.metrics.fused import FusedScorer
+    except ImportError:
+        return None
+    return FusedScorer(device)
+
+
 class TileScorer:
     """Compares states of many candidates with the reference's, some rows at a time.
 
-    ``threads``: of the CPU.  ``device``: by default :func:`fastest_device`.  ``say`` is called with one line when a
-    device runs out of memory.  Memory: heads, and of the CPU at most 1.5 GB.  See docs/metrics.md#estimators.
+    ``threads``: of the CPU.  ``device``: by default :func:`fastest_device`.  ``fused``: by :func:`fused_path`, where
+    there is one; False keeps logits in memory.  ``say`` is called with one line when a device runs out of memory, or
+    when the kernel does not run on it.  Memory: heads, and of the CPU at most 1.5 GB.  See docs/metrics.md#estimators.
     """
 
-    def __init__(self, threads: int, device: torch.device | None = None, say: Say = lambda text: None) -> None:
+    def __init__(
+        self, threads: int, device: torch.device | None = None, say: Say = lambda text: None, *, fused: bool = True
+    ) -> None:
         self.device = device or fastest_device()
+        self.fused = fused_path(self.device) if fused else None
         self._threads = threads
         self._say = say
         self._tile_rows, self._tile_bytes = _CPU_TILE if self.device.type == "cpu" else _DEVICE_TILE
@@ -84,13 +103,15 @@ class TileScorer:
         parts: list[list[RowComparison]] = [[] for _ in tests]
         start = 0
         with _float32_products(self._threads):
+            if self.fused is not None and self.fused.takes(together := [(torch.from_numpy(x), h) for x, h in sides]):
+                start = self._by_kernel(self.fused, together, targets, kl_only, parts)
             while start < n:
                 rows = min(self._max_tile_rows(ref[1], len(sides)), n - start)
                 at = slice(start, start + rows)
                 try:
                     found = self._tile([(states[at], head) for states, head in sides], targets[at], kl_only)
-                except RuntimeError as error:  # OutOfMemoryError is one
-                    if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                except RuntimeError as error:
+                    if not _is_out_of_memory(error):
                         raise
                     cpu = self.device.type == "cpu"
                     if rows > 1 and self._heads:
@@ -104,12 +125,59 @@ class TileScorer:
                         self._say(f"{self.device} is out of memory: scoring continues on the CPU")
                         self.device, (self._tile_rows, self._tile_bytes) = torch.device("cpu"), _CPU_TILE
                         self._heads.clear()
+                        self.fused = None
                     torch.cuda.empty_cache()
                     continue
                 for part, one in zip(parts, found, strict=True):
                     part.append(one)
                 start += rows
         return [RowComparison.concat(part) for part in parts]
+
+    def _by_kernel(
+        self,
+        fused: FusedScorer,
+        sides: Sequence[tuple[Tensor, Head]],
+        targets: NDArray[np.int64],
+        kl_only: bool,
+        parts: Sequence[list[RowComparison]],
+    ) -> int:
+        """Add the rows that the kernel compares to ``parts``; the first row that it did not, if it does not run."""
+        start, n = 0, len(targets)
+        while start < n:
+            rows = min(fused.max_rows(sides), n - start)
+            at = slice(start, start + rows)
+            tile = [(states[at], head) for states, head in sides]
+            try:
+                found = fused.compare(tile, targets[at], kl_only=kl_only)
+            except Exception as error:  # whatever the compiler raises, and its helpers
+                if not _is_out_of_memory(error):
+                    why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                    self._say(f"{self.device}: the kernel for scoring does not run, logits go through memory: {why}")
+                elif rows > fused.fewest_rows:
+                    fused.rows = rows // 2
+                    self._say(f"{self.device} is out of memory: scoring continues with {rows // 2} rows at a time")
+                    torch.cuda.empty_cache()
+                    continue
+                elif fused.halve_columns(max(len(head.weight) for _, head in sides)):
+                    self._say(f"{self.device} is out of memory: heads go there in pieces of {fused.chunk:,} tokens")
+                    torch.cuda.empty_cache()
+                    continue
+                else:
+                    self._say(f"{self.device} is out of memory for the kernel of scoring: logits go through memory")
+                fused.drop()
+                self.fused = None
+                torch.cuda.empty_cache()
+                return start
+            for number, (rows_of_one, doubtful) in enumerate(found):
+                if doubtful.size:  # NaN, an infinity, far other odds, or many tokens that are equally likely
+                    pair = [(sides[side][0][at][torch.from_numpy(doubtful)].numpy(), sides[side][1])
+                            for side in (0, number + 1)]  # fmt: skip
+                    [exact] = self._tile(pair, targets[at][doubtful], kl_only)
+                    for name, column in vars(exact).items():
+                        getattr(rows_of_one, name)[doubtful] = column
+                parts[number].append(rows_of_one)
+            start += rows
+        return start
 
     def _max_tile_rows(self, head: Head, sides: int) -> int:
         """Rows of each side in a tile."""
@@ -384,6 +452,11 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
         )
         found.append(torch.stack(columns))
     return torch.stack(found)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the CPU had too little memory; ``OutOfMemoryError`` is a RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _double(column: Tensor) -> Tensor:
