@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from fidelab.plan.arms import same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.prepare import prepare
 from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
+from tests.engines.openai_server import Served, save_model, serving
 from tests.models.tiny_gguf import write_gguf
 from tests.present import present
 
@@ -427,3 +430,24 @@ def test_a_pasted_command_is_planned_without_its_engine_and_not_run(
     assert remark.endswith("; planned without asking it")
     with pytest.raises(EngineError, match="engine llamacpp is not installed"):
         prepare(experiment)
+
+
+def test_a_candidate_that_computes_what_the_reference_does_is_named_in_the_plan(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, candidates=["exact", "tilt"])
+    assert "exact computes what the reference computes: it shows run-to-run noise alone" in plan.remarks
+    assert not any("computes what" in line for line in _plan(tmp_path).remarks)
+
+
+def test_a_dry_run_says_which_servers_do_not_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = save_model(tmp_path / "model")
+    with serving(Served()) as alive, contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        dead = taken.getsockname()[1]
+        taken.close()
+        urls = [f"http://127.0.0.1:{port}/v1" for port in (alive.port, dead)]
+        arms = [{"name": name, "engine_args": {"base-url": url}} for name, url in zip("ad", urls, strict=True)]
+        settings = {"model": str(folder), "engine": "openai", "reference": arms[0], "candidates": arms[1:]}
+        axes = {"kld": {"windows": 2, "n_ctx": 32}}
+        show_plan(validate({**settings, "axes": axes, "output_dir": str(tmp_path)}, "test"), as_json=True)
+    remarks = json.loads(capsys.readouterr().out)["remarks"]
+    assert f"d: http://127.0.0.1:{dead} refuses connections: start the server, or correct base-url" in remarks
+    assert not any(line.startswith("a:") for line in remarks)

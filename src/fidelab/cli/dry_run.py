@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from fidelab.cli.output import duration, note
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from fidelab.config.schema import Experiment, ServeConfig
     from fidelab.plan.estimate import Estimate
     from fidelab.plan.prepare import PreparedRun
+    from fidelab.plan.resolve import Settings
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
@@ -143,7 +145,11 @@ def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
         ],
         "not_supported": dict(settings.unsupported),
         "unavailable": dict(prepared.plan.unavailable),
-        "remarks": [*prepared.plan.remarks, *[f"{problem}; planned without asking it" for problem in sorted(problems)]],
+        "remarks": [
+            *prepared.plan.remarks,
+            *[f"{problem}; planned without asking it" for problem in sorted(problems)],
+            *_unreachable(settings),
+        ],
         "follows": leading,
         "not_counted": [name for name in leading if type(settings.axes[name]).foreseen is Axis.foreseen],
         "tokens": sum(job.tokens for job in expected.jobs),
@@ -153,6 +159,14 @@ def _plan(prepared: PreparedRun, expected: Estimate) -> dict[str, Any]:
         "conversion_bytes": conversion_bytes(prepared.plan),
         "captures_dir": str(settings.captures_dir),
     }
+
+
+def _unreachable(settings: Settings) -> list[str]:
+    """Lines about servers that do not answer, each asked once."""
+    servers = {name: one for name, one in settings.resolved.items() if one.engine_class.is_server and not one.borrowed}
+    with ThreadPoolExecutor(max(1, len(servers))) as pool:  # each may take its seconds
+        found = pool.map(lambda one: one.engine_class.unreachable(one.arm), servers.values())
+        return [f"{name}: {why}" for name, why in zip(servers, found, strict=True) if why]
 
 
 def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:

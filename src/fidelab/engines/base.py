@@ -305,6 +305,11 @@ class Engine(ABC):
         return {}
 
     @classmethod
+    def unreachable(cls, arm: Arm) -> str:
+        """Return why the server of an arm's options does not answer at all; empty if it does, or there is none."""
+        return ""
+
+    @classmethod
     def shared_load(cls, arm: Arm) -> str | None:
         """Return a key of the model that an arm opens; arms with equal keys may share one load before they are forked.
 

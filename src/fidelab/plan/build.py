@@ -168,6 +168,8 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     remarks += [line for name, parts in requests.items() for line in settings.axes[name].remarks(inputs, parts)]
     if again := [f"{c.axis} of {job.arm.name}" for job in asked for c in job.captures if c.lost_rows()]:
         remarks.append(f"run again, as rows went after an earlier comparison (--keep-rows): {', '.join(again)}")
+    same = [job.arm.name for job in jobs if job.role.startswith("candidate:") and _offset(settings, job)]
+    remarks += [f"{name} computes what the reference computes: it shows run-to-run noise alone" for name in same]
     remarks += encoding_remarks(
         [arm for arm in settings.candidates if arm in able.values()], requests.get(DECIDING, {})
     )

@@ -69,6 +69,7 @@ Result = TypeVar("Result")
 
 _AS_SERVED = "as-served"
 _CONCURRENCY = 8
+_REACH_SECONDS = 2.0  # in which a server has to answer anything at all, for a plan
 _TIMEOUT = 600.0
 _TOO_LONG = (400, 413, 422)  # with which servers refuse a prompt beyond their context
 _NAMED, _NAME_LENGTH = 3, 100  # models and characters of a name that the proof lists: a server writes what it likes
@@ -147,6 +148,12 @@ class OpenAIEngine(Engine):
         split_url(options["base-url"])
         read_key(options["base-url"], options.get("api-key-env"))
         return Support(True)
+
+    @classmethod
+    def unreachable(cls, arm: Arm) -> str:
+        options = dict(arm.options)
+        key = read_key(options["base-url"], options.get("api-key-env"))
+        return Client(options["base-url"], key, _REACH_SECONDS).unreachable()
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

@@ -310,6 +310,18 @@ class Client:
         """Address of the API."""
         return self.root + self._api
 
+    def unreachable(self) -> str:
+        """Return why no answer of any kind comes from the server, asked once; empty if one comes."""
+        try:
+            self._send("/models", None, True, PAGE, self._timeout)
+        except TooLargeError:
+            return ""
+        except Refused as error:
+            return str(error)
+        except OSError as error:
+            return self._connection_error(error)
+        return ""
+
     def post(
         self,
         path: str,
