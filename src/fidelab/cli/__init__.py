@@ -143,7 +143,7 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command line; turn every error that a user can fix into one line and exit code 2."""
-    from fidelab.cli.output import flush_output, guard_streams
+    from fidelab.cli.output import flush_output, guard_streams, note
     from fidelab.core import interrupted, resume_line, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
@@ -156,9 +156,7 @@ def _run() -> int:
 
     logger = logging.getLogger("fidelab")
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_log_handler())
         logger.setLevel(logging.INFO)
     try:
         code = app(prog_name="fidelab", standalone_mode=False)
@@ -173,7 +171,7 @@ def _run() -> int:
         code = _fault("stopped")
     except _Stopped as stop:
         hint = f"Resume with: {resume_line(stop.folder, stop.command)}" if stop.folder else "Finished parts are kept."
-        print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
+        note(f"fidelab: stopped; no process is left. {hint}")
         code = interrupted()
     except ImportError as error:
         missing = missing_package(error)
@@ -191,6 +189,21 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
+def _log_handler() -> Any:
+    """Return a handler that prints what the package logs like every other line for the user."""
+    import logging
+
+    from fidelab.cli.output import note
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(f"fidelab: {record.getMessage()}")
+
+    return Noted()
+
+
 def _fault(text: str) -> int:
-    print(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}", file=sys.stderr)
+    from fidelab.cli.output import note
+
+    note(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}")
     return 2

@@ -15,7 +15,6 @@ from fidelab.cli.output import UNDECIDED, open_console
 if TYPE_CHECKING:
     from fidelab.results.check import Policy
 
-_WIDTH = 80
 _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
 
 
@@ -87,7 +86,7 @@ def check(
     else:
         from fidelab.report.check import render_check
 
-        render_check(found, open_console(_WIDTH))
+        render_check(found, open_console())
     raise typer.Exit(_CODES[found.decision])
 
 

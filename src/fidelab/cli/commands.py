@@ -14,6 +14,7 @@ from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
 from fidelab.cli.rules import check_flags
 from fidelab.core.errors import UsageError
+from fidelab.core.lines import columns
 
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
@@ -36,6 +37,13 @@ class _Shown:
         return [piece for piece in pieces if [piece] not in hidden]
 
 
+def _set_help_width() -> None:
+    """Let typer print help as wide as everything else."""
+    from typer import rich_utils
+
+    rich_utils.MAX_WIDTH = columns()
+
+
 class _Command(_Shown, typer.core.TyperCommand):
     """A command.  With ``brief``, ``--help`` shows only these parameters, and ``--help-all`` shows all."""
 
@@ -47,6 +55,7 @@ class _Command(_Shown, typer.core.TyperCommand):
         return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        _set_help_width()
         parameters = self.get_params(ctx)
         if not self.brief or ctx.meta.get("help_all"):
             return super().format_help(ctx, formatter)
@@ -69,6 +78,10 @@ class Group(_Shown, typer.core.TyperGroup):
     """
 
     default: ClassVar[str | None] = None
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _set_help_width()
+        super().format_help(ctx, formatter)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:

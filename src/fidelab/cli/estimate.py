@@ -13,7 +13,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import open_console, print_json
+from fidelab.cli.output import open_console, print_json, say
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -148,9 +148,9 @@ def model(
     else:
         _show(found)
         for text in refused:
-            typer.echo(text)
-        typer.echo("")
-        typer.echo(f"Measure what a format costs: {_measured_by(name, engine, shown)}")
+            say(text)
+        say()
+        say(f"Measure what a format costs: {_measured_by(name, engine, shown)}")
 
 
 def _measured_by(name: str | None, engine: str | None, formats: Sequence[str]) -> str:

@@ -30,7 +30,6 @@ class _Geometry:
     head_dim: int
 
 
-_WIDTH = 80  # where the output is not a terminal
 _SIZES = ("bits_per_value", "k_bits", "v_bits", "bytes_per_token", "stored_bytes_per_token")
 _EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # constants, so that the table needs no model on this machine
 
@@ -88,7 +87,7 @@ def formats(
             engines = [*row["stored"].values()]
         marks = f"{'*' if row['emulated'] else ''}{'†' if row['keeps'] else ''}"
         table.add_row(f"{row['name']}{marks}", *numbers, Text(", ".join(engines)))
-    console = open_console(_WIDTH)
+    console = open_console()
     console.print(table)
     notes = [
         f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "

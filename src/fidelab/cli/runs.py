@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console, print_json
+from fidelab.cli.output import note, open_console, print_json, say_fact
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -66,7 +66,7 @@ def list_runs(
         size = _mebibytes(row.bytes + sum(row.existing_captures().values()))
         cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
         table.add_row(*map(Text, cells))
-    open_console(400).print(table)
+    open_console().print(table)
 
 
 @app.command()
@@ -128,10 +128,9 @@ def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
     if as_csv:
         print(runs_csv(rows), end="")
         return
-    from fidelab.report.text import print_table
+    from fidelab.report.text import print_whole
 
-    table = runs_table(rows)
-    print_table(open_console(400), table.columns, table.rows, words=range(table.named), no_wrap=True)
+    print_whole(runs_table(rows), open_console())
 
 
 @app.command()
@@ -165,7 +164,16 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     }
     for name, value in facts.items():
         if value not in ("", None, {}, []):
-            print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+            say_fact(name, value if isinstance(value, str) else _in_words(value), 26)
+
+
+def _in_words(value: Any) -> str:
+    """Return plain data as ``name value, name value``."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_in_words(inner)}" for name, inner in value.items() if inner not in ("", None, {}, []))
+    if isinstance(value, list):
+        return " ".join(map(_in_words, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _entry(row: LedgerRow) -> dict[str, Any]:
