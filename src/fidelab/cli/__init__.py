@@ -163,10 +163,10 @@ def _run() -> int:
     except FidelabError as error:
         code = _fault(str(error))
     except _FlagError as error:
-        refused: Any = error  # a flag or a command; without any command, typer has printed the help already
-        text = refused.format_message().strip().rstrip(".")
-        context = getattr(refused, "ctx", None)
-        code = _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2
+        from fidelab.cli.mistakes import explain
+
+        text = explain(error, sys.argv[1:])  # empty: without any command, typer has printed the help
+        code = _fault(text) if text else 2
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:

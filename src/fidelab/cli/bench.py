@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fidelab.cli import bench_serve, bench_speculation, options
+from fidelab.cli import bench_serve, bench_speculation, options, values
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import launch
@@ -32,7 +32,10 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
     benches: options.Benches = "offline"
     prompt_lens: Annotated[str | None, typer.Option(help="Prompt lengths in tokens: 128,512.")] = None
     depths: Annotated[str | None, typer.Option(help="Context lengths before decoding: 0,512.")] = None
-    decode_tokens: Annotated[int | None, typer.Option(help="Tokens decoded at each depth. \\[default: 32]")] = None
+    decode_tokens: Annotated[
+        int | None,
+        typer.Option(parser=values.tokens, metavar="N", help="Tokens decoded at each depth. \\[default: 32]"),
+    ] = None
     batch: Annotated[str | None, typer.Option(help="Batch sizes: 1,4. \\[default: 1]")] = None
     repeats: Annotated[int | None, typer.Option(help="Number of measurements. \\[default: 5; start-up: 3]")] = None
     interleave: Annotated[

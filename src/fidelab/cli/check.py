@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.output import UNDECIDED, open_console
 
 if TYPE_CHECKING:
@@ -20,7 +20,9 @@ _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
 
 def check(
     run_dir: options.RunDir,
-    max_kld: Annotated[float | None, typer.Option(help="Maximum mean KLD in nats (kld.mean).")] = None,
+    max_kld: Annotated[
+        float | None, typer.Option(parser=values.nats, metavar="NATS", help="Maximum mean KLD in nats (kld.mean).")
+    ] = None,
     min_same_top: Annotated[
         str | None, typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).")
     ] = None,

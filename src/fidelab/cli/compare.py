@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.axes import bench_settings
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
@@ -137,8 +137,9 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
         ),
     ] = None
     budget: Annotated[
-        str | None,
+        float | None,
         typer.Option(
+            parser=values.seconds,
             metavar="TIME",
             help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
         ),

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fidelab.cli.output import columns, duration, note, say, say_command, say_fact
+from fidelab.cli.output import duration, note, say, say_command, say_fact
 from fidelab.core import format_bytes
+from fidelab.core.lines import columns
 from fidelab.results.numbers import counted
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from fidelab.cli import values
 from fidelab.cli.axes import axis_settings
 from fidelab.engines import DEFAULT, engine_name
 
@@ -105,7 +106,7 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 
 FloatModel = Annotated[str, typer.Argument(help="Model with floating-point weights: name, hub id or folder.")]
-WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
+WindowTokens = Annotated[int, typer.Option(parser=values.tokens, metavar="N", min=8, help="Tokens per window.")]
 
 
 def find_run(name: Path | None) -> Path | None:
@@ -182,7 +183,7 @@ ApiKeyEnv = Annotated[
         help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
     ),
 ]
-RequestTimeout = Annotated[float, typer.Option(help="Time limit per request in seconds.")]
+RequestTimeout = Annotated[float, typer.Option(parser=values.seconds, metavar="TIME", help="Time limit per request.")]
 RowName = Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")]
 PageFile = Annotated[Path, typer.Option("--output", "-o", help="Output file.")]
 Policy = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")]
@@ -204,7 +205,11 @@ class EngineOptions(Options, panel=ENGINE):
     threads: Threads = None
     deadline: Annotated[
         float | None,
-        typer.Option(help="Time limit per configuration in seconds, model load included. \\[default: 14400]"),
+        typer.Option(
+            parser=values.seconds,
+            metavar="TIME",
+            help="Time limit per configuration, e.g. 30m, model load included. \\[default: 4h]",
+        ),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -309,7 +314,10 @@ NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It 
 Windows = Annotated[
     int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
 ]
-Contexts = Annotated[str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")]
+Contexts = Annotated[
+    Any,
+    typer.Option(parser=values.token_lengths, metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]"),
+]
 
 
 class AxesOptions(TextOptions):
@@ -332,14 +340,20 @@ class AxesOptions(TextOptions):
         str | None,
         typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half; text agents: depth]"),
     ] = None
-    stride: Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]")] = (
-        None
-    )
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            parser=values.tokens, metavar="N", help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]"
+        ),
+    ] = None
     prompts: Prompts = "default"
     traffic: Annotated[str | None, typer.Option(help="Log of requests: OpenAI .jsonl, or plain .txt.")] = None
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: skip and count bad records.")] = False
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
-    n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None
+    n_predict: Annotated[
+        int | None,
+        typer.Option(parser=values.tokens, metavar="N", help="Trajectory: tokens per prompt. \\[default: 64]"),
+    ] = None
     template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
     limit: Annotated[
         list[str] | None, typer.Option(help="First items only: N (every axis with a limit) or AXIS=N. Repeatable.")
@@ -370,7 +384,10 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Score bands: fidelab or refract.")] = "fidelab"
 
 
-MaxKLD = Annotated[float | None, typer.Option(help="Maximum mean KLD for a recommendation, in nats.")]
+MaxKLD = Annotated[
+    float | None,
+    typer.Option(parser=values.nats, metavar="NATS", help="Maximum mean KLD for a recommendation, in nats."),
+]
 Memory = Annotated[str | None, typer.Option(help="Memory per device, e.g. 80G.")]
 Overhead = Annotated[str | None, typer.Option(help="Measured memory overhead of the engine, e.g. 2GiB.")]
 Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
@@ -380,9 +397,10 @@ class CapacityOptions(Options, panel=SCORING):
     """Options for the memory that configurations need."""
 
     sequence: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--context",
+            parser=values.tokens,
             metavar="TOKENS",
             help="Report memory for this context, e.g. 32k. \\[default: the server's or model's limit]",
         ),

@@ -170,7 +170,9 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
 def _in_words(value: Any) -> str:
     """Return plain data as ``name value, name value``."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_in_words(inner)}" for name, inner in value.items() if inner not in ("", None, {}, []))
+        return ", ".join(
+            f"{name} {_in_words(inner)}" for name, inner in value.items() if inner not in ("", None, {}, [])
+        )
     if isinstance(value, list):
         return " ".join(map(_in_words, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

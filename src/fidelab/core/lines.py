@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 DEFAULT_COLUMNS, MIN_COLUMNS = 80, 20
-_COMMAND = re.compile(r"(?::| with| see| run|,) ((?:ref=\$\()?(?:fidelab|pip install|python -m fidelab\S*) [^;]*)$")
+_COMMAND = re.compile(r"(?::| with| see| run|,) ((?:ref=\$\()?(?:fidelab|pip install|python -m fidelab\S*) [^;)]*)$")
+_PROSE = re.compile(r" (?:or|and|lists|shows|says|has|reads|is|takes) ")
 _UNQUOTED_BLANK = re.compile(r" (?=(?:[^'\"]|'[^']*'|\"[^\"]*\")*$)")
 _ASCII = str.maketrans(
     {
@@ -50,7 +51,7 @@ def wrapped(text: str, width: int, *, indent: str = "", hang: str = "  ") -> lis
     text = " ".join(text.splitlines())
     if len(indent) + len(text) <= width:
         return [(indent + text).rstrip()]
-    if (command := _COMMAND.search(text)) and len(command[1]) < len(text):
+    if (command := _COMMAND.search(text)) and not _PROSE.search(command[1]):
         head = _filled(text[: command.start(1)].rstrip(), width, indent, hang)
         if len(f"{head[-1]} {command[1]}") <= width:
             return [*head[:-1], f"{head[-1]} {command[1]}"]

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from fidelab.doctor import Diagnosis
 from fidelab.core.lines import columns, encodable
+from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 

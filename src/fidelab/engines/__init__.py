@@ -3,6 +3,7 @@
 An adapter imports its third-party package inside ``open``; importing this room needs the standard library and numpy.
 """
 
+from fidelab.core.meant import engine_hint
 from fidelab.core.registry import Registry
 
 DEFAULT = "hf"
@@ -21,6 +22,7 @@ ENGINES = Registry(
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",
+    hint=engine_hint,
 )
 
 

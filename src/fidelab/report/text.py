@@ -256,7 +256,9 @@ def _print_details(view: View, console: Console) -> None:
         line("Commands to serve:")
     for name, command in view.serve_commands:
         console.print(literal(f"  {name}:", console))
-        console.print(literal("\n".join(folded_command(command, console.width, indent="    ")), console), soft_wrap=True)
+        console.print(
+            literal("\n".join(folded_command(command, console.width, indent="    ")), console), soft_wrap=True
+        )
 
 
 def _print_tables(tables: Iterable[Others], view: View, console: Console) -> None:
