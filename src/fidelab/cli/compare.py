@@ -57,7 +57,7 @@ class SourceOptions(options.Options):
             "--resume",
             metavar="RUN_DIR",
             help="Resume a stopped run (or 'latest'). Cannot be combined with other options.",
-            callback=options.find_run,
+            callback=options.unfinished,
         ),
     ] = None
     trusted: options.Trusted = None

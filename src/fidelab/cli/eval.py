@@ -137,16 +137,21 @@ def evaluate(
         _evaluate(settings, server, run, model, start.kv, policy, baseline, as_json)
 
 
+def _has_answers(folder: Path) -> bool:
+    """Whether a run has answers to the questions of ``fidelab eval``."""
+    return "eval" in options.measured_in(folder)["benches"]
+
+
 def _read(judge: _JudgeOptions) -> tuple[Any, Report | None]:
     """Return policy and baseline, read before anything is asked."""
     from fidelab.bench.eval import answers_of
     from fidelab.cli.check import read_policy
-    from fidelab.results.store import find_run, read_run
+    from fidelab.results.store import read_run
 
     policy = None if judge.policy is None else read_policy(judge.policy, {}, ())
     if judge.baseline is None:
         return policy, None
-    answers_of(baseline := read_run(find_run(judge.baseline)))
+    answers_of(baseline := read_run(options.find_run(judge.baseline, _has_answers, "finished run of eval")))
     return policy, baseline
 
 

@@ -109,17 +109,71 @@ FloatModel = Annotated[str, typer.Argument(help="Model with floating-point weigh
 WindowTokens = Annotated[int, typer.Option(parser=values.tokens, metavar="N", min=8, help="Tokens per window.")]
 
 
-def find_run(name: Path | None) -> Path | None:
-    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be omitted."""
+def find_run(name: Path | None, usable: Callable[[Path], bool] | None = None, wanted: str = "finished run") -> Any:
+    """Like :func:`fidelab.results.store.find_run`, in the user's folder of runs; the run that is found is named.
+
+    ``None`` for an option or argument that was omitted.
+    """
+    from fidelab.cli.output import note
     from fidelab.results import store
 
-    return None if name is None else store.find_run(name)
+    if name is None:
+        return None
+    return store.find_run(
+        name, usable or store.has_report, wanted=wanted, runs=runs_folder(), say=lambda line: note(f"fidelab: {line}")
+    )
 
 
-RunDir = Annotated[
-    Path,
-    typer.Argument(metavar="RUN_DIR", help="Run folder, report.json, or 'latest' (newest in runs).", callback=find_run),
+def finished(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest finished one."""
+    return find_run(name)
+
+
+def compared(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest finished one that compares configurations."""
+    return find_run(name, lambda folder: bool(measured_in(folder)["compared"]), "finished run of compare")
+
+
+def unfinished(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest one that was stopped."""
+    from fidelab.results.store import is_unfinished
+
+    return find_run(name, is_unfinished, "run that was stopped")
+
+
+def any_run(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest one, finished or not."""
+    return find_run(name, lambda folder: True)
+
+
+def measured_in(folder: Path) -> dict[str, set[str]]:
+    """Return the names of tests (``compared``) and benches (``benches``) in a run's report; empty without one."""
+    from fidelab.core import read_file, strict_json
+    from fidelab.results.store import REPORT
+
+    try:
+        report = strict_json(read_file(folder / REPORT, 1 << 30))
+        arms = [report["reference"], *report["candidates"]]
+        return {
+            "compared": {name for arm in arms[1:] for name in arm["axes"]},
+            "benches": {name for arm in arms for name in arm["benches"]},
+        }
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return {"compared": set(), "benches": set()}
+
+
+def runs_folder() -> Path:
+    """Return the folder of runs where a command line names none."""
+    return Path("runs")
+
+
+_RUN_DIR_HELP = "Run folder, report.json, or 'latest' (newest in runs that fits)."
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=finished)]
+ComparedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=compared)]
+AnyRunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help="Run folder, or 'latest' (newest in runs).", callback=any_run)
 ]
+NamedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP)]
 Reference = Annotated[
     str | None, typer.Option(help="Reference: KV format or KEY=VALUE,…. \\[default: native]", rich_help_panel=ARMS)
 ]

@@ -90,10 +90,9 @@ def page(
     from fidelab.core.errors import InputError
     from fidelab.ledger import index
     from fidelab.report.runs import write_runs
-    from fidelab.results.store import find_run
 
     if folders:
-        places = [find_run(folder) for folder in folders]
+        places = [options.finished(folder) for folder in folders]
         rows = _figures([(place, index.read_row(place)) for place in places])
     else:
         rows = _figures([(runs.output_dir / row.path, row) for row in index.list_runs(runs.output_dir)])
@@ -134,7 +133,7 @@ def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
 
 
 @app.command()
-def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
+def show(run_dir: options.AnyRunDir, as_json: options.Json = False) -> None:
     """Show a run's command, configurations, verdicts, saved outputs and machine.
 
     [bold]Example[/bold]
