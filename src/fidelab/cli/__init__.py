@@ -31,6 +31,7 @@ from fidelab.cli import (
     share,
 )
 from fidelab.cli.commands import Commands, Group
+from fidelab.cli.defaults import default_map
 from fidelab.run.signals import interrupts_raise
 
 # ClickException, whose place depends on the version of typer
@@ -64,6 +65,7 @@ class _Root(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             with interrupts_raise():
+                ctx.default_map = default_map(self)
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise _Stopped(getattr(stop, "folder", None), getattr(stop, "command", "")) from None

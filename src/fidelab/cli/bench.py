@@ -6,10 +6,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fidelab.cli import bench_serve, bench_speculation, options, values
+from fidelab.cli import bench_serve, bench_speculation, completion, options, values
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import launch
+from fidelab.cli.defaults import note_defaults
 from fidelab.cli.rules import given_flags
 
 _DEFAULT = "offline"
@@ -64,7 +65,10 @@ def offline(
     *,
     model: options.OptionalModel = None,
     preset: options.Preset = None,
-    kv: Annotated[list[str] | None, typer.Option(help="KV format. The first is the reference. Repeatable.")] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(help="KV format. The first is the reference. Repeatable.", autocompletion=completion.kv_format),
+    ] = None,
     candidate: Annotated[
         list[str] | None, typer.Option(help="Further configuration as KEY=VALUE,…, as in fidelab compare. Repeatable.")
     ] = None,
@@ -89,6 +93,8 @@ def offline(
     """
     from fidelab.config.flags import StartingPoint, read_flags
 
+    if preset is None:
+        note_defaults(context)
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import open_console, print_json, say
 from fidelab.core.errors import UsageError
@@ -49,11 +49,16 @@ def model(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head dimension.")] = None,
     params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
-    kv: Annotated[list[str] | None, typer.Option(help=f"KV formats. \\[default: {', '.join(_KV[1:])}]")] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(autocompletion=completion.kv_format, help=f"KV formats. \\[default: {', '.join(_KV[1:])}]"),
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(help="Reference format of the speed-ups. \\[default: bf16, or the engine's auto]")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.", autocompletion=completion.engine)
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="Devices of the table, e.g. H100, 4090 or 'M3 Max 64GB'.")
     ] = None,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options
 from fidelab.cli.output import open_console, waiting
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
@@ -38,7 +38,10 @@ def formats(
     model: Annotated[
         str | None, typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Only the formats that this engine stores, and how.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Only the formats that this engine stores, and how.", autocompletion=completion.engine),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """List KV cache formats with their size and engines.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from fidelab.cli import values
+from fidelab.cli import completion, values
 from fidelab.cli.axes import axis_settings
 from fidelab.engines import DEFAULT, engine_name
 
@@ -164,16 +164,28 @@ def measured_in(folder: Path) -> dict[str, set[str]]:
 
 def runs_folder() -> Path:
     """Return the folder of runs where a command line names none."""
-    return Path("runs")
+    from fidelab.config.user import user_defaults
+
+    return Path(user_defaults().get("output-dir", "runs"))
 
 
 _RUN_DIR_HELP = "Run folder, report.json, or 'latest' (newest in runs that fits)."
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=finished)]
-ComparedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=compared)]
-AnyRunDir = Annotated[
-    Path, typer.Argument(metavar="RUN_DIR", help="Run folder, or 'latest' (newest in runs).", callback=any_run)
+RunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=finished, autocompletion=completion.run)
 ]
-NamedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP)]
+ComparedRunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=compared, autocompletion=completion.run)
+]
+AnyRunDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="Run folder, or 'latest' (newest in runs).",
+        callback=any_run,
+        autocompletion=completion.run,
+    ),
+]
+NamedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, autocompletion=completion.run)]
 Reference = Annotated[
     str | None, typer.Option(help="Reference: KV format or KEY=VALUE,…. \\[default: native]", rich_help_panel=ARMS)
 ]
@@ -182,6 +194,7 @@ Preset = Annotated[
     typer.Option(
         metavar="NAME",
         help="Preset (name or file) with model, engine and options. It is the reference unless --reference is given.",
+        autocompletion=completion.preset,
         rich_help_panel=ARMS,
     ),
 ]
@@ -190,6 +203,7 @@ Benches = Annotated[
     typer.Option(
         help="Benchmarks, comma-separated: startup, prefill, decode, memory, serving, offline (the first four).",
         show_default=False,
+        autocompletion=completion.benches,
         rich_help_panel=MEASURED,
     ),
 ]
@@ -223,7 +237,7 @@ Trusted = Annotated[
 Python = Annotated[str | None, typer.Option(help="Python of the engine's environment (default: auto-detect).")]
 Image = Annotated[str | None, typer.Option(help="Container image with the engine, for docker or podman.")]
 PythonPath = Annotated[list[str] | None, typer.Option(help="Folder of modules to put first on PYTHONPATH. Repeatable.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.", autocompletion=completion.device)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]")]
 EngineArg = Annotated[list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
@@ -241,7 +255,12 @@ RequestTimeout = Annotated[float, typer.Option(parser=values.seconds, metavar="T
 RowName = Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")]
 PageFile = Annotated[Path, typer.Option("--output", "-o", help="Output file.")]
 Policy = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")]
-Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Also compare with this run folder or report.json.", autocompletion=completion.run
+    ),
+]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
 
@@ -249,7 +268,9 @@ Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare
 class EngineOptions(Options, panel=ENGINE):
     """Options for an engine, its location, and its computation."""
 
-    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = DEFAULT
+    engine: Annotated[
+        str, typer.Option(help="Engine that runs all configurations.", autocompletion=completion.engine)
+    ] = DEFAULT
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
@@ -382,10 +403,14 @@ class AxesOptions(TextOptions):
         typer.Option(
             help="Text: agents, default, domains, wikitext-2, or a UTF-8 file. \\[default: by device]",
             show_default=False,
+            autocompletion=completion.text,
         ),
     ] = "auto"
     axes: Annotated[
-        str | None, typer.Option(help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]")
+        str | None,
+        typer.Option(
+            help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]", autocompletion=completion.axes
+        ),
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False
     windows: Windows = None

@@ -168,10 +168,11 @@ def duration(seconds: float) -> str:
 
 
 def command_line() -> str:
-    """Return the command line that the user typed, for the record."""
+    """Return the command line that the user typed, with the user's own defaults, for the record."""
+    from fidelab.cli.defaults import words_of_defaults
     from fidelab.core import shell_line
 
-    return shell_line("fidelab", *sys.argv[1:])
+    return shell_line("fidelab", *sys.argv[1:], *words_of_defaults())
 
 
 @contextmanager

@@ -3,13 +3,19 @@
 An adapter imports its third-party package inside ``open``; importing this room needs the standard library and numpy.
 """
 
-from fidelab.core.meant import engine_hint
 from fidelab.core.registry import Registry
 
 DEFAULT = "hf"
 """The engine where none is named.  It is built in, and rounds weights, keys and values for studies."""
 CLIENT = "openai"
 """The engine of a server that runs already, whatever its kind."""
+
+
+def _hint(name: str) -> str:
+    from fidelab.core.meant import engine_hint
+
+    return engine_hint(name)
+
 
 ENGINES = Registry(
     "engine",
@@ -22,7 +28,7 @@ ENGINES = Registry(
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",
-    hint=engine_hint,
+    hint=_hint,
 )
 
 
