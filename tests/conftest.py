@@ -33,7 +33,7 @@ _STATE = tempfile.TemporaryDirectory(prefix="fidelab-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
 os.environ["XDG_CONFIG_HOME"] = f"{_STATE.name}/config"
 # Most tests read whole lines; what a narrow terminal does to them is in tests/cli/test_cli_terminal.py
-os.environ["COLUMNS"] = "400"
+os.environ["COLUMNS"] = "2000"
 
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

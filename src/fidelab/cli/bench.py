@@ -10,7 +10,8 @@ from fidelab.cli import bench_serve, bench_speculation, completion, options, val
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import launch
-from fidelab.cli.defaults import note_defaults
+from fidelab.cli.defaults import use_defaults
+from fidelab.cli.output import note
 from fidelab.cli.rules import given_flags
 
 _DEFAULT = "offline"
@@ -93,8 +94,8 @@ def offline(
     """
     from fidelab.config.flags import StartingPoint, read_flags
 
-    if preset is None:
-        note_defaults(context)
+    if preset is None and (line := use_defaults(context)):
+        note(line)
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),

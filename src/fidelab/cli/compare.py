@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import completion, options, values
 from fidelab.cli.axes import bench_settings
-from fidelab.cli.defaults import note_defaults
+from fidelab.cli.defaults import use_defaults
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
 
@@ -209,8 +209,8 @@ def compare(
     if source.resume_dir is None and source.file is None:
         if arms.serve is not None and "device" not in given_flags(context):
             engine.device = "auto"  # the command says where its server runs
-        elif arms.preset is None:
-            note_defaults(context)
+        elif arms.preset is None and (line := use_defaults(context)):
+            note(line)
     if source.resume_dir is not None:
         from fidelab.run.repeat import resume_all
 

@@ -49,19 +49,17 @@ def _commands(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
             yield (*words, name), command
 
 
-def note_defaults(context: Any) -> None:
-    """Tell which of the user's defaults the command has, and keep them for the record."""
-    from fidelab.cli.output import note
-
+def use_defaults(context: Any) -> str:
+    """Keep for the record which of the user's defaults the command has, and return a line about them, or nothing."""
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
         if source is not None and source.name == "DEFAULT_MAP" and parameter.name != "output_dir":
             _USED[parameter.opts[0]] = str(context.default_map[parameter.name])
-    if _USED:
-        from fidelab.config.user import config_file
+    if not _USED:
+        return ""
+    from fidelab.config.user import config_file
 
-        used = " ".join(f"{flag} {value}" for flag, value in _USED.items())
-        note(f"fidelab: from {config_file()}: {used}")
+    return f"fidelab: from {config_file()}: {' '.join(f'{flag} {value}' for flag, value in _USED.items())}"
 
 
 def words_of_defaults() -> list[str]:

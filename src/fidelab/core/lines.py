@@ -102,10 +102,14 @@ def _words(command: str) -> Sequence[str]:
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    """Return ``text`` as an encoding can hold it: signs become ASCII spellings, everything else ``?``."""
+    """Return ``text`` as an encoding can hold it: signs become ASCII spellings, everything else ``?``.
+
+    ``encoding``: ``None`` of a stream that holds text.
+    """
+    if encoding is None:
+        return text
     try:
-        text.encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        known = encoding if encoding and encoding.lower() != "unknown" else "ascii"
-        return text.translate(_ASCII).encode(known, "replace").decode(known)
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
     return text

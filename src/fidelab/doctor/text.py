@@ -54,7 +54,6 @@ def lines(diagnosis: Diagnosis, width: int = _MAX_WIDTH) -> list[str]:
             initial_indent=first,
             subsequent_indent=" " * hang,
             break_on_hyphens=False,
-            break_long_words=False,
         )
     return [*(line.replace(_NBSP, " ") for line in text), "", _verdict(diagnosis, width)]
 
