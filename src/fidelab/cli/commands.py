@@ -50,6 +50,16 @@ class _Command(_Shown, typer.core.TyperCommand):
 
     brief: Collection[str] = ()
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words, unless one is a short option of another tool, such as ``-fa``."""
+        if any(word[:1] == "-" and word[1:2].isalpha() and len(word.partition("=")[0]) > 2 for word in args):
+            from fidelab.cli.mistakes import unknown_joined
+
+            if text := unknown_joined(ctx, args):
+                raise UsageError(text)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command, unless its flags do not go together."""
         check_flags(ctx)

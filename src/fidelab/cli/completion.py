@@ -77,7 +77,7 @@ def text(context: typer.Context, incomplete: str) -> list[str]:
 
 def run(context: typer.Context, incomplete: str) -> list[str]:
     """Return runs of the folder of runs, the newest first, after ``latest``."""
-    from fidelab.cli.options import runs_folder
+    from fidelab.config.user import runs_folder
     from fidelab.core.errors import FidelabError
     from fidelab.results.store import CONFIG, LATEST
 

@@ -57,14 +57,31 @@ def _unknown_option(context: Any, option: str, argv: Sequence[str]) -> str:
     where = f"no option {typed} for {context.command_path}"
     if key in known:
         return f"{where}: write {key}{f' {value}' if value else ''}"
+    if context.parent is None and key in OPTION_WORDS:
+        return f"{where}: a command comes first, as in {context.command_path} compare MODEL --kv FORMAT"
     if hint := _meaning(context, key, value, known):
         return f"{where}: write {hint}"
-    near = _near(key, known)
-    if near:
-        return f"{where}; did you mean {' or '.join(near)}? (see: {_help(context)})"
     if others := [path for path, options in _all_options(context) if key in options]:
         return f"{where}: it is an option of {' and '.join(others[:2])}"
+    if near := _near(key, known):
+        return f"{where}; did you mean {' or '.join(near)}? (see: {_help(context)})"
     return f"{where} (see: {_help(context)})"
+
+
+def joined_short(words: Sequence[str]) -> str | None:
+    """Return the first word such as ``-ctk`` that other tools have and that is not read here as single letters."""
+    for n, word in enumerate(words):
+        name = word.partition("=")[0]
+        before = words[n - 1] if n else ""
+        if re.fullmatch(r"-[a-z]{2,}", name) and name in OPTION_WORDS and before not in ("--change", "--serve"):
+            return name
+    return None
+
+
+def unknown_joined(context: Any, words: Sequence[str]) -> str:
+    """Return the message for a short option of other tools; empty if there is none among the words."""
+    option = joined_short(words)
+    return "" if option is None else _unknown_option(context, option, words)
 
 
 def _help(context: Any) -> str:

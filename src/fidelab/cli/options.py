@@ -115,6 +115,7 @@ def find_run(name: Path | None, usable: Callable[[Path], bool] | None = None, wa
     ``None`` for an option or argument that was omitted.
     """
     from fidelab.cli.output import note
+    from fidelab.config.user import runs_folder
     from fidelab.results import store
 
     if name is None:
@@ -160,13 +161,6 @@ def measured_in(folder: Path) -> dict[str, set[str]]:
         }
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         return {"compared": set(), "benches": set()}
-
-
-def runs_folder() -> Path:
-    """Return the folder of runs where a command line names none."""
-    from fidelab.config.user import user_defaults
-
-    return Path(user_defaults().get("output-dir", "runs"))
 
 
 _RUN_DIR_HELP = "Run folder, report.json, or 'latest' (newest in runs that fits)."

@@ -27,9 +27,14 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_BLANK_ENDS = re.compile(r"[ \t]+((?:\x1b\[[0-9;]*m)*)(?=\n)")
-_OPEN_END = re.compile(r"[ \t]+(?:\x1b\[[0-9;]*m)*\Z")
+_BLANK_ENDS = re.compile(r"(?:[ \t]+(?:\x1b\[[0-9;]*m)*)+(?=\n)")  # with changes of style between blanks
+_OPEN_END = re.compile(r"(?:[ \t]+(?:\x1b\[[0-9;]*m)*)+\Z")
+_BLANKS = re.compile(r"[ \t]+")
 _TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # tqdm begins its lines so
+
+
+def _without_blanks(end: re.Match[str]) -> str:
+    return _BLANKS.sub("", end[0])
 
 
 class _Plain:
@@ -45,7 +50,9 @@ class _Plain:
         self._held = end[0] if end else ""
         whole = whole[: end.start()] if end else whole
         if whole:
-            self._stream.write(encodable(_BLANK_ENDS.sub(r"\1", whole), self._stream.encoding))
+            self._stream.write(
+                encodable(_BLANK_ENDS.sub(_without_blanks, whole), self._stream.encoding, same_width=True)
+            )
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -199,7 +206,9 @@ def open_console(*, stderr: bool = False) -> Console:
     """Return a console for standard output or error, as wide as :func:`fidelab.core.lines.columns`."""
     stream = sys.stderr if stderr else sys.stdout
     stream = getattr(stream, "rich_proxied_file", stream)
-    return _console_class()(file=stream, width=columns(stream))
+    # without a height, rich takes 80 columns for a terminal of kind "dumb", whatever its width
+    height = 50 if os.environ.get("TERM") in ("dumb", "unknown") else None
+    return _console_class()(file=stream, width=columns(stream), height=height)
 
 
 @cache

@@ -77,7 +77,7 @@ class _Lines:
 
     def start(self, plan: Announced, folder: RunFolder | None) -> None:
         if folder is not None:
-            self._print(f"run {folder.path}")
+            self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)  # to be copied
         self._started = time.monotonic()
         for remark in plan.remarks:
             self._print(remark)

@@ -68,3 +68,12 @@ def user_defaults() -> dict[str, str]:
         text = value.strip()
         found[name] = str(Path(text).expanduser()) if name == "output-dir" else text
     return found
+
+
+def runs_folder() -> Path:
+    """Return the folder of runs where a command line names none.
+
+    Raises:
+        ConfigError: As :func:`user_defaults`.
+    """
+    return Path(user_defaults().get("output-dir", "runs"))

@@ -383,6 +383,10 @@ class FormatSpec(AsText):
         """
         match = _FORMAT.match(text.strip())
         if match is None:
+            parts = [part.strip() for part in text.split(",")]
+            if len(parts) > 1 and all(re.fullmatch(r"[A-Za-z0-9_]+", part) for part in parts):
+                repeated = " ".join(f"--kv {part}" for part in parts)
+                raise UsageError(f"KV format {whole or text!r}: write one format; repeat --kv: {repeated}")
             raise UsageError(
                 f"KV format {whole or text!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or "
                 "'f16/q8_0'"

@@ -101,15 +101,18 @@ def _words(command: str) -> Sequence[str]:
     return words
 
 
-def encodable(text: str, encoding: str | None) -> str:
+_ONE_COLUMN = str.maketrans({sign: text[0] for sign, text in ((chr(n), t) for n, t in _ASCII.items())})
+
+
+def encodable(text: str, encoding: str | None, *, same_width: bool = False) -> str:
     """Return ``text`` as an encoding can hold it: signs become ASCII spellings, everything else ``?``.
 
-    ``encoding``: ``None`` of a stream that holds text.
+    ``encoding``: ``None`` of a stream that holds text.  ``same_width``: for text that was laid out already.
     """
     if encoding is None:
         return text
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+        return text.translate(_ONE_COLUMN if same_width else _ASCII).encode(encoding, "replace").decode(encoding)
     return text

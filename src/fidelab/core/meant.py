@@ -172,6 +172,53 @@ def engine_hint(name: str) -> str:
     return ENGINE_WORDS.get(re.sub(r"[^a-z0-9]", "", name.lower()), "")
 
 
+# --------------------------------------------------------------------------------------------------- tests
+
+_TASK = "a task of lm-eval: fidelab import lm-eval reads its samples of both configurations"
+_WORD_OF_TEST: Mapping[str, str] = {
+    **dict.fromkeys(("ppl", "perp", "wikitext"), "write perplexity"),
+    **dict.fromkeys(("kl", "kldiv", "kldivergence", "divergence"), "write kld"),
+    **dict.fromkeys(("niah", "needle", "ruler", "retrieval", "passkey"), "write rniah"),
+    **dict.fromkeys(("tools", "bfcl", "functioncalling", "toolcalling"), "write toolcalls"),
+    **dict.fromkeys(("generate", "generation", "greedy", "top1"), "write trajectory"),
+    **dict.fromkeys(
+        (
+            *(
+                "mmlu",
+                "mmlupro",
+                "hellaswag",
+                "arc",
+                "arcchallenge",
+                "arceasy",
+                "piqa",
+                "winogrande",
+                "boolq",
+                "openbookqa",
+            ),
+            *(
+                "humaneval",
+                "mbpp",
+                "ifeval",
+                "truthfulqa",
+                "gpqa",
+                "lambada",
+                "lambadaopenai",
+                "bbh",
+                "longbench",
+                "math",
+            ),
+        ),
+        _TASK,
+    ),
+}
+"""Words for tests, in small letters without signs → what to write."""
+
+
+def axis_hint(name: str) -> str:
+    """Return the test that a word means; empty for an unknown word."""
+    return _WORD_OF_TEST.get(re.sub(r"[^a-z0-9]", "", name.lower()), "")
+
+
 # ------------------------------------------------------------------------------------------------- options
 
 _KV = "--kv {format}"

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from fidelab.core import Status, shell_line
 from fidelab.core.lines import encodable, folded_command
+from fidelab.core.paths import path_from_here
 from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
@@ -103,20 +104,26 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if details or not view.fidelity:
         _print_details(view, console)
     line("")
-    if view.answer is not None and (next_step := view.answer.command or view.answer.note):
-        _print_labelled("Next", next_step, console)
+    if view.answer is not None and view.answer.command:
+        _print_command("Next", view.answer.command, console)
+    elif view.answer is not None and view.answer.note:
+        console.print(_hanging(f"{'Next':<8}{view.answer.note}", 8, console))
     if folder is not None:
         page = folder / "report.html"
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
             _print_command("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
         if view.fidelity and any(arm.capacity and arm.capacity.weight_bytes for arm in report.candidates):
-            _print_command("Sizes", f"{shell_line('fidelab', 'estimate', view.rows[0].model)} --device NAME", console)
+            _print_command(
+                "Sizes",
+                f"{shell_line('fidelab', 'estimate', path_from_here(view.rows[0].model))} --device NAME",
+                console,
+            )
 
 
 def _shown_path(path: Path) -> str:
-    """A path on one line, with its spaces as they are, for it is copied."""
-    return printable(str(path)).replace("\n", "\ufffd")
+    """A path on one line as seen from here, with its spaces as they are, for it is copied."""
+    return printable(path_from_here(str(path))).replace("\n", "\ufffd")
 
 
 def _print_labelled(label: str, text: str, console: Console) -> None:
