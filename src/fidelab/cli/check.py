@@ -66,11 +66,8 @@ def check(
     measured = dict.fromkeys(name for arm in report.candidates for name in arm.axes)
     asked = read_policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
     if baseline is not None:
-        diff = compare(
-            read_run(options.find_run(baseline, _usable(policy), "finished run with these metrics")),
-            report,
-            asked.baseline,
-        )
+        former = read_run(options.find_run(baseline, _usable(policy), "finished run with these metrics"))
+        diff = compare(former, report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
     alone = () if report.candidates else (report.reference,)  # a run that compares nothing
     arms = alone or (report.candidates if every or everywhere else [choose_arm(report, arm)])

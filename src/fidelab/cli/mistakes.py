@@ -35,15 +35,12 @@ def explain(error: Any, argv: Sequence[str]) -> str:
     if extra := _EXTRA.search(text):
         return _extra_words(context, extra[1].split(), argv)
     if text.lower().startswith("no such command"):
-        return f"no command '{context.command_path} {_first_word(argv)}' (see: {context.command_path} --help)"
+        word = text.partition("'")[2].rpartition("'")[0]
+        return f"no command '{context.command_path} {word}' (see: {context.command_path} --help)"
     text = text.replace("Invalid value for ", "").replace(
         "Input should be a valid integer, unable to parse string as an integer", "write a whole number"
     )
     return f"{text[:1].lower()}{text[1:]} (see: {context.command_path} --help)"
-
-
-def _first_word(argv: Sequence[str]) -> str:
-    return next((word for word in argv if not word.startswith("-")), "")
 
 
 # ------------------------------------------------------------------------------------------------- options
