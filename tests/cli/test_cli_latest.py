@@ -53,7 +53,10 @@ def test_a_finished_run_is_linked_and_the_link_means_the_same(done: Done) -> Non
     link = done.cwd / "runs" / "latest"
     assert os.readlink(link) == Path(done.out).name  # noqa: PTH115
     assert (link / "report.json").is_file()
-    assert cli("report", "runs/latest/report.json", "--json", cwd=done.cwd).out == Path(done.out, "report.json").read_text()
+    assert (
+        cli("report", "runs/latest/report.json", "--json", cwd=done.cwd).out
+        == Path(done.out, "report.json").read_text()
+    )
     listed = cli("runs", "list", "--json", cwd=done.cwd).out
     assert '"latest"' not in listed
 
