@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_BLANK_ENDS = re.compile(r"(?:[ \t]+(?:\x1b\[[0-9;]*m)*)+(?=\n)")  # with changes of style between blanks
-_OPEN_END = re.compile(r"(?:[ \t]+(?:\x1b\[[0-9;]*m)*)+\Z")
+_BLANK_ENDS = re.compile(r"(?<![ \t])[ \t](?:[ \t]|\x1b\[[0-9;]*m)*(?=\n)")  # with changes of style between blanks
+_OPEN_END = re.compile(r"(?<![ \t])[ \t](?:[ \t]|\x1b\[[0-9;]*m)*\Z")
 _BLANKS = re.compile(r"[ \t]+")
 _TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # tqdm begins its lines so
 
