@@ -31,6 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their o
 # What runs of tests remember is none of the user's.
 _STATE = tempfile.TemporaryDirectory(prefix="fidelab-state-")
 os.environ["XDG_STATE_HOME"] = _STATE.name
+os.environ["XDG_CONFIG_HOME"] = f"{_STATE.name}/config"
 
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,6 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="llama-cpp-python is not installed"))
     long = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_lines() -> Iterator[None]:
+    """Most tests read whole lines; what a narrow terminal does to them is in tests/cli/test_cli_terminal.py."""
+    with mock.patch.dict(os.environ, {"COLUMNS": "2000"}):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

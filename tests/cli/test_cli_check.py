@@ -60,8 +60,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_golden_report_ends_with_the_exit_code_of_its_decision(
-    words: tuple[object, ...], code: int, said: str, golden: Path
+    words: tuple[object, ...], code: int, said: str, golden: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     done = cli("check", golden, *words, cwd=golden.parent)
     assert (done.code, done.err) == (code, "")
     assert said in " ".join(done.out.split())

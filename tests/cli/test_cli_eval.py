@@ -39,7 +39,8 @@ def asked(cwd: Path, *words: object, **about: Any) -> Done:
 
 def said(done: Done) -> list[str]:
     """The lines on standard error that explain the exit code."""
-    return [line for line in done.err.splitlines() if line.startswith("fidelab: ")]
+    lines = [line for line in done.err.splitlines() if line.startswith("fidelab: ")]
+    return [line for line in lines if not line.startswith("fidelab: latest is ")]
 
 
 def found(done: Done) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_a_long_name_is_cut_so_that_the_bar_stays_one_line(screen: io.StringIO) 
 
 def shown_installation(seen: io.StringIO, terminal: bool) -> progress.Installation:
     """An installation of a minute, of which step 2 of 3 has just begun."""
-    console = Console(file=seen, force_terminal=terminal, width=70, color_system=None)
+    console = Console(file=seen, force_terminal=terminal, width=70 if terminal else 400, color_system=None)
     shown = progress.Installation(console)
     shown.begin(Stage("odd-cpu", 1, 3, "environment", "for cpu", 5.0, 55.0))
     shown._began -= 12.0

@@ -88,7 +88,7 @@ def _breaking() -> list[Any]:
 def test_a_command_line_that_breaks_a_rule_is_one_line_and_runs_nothing(
     line: list[str], rule: Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fidelab.results.store.find_run", lambda path: path)
+    monkeypatch.setattr("fidelab.results.store.find_run", lambda path, *_, **__: path)
     refused = CliRunner().invoke(fidelab.cli.app, line).exception
     assert isinstance(refused, UsageError)
     start = rule.message.partition("{others}")[0].partition("{flag}")[2 if rule.message.startswith("{flag}") else 0]

@@ -11,10 +11,11 @@ import pytest
 
 from fidelab.core import FormatSpec, KVSpec
 from fidelab.core.errors import NotSupportedError, UnknownNameError, UsageError
+from fidelab.core.meant import ELSEWHERE
 from fidelab.core.sequence import KVLayer
 from fidelab.engines.base import engine_class, engines
 from fidelab.engines.cache_formats import CacheFormat, Codes, exact_layers
-from fidelab.engines.format_names import ELSEWHERE, format_for, names_of, unknown_format
+from fidelab.engines.format_names import format_for, names_of, unknown_format
 from fidelab.formats import FORMATS, create
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parent / "cache_formats.json").read_text("utf-8"))

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fidelab.core import KVSpec, Status, parse_tokens
+from fidelab.core import KVSpec, Status
+from fidelab.core.amounts import parse_tokens
 from fidelab.core.errors import UsageError
 from fidelab.core.fit import sequences_that_fit, tokens_that_fit
 from fidelab.core.sequence import SequenceBytes, StoreBytes

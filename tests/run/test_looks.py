@@ -299,7 +299,7 @@ def test_a_budget_shorter_than_the_first_look_or_that_is_not_a_time_is_refused_b
     tmp_path: Path,
 ) -> None:
     assert "--budget 1s: the first look takes about" in refused(_compare(tmp_path, "--budget", "1s"))
-    said = "write seconds, or a time such as 90s, 10m or 2h, not 'soon'"
+    said = "'soon' is not a time; write seconds, or a time such as 90s, 10m or 1h30m"
     assert said in refused(_compare(tmp_path, "--budget", "soon"))
     assert not list(tmp_path.glob("runs/2*"))
 

@@ -2,8 +2,15 @@
 
 from fidelab.core.registry import Registry
 
+
+def _hint(name: str) -> str:
+    from fidelab.core.meant import axis_hint
+
+    return axis_hint(name)
+
+
 AXES = Registry(
-    "axis",
+    "test",
     {
         "trajectory": "fidelab.axes.trajectory:Trajectory",
         "kld": "fidelab.axes.kld:KLD",
@@ -18,4 +25,5 @@ AXES = Registry(
         "paths": "fidelab.axes.paths:Paths",
     },
     group="fidelab.axes",
+    hint=_hint,
 )

@@ -38,6 +38,7 @@ from fidelab.axes.worst import top_columns, worst_places
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import CUT_SHORT, Prefill, Request, Tokens
 from fidelab.core import Estimator, canonical_json
+from fidelab.core.amounts import parse_tokens
 from fidelab.core.errors import UsageError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.concentration import breaking_cost, largest_cluster_share, largest_items_share, unseen_rate
@@ -246,7 +247,7 @@ class KLDSettings(AxisSettings):
         if asked is None:
             return None
         try:
-            contexts = sorted({int(str(value)) for value in values})
+            contexts = sorted({parse_tokens(str(value)) for value in values})
         except ValueError:
             contexts = []
         if not contexts or contexts[0] < _MIN_CONTEXT:

@@ -31,6 +31,7 @@ from fidelab.cli import (
     share,
 )
 from fidelab.cli.commands import Commands, Group
+from fidelab.cli.defaults import default_map
 from fidelab.run.signals import interrupts_raise
 
 # ClickException, whose place depends on the version of typer
@@ -64,6 +65,7 @@ class _Root(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             with interrupts_raise():
+                ctx.default_map = default_map(self)
                 return super().invoke(ctx)
         except KeyboardInterrupt as stop:
             raise _Stopped(getattr(stop, "folder", None), getattr(stop, "command", "")) from None
@@ -143,7 +145,7 @@ def main() -> None:
 
 def _run() -> int:
     """Run the command line; turn every error that a user can fix into one line and exit code 2."""
-    from fidelab.cli.output import flush_output, guard_streams
+    from fidelab.cli.output import flush_output, guard_streams, note
     from fidelab.core import interrupted, resume_line, waiting_variables
     from fidelab.core.errors import FidelabError
     from fidelab.core.registry import missing_package
@@ -156,24 +158,22 @@ def _run() -> int:
 
     logger = logging.getLogger("fidelab")
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_log_handler())
         logger.setLevel(logging.INFO)
     try:
         code = app(prog_name="fidelab", standalone_mode=False)
     except FidelabError as error:
         code = _fault(str(error))
     except _FlagError as error:
-        refused: Any = error  # a flag or a command; without any command, typer has printed the help already
-        text = refused.format_message().strip().rstrip(".")
-        context = getattr(refused, "ctx", None)
-        code = _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2
+        from fidelab.cli.mistakes import explain
+
+        text = explain(error, sys.argv[1:])  # empty: without any command, typer has printed the help
+        code = _fault(text) if text else 2
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
         hint = f"Resume with: {resume_line(stop.folder, stop.command)}" if stop.folder else "Finished parts are kept."
-        print(f"fidelab: stopped; no process is left. {hint}", file=sys.stderr)
+        note(f"fidelab: stopped; no process is left. {hint}")
         code = interrupted()
     except ImportError as error:
         missing = missing_package(error)
@@ -191,6 +191,21 @@ def _run() -> int:
     return code if isinstance(code, int) else 0
 
 
+def _log_handler() -> Any:
+    """Return a handler that prints what the package logs like every other line for the user."""
+    import logging
+
+    from fidelab.cli.output import note
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            note(f"fidelab: {record.getMessage()}")
+
+    return Noted()
+
+
 def _fault(text: str) -> int:
-    print(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}", file=sys.stderr)
+    from fidelab.cli.output import note
+
+    note(f"fidelab: {' '.join(map(str.strip, text.strip().splitlines()))}")
     return 2

@@ -94,16 +94,13 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     Raises:
         UsageError: If a part is not a number, or below ``least``.
     """
+    from fidelab.core.amounts import parse_counts
     from fidelab.core.errors import UsageError
 
-    numbers = []
-    for part in text.lower().split(","):
-        digits, thousand = part.strip().removesuffix("k"), part.strip().endswith("k")
-        if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
-            above = " above 0" if least else ""
-            raise UsageError(f"{flag} {text!r}: write numbers{above}, separated by commas, as in 128,1k")
-        numbers.append(int(digits) * (1024 if thousand else 1))
-    return tuple(numbers)
+    try:
+        return parse_counts(text, least)
+    except ValueError as error:
+        raise UsageError(f"{flag} {error}") from None
 
 
 def _expand_presets(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:

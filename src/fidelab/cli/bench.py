@@ -6,10 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from fidelab.cli import bench_serve, bench_speculation, options
+from fidelab.cli import bench_serve, bench_speculation, completion, options, values
 from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import launch
+from fidelab.cli.defaults import use_defaults
+from fidelab.cli.output import note
 from fidelab.cli.rules import given_flags
 
 _DEFAULT = "offline"
@@ -32,7 +34,10 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
     benches: options.Benches = "offline"
     prompt_lens: Annotated[str | None, typer.Option(help="Prompt lengths in tokens: 128,512.")] = None
     depths: Annotated[str | None, typer.Option(help="Context lengths before decoding: 0,512.")] = None
-    decode_tokens: Annotated[int | None, typer.Option(help="Tokens decoded at each depth. \\[default: 32]")] = None
+    decode_tokens: Annotated[
+        int | None,
+        typer.Option(parser=values.tokens, metavar="N", help="Tokens decoded at each depth. \\[default: 32]"),
+    ] = None
     batch: Annotated[str | None, typer.Option(help="Batch sizes: 1,4. \\[default: 1]")] = None
     repeats: Annotated[int | None, typer.Option(help="Number of measurements. \\[default: 5; start-up: 3]")] = None
     interleave: Annotated[
@@ -61,7 +66,10 @@ def offline(
     *,
     model: options.OptionalModel = None,
     preset: options.Preset = None,
-    kv: Annotated[list[str] | None, typer.Option(help="KV format. The first is the reference. Repeatable.")] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(help="KV format. The first is the reference. Repeatable.", autocompletion=completion.kv_format),
+    ] = None,
     candidate: Annotated[
         list[str] | None, typer.Option(help="Further configuration as KEY=VALUE,…, as in fidelab compare. Repeatable.")
     ] = None,
@@ -86,6 +94,8 @@ def offline(
     """
     from fidelab.config.flags import StartingPoint, read_flags
 
+    if preset is None and (line := use_defaults(context)):
+        note(line)
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.axes import counts
 from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
@@ -58,7 +58,9 @@ class _LoadOptions(Options, panel="Load"):
     num_prompts: Annotated[
         int | None, typer.Option(help="Requests per cell. \\[default: twice the concurrency, at least 8]")
     ] = None
-    duration: Annotated[float | None, typer.Option(help="Stop sending after this many seconds.")] = None
+    duration: Annotated[
+        float | None, typer.Option(parser=values.seconds, metavar="TIME", help="Stop sending after this time.")
+    ] = None
     warmup: Annotated[int, typer.Option(help="Unmeasured warm-up requests per cell.")] = 2
     repeats: Annotated[int, typer.Option(help="Passes over all cells, with fresh prompts.")] = 1
     ignore_eos: _IgnoreEos = True

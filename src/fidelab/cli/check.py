@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.output import UNDECIDED, open_console
 
 if TYPE_CHECKING:
     from fidelab.results.check import Policy
 
-_WIDTH = 80
 _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
 
 
 def check(
-    run_dir: options.RunDir,
-    max_kld: Annotated[float | None, typer.Option(help="Maximum mean KLD in nats (kld.mean).")] = None,
+    run_dir: options.NamedRunDir,
+    max_kld: Annotated[
+        float | None, typer.Option(parser=values.nats, metavar="NATS", help="Maximum mean KLD in nats (kld.mean).")
+    ] = None,
     min_same_top: Annotated[
         str | None, typer.Option(help="Minimum share of equal top tokens, e.g. 97% (kld.top1).")
     ] = None,
@@ -56,16 +57,17 @@ def check(
     from fidelab.report.exports import choose_arm
     from fidelab.results.check import check as decide
     from fidelab.results.compare import compare
-    from fidelab.results.store import find_run, read_run
+    from fidelab.results.store import read_run
     from fidelab.results.table import BENCH
 
     if markdown and json_file == "-":
         raise UsageError("--markdown and --json -: name one")
-    report, diff = read_run(run_dir), None
+    report, diff = read_run(options.find_run(run_dir, _usable(policy), "finished run with these metrics")), None
     measured = dict.fromkeys(name for arm in report.candidates for name in arm.axes)
     asked = read_policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
     if baseline is not None:
-        diff = compare(read_run(find_run(baseline)), report, asked.baseline)
+        former = read_run(options.find_run(baseline, _usable(policy), "finished run with these metrics"))
+        diff = compare(former, report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
     alone = () if report.candidates else (report.reference,)  # a run that compares nothing
     arms = alone or (report.candidates if every or everywhere else [choose_arm(report, arm)])
@@ -87,8 +89,26 @@ def check(
     else:
         from fidelab.report.check import render_check
 
-        render_check(found, open_console(_WIDTH))
+        render_check(found, open_console())
     raise typer.Exit(_CODES[found.decision])
+
+
+def _usable(policy: Path | None) -> Callable[[Path], bool]:
+    """Return whether a run has something that is checked: a metric of the policy's, else a comparison."""
+    from fidelab.config.load import read_yaml
+    from fidelab.results.table import BENCH
+
+    rules = read_yaml(policy, keys="'rules:'").get("rules", ()) if policy is not None else ()
+    metrics = [str(rule.get("metric", "")) for rule in rules if isinstance(rule, dict)] if rules else []
+
+    def usable(folder: Path) -> bool:
+        found = options.measured_in(folder)
+        groups = {*found["compared"], *(f"{BENCH}{name}" for name in found["benches"])}
+        if metrics:
+            return any(metric == group or metric.startswith(f"{group}.") for metric in metrics for group in groups)
+        return bool(found["compared"])
+
+    return usable
 
 
 def read_policy(path: Path | None, flags: dict[str, dict[str, Any]], axes: Collection[str]) -> Policy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
-from fidelab.cli.output import exit_on, note, open_console, show_report, waiting
+from fidelab.cli.output import exit_on, note, open_console, say, say_fact, show_report, waiting
 from fidelab.core import shell_line
 from fidelab.environments.checkpoints import checkpoints
 
@@ -58,47 +57,37 @@ def audit(
 
 
 def _show(outcome: checkpoints.Audit) -> None:
-    width = open_console().width
     method = outcome.method or "not quantized"
-    print(
+    say(
         f"{outcome.checkpoint}: {method}, {outcome.quantized:,} of {outcome.modules:,} modules quantized, "
         f"{outcome.tensors:,} tensors, {outcome.nbytes / 1e6:,.1f} MB"
     )
     for finding in outcome.findings:
         print()
         known = checkpoints.RULES[finding.rule]
-        _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.", width)
-        _paragraph("run time", f"{known.symptom}.", width)
-        _paragraph("to do", f"{known.command}.", width)
+        _paragraph(str(finding.severity), f"{known.title} ({finding.rule}): {finding.text}.")
+        _paragraph("run time", f"{known.symptom}.")
+        _paragraph("to do", f"{known.command}.")
         if len(finding.tensors) > 2:
             more = len(finding.tensors) - _MAX_NAMES
             names = [*finding.tensors[:_MAX_NAMES], *([f"and {more:,} more (--json has all)"] if more > 0 else [])]
             for place, name in enumerate(names):
-                print(f"{'tensors' if place == 0 else '':<{_MARGIN}}{name}")
+                _paragraph("tensors" if place == 0 else "", name)
     reasons: dict[str, list[str]] = {}
     for what, why in outcome.unchecked.items():
         reasons.setdefault(why, []).append(what)
     files = f"{outcome.files:,} file{'' if outcome.files == 1 else 's'}"
     print()
-    _paragraph("checked", f"{len(outcome.rules)} rules, {outcome.tensors:,} tensors, {files}", width)
+    _paragraph("checked", f"{len(outcome.rules)} rules, {outcome.tensors:,} tensors, {files}")
     if reasons:
         said = "; ".join(f"{', '.join(names)} ({why})" for why, names in reasons.items())
-        _paragraph("not checked", said, width)
-    print(f"verdict: {outcome.verdict}")
+        _paragraph("not checked", said)
+    say(f"verdict: {outcome.verdict}")
 
 
-def _paragraph(label: str, text: str, width: int) -> None:
-    """Print a label in the margin, and next to it a text wrapped to the terminal; names are never broken."""
-    print(
-        textwrap.fill(
-            text,
-            max(width, 40),
-            initial_indent=f"{label:<{_MARGIN}}",
-            subsequent_indent=" " * _MARGIN,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    )
+def _paragraph(label: str, text: str) -> None:
+    """Print a label in the margin, and next to it a text wrapped to the terminal."""
+    say_fact(label, text, _MARGIN)
 
 
 @app.command()
@@ -131,7 +120,7 @@ def convert(
     if as_json:
         print(json.dumps(certificate.record(), indent=1))
         return
-    print(certificate.line())
+    say(certificate.line())
     for text in certificate.notes:
         note(f"fidelab: {text}")
     note(f"fidelab: {target} written; every tensor is in {target / checkpoints.CERTIFICATE}")
@@ -200,9 +189,9 @@ def _show_plan(planned: checkpoints.Plan, as_json: bool) -> None:
         print(json.dumps({"quantized": planned.quantized, "kept": dict(planned.kept)}, indent=1))
         return
     reasons = Counter(planned.kept.values())
-    print(f"{len(planned.quantized):,} modules quantized, {planned.weights:,} weights, like {planned.quantized[0]}")
+    say(f"{len(planned.quantized):,} modules quantized, {planned.weights:,} weights, like {planned.quantized[0]}")
     kept = ", ".join(f"{reason} {count:,}" for reason, count in reasons.items())
-    print(f"{len(planned.kept):,} modules kept" + (f": {kept}" if kept else ""))
+    say(f"{len(planned.kept):,} modules kept" + (f": {kept}" if kept else ""))
 
 
 @app.command()
@@ -267,4 +256,4 @@ def make_fragile(
 
     made = checkpoints.make_fragile(locate(model), out, pairs=pairs, factor=factor)
     channels = ", ".join(map(str, made.channels))
-    print(f"{made.folder}: channels {channels} of every head of K times {factor} in {made.layers} layers, of Q divided")
+    say(f"{made.folder}: channels {channels} of every head of K times {factor} in {made.layers} layers, of Q divided")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from difflib import get_close_matches
+from copy import copy
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -13,7 +13,9 @@ import typer.core
 from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
 
 from fidelab.cli.rules import check_flags
+from fidelab.cli.values import named
 from fidelab.core.errors import UsageError
+from fidelab.core.lines import columns
 
 _VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
 
@@ -36,10 +38,27 @@ class _Shown:
         return [piece for piece in pieces if [piece] not in hidden]
 
 
+def _set_help_width() -> None:
+    """Let typer print help as wide as everything else."""
+    from typer import rich_utils
+
+    rich_utils.MAX_WIDTH = columns()
+
+
 class _Command(_Shown, typer.core.TyperCommand):
     """A command.  With ``brief``, ``--help`` shows only these parameters, and ``--help-all`` shows all."""
 
     brief: Collection[str] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words, unless one is a short option of another tool, such as ``-fa``."""
+        if any(word[:1] == "-" and word[1:2].isalpha() and len(word.partition("=")[0]) > 2 for word in args):
+            from fidelab.cli.mistakes import unknown_joined
+
+            if text := unknown_joined(ctx, args):
+                raise UsageError(text)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, unless its flags do not go together."""
@@ -47,6 +66,7 @@ class _Command(_Shown, typer.core.TyperCommand):
         return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        _set_help_width()
         parameters = self.get_params(ctx)
         if not self.brief or ctx.meta.get("help_all"):
             return super().format_help(ctx, formatter)
@@ -70,23 +90,26 @@ class Group(_Shown, typer.core.TyperGroup):
 
     default: ClassVar[str | None] = None
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _set_help_width()
+        super().format_help(ctx, formatter)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] not in self.commands:
             if self.default is not None:
                 args = [self.default, *args]
-            elif near := self._nearest(ctx, args[0]):
-                raise UsageError(f"no command '{ctx.command_path} {args[0]}'; did you mean: {' or '.join(near)}")
+            elif text := self._meant(ctx, args[0]):
+                raise UsageError(text)
         return super().resolve_command(ctx, args)
 
-    def _nearest(self, ctx: Any, word: str) -> list[str]:
-        """Return the commands whose name is nearest to a word: below this group, else of any group."""
+    def _meant(self, ctx: Any, word: str) -> str:
+        """Return the message for a word that is not a command of this group."""
+        from fidelab.cli.mistakes import unknown_command
+
         if ctx.command_path.endswith(" import") and any(word.lower() in tool for tool in _LOADS):
-            return [f"{ctx.command_path} loads"]
-        for top, path in ((self, ctx.command_path), (ctx.find_root().command, ctx.find_root().command_path)):
-            known = [*_paths(top, path)]
-            if near := get_close_matches(word, {name for name, _ in known}, 1):
-                return [path for name, path in known if name == near[0]]
-        return []
+            return f"no command '{ctx.command_path} {word}'; did you mean: {ctx.command_path} loads"
+        root = ctx.find_root()
+        return unknown_command(ctx, word, _paths(root.command, root.command_path))
 
 
 _LOADS = ("vllm-bench-serve", "sglang-bench_serving", "guidellm")  # tools whose files `import loads` reads
@@ -130,9 +153,20 @@ class Commands(typer.Typer):
                 kind, declared = get_args(hint)[:2]
                 if isinstance(declared, ArgumentInfo) and declared.metavar is None:
                     declared.metavar = argument.upper()
+                elif isinstance(declared, OptionInfo) and (parser := declared.parser) is not None:
+                    flag = next(
+                        (name for name in declared.param_decls or () if name.startswith("--")),
+                        f"--{argument.replace('_', '-')}",
+                    )
+                    declared = copy(declared)
+                    declared.parser = named(parser, flag)
+                    hints[argument] = Annotated[kind, declared]
                 elif isinstance(declared, OptionInfo) and declared.metavar is None:
                     kinds = [kind, *get_args(kind), *(inner for part in get_args(kind) for inner in get_args(part))]
                     declared.metavar = next((_VALUES[each] for each in kinds if each in _VALUES), None)
+            if (signature := getattr(function, "__signature__", None)) is not None:  # of expanded groups
+                parameters = [one.replace(annotation=hints[name]) for name, one in signature.parameters.items()]
+                function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
             function.__annotations__ = hints  # otherwise typer would evaluate the annotations' text again
             # each paragraph in one line, since the terminal wraps it; indented lines are examples and stay as they are
             paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options, values
 from fidelab.cli.axes import bench_settings
+from fidelab.cli.defaults import use_defaults
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
 
@@ -57,7 +59,8 @@ class SourceOptions(options.Options):
             "--resume",
             metavar="RUN_DIR",
             help="Resume a stopped run (or 'latest'). Cannot be combined with other options.",
-            callback=options.find_run,
+            callback=options.unfinished,
+            autocompletion=completion.run,
         ),
     ] = None
     trusted: options.Trusted = None
@@ -85,7 +88,10 @@ class ArmOptions(options.Options, panel=options.ARMS):
     ] = None
     kv: Annotated[
         list[str] | None,
-        typer.Option(help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable."),
+        typer.Option(
+            help="Candidate KV format: NAME, K/V or NAME\\[key=value,…]. Repeatable.",
+            autocompletion=completion.kv_format,
+        ),
     ] = None
     candidate: Annotated[
         list[str] | None,
@@ -137,8 +143,9 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
         ),
     ] = None
     budget: Annotated[
-        str | None,
+        float | None,
         typer.Option(
+            parser=values.seconds,
             metavar="TIME",
             help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
         ),
@@ -199,6 +206,11 @@ def compare(
       fidelab compare -f experiment.yaml --set axes.kld.windows=64
     """
     trusted = source.trusted or []
+    if source.resume_dir is None and source.file is None:
+        if arms.serve is not None and "device" not in given_flags(context):
+            engine.device = "auto"  # the command says where its server runs
+        elif arms.preset is None and (line := use_defaults(context)):
+            note(line)
     if source.resume_dir is not None:
         from fidelab.run.repeat import resume_all
 
@@ -207,7 +219,7 @@ def compare(
         exit_on(failures(report))
         return
     if source.file is not None:
-        _run_file(source.file, measured.overrides or [], trusted, show, dry_run)
+        _run_file(source.file, measured.overrides or [], trusted, show, dry_run, runs)
         return
     from fidelab.config.flags import StartingPoint, read_flags
     from fidelab.metrics.equivalence import MIN_CLUSTERS
@@ -288,15 +300,24 @@ def _borrowed(reference: str, places: Sequence[str] | None, model: str | None, *
 
 
 def _run_file(
-    experiment: Path, overrides: Sequence[str], trusted: Sequence[Path], show: options.ShowOptions, dry_run: bool
+    experiment: Path,
+    overrides: Sequence[str],
+    trusted: Sequence[Path],
+    show: options.ShowOptions,
+    dry_run: bool,
+    runs: RunOptions,
 ) -> None:
     from fidelab.config.experiment import read_settings
+    from fidelab.config.load import read_yaml
     from fidelab.config.profiles import find_experiment
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import load_trusted
     from fidelab.core.errors import UsageError
 
-    settings = load_trusted(find_experiment(experiment), overrides, trusted, read_settings)
+    path = find_experiment(experiment)
+    if runs.output_dir != Path("runs") and "output_dir" not in read_yaml(path):
+        overrides = [f"output_dir={json.dumps(str(runs.output_dir))}", *overrides]
+    settings = load_trusted(path, overrides, trusted, read_settings)
     if isinstance(settings, Experiment):
         launch(settings, show, dry_run)
     elif show.details:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.attention import attention
 from fidelab.cli.commands import Commands
 from fidelab.cli.compare import study_experiment
@@ -186,7 +186,7 @@ def layers(
     ] = None,
     text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Number of text windows.")] = 2,
-    n_ctx: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
+    n_ctx: Annotated[int, typer.Option(parser=values.tokens, metavar="N", help="Tokens per window.")] = 256,
     floor: Annotated[
         bool, typer.Option(help="Repeat the reference, and the candidate with changed last bits, to measure noise.")
     ] = True,

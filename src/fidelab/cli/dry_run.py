@@ -6,10 +6,12 @@ import json
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fidelab.cli.output import duration, note
+from fidelab.cli.output import duration, note, say, say_command, say_fact
 from fidelab.core import format_bytes
+from fidelab.core.lines import columns
 from fidelab.results.numbers import counted
 
 if TYPE_CHECKING:
@@ -45,12 +47,13 @@ def _show_own(experiment: Experiment, as_json: bool) -> None:
         print(json.dumps({"commands": commands, "disk_bytes": plan.disk_bytes(), "remarks": list(plan.remarks)}))
         return
     for one in commands:
-        print(f"{one['role']}\n  {one['command']}")
+        say(one["role"])
+        say_command(one["command"], indent=2)
     print()
     for remark in plan.remarks:
-        print(remark)
+        say(remark)
     [size] = format_bytes(plan.disk_bytes())
-    print(f"{counted(len(commands), 'start')} of llama-perplexity; files of rows take {size} for a while")
+    say(f"{counted(len(commands), 'start')} of llama-perplexity; files of rows take {size} for a while")
 
 
 def show_pasted(serve: ServeConfig) -> None:
@@ -80,14 +83,14 @@ def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
         print(json.dumps({"engines": plans, **whole}))
         return
     for label, plan in plans.items():
-        print(f"{label}:")
+        say(f"{label}:")
         if "reason" in plan:
-            print(f"  cannot run: {plan['reason']}")
+            say(f"cannot run: {plan['reason']}", indent=2, hang=4)
         else:
-            _print_jobs(plan, "  ")
-            _print_time(plan, "  ")
+            _print_jobs(plan, 2)
+            _print_time(plan, 2)
         print()
-    print(f"about {duration(whole['seconds'])} in all")
+    say(f"about {duration(whole['seconds'])} in all")
 
 
 def _planned(experiment: Experiment) -> dict[str, Any]:
@@ -169,38 +172,47 @@ def _unreachable(settings: Settings) -> list[str]:
         return [f"{name}: {why}" for name, why in zip(servers, found, strict=True) if why]
 
 
-def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
+def _print_jobs(plan: Mapping[str, Any], indent: int = 0) -> None:
+    told = partial(say, indent=indent, hang=indent + 2)
     jobs = plan["jobs"]
-    names = [*(job["role"] for job in jobs), *plan["not_supported"]]
-    wide, kv_wide = max(map(len, (*names, " " * 24))), max((len(job["kv"]) for job in jobs), default=0)
+    kv_wide = max((len(job["kv"]) for job in jobs), default=0)
+    role_wide = max((len(job["role"]) for job in jobs), default=0)
+    room = columns() - indent
     for job in jobs:
         state = f"{job['tokens']:>9,} tokens {duration(job['seconds']):>9}"
         state = state if job["captures_missing"] else "saved already"
-        print(f"{indent}{job['role']:<{wide}} {job['kv']:<{kv_wide}} {state}")
+        if role_wide + kv_wide + len(f" {'':>9} tokens {'':>9} ") <= room:
+            told(f"{job['role']:<{role_wide}} {job['kv']:<{kv_wide}} {state}")
+        elif role_wide + len(f"{'':>9} tokens {'':>9} ") <= room:  # the role of a candidate holds its format
+            told(f"{job['role']:<{role_wide}} {state}")
+        else:
+            told(job["role"])
+            told(f"  {state.strip()}")
+    wide = min(max([role_wide, 23, *map(len, plan["not_supported"])]), room // 2) + 1
     for name, seconds in plan["benches"].items():
-        print(f"{indent}{f'bench {name}' if name != 'loads' else 'loads for benches':<{wide}} {duration(seconds)}")
+        say_fact(f"bench {name}" if name != "loads" else "loads for benches", duration(seconds), wide, indent=indent)
     for name, reason in plan["not_supported"].items():
-        print(f"{indent}{name:<{wide}} not supported: {reason}")
+        say_fact(name, f"not supported: {reason}", wide, indent=indent)
     for name, reason in plan["unavailable"].items():
-        print(f"{indent}axis {name:<{wide - 5}} not measurable: {reason}")
+        say_fact(f"test {name}", f"not measurable: {reason}", wide, indent=indent)
     for remark in plan["remarks"]:
-        print(f"{indent}{remark}")
+        told(f"{remark}")
     if plan["not_counted"]:
         leading = ", ".join(plan["not_counted"])
-        print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
+        told(f"not counted: questions that follow from the reference's answers ({leading})")
     for need in plan["memory"]:
-        print(f"{indent}{memory_line(need)}")
+        told(f"{memory_line(need)}")
     if plan["unread_bytes"]:
         [size] = format_bytes(plan["unread_bytes"])
-        print(f"{indent}{size} of weights are read for their hash when the run starts, and were not for this plan")
+        told(f"{size} of weights are read for their hash when the run starts, and were not for this plan")
     mib = plan["disk_bytes"] / 2**20
     if plan["starts"]:
         loaded = counted(plan["loads"], "load")
-        print(f"{indent}{counted(plan['starts'], 'start')} of an engine, {loaded} of a model")
-    print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of saved outputs in {plan['captures_dir']}")
+        told(f"{counted(plan['starts'], 'start')} of an engine, {loaded} of a model")
+    told(f"total {plan['tokens']:,} tokens, {mib:.1f} MiB of saved outputs in {plan['captures_dir']}")
     if plan["conversion_bytes"]:
         mib = plan["conversion_bytes"] / 2**20
-        print(f"{indent}and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")
+        told(f"and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")
 
 
 def memory_line(need: Mapping[str, Any]) -> str:
@@ -210,22 +222,23 @@ def memory_line(need: Mapping[str, Any]) -> str:
     return f"{need['model']} in {need['dtype']} needs {needed} for its weights, {need['of']} has {found}{fits}"
 
 
-def _print_time(plan: Mapping[str, Any], indent: str = "") -> None:
+def _print_time(plan: Mapping[str, Any], indent: int = 0) -> None:
+    told = partial(say, indent=indent, hang=indent + 2)
     parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["parts"].items() if seconds >= 0.5)
-    print(f"{indent}about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
+    told(f"about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
     if "windows" in plan:
         first, most = plan["windows"]
-        print(
-            f"{indent}{first} to {counted(most, 'window')}: a decided candidate reads no more; "
+        told(
+            f"{first} to {counted(most, 'window')}: a decided candidate reads no more; "
             f"about {duration(plan['seconds_at_most'])} if none is decided early"
         )
     if len(plan["axes"]) > 1:
-        print(f"{indent}axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
+        told("tests: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
     if plan["budget_seconds"] is not None:
         over = plan["budget_seconds"] < plan["seconds"]
         said = "too short for the first look" if over else "it ends before windows that exceed it"
-        print(f"{indent}budget {duration(plan['budget_seconds'])}: {said}")
+        told(f"budget {duration(plan['budget_seconds'])}: {said}")
     for rates, arms in plan["sources"].items():
-        print(f"{indent}rates from {rates}: {', '.join(arms)}")
+        told(f"rates from {rates}: {', '.join(arms)}")
     if any(source.startswith("defaults") for source in plan["sources"]):
         note("the time is a guess by a factor of several: the first run here makes the next estimate a measured one")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from operator import getitem
@@ -11,22 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import open_console, print_json
+from fidelab.cli.output import open_console, print_json, say
 from fidelab.core.errors import UsageError
 
 if TYPE_CHECKING:
     from fidelab.core import KVSpec
     from fidelab.physics.shapes import Geometry
 
-_NUMBER = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _KV = ("bf16", "k16v8", "fp8_e4m3", "q8_0", "int4")
-
-
-_TIME = re.compile(r"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>us|ms|s)", re.IGNORECASE)
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 app = Commands(
@@ -35,32 +28,16 @@ app = Commands(
 )
 
 
-def parse_counts(text: str, what: str) -> list[int]:
-    """Parse numbers such as ``2k,8k,32768``, where k is 1,024.
+def _step_seconds(text: str) -> float:
+    """Return the seconds of a decode step, whose unit has to be written: a bare 10 is meant as milliseconds."""
+    from fidelab.core.amounts import parse_seconds
 
-    Raises:
-        UsageError: If a part is not a whole number above 0.
-    """
-    counts = []
-    for item in text.split(","):
-        match = _NUMBER.fullmatch(item.strip())
-        value = float(match["number"]) * 1024 ** _POWERS[match["unit"].lower()] if match else 0
-        if value < 1 or value % 1:
-            raise UsageError(f"--{what} {item.strip()!r}: write whole numbers above 0, such as 2k,8k,32k")
-        counts.append(int(value))
-    return sorted(dict.fromkeys(counts))
-
-
-def parse_seconds(text: str, what: str) -> float:
-    """Parse a time such as ``10ms`` or ``0.5s``.
-
-    Raises:
-        UsageError: If it lacks its unit, or is not above 0.
-    """
-    match = _TIME.fullmatch(text.strip())
-    if match is None or not float(match["number"]) > 0:
-        raise UsageError(f"--{what} {text.strip()!r}: write a time above 0 with its unit, such as 10ms")
-    return float(match["number"]) * _SECONDS[match["unit"].lower()]
+    if text.strip()[-1:].isdigit():
+        raise UsageError(f"--step-time {text.strip()!r}: write a time above 0 with its unit, such as 10ms")
+    try:
+        return parse_seconds(text)
+    except ValueError:
+        raise UsageError(f"--step-time {text.strip()!r}: write a time above 0 with its unit, such as 10ms") from None
 
 
 @app.command()
@@ -72,11 +49,16 @@ def model(
     kv_heads: Annotated[int | None, typer.Option(help="KV heads per layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(help="Head dimension.")] = None,
     params: Annotated[float | None, typer.Option(help="Number of parameters, e.g. 7.6e9.")] = None,
-    kv: Annotated[list[str] | None, typer.Option(help=f"KV formats. \\[default: {', '.join(_KV[1:])}]")] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(autocompletion=completion.kv_format, help=f"KV formats. \\[default: {', '.join(_KV[1:])}]"),
+    ] = None,
     reference: Annotated[
         str | None, typer.Option(help="Reference format of the speed-ups. \\[default: bf16, or the engine's auto]")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Engine whose formats are meant, e.g. vllm.", autocompletion=completion.engine)
+    ] = None,
     device: Annotated[
         list[str] | None, typer.Option(help="Devices of the table, e.g. H100, 4090 or 'M3 Max 64GB'.")
     ] = None,
@@ -109,7 +91,9 @@ def model(
 
       fidelab estimate --layers 28 --kv-heads 4 --head-dim 128 --params 7.6e9
     """
-    from fidelab.core import KVSpec, parse_bytes
+    from fidelab.cli.axes import counts
+    from fidelab.core import KVSpec
+    from fidelab.core.amounts import parse_bytes
     from fidelab.engines.base import engine_class
     from fidelab.physics.devices import find_device
     from fidelab.physics.overview import overview
@@ -125,7 +109,7 @@ def model(
     if reference is None:
         reference = next((name for name in (_KV[0], "auto") if _exists(name, engine)), _KV[0])
     room = None if memory is None else parse_bytes(memory)
-    step = None if step_time is None else parse_seconds(step_time, "step-time")
+    step = None if step_time is None else _step_seconds(step_time)
     if not devices and (
         unused := next((key for key, value in (("memory", memory), ("step-time", step_time)) if value), "")
     ):
@@ -134,8 +118,8 @@ def model(
         Model(geometry, weight_bits, tp, native, parse_bytes(overhead) if overhead else 0.0, engine),
         KVSpec.parse(reference),
         [KVSpec.parse(one) for one in shown],
-        parse_counts(context, "context"),
-        parse_counts(batch, "batch"),
+        sorted({*counts("--context", context)}),
+        sorted({*counts("--batch", batch)}),
         devices,
         room,
         step,
@@ -148,9 +132,9 @@ def model(
     else:
         _show(found)
         for text in refused:
-            typer.echo(text)
-        typer.echo("")
-        typer.echo(f"Measure what a format costs: {_measured_by(name, engine, shown)}")
+            say(text)
+        say()
+        say(f"Measure what a format costs: {_measured_by(name, engine, shown)}")
 
 
 def _measured_by(name: str | None, engine: str | None, formats: Sequence[str]) -> str:

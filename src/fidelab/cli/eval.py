@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.bench_serve import in_flags
 from fidelab.cli.options import ENV, SERVE, Json, Options, RunsOptions, expand_options, split_engine_args
 from fidelab.cli.output import command_line, exit_on, note, show_report
@@ -45,7 +45,9 @@ class _StartOptions(Options, panel="Server that is started"):
     pythonpath: options.PythonPath = None
     device: options.Device = "auto"
     threads: options.Threads = None
-    start_timeout: Annotated[float, typer.Option(help="Time limit for the start in seconds.")] = _START_SECONDS
+    start_timeout: Annotated[
+        float, typer.Option(parser=values.seconds, metavar="TIME", help="Time limit for the start.")
+    ] = _START_SECONDS
 
     def given(self) -> list[str]:
         """Return the flags that have another value than by default."""
@@ -71,7 +73,9 @@ class _QuestionOptions(Options, panel="Questions"):
 
     kinds: Annotated[str | None, typer.Option(help=_KINDS_HELP)] = None
     parallel: Annotated[int, typer.Option(help="Requests in flight.", min=1)] = 4
-    time_limit: Annotated[float, typer.Option(help="Time limit for all requests in seconds.")] = 600.0
+    time_limit: Annotated[
+        float, typer.Option(parser=values.seconds, metavar="TIME", help="Time limit for all requests.")
+    ] = 600.0
     timeout: options.RequestTimeout = 600.0
 
     def settings(self) -> dict[str, Any]:
@@ -133,16 +137,21 @@ def evaluate(
         _evaluate(settings, server, run, model, start.kv, policy, baseline, as_json)
 
 
+def _has_answers(folder: Path) -> bool:
+    """Whether a run has answers to the questions of ``fidelab eval``."""
+    return "eval" in options.measured_in(folder)["benches"]
+
+
 def _read(judge: _JudgeOptions) -> tuple[Any, Report | None]:
     """Return policy and baseline, read before anything is asked."""
     from fidelab.bench.eval import answers_of
     from fidelab.cli.check import read_policy
-    from fidelab.results.store import find_run, read_run
+    from fidelab.results.store import read_run
 
     policy = None if judge.policy is None else read_policy(judge.policy, {}, ())
     if judge.baseline is None:
         return policy, None
-    answers_of(baseline := read_run(find_run(judge.baseline)))
+    answers_of(baseline := read_run(options.find_run(judge.baseline, _has_answers, "finished run of eval")))
     return policy, baseline
 
 

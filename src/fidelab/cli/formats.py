@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options
 from fidelab.cli.output import open_console, waiting
 from fidelab.core import KVSpec
 from fidelab.core.errors import UsageError
@@ -30,7 +30,6 @@ class _Geometry:
     head_dim: int
 
 
-_WIDTH = 80  # where the output is not a terminal
 _SIZES = ("bits_per_value", "k_bits", "v_bits", "bytes_per_token", "stored_bytes_per_token")
 _EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # constants, so that the table needs no model on this machine
 
@@ -39,7 +38,10 @@ def formats(
     model: Annotated[
         str | None, typer.Option(help="Model whose cache size is shown. \\[default: smollm2-135m]")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Only the formats that this engine stores, and how.")] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Only the formats that this engine stores, and how.", autocompletion=completion.engine),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """List KV cache formats with their size and engines.
@@ -88,7 +90,7 @@ def formats(
             engines = [*row["stored"].values()]
         marks = f"{'*' if row['emulated'] else ''}{'†' if row['keeps'] else ''}"
         table.add_row(f"{row['name']}{marks}", *numbers, Text(", ".join(engines)))
-    console = open_console(_WIDTH)
+    console = open_console()
     console.print(table)
     notes = [
         f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "

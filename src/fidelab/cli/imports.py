@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import options, values
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, failures, note, open_console, show_report
 
@@ -79,7 +79,10 @@ def kld_dumps(
     name: _Names = None,
     model: Annotated[str | None, typer.Option(help="Name of the model.")] = None,
     stride: Annotated[
-        int | None, typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]")
+        int | None,
+        typer.Option(
+            parser=values.tokens, metavar="N", help="Tokens between windows. \\[default: a quarter of a window's rows]"
+        ),
     ] = None,
     bootstrap: options.SeedOptions,
     runs: _RunsOptions,

@@ -17,6 +17,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from fidelab.cli import completion, values
 from fidelab.cli.axes import axis_settings
 from fidelab.engines import DEFAULT, engine_name
 
@@ -105,20 +106,80 @@ Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
 
 FloatModel = Annotated[str, typer.Argument(help="Model with floating-point weights: name, hub id or folder.")]
-WindowTokens = Annotated[int, typer.Option(min=8, help="Tokens per window.")]
+WindowTokens = Annotated[int, typer.Option(parser=values.tokens, metavar="N", min=8, help="Tokens per window.")]
 
 
-def find_run(name: Path | None) -> Path | None:
-    """Like :func:`fidelab.results.store.find_run`, for an option or argument that may be omitted."""
+def find_run(name: Path | None, usable: Callable[[Path], bool] | None = None, wanted: str = "finished run") -> Any:
+    """Like :func:`fidelab.results.store.find_run`, in the user's folder of runs; the run that is found is named.
+
+    ``None`` for an option or argument that was omitted.
+    """
+    from fidelab.cli.output import note
+    from fidelab.config.user import runs_folder
     from fidelab.results import store
 
-    return None if name is None else store.find_run(name)
+    if name is None:
+        return None
+    return store.find_run(
+        name, usable or store.has_report, wanted=wanted, runs=runs_folder(), say=lambda line: note(f"fidelab: {line}")
+    )
 
 
+def finished(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest finished one."""
+    return find_run(name)
+
+
+def compared(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest finished one that compares configurations."""
+    return find_run(name, lambda folder: bool(measured_in(folder)["compared"]), "finished run of compare")
+
+
+def unfinished(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest one that was stopped."""
+    from fidelab.results.store import is_unfinished
+
+    return find_run(name, is_unfinished, "run that was stopped")
+
+
+def any_run(name: Path | None) -> Any:
+    """Return the run that is named, where ``latest`` is the newest one, finished or not."""
+    return find_run(name, lambda folder: True)
+
+
+def measured_in(folder: Path) -> dict[str, set[str]]:
+    """Return the names of tests (``compared``) and benches (``benches``) in a run's report; empty without one."""
+    from fidelab.core import read_file, strict_json
+    from fidelab.results.store import REPORT
+
+    try:
+        report = strict_json(read_file(folder / REPORT, 1 << 30))
+        arms = [report["reference"], *report["candidates"]]
+        return {
+            "compared": {name for arm in arms[1:] for name in arm["axes"]},
+            "benches": {name for arm in arms for name in arm["benches"]},
+        }
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        return {"compared": set(), "benches": set()}
+
+
+_RUN_DIR_HELP = "Run folder, report.json, or 'latest' (newest in runs that fits)."
 RunDir = Annotated[
-    Path,
-    typer.Argument(metavar="RUN_DIR", help="Run folder, report.json, or 'latest' (newest in runs).", callback=find_run),
+    Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=finished, autocompletion=completion.run)
 ]
+ComparedRunDir = Annotated[
+    Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, callback=compared, autocompletion=completion.run)
+]
+AnyRunDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="Run folder, or 'latest' (newest in runs).",
+        callback=any_run,
+        autocompletion=completion.run,
+    ),
+]
+NamedRunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help=_RUN_DIR_HELP, autocompletion=completion.run)]
 Reference = Annotated[
     str | None, typer.Option(help="Reference: KV format or KEY=VALUE,…. \\[default: native]", rich_help_panel=ARMS)
 ]
@@ -127,6 +188,7 @@ Preset = Annotated[
     typer.Option(
         metavar="NAME",
         help="Preset (name or file) with model, engine and options. It is the reference unless --reference is given.",
+        autocompletion=completion.preset,
         rich_help_panel=ARMS,
     ),
 ]
@@ -135,6 +197,7 @@ Benches = Annotated[
     typer.Option(
         help="Benchmarks, comma-separated: startup, prefill, decode, memory, serving, offline (the first four).",
         show_default=False,
+        autocompletion=completion.benches,
         rich_help_panel=MEASURED,
     ),
 ]
@@ -168,7 +231,7 @@ Trusted = Annotated[
 Python = Annotated[str | None, typer.Option(help="Python of the engine's environment (default: auto-detect).")]
 Image = Annotated[str | None, typer.Option(help="Container image with the engine, for docker or podman.")]
 PythonPath = Annotated[list[str] | None, typer.Option(help="Folder of modules to put first on PYTHONPATH. Repeatable.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.", autocompletion=completion.device)]
 Threads = Annotated[int | None, typer.Option(help="CPU threads per worker. \\[default: all usable cores]")]
 EngineArg = Annotated[list[str] | None, typer.Option(help="Engine option K=V, or variable env.NAME=V. Repeatable.")]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
@@ -182,11 +245,16 @@ ApiKeyEnv = Annotated[
         help="Environment variable with the API key. \\[default: OPENAI_API_KEY, only to this machine]",
     ),
 ]
-RequestTimeout = Annotated[float, typer.Option(help="Time limit per request in seconds.")]
+RequestTimeout = Annotated[float, typer.Option(parser=values.seconds, metavar="TIME", help="Time limit per request.")]
 RowName = Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")]
 PageFile = Annotated[Path, typer.Option("--output", "-o", help="Output file.")]
 Policy = Annotated[Path | None, typer.Option(metavar="FILE", help="YAML file with limits on any metric.")]
-Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare with this run folder or report.json.")]
+Baseline = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="RUN", help="Also compare with this run folder or report.json.", autocompletion=completion.run
+    ),
+]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
 
@@ -194,7 +262,9 @@ Baseline = Annotated[Path | None, typer.Option(metavar="RUN", help="Also compare
 class EngineOptions(Options, panel=ENGINE):
     """Options for an engine, its location, and its computation."""
 
-    engine: Annotated[str, typer.Option(help="Engine that runs all configurations.")] = DEFAULT
+    engine: Annotated[
+        str, typer.Option(help="Engine that runs all configurations.", autocompletion=completion.engine)
+    ] = DEFAULT
     python: Python = None
     image: Image = None
     pythonpath: PythonPath = None
@@ -204,7 +274,11 @@ class EngineOptions(Options, panel=ENGINE):
     threads: Threads = None
     deadline: Annotated[
         float | None,
-        typer.Option(help="Time limit per configuration in seconds, model load included. \\[default: 14400]"),
+        typer.Option(
+            parser=values.seconds,
+            metavar="TIME",
+            help="Time limit per configuration, e.g. 30m, model load included. \\[default: 4h]",
+        ),
     ] = None
 
     def settings(self) -> dict[str, Any]:
@@ -309,7 +383,10 @@ NewFolder = Annotated[Path, typer.Option("--out", "-o", help="Output folder. It 
 Windows = Annotated[
     int | None, typer.Option(help="KLD: number of text windows. \\[default: 32, or fewer where all is decided]")
 ]
-Contexts = Annotated[str | None, typer.Option(metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]")]
+Contexts = Annotated[
+    Any,
+    typer.Option(parser=values.token_lengths, metavar="N[,N…]", help="KLD: tokens per window. \\[default: 512,2048]"),
+]
 
 
 class AxesOptions(TextOptions):
@@ -320,10 +397,14 @@ class AxesOptions(TextOptions):
         typer.Option(
             help="Text: agents, default, domains, wikitext-2, or a UTF-8 file. \\[default: by device]",
             show_default=False,
+            autocompletion=completion.text,
         ),
     ] = "auto"
     axes: Annotated[
-        str | None, typer.Option(help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]")
+        str | None,
+        typer.Option(
+            help="Tests, such as trajectory,kld; or core, full, all. \\[default: core]", autocompletion=completion.axes
+        ),
     ] = None
     quick: Annotated[bool, typer.Option("--quick", help="Measure KLD only, with fewer windows.")] = False
     windows: Windows = None
@@ -332,14 +413,20 @@ class AxesOptions(TextOptions):
         str | None,
         typer.Option(help="KLD: rows scored: half, full, sliding or depth. \\[default: half; text agents: depth]"),
     ] = None
-    stride: Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]")] = (
-        None
-    )
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            parser=values.tokens, metavar="N", help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]"
+        ),
+    ] = None
     prompts: Prompts = "default"
     traffic: Annotated[str | None, typer.Option(help="Log of requests: OpenAI .jsonl, or plain .txt.")] = None
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Traffic: skip and count bad records.")] = False
     keep_text: Annotated[bool, typer.Option("--keep-text", help="Include traffic text in reports.")] = False
-    n_predict: Annotated[int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]")] = None
+    n_predict: Annotated[
+        int | None,
+        typer.Option(parser=values.tokens, metavar="N", help="Trajectory: tokens per prompt. \\[default: 64]"),
+    ] = None
     template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
     limit: Annotated[
         list[str] | None, typer.Option(help="First items only: N (every axis with a limit) or AXIS=N. Repeatable.")
@@ -370,7 +457,10 @@ class ScoringOptions(SeedOptions):
     bands: Annotated[str, typer.Option(help="Score bands: fidelab or refract.")] = "fidelab"
 
 
-MaxKLD = Annotated[float | None, typer.Option(help="Maximum mean KLD for a recommendation, in nats.")]
+MaxKLD = Annotated[
+    float | None,
+    typer.Option(parser=values.nats, metavar="NATS", help="Maximum mean KLD for a recommendation, in nats."),
+]
 Memory = Annotated[str | None, typer.Option(help="Memory per device, e.g. 80G.")]
 Overhead = Annotated[str | None, typer.Option(help="Measured memory overhead of the engine, e.g. 2GiB.")]
 Sharing = Annotated[int, typer.Option("--tp", help="Tensor parallel size.")]
@@ -380,9 +470,10 @@ class CapacityOptions(Options, panel=SCORING):
     """Options for the memory that configurations need."""
 
     sequence: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--context",
+            parser=values.tokens,
             metavar="TOKENS",
             help="Report memory for this context, e.g. 32k. \\[default: the server's or model's limit]",
         ),

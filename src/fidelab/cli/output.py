@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
+from fidelab.core.lines import columns, encodable, folded_command, wrapped
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -25,8 +27,46 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.results.study import Study
 
-_PIPE_COLUMNS = 400  # width of a table of loads with all its columns
+_BLANK_ENDS = re.compile(r"(?<![ \t])[ \t](?:[ \t]|\x1b\[[0-9;]*m)*(?=\n)")  # with changes of style between blanks
+_OPEN_END = re.compile(r"(?<![ \t])[ \t](?:[ \t]|\x1b\[[0-9;]*m)*\Z")
+_BLANKS = re.compile(r"[ \t]+")
 _TQDM_PREFIX = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # tqdm begins its lines so
+
+
+def _without_blanks(end: re.Match[str]) -> str:
+    return _BLANKS.sub("", end[0])
+
+
+class _Plain:
+    """A standard stream without blanks at the ends of lines, whose encoding can hold every text."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._held = ""  # blanks that may stand at the end of a line
+
+    def write(self, text: str) -> int:
+        whole = self._held + text
+        end = _OPEN_END.search(whole)
+        self._held = end[0] if end else ""
+        whole = whole[: end.start()] if end else whole
+        if whole:
+            self._stream.write(
+                encodable(_BLANK_ENDS.sub(_without_blanks, whole), self._stream.encoding, same_width=True)
+            )
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        held, self._held = self._held, ""
+        if held:
+            self._stream.write(held)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class _Guarded:
@@ -38,7 +78,7 @@ class _Guarded:
 
     def __init__(self, stream: TextIO, *, dispensable: bool = False) -> None:
         """``dispensable``: a command goes on if the stream cannot be written, as on a full disk."""
-        self.rich_proxied_file = stream
+        self.rich_proxied_file = cast(TextIO, _Plain(stream))
         self._dispensable = dispensable
 
     def write(self, text: str) -> int:
@@ -102,8 +142,29 @@ def flush_output() -> None:
 
 
 def note(text: str) -> None:
-    """Print a line for the user on standard error, never into a pipe."""
-    print(text, file=sys.stderr)
+    """Print a paragraph for the user on standard error, wrapped at its width."""
+    print("\n".join(wrapped(text, columns(sys.stderr))), file=sys.stderr)
+
+
+def say(text: str = "", *, indent: int = 0, hang: int = 2) -> None:
+    """Print a paragraph on standard output, wrapped at its width.
+
+    ``indent``, ``hang``: blanks before the first line, and before all further ones.
+    """
+    print("\n".join(wrapped(text, columns(), indent=" " * indent, hang=" " * hang)))
+
+
+def say_command(command: str, *, indent: int = 0) -> None:
+    """Print a command on standard output, folded so that it can be pasted."""
+    print("\n".join(folded_command(command, columns(), indent=" " * indent)))
+
+
+def say_fact(name: str, value: str, column: int, *, indent: int = 0) -> None:
+    """Print ``name  value`` with the value at a column, where its further lines begin, too."""
+    column = min(column, max(12, columns() // 3))
+    head = f"{'':{indent}}{name:<{column - indent}}"
+    head = head if head.endswith(" ") else f"{head}  "
+    print("\n".join(wrapped(value, columns(), indent=head, hang=" " * column)))
 
 
 def duration(seconds: float) -> str:
@@ -114,10 +175,11 @@ def duration(seconds: float) -> str:
 
 
 def command_line() -> str:
-    """Return the command line that the user typed, for the record."""
+    """Return the command line that the user typed, with the user's own defaults, for the record."""
+    from fidelab.cli.defaults import words_of_defaults
     from fidelab.core import shell_line
 
-    return shell_line("fidelab", *sys.argv[1:])
+    return shell_line("fidelab", *sys.argv[1:], *words_of_defaults())
 
 
 @contextmanager
@@ -140,15 +202,13 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: line.update(Text(text))
 
 
-def open_console(width: int = 100, *, stderr: bool = False) -> Console:
-    """Return a console for standard output or error.
-
-    Output to a file or a pipe, which has no width, gets ``width`` columns.
-    """
+def open_console(*, stderr: bool = False) -> Console:
+    """Return a console for standard output or error, as wide as :func:`fidelab.core.lines.columns`."""
     stream = sys.stderr if stderr else sys.stdout
     stream = getattr(stream, "rich_proxied_file", stream)
-    console = _console_class()(file=stream)
-    return console if stderr or console.is_terminal else _console_class()(file=stream, width=width)
+    # without a height, rich takes 80 columns for a terminal of kind "dumb", whatever its width
+    height = 50 if os.environ.get("TERM") in ("dumb", "unknown") else None
+    return _console_class()(file=stream, width=columns(stream), height=height)
 
 
 @cache
@@ -217,7 +277,7 @@ def show_report(
     else:
         from fidelab.report.text import render_text
 
-        render_text(report, open_console(_PIPE_COLUMNS), folder=folder, details=details)
+        render_text(report, open_console(), folder=folder, details=details)
 
 
 def failures(report: Report) -> list[str]:

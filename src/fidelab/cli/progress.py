@@ -13,6 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from fidelab.cli.output import duration, open_console
+from fidelab.core.lines import wrapped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +57,11 @@ def _remaining_seconds(elapsed: float, done: float, total: float) -> float:
     return max(0.0, total - done) * (elapsed + _PLAN_SECONDS) / (done + _PLAN_SECONDS)
 
 
+def _print_wrapped(console: Console, text: str) -> None:
+    """Print a paragraph, wrapped at the console's width; words wider than that stay whole."""
+    console.print("\n".join(wrapped(text, console.width)), highlight=False, markup=False, soft_wrap=True)
+
+
 def _title(job: Watched) -> str:
     return job.role if job.role.partition(":")[0] in ("reference", "floor", "twin") else job.arm.name
 
@@ -71,7 +77,7 @@ class _Lines:
 
     def start(self, plan: Announced, folder: RunFolder | None) -> None:
         if folder is not None:
-            self._print(f"run {folder.path}")
+            self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)  # to be copied
         self._started = time.monotonic()
         for remark in plan.remarks:
             self._print(remark)
@@ -125,7 +131,7 @@ class _Lines:
     def close(self) -> None: ...
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _print_wrapped(self._console, text)
 
 
 class _Bars(_Lines):
@@ -188,7 +194,7 @@ class Installation:
 
     def say(self, text: str) -> None:
         """Print a line that is not rewritten."""
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _print_wrapped(self._console, text)
 
     def begin(self, stage: Stage) -> None:
         """Show the next step."""

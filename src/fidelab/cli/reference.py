@@ -63,9 +63,9 @@ def pages() -> dict[str, str]:
 
 def _cache_formats() -> str:
     """The page of the cache formats that engines define, and of what other tools call theirs."""
+    from fidelab.core.meant import ELSEWHERE
     from fidelab.engines.base import engines
     from fidelab.engines.cache_formats import CacheFormat
-    from fidelab.engines.format_names import ELSEWHERE
 
     def bits(row: CacheFormat) -> str:
         """Of a value of a head of 128, keys and values where they differ."""

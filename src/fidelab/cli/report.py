@@ -173,16 +173,10 @@ def _open(page: Path) -> None:
 
 
 def _with_memory(report: Report, asked: options.CapacityOptions) -> Report:
-    from fidelab.core import parse_tokens
-    from fidelab.core.errors import UsageError
     from fidelab.plan.capacity import parse_memory
     from fidelab.results.capacity import asked_again
 
-    try:
-        n_ctx = None if asked.sequence is None else parse_tokens(asked.sequence)
-    except ValueError as error:
-        raise UsageError(f"--context {error}") from None
-    return asked_again(report, n_ctx, None if asked.fit is None else parse_memory(asked.fit))
+    return asked_again(report, asked.sequence, None if asked.fit is None else parse_memory(asked.fit))
 
 
 def _refuse_with_csv(others: Mapping[str, object]) -> None:

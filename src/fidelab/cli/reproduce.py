@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import options
+from fidelab.cli import completion, options
 from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, exit_on, note, open_console, print_json, show_study
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 app = Commands(default="run", help="Repeat published measurements and compare the figures. NAME alone means run NAME.")
 
-Name = Annotated[str, typer.Argument(help="Profile name or file.", show_default=False)]
+Name = Annotated[
+    str, typer.Argument(help="Profile name or file.", show_default=False, autocompletion=completion.profile)
+]
 VariantName = Annotated[
     str | None,
     typer.Option("--variant", help="Variant of the profile, e.g. tiny (runs on two cores).", show_default=False),

@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console, print_json
+from fidelab.cli.output import note, open_console, print_json, say_fact
 
 if TYPE_CHECKING:
     from fidelab.ledger.index import LedgerRow
@@ -66,7 +66,7 @@ def list_runs(
         size = _mebibytes(row.bytes + sum(row.existing_captures().values()))
         cells = (row.path, ", ".join(row.engines), row.reference, status, row.recommended, size)
         table.add_row(*map(Text, cells))
-    open_console(400).print(table)
+    open_console().print(table)
 
 
 @app.command()
@@ -90,10 +90,9 @@ def page(
     from fidelab.core.errors import InputError
     from fidelab.ledger import index
     from fidelab.report.runs import write_runs
-    from fidelab.results.store import find_run
 
     if folders:
-        places = [find_run(folder) for folder in folders]
+        places = [options.finished(folder) for folder in folders]
         rows = _figures([(place, index.read_row(place)) for place in places])
     else:
         rows = _figures([(runs.output_dir / row.path, row) for row in index.list_runs(runs.output_dir)])
@@ -128,14 +127,13 @@ def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
     if as_csv:
         print(runs_csv(rows), end="")
         return
-    from fidelab.report.text import print_table
+    from fidelab.report.text import print_whole
 
-    table = runs_table(rows)
-    print_table(open_console(400), table.columns, table.rows, words=range(table.named), no_wrap=True)
+    print_whole(runs_table(rows), open_console())
 
 
 @app.command()
-def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
+def show(run_dir: options.AnyRunDir, as_json: options.Json = False) -> None:
     """Show a run's command, configurations, verdicts, saved outputs and machine.
 
     [bold]Example[/bold]
@@ -165,7 +163,18 @@ def show(run_dir: options.RunDir, as_json: options.Json = False) -> None:
     }
     for name, value in facts.items():
         if value not in ("", None, {}, []):
-            print(f"{name:<24}  {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}")
+            say_fact(name, value if isinstance(value, str) else _in_words(value), 26)
+
+
+def _in_words(value: Any) -> str:
+    """Return plain data as ``name value, name value``."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name} {_in_words(inner)}" for name, inner in value.items() if inner not in ("", None, {}, [])
+        )
+    if isinstance(value, list):
+        return " ".join(map(_in_words, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _entry(row: LedgerRow) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import exit_on, note, open_console
+from fidelab.cli.output import exit_on, flush_output, note, open_console, say
 from fidelab.core import shell_line
 from fidelab.core.waiting import wait_for
 from fidelab.engines import engine_name
@@ -183,9 +183,9 @@ def stop(
     elif len(running) > 1 and not everything:
         raise UsageError(f"several servers run: name one of {', '.join(s.name for s in running)}, or pass --all")
     for server in running:
-        print(f"{server.name} {'ended' if end(server) else 'had ended before'} (process {server.pid}, {server.url})")
+        say(f"{server.name} {'ended' if end(server) else 'had ended before'} (process {server.pid}, {server.url})")
     if not running:
-        print("no server runs that fidelab started")
+        say("no server runs that fidelab started")
 
 
 @app.command("presets")
@@ -328,10 +328,8 @@ def _show(launched: RunningServer, detached: bool) -> None:
     server = launched.server
     show_findings(launched.findings)
     which = "first start" if not launched.earlier else f"start {len(launched.earlier) + 1} of this command"
-    print(
-        f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}); log: {server.log}",
-        flush=True,
-    )
+    say(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}); log: {server.log}")
     if detached:
         stop = shell_line("fidelab", "serve", "stop", server.name)
-        print(f"it still runs as process {server.pid}; end it with: {stop}", flush=True)
+        say(f"it still runs as process {server.pid}; end it with: {stop}")
+    flush_output()

@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import formats, options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console, waiting
+from fidelab.cli.output import note, open_console, say, say_fact, waiting
 from fidelab.core import shell_line
 from fidelab.core.errors import UnknownNameError
 
@@ -54,16 +54,15 @@ def list_engines(
         else:
             cells = [place.engine, place.problem if place.environment is None else place.name, "", "", ""]
         table.add_row(*map(Text, cells))
-    console = open_console()
-    console.print(table)
+    open_console().print(table)
     for place in places:
         if place.problem is not None:
             why = "" if place.environment is None else f"{place.problem}; "
-            console.print(Text(f"{place.name}: {why}{place.remedy}"), soft_wrap=True)
+            say(f"{place.name}: {why}{place.remedy}")
         if place.update is not None:
-            console.print(Text(f"{place.name}: installed from another recipe; {place.update}"), soft_wrap=True)
+            say(f"{place.name}: installed from another recipe; {place.update}")
     if any(place.refused for place in places):
-        console.print(Text("fidelab setup formats says which KV formats cannot run here, and why"))
+        say("fidelab setup formats says which KV formats cannot run here, and why")
 
 
 @app.command("install")
@@ -122,7 +121,7 @@ def list_models() -> None:
         if entry.present:
             state = " ".join(filter(None, (f"{entry.size / 2**20:,.1f} MiB", entry.what, f"in {entry.path}")))
         gone = entry.origin is not None and not entry.origin.exists()
-        print(f"{entry.name:<20} {state}{'; its GGUF file is gone (fidelab setup clean)' if gone else ''}")
+        say_fact(entry.name, f"{state}{'; its GGUF file is gone (fidelab setup clean)' if gone else ''}", 21)
 
 
 @app.command()
@@ -196,7 +195,7 @@ def clean(
             sizes["models"] = (sum(entry.size for entry in listing()), "embedded model and converted weights")
             sizes["outputs"] = (_size(store), f"saved outputs in {store}")
         for name, (size, what) in sizes.items():
-            print(f"{size / 2**20:>12,.1f} MiB  {name:<20}  {what}")
+            say_fact(f"{size / 2**20:>12,.1f} MiB  {name}", what, 40)
         return
     going: list[tuple[Path, int]] = []
     for name in names:
@@ -207,7 +206,7 @@ def clean(
                 found, concerned = collect_captures(runs.output_dir, older_than, dry_run=not remove)
                 going += found
                 for run in concerned:
-                    print(f"{run} {'cannot' if remove else 'could not'} be scored again")
+                    say(f"{run} {'cannot' if remove else 'could not'} be scored again")
             if store.is_dir() or captures_dir is not None:
                 going += [one for one in outputs.collect_garbage(store, dry_run=not remove) if one not in going]
         else:
@@ -218,8 +217,8 @@ def clean(
             remove_environment(folder, dry_run=not remove)
             going.append((folder, size))
     for path, size in going:
-        print(f"{'removed' if remove else 'would remove'} {path} ({size / 2**20:,.1f} MiB)")
-    print(f"{sum(size for _, size in going) / 2**20:,.1f} MiB in {len(going)} places")
+        say(f"{'removed' if remove else 'would remove'} {path} ({size / 2**20:,.1f} MiB)")
+    say(f"{sum(size for _, size in going) / 2**20:,.1f} MiB in {len(going)} places")
     if going and not remove:
         note("fidelab: nothing was removed; use --remove")
 

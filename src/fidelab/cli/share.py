@@ -15,14 +15,14 @@ app = Commands(help="Pack references for others.")
 
 @app.command()
 def reference(
-    run_dir: options.RunDir,
+    run_dir: options.ComparedRunDir,
     to: Annotated[str, typer.Option("--to", metavar="PLACE", help="A new folder, or hf://owner/name.")],
     other: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN_DIR",
             help="Run of the same reference on another machine. Their difference goes into the pack.",
-            callback=options.find_run,
+            callback=options.compared,
         ),
     ] = None,
 ) -> None:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fidelab.core import read_file, resume_line
-from fidelab.core.errors import ConfigError, nearest_first
+from fidelab.core.errors import ConfigError, listed, nearest_first
 
 Model = TypeVar("Model", bound=BaseModel)
 _MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # most values of settings: far more than people write
@@ -151,7 +151,7 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
             field = parent.model_fields.get(name)
             parent = (_settings_in(field.annotation) if field else None) or parent
         known = nearest_first(names[-1], parent.model_fields)
-        return f"{where}: unknown key {place!r}; did you mean {known[0]!r}? Known: {', '.join(known)}"
+        return f"{where}: unknown key {place!r}; did you mean {known[0]!r}? {listed(known)}"
     if first["type"] == "missing":
         return f"{where}: {place!r} is missing"
     got = first.get("input")

@@ -26,7 +26,8 @@ from pydantic import (
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import Levels, cell_fields, check_vary, levels_of, option_key, parse_vary
-from fidelab.core import KVSpec, parse_tokens
+from fidelab.core import KVSpec
+from fidelab.core.amounts import parse_seconds, parse_tokens
 from fidelab.core.errors import UsageError
 from fidelab.core.names import AUTO_TEXT
 from fidelab.core.share import Share, WholeShare
@@ -428,14 +429,10 @@ class Experiment(BaseModel):
         control = (self.control,) if isinstance(self.control, ArmConfig) else ()
         return self.reference, *control, *self.candidates, *self.cells
 
-    @field_validator("budget", mode="before")
+    @field_validator("budget", "deadline", mode="before")
     @classmethod
     def _seconds(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if (found := re.fullmatch(r"(\d+(?:\.\d+)?) ?([smh]?)", value)) is None:
-            raise ValueError(f"write seconds, or a time such as 90s, 10m or 2h, not {value!r}")
-        return float(found[1]) * {"h": 3600, "m": 60}.get(found[2], 1)
+        return parse_seconds(value) if isinstance(value, str) else value
 
     @field_validator("context", mode="before")
     @classmethod

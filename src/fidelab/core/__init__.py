@@ -307,37 +307,6 @@ def format_bytes(*sizes: float, digits: int = 2) -> list[str]:
     return [f"{size / 1024**power:,.{digits if power else 0}f} {units[power]}" for size in sizes]
 
 
-_SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
-
-_TOKENS = re.compile(r"(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<unit>[km]?)", re.IGNORECASE)
-
-
-def parse_bytes(text: str) -> float:
-    """Parse a size in bytes: ``80G`` or ``80GB`` (10^9), ``80GiB`` (2^30), ``24e9``.
-
-    Raises:
-        UsageError: If the text is not a size above 0.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or not 0 < float(match["number"]) < math.inf:
-        raise UsageError(f"{text!r} is not a size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
-    power = " kmgt".index(match["unit"].lower() or " ")
-    return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
-
-
-def parse_tokens(text: str) -> int:
-    """Parse a length in tokens: ``32768``, ``32,768`` or ``32k``, where k is 1,024 and m 1,048,576.
-
-    Raises:
-        ValueError: If the text is not a whole number of tokens above 0.
-    """
-    match = _TOKENS.fullmatch(text.strip())
-    tokens = float(match["number"].replace(",", "")) * 1024 ** " km".index(match["unit"].lower() or " ") if match else 0
-    if tokens < 1 or tokens % 1:
-        raise ValueError(f"{text!r} is not a length; write tokens such as 32768 or 32k")
-    return int(tokens)
-
-
 def cache_parameter(model: Any) -> str:
     """Return the name by which a Transformers model's ``forward`` takes its cache.
 
@@ -414,6 +383,10 @@ class FormatSpec(AsText):
         """
         match = _FORMAT.match(text.strip())
         if match is None:
+            parts = [part.strip() for part in text.split(",")]
+            if len(parts) > 1 and all(re.fullmatch(r"[A-Za-z0-9_]+", part) for part in parts):
+                repeated = " ".join(f"--kv {part}" for part in parts)
+                raise UsageError(f"KV format {whole or text!r}: write one format; repeat --kv: {repeated}")
             raise UsageError(
                 f"KV format {whole or text!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or "
                 "'f16/q8_0'"

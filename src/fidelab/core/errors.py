@@ -2,7 +2,7 @@
 
 FidelabError                  anything a user can fix; one line, exit code 2
 ├── UsageError                a flag, a name or a combination of settings that is invalid
-│   └── UnknownNameError      a name that no table has; lists what exists, nearest first
+│   └── UnknownNameError      a name that no table has; lists the nearest ones
 ├── ConfigError               an invalid settings file (with its place)
 ├── InputError                a text, a prompt file or a model that cannot be used
 │   └── UnavailableError      a remote resource that cannot be fetched now; other axes continue
@@ -18,7 +18,7 @@ FidelabError                  anything a user can fix; one line, exit code 2
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 __all__ = [
     "CaptureError",
@@ -34,8 +34,13 @@ __all__ = [
     "UnavailableError",
     "UnknownNameError",
     "UsageError",
+    "listed",
     "nearest_first",
 ]
+
+
+MAX_LISTED = 5
+"""Names that an error lists at most."""
 
 
 class FidelabError(Exception):
@@ -47,16 +52,16 @@ class UsageError(FidelabError):
 
 
 class UnknownNameError(UsageError):
-    """A name that no table has.  The message lists what exists, nearest first.
+    """A name that no table has.  The message lists the nearest ones.
 
-    ``hint``: what is known of the name, said in place of a guess.
+    ``hint``: what is known of the name, in place of a guess and of the list.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         ordered = nearest_first(name, known)
         close = difflib.get_close_matches(name.lower(), [k.lower() for k in ordered], n=1, cutoff=0.6)
-        guess = f": {hint}." if hint else f"; did you mean {ordered[0]!r}?" if close else "."
-        super().__init__(f"unknown {kind} {name!r}{guess} There are: {', '.join(ordered) or 'none'}.")
+        guess = f": {hint}" if hint else f"; did you mean {ordered[0]!r}?" if close else "."
+        super().__init__(f"unknown {kind} {name!r}{guess}{'' if hint else f' {listed(ordered)}'}")
         self.name = name
         self.known = ordered
 
@@ -102,8 +107,21 @@ class OutputError(FidelabError):
 
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
-    """Return all known names, the most similar to ``name`` first, ties in alphabetical order."""
-    return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))
+    """Return all known names, nearest first: the same beginning counts, then similar letters; ties by alphabet."""
+    return sorted(known, key=lambda k: (-_likeness(name.lower(), k.lower()), k))
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return ``There are: a, b.``, or of many names the first ones: ``Nearest: a, b, c, d, e, of 41.``"""
+    if len(names) <= MAX_LISTED:
+        return f"There are: {', '.join(names) or 'none'}."
+    return f"Nearest: {', '.join(names[:MAX_LISTED])}, of {len(names)}."
+
+
+def _likeness(name: str, other: str) -> float:
+    """Return the share of equal letters, and a tenth for each of the first three letters that are equal."""
+    shared = next((n for n, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other)))
+    return difflib.SequenceMatcher(None, name, other).ratio() + 0.1 * min(shared, 3)
 
 
 UNTRUSTED_DATA_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)

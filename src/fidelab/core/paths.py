@@ -26,3 +26,12 @@ def expand_existing(value: str, reserved: Collection[str] = ()) -> str:
     A reserved name is also returned unchanged.
     """
     return str(expand(value)) if value not in reserved and expand(value).exists() else value
+
+
+def path_from_here(name: str) -> str:
+    """Return an absolute path below the working folder as people write it, relative; any other name as it is."""
+    path = Path(name)
+    try:
+        return str(path.relative_to(Path.cwd())) if path.is_absolute() else name
+    except (ValueError, OSError):  # elsewhere, or the working folder is gone
+        return name

@@ -7,7 +7,7 @@ adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import import_module
@@ -38,13 +38,21 @@ _CONTAINS = {"hf": ("parquet",), "llamacpp": ("hf", "parquet"), "pandas": ("parq
 class Registry:
     """One table of implementations.
 
-    ``kind`` is the word used in error messages ("engine"); ``group`` the entry-point group, or ``None``.
+    ``kind`` is the word used in error messages ("engine"); ``group`` the entry-point group, or ``None``; ``hint`` says
+    what is known of a name that is not here, or returns an empty text.
     """
 
-    def __init__(self, kind: str, table: Mapping[str, str], group: str | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        table: Mapping[str, str],
+        group: str | None = None,
+        hint: Callable[[str], str] = lambda name: "",
+    ) -> None:
         self.kind = kind
         self.group = group
         self._table = dict(table)
+        self._hint = hint
 
     @property
     def built_in(self) -> list[str]:
@@ -63,7 +71,7 @@ class Registry:
         """
         target = self._table.get(name) or _foreign(self.group).get(name)
         if target is None:
-            raise UnknownNameError(self.kind, name, self.names())
+            raise UnknownNameError(self.kind, name, self.names(), self._hint(name))
         module, _, attribute = target.partition(":")
         found = import_module(module)
         return getattr(found, attribute) if attribute else found

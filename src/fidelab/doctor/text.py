@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
+from fidelab.core.lines import columns, encodable
 from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
-_WIDTH = 100  # columns at most, and where there is no terminal
-_NARROWEST = 60  # columns, also on narrower terminals
+_MAX_WIDTH = 100
+_MIN_DETAIL = 30  # columns; on narrower terminals details stand below
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
 _WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
@@ -28,17 +28,13 @@ def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
         sys.stdout.write(printable(json.dumps(diagnosis.record(), indent=2), escaped=True) + "\n")
         return
     terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
     encoding = sys.stdout.encoding or "utf-8"
-    text = [
-        printable(line).encode(encoding, "replace").decode(encoding)
-        for line in lines(diagnosis, min(_WIDTH, max(_NARROWEST, width)))
-    ]
+    text = [encodable(printable(line), encoding) for line in lines(diagnosis, min(_MAX_WIDTH, columns()))]
     if not (terminal and _in_colour(text)):
         sys.stdout.write("\n".join(text) + "\n")
 
 
-def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
+def lines(diagnosis: Diagnosis, width: int = _MAX_WIDTH) -> list[str]:
     """Return the text form.
 
     No line is longer than ``width``, and the last one says whether anything blocks the main job.
@@ -48,8 +44,16 @@ def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
     text = []
     for status, label, detail in rows:
         first = f"{status:<{_STATUS_WIDTH}}{label:<{indent - _STATUS_WIDTH}}"
+        hang = indent
+        if width - indent < _MIN_DETAIL:
+            text += textwrap.wrap(first, width, subsequent_indent="  ")
+            first, hang = "  ", 2
         text += textwrap.wrap(
-            detail, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+            detail,
+            max(width, hang + 8),
+            initial_indent=first,
+            subsequent_indent=" " * hang,
+            break_on_hyphens=False,
         )
     return [*(line.replace(_NBSP, " ") for line in text), "", _verdict(diagnosis, width)]
 

@@ -10,6 +10,13 @@ DEFAULT = "hf"
 CLIENT = "openai"
 """The engine of a server that runs already, whatever its kind."""
 
+
+def _hint(name: str) -> str:
+    from fidelab.core.meant import engine_hint
+
+    return engine_hint(name)
+
+
 ENGINES = Registry(
     "engine",
     {
@@ -21,6 +28,7 @@ ENGINES = Registry(
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",
+    hint=_hint,
 )
 
 

@@ -4,96 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from fidelab.core import KVSpec
 from fidelab.core.errors import UnknownNameError, UsageError
+from fidelab.core.meant import ELSEWHERE, SAME, bits_peers, weights_format
 from fidelab.engines.base import Engine, engine_class, engines
 from fidelab.engines.cache_formats import CacheFormat
 from fidelab.engines.k16v8 import K16V8, SIDES, meaning
 from fidelab.formats import FORMATS
-
-# Names of one type, as engines, torch and other tools write it.
-_SAME: tuple[tuple[str, ...], ...] = (
-    ("f32", "float32", "fp32", "float"),
-    ("f16", "float16", "fp16", "half"),
-    ("bf16", "bfloat16"),
-    ("fp8_e4m3", "fp8", "fp8_e4m3fn", "float8_e4m3fn", "float8_e4m3", "fp8e4m3", "e4m3", "e4m3fn", "f8_e4m3"),
-    ("fp8_e5m2", "float8_e5m2", "fp8e5m2", "e5m2", "f8_e5m2"),
-    ("fp8_e4m3fnuz", "float8_e4m3fnuz", "e4m3fnuz"),
-    ("fp8_e5m2fnuz", "float8_e5m2fnuz", "e5m2fnuz"),
-    ("q8_0", "q8"),
-    ("q5_0", "q5"),
-    ("q4_0", "q4"),
-    ("iq4_nl", "iq4"),
-    ("nvfp4", "fp4", "nv_fp4"),
-    ("mxfp4", "mx_fp4"),
-    ("turboquant_k8v4", "tq_k8v4"),
-    ("turboquant_4bit_nc", "tq4", "turboquant", "turbo4", "turboquant_4bit"),
-    ("turboquant_3bit_nc", "tq3", "turbo3", "turboquant_3bit"),
-    ("ultraquant_4bit", "ultraquant"),
-)
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A cache format of a tool that fidelab does not run, and how the same or the nearest one is reached.
-
-    ``names``: a pattern of what its users would write after ``--kv``, besides names that engines here have, too.
-    """
-
-    tool: str
-    option: str
-    values: str
-    names: str
-    way: str
-
-
-ELSEWHERE: tuple[Elsewhere, ...] = (
-    Elsewhere(
-        "Ollama",
-        "OLLAMA_KV_CACHE_TYPE",
-        "f16, q8_0, q4_0",
-        r"ollama.*",
-        "--engine llamacpp with the same name; a running Ollama by --engine openai",
-    ),
-    Elsewhere(
-        "LM Studio",
-        "K and V Cache Quantization Type",
-        "F32, F16, Q8_0, Q5_1, Q5_0, Q4_1, Q4_0, IQ4_NL",
-        r"lm-?studio.*",
-        "--engine llamacpp with the name in small letters; a running LM Studio by --engine openai",
-    ),
-    Elsewhere(
-        "LMDeploy",
-        "--quant-policy",
-        "8, 4",
-        r"(quant[-_]?)?policy[-_=]?[48]|kv[-_]?int[48]",
-        "uint8[group=N] or uint4[group=N] on engine hf, N the size of a head",
-    ),
-    Elsewhere(
-        "TensorRT-LLM",
-        "kv_cache_config.dtype",
-        "fp8, nvfp4, int8",
-        r"trt(llm)?[-_].*",
-        "fp8_e4m3 or nvfp4 on engine vllm, sglang or hf; int8 on engine hf",
-    ),
-    Elsewhere(
-        "mlx-lm",
-        "--kv-bits, --kv-group-size",
-        "2 to 8, groups of 64",
-        r"kv[-_]?bits[-_=]?[2-8]|[2-8][-_]?bits?|mlx.*",
-        "uint4[group=64] on engine hf, and so on for other widths: affine, with a scale and a least value per group",
-    ),
-    Elsewhere(
-        "ExLlamaV3",
-        "-cq K_BITS,V_BITS",
-        "2 to 8, also K and V apart",
-        r"exl3?.*|cq[2-8]([-_,][2-8])?",
-        "int4[rotate=hadamard] or int6[rotate=hadamard]/int4[rotate=hadamard] on engine hf are the nearest",
-    ),
-)
-"""Names of tools that fidelab does not run as engines."""
 
 
 def owners(name: str) -> list[type[Engine]]:
@@ -135,18 +53,24 @@ def _hint(name: str, known: Collection[str], engine: str, version: str) -> str:
     if engine and (row := engine_class(engine).cache_formats.get(name)) is not None and row.since:
         installed = f", and {version} is installed" if version else ""
         return f"{engine_class(engine).title} has it from {row.since} on{installed}"
-    same = next((names for names in _SAME if lower in names), (name,))
+    same = next((names for names in SAME if lower in names), (name,))
     here = [other for other in same if other in known and other != name]
     # the engine's own name before one that is there as a side of a pair
     if own := sorted(here, key=lambda other: bool(engine) and other not in engine_class(engine).cache_formats):
         return f"the same format is called {own[0]} here"
+    peers = [other for other in bits_peers(lower) if other in known and other != name] if engine else []
+    near = f"; of as many bits here: {', '.join(peers[:3])}" if peers else ""
     for other in same:
         if there := [cls.name for cls in owners(other) if cls.name != engine]:
             it, one = "it" if other == name else other, len(there) == 1
             which = f"engine{'' if one else 's'} {' and '.join(there)} {'has' if one else 'have'}"
-            return f"{which} {it}: pass --engine {there[0]}"
+            return f"{which} {it}: pass --engine {there[0]}{near}"
     if engine and lower in FORMATS.names():
-        return "engine hf has it: pass --engine hf"
+        return f"engine hf has it: pass --engine hf{near}"
+    if weights_format(lower):
+        return "that is a format of weights: --candidate model=FILE"
+    if "," in name:
+        return "repeat --kv: " + " ".join(f"--kv {part.strip()}" for part in name.split(","))
     for tool in ELSEWHERE:
         if re.fullmatch(tool.names, lower):
             return f"for {tool.tool}'s {tool.option}: {tool.way}"

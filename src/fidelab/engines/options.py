@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from fidelab.core import Arm, plain_json
-from fidelab.core.errors import UsageError
+from fidelab.core.errors import MAX_LISTED, UsageError
 
 TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
-_MAX_LISTED = 40
 Value = tuple[Callable[[str], bool], str]  # the check of a value, and the description of valid values
 
 
@@ -122,8 +121,8 @@ def unknown_option(
     near = get_close_matches(key, names, n=3)
     owners = [other for other in ENGINES.names() if other != engine and key in ENGINES.load(other).options]
     elsewhere = f"; engine {' and '.join(owners)} has" if owners else ""
-    listed = f"; it has: {', '.join(names)}" if len(names) < _MAX_LISTED else f"; {help_text}"
-    meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else listed
+    few = f"; it has: {', '.join(names)}" if len(names) <= MAX_LISTED else f"; {help_text}"
+    meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else few
     return UsageError(f"engine {engine} has no option {key!r}{elsewhere}{meant}")
 
 

@@ -120,4 +120,5 @@ def write_run(
     folder.write_positions(positions)
     write_html(report, folder.html)
     report.write(folder.report)
+    folder.link_latest()
     return report, folder.path

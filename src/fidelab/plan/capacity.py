@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, parse_bytes
+from fidelab.core import Arm
+from fidelab.core.amounts import parse_bytes
 from fidelab.core.errors import UsageError
 from fidelab.engines.base import engine_class
 from fidelab.engines.server_settings import count_of, memory_share, server_context

@@ -17,7 +17,7 @@ from fidelab.report.summary import Performance
 from fidelab.report.tables import NAME, TextTable
 from fidelab.report.view import Answer, View, build_view
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import ABSENT, one_line, printable, public_name
+from fidelab.results.numbers import ABSENT, one_line, printable, public_command, public_name
 from fidelab.results.record import Report
 
 _LEGEND = (
@@ -81,7 +81,7 @@ def _answer(answer: Answer) -> Iterator[str]:
     """The recommendation, what it rests on, and the command that turns it on."""
     yield f"**{escaped(answer.head)}**"
     yield _bullets(map(escaped, (*answer.facts, *((answer.note,) if answer.note else ()))))
-    yield code_block(answer.command) if answer.command else ""
+    yield code_block(public_command(answer.command)) if answer.command else ""
 
 
 def _protocol(report: Report, text: str) -> str:

@@ -21,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.core import Status, shell_line
+from fidelab.core.lines import encodable, folded_command
+from fidelab.core.paths import path_from_here
 from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
@@ -39,9 +41,6 @@ _DROPPED_COLUMNS = ("95% interval", "confident flips", "tok/s", "same top token"
 """Columns that narrow terminals leave out, in this order, after GiB: the answer has those."""
 _FIXED_COLUMNS = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
-_ASCII = str.maketrans(
-    {"–": "-", "−": "-", "±": "+/-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf", "…": "..."}
-)
 _STYLES = {
     "excellent": "bold green",
     "identical": "bold green",
@@ -105,20 +104,26 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if details or not view.fidelity:
         _print_details(view, console)
     line("")
-    if view.answer is not None and (next_step := view.answer.command or view.answer.note):
-        _print_labelled("Next", next_step, console)
+    if view.answer is not None and view.answer.command:
+        _print_command("Next", view.answer.command, console)
+    elif view.answer is not None and view.answer.note:
+        console.print(_hanging(f"{'Next':<8}{view.answer.note}", 8, console))
     if folder is not None:
         page = folder / "report.html"
         _print_labelled("Report", _shown_path(page if page.exists() else folder), console)
         if not details and view.fidelity:
-            _print_labelled("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
+            _print_command("More", shell_line("fidelab", "report", _shown_path(folder), "--details"), console)
         if view.fidelity and any(arm.capacity and arm.capacity.weight_bytes for arm in report.candidates):
-            _print_labelled("Sizes", f"{shell_line('fidelab', 'estimate', view.rows[0].model)} --device NAME", console)
+            _print_command(
+                "Sizes",
+                f"{shell_line('fidelab', 'estimate', path_from_here(view.rows[0].model))} --device NAME",
+                console,
+            )
 
 
 def _shown_path(path: Path) -> str:
-    """A path on one line, with its spaces as they are, for it is copied."""
-    return printable(str(path)).replace("\n", "\ufffd")
+    """A path on one line as seen from here, with its spaces as they are, for it is copied."""
+    return printable(path_from_here(str(path))).replace("\n", "\ufffd")
 
 
 def _print_labelled(label: str, text: str, console: Console) -> None:
@@ -126,9 +131,17 @@ def _print_labelled(label: str, text: str, console: Console) -> None:
     console.print(literal(f"{label:<7} {text}", console), soft_wrap=True)
 
 
+def _print_command(label: str, command: str, console: Console) -> None:
+    """A command that can be pasted, after its label or below it."""
+    lines = folded_command(command, console.width, indent=" " * 8)
+    lines[0] = f"{label:<8}{lines[0].strip()}"
+    console.print(literal("\n".join(lines), console), soft_wrap=True)
+
+
 def _hanging(text: str, indent: int, console: Console, bold: int = 0) -> Text:
     """A text whose further lines are indented; its first ``bold`` letters are bold."""
-    folded = textwrap.wrap(text, max(console.width, indent + 20), subsequent_indent=" " * indent)
+    width = max(console.width, indent + 20) if console.width >= 40 else console.width
+    folded = textwrap.wrap(text, width, subsequent_indent=" " * min(indent, width // 4))
     shown = literal("\n".join(folded), console)
     if bold:
         shown.stylize("bold", 0, bold)
@@ -250,7 +263,9 @@ def _print_details(view: View, console: Console) -> None:
         line("Commands to serve:")
     for name, command in view.serve_commands:
         console.print(literal(f"  {name}:", console))
-        console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
+        console.print(
+            literal("\n".join(folded_command(command, console.width, indent="    ")), console), soft_wrap=True
+        )
 
 
 def _print_tables(tables: Iterable[Others], view: View, console: Console) -> None:
@@ -269,10 +284,10 @@ def _print_tables(tables: Iterable[Others], view: View, console: Console) -> Non
 
 def _print_titled(table: Others, console: Console) -> None:
     print_line(console, table.title, "bold")
-    _print_whole(table, console)
+    print_whole(table, console)
 
 
-def _print_whole(shown: Others, console: Console) -> None:
+def print_whole(shown: Others, console: Console) -> None:
     """A table with all its columns: those that do not fit follow in further tables with the same first columns.
 
     Where not even one fits next to all names, the first name stands alone.
@@ -310,7 +325,7 @@ def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> N
         kept = [n for n, name in enumerate(shown.columns) if n < shown.named or name in dropped]
         rows = tuple(tuple(row[n] for n in kept) for row in shown.rows)
         columns = tuple(shown.columns[n] for n in kept)
-        _print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
+        print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
 
 
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:
@@ -365,12 +380,7 @@ def _fits(table: Table, console: Console) -> bool:
 
 def literal(text: str, console: Console, style: str = "") -> Text:
     """Return text, never markup, that the console can show and its encoding can hold."""
-    text = printable(text)
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
-    return Text(text, style=style)
+    return Text(encodable(printable(text), console.encoding), style=style)
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable
 from pathlib import PurePath
@@ -223,6 +224,16 @@ def public_name(name: str) -> str:
     """Return a name as it is, and an absolute path, which may hold blanks, by its last part."""
     path = PurePath(name)
     return path.name if path.is_absolute() else name
+
+
+def public_command(command: str) -> str:
+    """Return a command with absolute paths by their last parts, for texts that others read."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
+    named = [public_name(word) for word in words]
+    return command if named == words else shlex.join(named)
 
 
 def printable(text: str, *, escaped: bool = False) -> str:

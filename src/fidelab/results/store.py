@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,11 @@ from fidelab.core.locks import lock
 from fidelab.core.registry import require
 from fidelab.core.scratch import scratch
 from fidelab.results.record import Report
+from fidelab.results.study import STUDY
 
 RUNS = Path("runs")  # where runs are written unless specified otherwise
-_LATEST = "latest"
+LATEST = "latest"
+"""Name of the newest run, and of the link to it that runs leave."""
 CONFIG = "config.resolved.yaml"
 EVENTS = "events.jsonl"
 OUTCOMES = "outcomes.json"
@@ -169,6 +171,18 @@ class RunFolder:
         except (OSError, ValueError, TypeError) as error:
             raise InputError(f"{path} is damaged ({error}); repair it with: {resume_line(self.path)}") from None
 
+    def link_latest(self) -> None:
+        """Let the link ``latest`` next to this folder point to it; without links, and inside of a run, nothing happens.
+
+        A file or folder of that name is kept.
+        """
+        place = self.path.parent / LATEST
+        if (self.path.parent / CONFIG).exists() or (place.exists() and not place.is_symlink()):
+            return
+        with suppress(OSError, NotImplementedError), scratch("link", beside=place) as room:
+            (room / LATEST).symlink_to(self.path.name, target_is_directory=True)
+            (room / LATEST).replace(place)
+
     def sweep(self) -> None:
         """Remove temporary files left by a killed process."""
         for left in self.path.glob(".*.tmp"):
@@ -203,25 +217,58 @@ class RunFolder:
             temporary.unlink(missing_ok=True)
 
 
-def find_run(name: Path) -> Path:
+def has_report(folder: Path) -> bool:
+    """Whether a run is finished: its report, or the record of its study, lies there."""
+    return (folder / REPORT).is_file() or (folder / STUDY).is_file()
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a run was stopped before its report."""
+    return not has_report(folder) and not RunFolder(folder).being_written
+
+
+def find_run(
+    name: Path,
+    usable: Callable[[Path], bool] = has_report,
+    *,
+    wanted: str = "finished run",
+    runs: Path = RUNS,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
     """Find the run that a person names: its folder, a file of it, its name in ``runs``, or ``latest``.
 
-    ``latest`` is the most recently started run in ``runs``, and ``FOLDER/latest`` the one in another folder. A path
-    that exists takes precedence.  Any other path is returned as it is.
+    ``latest`` is the newest run in ``runs`` that the command can use, and ``FOLDER/latest`` the one in another folder.
+    A path that exists takes precedence, except for the link ``latest`` that runs leave.  Any other path is returned as
+    it is.
+
+    Args:
+        usable: whether a run's folder can be used by the command.
+        wanted: what ``usable`` accepts, in words.
+        runs: folder of the runs.
+        say: is told which run ``latest`` is.
 
     Raises:
-        InputError: If the name is ``latest`` and the folder holds no run.
+        InputError: If the name is ``latest`` and the folder holds no run that can be used.
     """
-    if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file():
+    if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file() and name.parent.name != LATEST:
         return name.parent
-    if name.name != _LATEST or name.exists():
-        inside = RUNS / name
+    if name.name in (REPORT, HTML, CONFIG) and name.parent.name == LATEST and name.parent.is_symlink():
+        return name.parent.resolve()
+    if name.name != LATEST or (name.exists() and not name.is_symlink()):
+        inside = runs / name
         return inside if len(name.parts) == 1 and not name.exists() and (inside / CONFIG).is_file() else name
-    folder = name.parent if len(name.parts) > 1 else RUNS
-    found = [path for path in folder.glob("*") if (path / CONFIG).is_file()]
+    folder = name.parent if len(name.parts) > 1 else runs
+    found = [path for path in folder.glob("*") if (path / CONFIG).is_file() and not path.is_symlink()]
     if not found:
         raise InputError(f"{folder} holds no run, so none is the latest: name a run's folder")
-    return max(found, key=lambda path: (path.name[:_STAMPED], (path / CONFIG).stat().st_mtime_ns))
+    found.sort(key=lambda path: (path.name[:_STAMPED], (path / CONFIG).stat().st_mtime_ns), reverse=True)
+    latest = next(filter(usable, found), None)
+    if latest is None:
+        finish = f"; finish the newest with: {resume_line(found[0])}" if is_unfinished(found[0]) else ""
+        count = "1 run" if len(found) == 1 else f"{len(found)} runs"
+        raise InputError(f"{folder} holds {count}, and no {wanted}{finish or ': name a run folder'}")
+    say(f"latest is {latest}")
+    return latest
 
 
 def read_run(run: Path) -> Report:

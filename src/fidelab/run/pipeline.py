@@ -444,6 +444,7 @@ def _write(folder: RunFolder, scored: ScoredRun) -> Report:
     folder.write_positions(scored.positions)
     write_html(scored.report, folder.html)
     scored.report.write(folder.report)  # last: a run folder with a report is complete
+    folder.link_latest()
     folder.event("reported", report=folder.report.name)
     return scored.report
 

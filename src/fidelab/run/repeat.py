@@ -123,6 +123,7 @@ def _write(folder: RunFolder, experiment: Experiment, reports: Sequence[Report])
     merged = merge(reports).model_copy(update=settings)
     write_html(merged, folder.html)
     merged.write(folder.report)  # last: a run folder with a report is complete
+    folder.link_latest()
     return merged
 
 

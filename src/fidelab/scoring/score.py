@@ -20,6 +20,7 @@ from fidelab.config.command import serve_command
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status, shell_line
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
+from fidelab.core.paths import path_from_here
 from fidelab.core.roles import CONTROL, TRUTH
 from fidelab.engines import ENGINES
 from fidelab.engines.base import engine_class, engines, one_line
@@ -33,7 +34,6 @@ from fidelab.results.coverage import coverage
 from fidelab.results.decision_record import Certificate, DocumentSums, FlipRecord
 from fidelab.results.engagement import engaged
 from fidelab.results.measurement import DECIDING, Measurement, Metric
-from fidelab.results.numbers import public_name
 from fidelab.results.outcomes import ArmResult, RunFacts
 from fidelab.results.plots import Places, Texts
 from fidelab.results.rates import DECODE, DECODED, MEASURED
@@ -358,7 +358,7 @@ def _other_engine_command(result: ArmResult) -> str | None:
     found = next(((cls.name, name) for cls in engines() if (name := cls.holds_alike(kv)) is not None), None)
     if found is None:
         return None
-    return shell_line("fidelab", "compare", public_name(arm.model), "--engine", found[0], "--kv", found[1])
+    return shell_line("fidelab", "compare", path_from_here(arm.model), "--engine", found[0], "--kv", found[1])
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:

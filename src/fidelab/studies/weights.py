@@ -14,7 +14,8 @@ import numpy as np
 
 from fidelab.captures.requests import RoundedWeights
 from fidelab.config.schema import Experiment
-from fidelab.core import FormatSpec, parse_bytes
+from fidelab.core import FormatSpec
+from fidelab.core.amounts import parse_bytes
 from fidelab.core.errors import NotSupportedError, UsageError
 from fidelab.engines.base import engine_class
 from fidelab.engines.hf.weights import NATIVE, ModelWeight, parse_rules, weights_of

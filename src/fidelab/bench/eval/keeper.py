@@ -75,3 +75,4 @@ class EvalKeeper(EvalWatch):
         """Write the report's page, too."""
         if self.report is not None and self.folder is not None:
             write_html(self.report, self.folder.html)
+            self.folder.link_latest()

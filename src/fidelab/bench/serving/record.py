@@ -82,6 +82,7 @@ class Keeper(ServingWatch):
         """Write the report's page, too."""
         if self.report is not None and self.folder is not None:
             write_html(self.report, self.folder.html)
+            self.folder.link_latest()
 
     def _report(self, serving: Measurement) -> Report:
         assert self._contact is not None
