@@ -230,7 +230,7 @@ def test_json_prints_the_report(server: ChatServer, tmp_path: Path) -> None:
 
 def test_labels_and_folder_are_those_of_the_flags(server: ChatServer, tmp_path: Path) -> None:
     done = ask(server.url, *SUMS, "--name", "awq", "--output-dir", "kept", cwd=tmp_path)
-    [folder] = (tmp_path / "kept").iterdir()
+    [folder] = (tmp_path / "kept").glob("2*")
     report = json.loads((folder / "report.json").read_text())
     assert (done.code, report["reference"]["name"]) == (0, "awq")
 

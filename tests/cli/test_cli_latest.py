@@ -17,15 +17,16 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """A finished run, then newer ones: of a bench, and one that was stopped."""
     folder = tmp_path_factory.mktemp("latest")
     run = compare(folder, "tilt", windows=4, limit=2, flags=["--no-floor"])
-    report = json.loads((run.folder / "report.json").read_text())
+    first = run.folder
+    report = json.loads((first / "report.json").read_text())
     bench = {**report, "candidates": [], "reference": {**report["reference"], "axes": {}}}
     for name, content in (("29990101-000000-bench", bench), ("29990102-000000-stopped", None)):
         newer = folder / "runs" / name
         newer.mkdir()
-        (newer / "config.resolved.yaml").write_text((run.folder / "config.resolved.yaml").read_text())
+        (newer / "config.resolved.yaml").write_text((first / "config.resolved.yaml").read_text())
         if content is not None:
             (newer / "report.json").write_text(json.dumps(content))
-    return Done(run.code, str(run.folder), run.err, folder)
+    return Done(run.code, str(first), run.err, folder)
 
 
 def test_check_takes_the_newest_run_that_compares_and_names_it(done: Done) -> None:

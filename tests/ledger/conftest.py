@@ -20,5 +20,5 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Done:
 @pytest.fixture
 def runs(made: Done, tmp_path: Path) -> Path:
     """A folder in which ``runs`` is a copy of that run with its captures."""
-    shutil.copytree(made.cwd / "runs", tmp_path / "runs")
+    shutil.copytree(made.cwd / "runs", tmp_path / "runs", symlinks=True)
     return tmp_path

@@ -382,7 +382,7 @@ def test_a_device_that_was_measured_is_printed_with_its_copied_rate() -> None:
         (("--layers", "0", *SIZES[2:]), "layers must be above 0"),
         ((*SIZES[:-1], "nan"), "params must be a number"),
         ((*SIZES, "--device", "H1000"), "unknown device 'H1000': the closest are H100"),
-        ((*SIZES, "--context", "8k,x"), "--context 'x'"),
+        ((*SIZES, "--context", "8k,x"), "--context '8k,x'"),
         ((*SIZES, "--batch", "0"), "--batch '0'"),
         ((*SIZES, "--memory", "much"), "'much' is not a size"),
         ((*SIZES, "--kv", "int44"), "int44"),

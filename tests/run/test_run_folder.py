@@ -57,7 +57,7 @@ def test_rescoring_gives_the_report_byte_for_byte(grand: Done) -> None:
 
 
 def test_a_run_and_its_captures_can_move_together_and_be_rescored(plain: Done, tmp_path: Path) -> None:
-    shutil.copytree(plain.cwd / "runs", tmp_path / "runs")
+    shutil.copytree(plain.cwd / "runs", tmp_path / "runs", symlinks=True)
     moved = tmp_path / "runs" / plain.folder.name
     (moved / "report.json").unlink()
     assert cli("report", "--rescore", moved, cwd=tmp_path).code == 0
@@ -79,7 +79,7 @@ def test_a_run_moved_alone_says_where_its_outputs_are_looked_for_and_what_to_typ
 def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
     harm: str, plain: Done, tmp_path: Path
 ) -> None:
-    shutil.copytree(plain.cwd / "runs", tmp_path / "runs")
+    shutil.copytree(plain.cwd / "runs", tmp_path / "runs", symlinks=True)
     moved = tmp_path / "runs" / plain.folder.name
     [victim] = (tmp_path / "runs" / "captures").glob("fake-fake-tilt*/kld-*/part-00000.safetensors")
     victim.write_bytes(b"cut") if harm == "cut" else shutil.rmtree(victim.parent)

@@ -69,7 +69,7 @@ def room(base: Path) -> Iterator[Path]:
 @pytest.fixture
 def done(room: Path, finished: tuple[dict[str, Any], Path]) -> Done:
     """The fast run as it was left."""
-    shutil.copytree(finished[1], room / "runs")
+    shutil.copytree(finished[1], room / "runs", symlinks=True)
     return Done(0, "", "", room)
 
 

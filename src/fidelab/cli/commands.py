@@ -154,10 +154,12 @@ class Commands(typer.Typer):
                 if isinstance(declared, ArgumentInfo) and declared.metavar is None:
                     declared.metavar = argument.upper()
                 elif isinstance(declared, OptionInfo) and (parser := declared.parser) is not None:
-                    flag = next(
-                        (name for name in declared.param_decls or () if name.startswith("--")),
-                        f"--{argument.replace('_', '-')}",
-                    )
+                    # typer has taken the first name for the default
+                    names = [
+                        name for name in (declared.default, *(declared.param_decls or ())) if isinstance(name, str)
+                    ]
+                    own = f"--{argument.replace('_', '-')}"
+                    flag = next((name for name in names if name.startswith("--")), own)
                     declared = copy(declared)
                     declared.parser = named(parser, flag)
                     hints[argument] = Annotated[kind, declared]

@@ -441,9 +441,11 @@ class JobRunner:
 
     def _import_ahead(self, job: PlannedJob) -> None:
         """Let the process of the job after this one import its engine now, where no fork could share the imports."""
-        after = self._jobs[[one.role for one in self._jobs].index(job.role) + 1 :]
-        following = next((one for one in after if one.missing()), None)
-        if self._servers is not None and self._log and following is not None and imports_ahead(following.resolved):
+        roles = [one.role for one in self._jobs]
+        if self._servers is None or self._log is None or job.role not in roles:
+            return
+        following = next((one for one in self._jobs[roles.index(job.role) + 1 :] if one.missing()), None)
+        if following is not None and imports_ahead(following.resolved):
             process = self._process(following, self._log(following.role))
             names = ("command", "log", "env")
             self._servers.spares.start(following.role, following.arm.engine, **{name: process[name] for name in names})
