@@ -144,7 +144,7 @@ def _as_in_files(fields: Mapping[str, Any]) -> dict[str, Any]:
     chosen: dict[str, Any] = {name: {} for name in axes} if not isinstance(axes, Mapping) else {**axes}
     if quick:
         chosen = {name: {**AXES.load(name).quick, **values} for name, values in chosen.items()}
-        data = {"floor": 0.0, "twins": 0.0, **data}
+        data = {"floor": 0.0, "twins": 0.0, "quick_start": "auto", **data}
     for name in ("windows", "n_ctx"):
         if (value := data.pop(name, None)) is not None:
             if DECIDING not in chosen:
