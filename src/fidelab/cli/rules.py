@@ -43,8 +43,8 @@ _PERMITTED = ("trusted", "python", "image", "programs", "pythonpath", "engine_ar
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "compare": (
         _SECTION,
-        Rule(_OTHER_SETTINGS % "run", "resume_dir", only=(*_SHOWN, *_PERMITTED)),
-        Rule(_OTHER_SETTINGS % "file", "file", only=("overrides", *_SHOWN, "trusted", "dry_run")),
+        Rule(_OTHER_SETTINGS % "run", "resume_dir", only=(*_SHOWN, *_PERMITTED, "fail_on")),
+        Rule(_OTHER_SETTINGS % "file", "file", only=("overrides", *_SHOWN, "trusted", "dry_run", "fail_on")),
         Rule(
             "--trust needs a file: from -f, a preset or --serve, or --resume RUN_DIR",
             "trusted",
@@ -102,7 +102,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule("--margin needs the scores again: add --rescore", "margin", needs=("rescore",)),
     ),
-    "check": (Rule("--all and --arm: name one", "every", excludes=("arm",)),),
+    "check": (
+        Rule("--all and --arm: name one", "every", excludes=("arm",)),
+        Rule("--github writes the job summary in Markdown: leave out {others}", "github", excludes=("markdown",)),
+    ),
     "doctor": (
         Rule("--system looks at the machine, --trial at engines: give one of them", "system", excludes=("trial",)),
     ),
