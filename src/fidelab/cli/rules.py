@@ -95,6 +95,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule("-o goes with --format: lm-eval, hub", "out", needs=("form",)),
         Rule("--arm goes with --format: lm-eval, hub", "arm", needs=("form",)),
+        *(
+            Rule("{flag} goes with --format hub", name, needs=("form",))
+            for name in ("base_model", "quantized_by", "dataset")
+        ),
         Rule(
             "--rescore writes the run's report with the run's own limits: leave out {others}",
             "rescore",
