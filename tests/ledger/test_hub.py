@@ -125,7 +125,8 @@ def test_a_card_of_hostile_names_stays_metadata_and_text() -> None:
         card = model_card(report, one, Published(), images=True)
         data, body = parts_of(card)
         assert {*data} <= {"base_model", "base_model_relation", "library_name", "tags"}
-        assert ModelCard(card).data.to_dict() == data
+        read: Any = ModelCard(card).data
+        assert read.to_dict() == data
         assert body.startswith(f"\n# Fidelity of {code_span(text)}\n")
 
 
