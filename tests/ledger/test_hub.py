@@ -142,7 +142,7 @@ def test_the_hub_reads_the_first_figures_of_every_test() -> None:
     assert {entry.date for entry in found.values()} == {report.created.date().isoformat()}
     mean = found["kld_mean"]
     assert mean.value == one.axes["kld"].value("mean")
-    assert re.search(r"nats; 95% 0\.0\d+–0\.0\d+; reference .+ of Qwen/Qwen2\.5-7B@main; ", mean.notes or "")
+    assert re.search(r": kld .*nats; 95% 0\.0\d+–0\.0\d+; reference .+ of Qwen/Qwen2\.5-7B@main; ", mean.notes or "")
     assert found["gsm8k_score"].value == 50.0
     assert "1,319 items" in str(found["gsm8k_score"].notes)
 
@@ -170,7 +170,7 @@ def test_no_folder_of_this_machine_is_published() -> None:
 
 
 def test_the_command_writes_card_drawings_and_results_next_to_each_other(made: Done, tmp_path: Path) -> None:
-    words = ("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]", "--dataset", "me/reference")
+    words = ("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]", "--dataset", f"me/reference@{'a' * 40}")
     done = cli(*words, "-o", "card/README.md", cwd=tmp_path)
     assert done.out.splitlines() == ["card/README.md", *(f"card/{name}" for name in (BADGE, FRONTIER, EVAL_RESULTS))]
     card = (tmp_path / "card/README.md").read_text()
@@ -214,7 +214,10 @@ def test_a_card_that_is_there_is_not_replaced_nor_is_anything_next_to_it(
     [
         (("--format", "hub", "--base-model", "./bf16"), "--base-model: './bf16' is not a hub id: write owner/name"),
         (("--format", "hub", "--base-model", "a/b@main"), "'a/b@main' is not a hub id"),
-        (("--format", "hub", "--dataset", "reference"), "write owner/name or owner/name@revision"),
+        (("--format", "hub", "--dataset", "reference"), "write owner/name or owner/name@COMMIT"),
+        (("--format", "hub", "--dataset", ""), "--dataset: '' is not a hub id"),
+        (("--format", "hub", "--base-model", ""), "--base-model: '' is not a hub id"),
+        (("--format", "hub", "--dataset", "a/b@main"), "write owner/name or owner/name@COMMIT"),
         (("--format", "hub", "--quantized-by", "me/model"), "is not an account on the hub"),
         (("--format", "hub", "--quantized-by", ""), "is not an account on the hub"),
         (("--format", "lm-eval", "--dataset", "a/b"), "--dataset is for a model card: add --format hub"),

@@ -49,7 +49,7 @@ class HubOptions(options.Options, panel=_FORMS):
         str | None,
         typer.Option(
             metavar="ID",
-            help="Format hub: data set that the figures are of, owner/name\\[@revision]. "
+            help="Format hub: data set that the figures are of, owner/name\\[@commit]. "
             "\\[default: the borrowed reference's, or the text's]",
         ),
     ] = None
@@ -64,21 +64,16 @@ class HubOptions(options.Options, panel=_FORMS):
         from fidelab.models.resolve import HUB_ID
         from fidelab.report.hub import DataSet, Published
 
-        for flag, name, form in (
-            ("--base-model", self.base_model, "owner/name"),
-            ("--dataset", self.dataset, "owner/name or owner/name@revision"),
-        ):
-            match = HUB_ID.fullmatch(name or "a/b")
-            if match is None or (flag == "--base-model" and match["revision"]):
-                raise UsageError(f"{flag}: {name!r} is not a hub id: write {form}")
-        if self.quantized_by is not None and not re.fullmatch(r"\w[\w.-]*", self.quantized_by):
-            raise UsageError(
-                f"--quantized-by: {self.quantized_by!r} is not an account on the hub: write its name alone"
-            )
-        data = HUB_ID.fullmatch(self.dataset) if self.dataset is not None else None
-        return Published(
-            self.base_model, self.quantized_by, None if data is None else DataSet(data["repo"], data["revision"])
-        )
+        base = self.base_model and HUB_ID.fullmatch(self.base_model)
+        if self.base_model is not None and (not base or base["revision"]):
+            raise UsageError(f"--base-model: {self.base_model!r} is not a hub id: write owner/name")
+        data = self.dataset and HUB_ID.fullmatch(self.dataset)
+        if self.dataset is not None and (not data or not re.fullmatch(r"|[0-9a-f]{40}", data["revision"] or "")):
+            raise UsageError(f"--dataset: {self.dataset!r} is not a hub id: write owner/name or owner/name@COMMIT")
+        account = self.quantized_by
+        if account is not None and not re.fullmatch(r"\w[\w.-]*", account):
+            raise UsageError(f"--quantized-by: {account!r} is not an account on the hub: write its name alone")
+        return Published(self.base_model, account, DataSet(data["repo"], data["revision"]) if data else None)
 
 
 @options.expand_options

@@ -33,7 +33,7 @@ _TEXTS: Mapping[str, str] = {"wikitext-2": "Salesforce/wikitext"}  # text of a r
 
 
 class DataSet(NamedTuple):
-    """A data set on the hub, ``owner/name``, and its commit or branch."""
+    """A data set on the hub, ``owner/name``, and its commit."""
 
     repo: str
     revision: str | None = None
@@ -138,7 +138,7 @@ def _entry(
 ) -> dict[str, Any]:
     place = label(metric.cell)
     notes = [
-        f"{one_line(arm.name)}: {heading(metric.name, metric.unit)}{f' at {place}' if place else ''}",
+        f"{one_line(arm.name)}: {one_line(axis)} {heading(metric.name, metric.unit)}{f' at {place}' if place else ''}",
         f"95% {format_interval(metric.ci, metric.unit)}" if metric.ci else "",
         "lower bound" if metric.bound else "",
         f"reference {one_line(report.reference.name)} of {one_line(public_name(report.reference.model))}",
