@@ -223,6 +223,7 @@ def test_files_are_written_beside_the_text(room: Path) -> None:
     suites = ElementTree.parse(room / "check.xml").getroot()
     assert [suite.get("name") for suite in suites] == ["rules", "baseline"]
     assert (suites[0].get("tests"), suites[0].get("failures")) == ("1", "1")
+    assert (suites[0].get("time"), suites[1].get("time")) == (None, None)  # none was recorded
     [failure] = suites.iterfind("testsuite[@name='rules']/testcase/failure")
     assert failure.get("message") == "NO-GO: 0.300 (0.24–0.36), max 0.01"
 
@@ -243,9 +244,9 @@ def test_junit_fails_where_a_rule_counts(tier: str, limit: float, tag: str | Non
     rules = Policy.model_validate(
         {"rules": [{"metric": "kld.mean", "max": 9}, {"metric": "kld.mean", "max": limit, "tier": tier}]}
     )
-    suites = ElementTree.fromstring(render_junit(check(report, rules, report.candidates)))
+    suites = ElementTree.fromstring(render_junit(check(report, rules, report.candidates), report, "fidelab check r"))
     _, case = suites.iter("testcase")
-    assert [element.tag for element in case] == ([] if tag is None else [tag])
+    assert [element.tag for element in case] == [*([] if tag is None else [tag]), "system-out"]
 
 
 def decided(was: Report, now: Report) -> Check:
@@ -285,8 +286,9 @@ def test_hostile_text_adds_no_markup(text: str) -> None:
 @pytest.mark.parametrize("text", TEXTS)
 def test_hostile_text_reaches_neither_a_terminal_nor_the_structure_of_xml(text: str) -> None:
     found = hostile(text)
-    xml = render_junit(found)
+    xml = render_junit(found, sample_report(candidates=(WAS,), command=text), text)
     assert not any(char in drawn(found) + xml for char in ("\x1b", "\u202e", "\u2028", "\r"))
     assert {element.tag for element in ElementTree.fromstring(xml).iter()} <= {
-        *("testsuites", "testsuite", "testcase", "failure", "error", "skipped")
+        *("testsuites", "testsuite", "properties", "property", "testcase"),
+        *("failure", "error", "skipped", "system-out"),
     }

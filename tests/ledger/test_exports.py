@@ -9,15 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from huggingface_hub import ModelCard
 
-from fidelab.core import Status
 from fidelab.core.errors import UnknownNameError, UsageError
-from fidelab.report.exports import choose_arm, lm_eval_results, model_card
-from fidelab.report.markdown import code_span
+from fidelab.report.exports import choose_arm, lm_eval_results
 from fidelab.results.decision_record import Recommendation
-from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
 from tests.report.sample import hostile_report, sample_report
 from tests.run.harness import Done, cli
@@ -79,66 +74,6 @@ def test_no_folder_of_this_machine_is_exported() -> None:
     report = sample_report()
     one = report.candidates[0].model_copy(update={"model": "/home/somebody/models/m"})
     assert "somebody" not in json.dumps(lm_eval_results(report, one))
-
-
-def parts_of(card: str) -> tuple[dict[str, Any], str]:
-    """The metadata of a model card, and its text."""
-    _, head, body = card.split("---\n", 2)
-    return yaml.safe_load(head), body
-
-
-def solved() -> Report:
-    """A report whose first candidate was asked GSM8K's problems and solves a half."""
-    measured = Measurement(
-        status=Status.OK,
-        metrics=(
-            Definition("score", "points", "higher")(50.0, (47.0, 53.0), headline=True),
-            Definition("accuracy", "share", "higher")(0.5, (0.47, 0.53)),
-        ),
-        n_items=1319,
-        n_failed=0,
-    )
-    report = sample_report()
-    one = report.candidates[0].model_copy(update={"axes": {**report.candidates[0].axes, "gsm8k": measured}})
-    asked = {"data": "gsm8k", "limit": None, "shots": 8, "n_predict": 256, "template": "raw"}
-    return report.model_copy(update={"candidates": (one,), "settings": {"axes": {"gsm8k": asked}, "text": "/x/y.txt"}})
-
-
-def test_the_hub_reads_the_first_figures_of_every_axis_from_the_card() -> None:
-    report = solved()
-    one = report.candidates[0]
-    card = model_card(report, one)
-    data: Any = ModelCard(card).data
-    assert data.model_name == one.model
-    found = {result.metric_type: result for result in data.eval_results or []}
-    headlines = [m for axis in one.axes.values() for m in axis.headlines if m.value is not None]
-    assert len(found) == len(headlines) > 2
-    mean = found["kld_mean"]
-    assert mean.metric_value == one.axes["kld"].value("mean")
-    assert mean.metric_args["ci95"] == [*(one.axes["kld"].ci("mean") or ())]
-    assert (mean.task_type, mean.dataset_args["text"]) == ("text-generation", "y.txt")
-    assert found["gsm8k_score"].metric_value == 50.0
-    assert parts_of(card)[1].endswith(report.to_markdown())
-
-
-def test_a_card_of_hostile_names_stays_metadata_and_text() -> None:
-    report = hostile_report()
-    card = model_card(report, report.candidates[0])
-    data, body = parts_of(card)
-    assert [*data] == ["model-index"]
-    read: Any = ModelCard(card).data
-    assert read.eval_results
-    assert body.startswith(f"\n# Fidelity of {code_span(report.candidates[0].name)}\n")
-
-
-def test_a_card_that_is_there_is_not_replaced(made: Done, tmp_path: Path) -> None:
-    words = ("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]")
-    assert cli(*words, "-o", "card/README.md", cwd=tmp_path).out == "card/README.md\n"
-    card = (tmp_path / "card" / "README.md").read_text()
-    assert cli(*words, cwd=tmp_path).out == card
-    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", "card/README.md", cwd=tmp_path)
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert (tmp_path / "card" / "README.md").read_text() == card
 
 
 def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> None:

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options, values
-from fidelab.cli.output import UNDECIDED, open_console
+from fidelab.cli.output import UNDECIDED, command_line, exit_on, note, open_console
 
 if TYPE_CHECKING:
-    from fidelab.results.check import Policy
+    from fidelab.config.schema import Experiment
+    from fidelab.results.check import Check, Policy
+    from fidelab.results.measurement import Unit
+    from fidelab.results.record import ArmRecord, Report
 
 _CODES = {"GO": 0, "NO-GO": 1, "INCONCLUSIVE": UNDECIDED}
+_SUMMARY = "GITHUB_STEP_SUMMARY"  # the runner's variable: path of the file that becomes the job's summary
+_UNITS: Mapping[str, Unit] = {"kld.mean": "nats", "kld.top1": "share"}  # others are known when they are measured
+_CONDITION = re.compile(r"\s*(?P<metric>[\w.-]+)\s*(?P<sign>[<>])\s*(?P<limit>[^<>=\s]+)\s*")
 
 
 def check(
@@ -36,6 +46,9 @@ def check(
         str | None, typer.Option("--json", metavar="FILE", help="Write the decision as JSON; - prints it.")
     ] = None,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the decision as JUnit XML.")] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Annotate the job and write its summary, in a workflow of GitHub.")
+    ] = False,
     markdown: options.Markdown = False,
 ) -> None:
     """Check a finished run against limits: GO (exit code 0), NO-GO (1) or INCONCLUSIVE (3).
@@ -48,20 +61,20 @@ def check(
       fidelab check latest --max-kld 0.01 --min-same-top 97%
 
       fidelab check latest --policy policy.yaml --baseline main.json
+
+      fidelab check latest --max-kld 0.01 --github --junit check.xml
     """
-    from fidelab.axes import AXES
-    from fidelab.bench import BENCHES
     from fidelab.core import write_atomically
     from fidelab.core.errors import UsageError
-    from fidelab.imports import NEMO_EVALUATOR
+    from fidelab.report.check import render_check, render_check_markdown, render_junit
     from fidelab.report.exports import choose_arm
-    from fidelab.results.check import check as decide
     from fidelab.results.compare import compare
     from fidelab.results.store import read_run
-    from fidelab.results.table import BENCH
 
     if markdown and json_file == "-":
         raise UsageError("--markdown and --json -: name one")
+    if github and json_file == "-":
+        raise UsageError("--github prints annotations on standard output: write --json to a file")
     report, diff = read_run(options.find_run(run_dir, _usable(policy), "finished run with these metrics")), None
     measured = dict.fromkeys(name for arm in report.candidates for name in arm.axes)
     asked = read_policy(policy, {"kld.mean": {"max": max_kld}, "kld.top1": {"min": min_same_top}}, measured)
@@ -69,28 +82,132 @@ def check(
         former = read_run(options.find_run(baseline, _usable(policy), "finished run with these metrics"))
         diff = compare(former, report, asked.baseline)
     everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
-    alone = () if report.candidates else (report.reference,)  # a run that compares nothing
-    arms = alone or (report.candidates if every or everywhere else [choose_arm(report, arm)])
-    groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}
-    groups |= {rule.metric.rpartition(".")[0] for rule in asked.rules if rule.metric.startswith(f"{NEMO_EVALUATOR}:")}
-    found = decide(report, asked, arms, groups=groups, diff=diff)
+    arms = report.candidates if every or everywhere or not report.candidates else [choose_arm(report, arm)]
+    found = decide(report, asked, arms, diff)
+    command = command_line()
     if json_file is not None and json_file != "-":
         write_atomically(json_file, found.to_json())
     if junit is not None:
-        from fidelab.report.check import render_junit
-
-        write_atomically(junit, render_junit(found))
+        write_atomically(junit, render_junit(found, report, command))
     if json_file == "-":
         sys.stdout.write(found.to_json())
     elif markdown:
-        from fidelab.report.check import render_check_markdown
-
         sys.stdout.write(render_check_markdown(found))
-    else:
-        from fidelab.report.check import render_check
+    elif github:
+        from fidelab.report.github import job_annotations
 
+        with _commands_ignored():
+            render_check(found, open_console())
+        for line in job_annotations(found):
+            print(line)
+        _append_summary(render_check_markdown(found, command))
+    else:
         render_check(found, open_console())
     raise typer.Exit(_CODES[found.decision])
+
+
+def decide(report: Report, asked: Policy, arms: Sequence[ArmRecord], diff: Any = None) -> Check:
+    """Decide a report by a policy; rules without a configuration apply to ``arms``, empty: to the reference.
+
+    Raises:
+        UsageError: If nothing decides, or a limit does not fit the metric's unit.
+        UnknownNameError: If a metric or a configuration of this name does not exist.
+    """
+    from fidelab.axes import AXES
+    from fidelab.bench import BENCHES
+    from fidelab.imports import NEMO_EVALUATOR
+    from fidelab.results.check import check
+    from fidelab.results.table import BENCH
+
+    groups = {*AXES.names(), *(f"{BENCH}{bench}" for bench in BENCHES.names())}
+    groups |= {rule.metric.rpartition(".")[0] for rule in asked.rules if rule.metric.startswith(f"{NEMO_EVALUATOR}:")}
+    return check(report, asked, arms or (report.reference,), groups=groups, diff=diff)
+
+
+@contextmanager
+def _commands_ignored() -> Iterator[None]:
+    """Keep the runner from obeying what is printed meanwhile: names in a report may look like workflow commands."""
+    token = secrets.token_hex(16)
+    print(f"::stop-commands::{token}")
+    try:
+        yield
+    finally:
+        print(f"::{token}::")
+
+
+def _append_summary(text: str) -> None:
+    """Append Markdown to the summary of the job. Where that is impossible, one line says so."""
+    place = os.environ.get(_SUMMARY)
+    if not place:
+        note(f"fidelab: {_SUMMARY} is not set: the job summary is left out")
+        return
+    try:
+        with Path(place).open("a", encoding="utf-8", newline="\n") as file:
+            file.write(f"\n{text}" if file.tell() else text)  # a paragraph of its own after another command's
+    except OSError as error:
+        note(f"fidelab: the job summary is left out: {place}: {error.strerror or error}")
+
+
+# ------------------------------------------------------------------------------------------ compare --fail-on
+
+
+def read_conditions(conditions: Sequence[str]) -> Policy:
+    """Return a critical rule for each condition of ``--fail-on``: ``kld.mean > 0.01``, ``kld.top1 < 97%``.
+
+    Raises:
+        UsageError: If one is not a metric, ``>`` or ``<``, and a limit.
+    """
+    from fidelab.config.load import validate_as
+    from fidelab.core.errors import UsageError
+    from fidelab.results.check import Policy
+
+    rules = []
+    for condition in conditions:
+        match = _CONDITION.fullmatch(condition)
+        if match is None:
+            raise UsageError(
+                f"--fail-on: {condition!r} is not a condition: write 'kld.mean > 0.01' or 'kld.top1 < 97%'"
+            )
+        rules.append({"metric": match["metric"], "max" if match["sign"] == ">" else "min": match["limit"]})
+    return validate_as(Policy, {"rules": rules}, "--fail-on")
+
+
+def check_conditions(asked: Policy, experiment: Experiment) -> None:
+    """Refuse conditions on tests and benches that an experiment does not run, before it runs.
+
+    Raises:
+        UnknownNameError: If a condition names another one. The message has the nearest.
+        UsageError: If a limit does not fit the unit of one of the figures in :data:`_UNITS`.
+    """
+    from fidelab.core.errors import UnknownNameError
+    from fidelab.results.table import BENCH, CACHE, COMPOSITE
+
+    groups = {*experiment.axes, *(f"{BENCH}{name}" for name in experiment.benches), CACHE, COMPOSITE}
+    for rule in asked.rules:
+        group = rule.metric.rpartition(".")[0]
+        if group not in groups:
+            raise UnknownNameError("test of --fail-on", group or rule.metric, groups)
+        if (unit := _UNITS.get(rule.metric)) is not None:
+            rule.limits(unit)
+
+
+def exit_on_conditions(report: Report, asked: Policy | None, faults: Sequence[str]) -> None:
+    """Exit with 1 for a fault or a condition that a candidate meets, with 3 if one is undecided; a line for each.
+
+    ``asked``: the conditions; ``None``: there are none.
+
+    Raises:
+        UnknownNameError: If the run has no metric of this name.
+        UsageError: If a limit does not fit the metric's unit.
+    """
+    from fidelab.report.check import breach_line
+
+    results = decide(report, asked, report.candidates).results if asked else ()
+    lines = {
+        decision: [f"{decision}: {breach_line(result)}" for result in results if result.decision == decision]
+        for decision in ("NO-GO", "INCONCLUSIVE")
+    }
+    exit_on([*faults, *lines["NO-GO"]], lines["INCONCLUSIVE"])
 
 
 def _usable(policy: Path | None) -> Callable[[Path], bool]:

@@ -11,6 +11,7 @@ import typer
 
 from fidelab.cli import completion, options, values
 from fidelab.cli.axes import bench_settings
+from fidelab.cli.check import check_conditions, exit_on_conditions, read_conditions
 from fidelab.cli.defaults import use_defaults
 from fidelab.cli.output import command_line, exit_on, failures, note, show_report, show_study
 from fidelab.cli.rules import BORROWED, check_flags, given_flags
@@ -18,6 +19,7 @@ from fidelab.cli.rules import BORROWED, check_flags, given_flags
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
     from fidelab.config.trust import Trust
+    from fidelab.results.check import Policy
     from fidelab.results.record import Report
     from fidelab.run.runner import Listener
 
@@ -172,6 +174,24 @@ class RunOptions(options.CapturedRunsOptions):
         return {**super().settings(), "runs": self.n_runs, **({"keep_rows": True} if self.keep_rows else {})}
 
 
+class GateOptions(options.Options, panel=options.SCORING):
+    """Options for a decision at the end of the run."""
+
+    fail_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fail-on",
+            metavar="CONDITION",
+            help="Exit with 1 if a candidate is shown to meet it, e.g. 'kld.mean > 0.01', with 3 if undecided. "
+            "Repeatable.",
+        ),
+    ] = None
+
+    def policy(self) -> Policy | None:
+        """Return the conditions as rules; ``None`` where none is given."""
+        return read_conditions(self.fail_on) if self.fail_on else None
+
+
 @options.expand_options
 def compare(
     context: typer.Context,
@@ -188,6 +208,7 @@ def compare(
     executor: options.ExecutorOptions,
     runs: RunOptions,
     show: options.ShowOptions,
+    gate: GateOptions,
     dry_run: options.DryRun = False,
     help_all: options.HelpAll = False,
 ) -> None:
@@ -206,6 +227,7 @@ def compare(
       fidelab compare -f experiment.yaml --set axes.kld.windows=64
     """
     trusted = source.trusted or []
+    policy = gate.policy()
     if source.resume_dir is None and source.file is None:
         if arms.serve is not None and "device" not in given_flags(context):
             engine.device = "auto"  # the command says where its server runs
@@ -216,10 +238,10 @@ def compare(
 
         report, folder = resume_all(source.resume_dir, watch=_watch_run, trust=_trust(trusted, engine, axes))
         show_report(report, folder=folder.path, **vars(show))
-        exit_on(failures(report))
+        exit_on_conditions(report, policy, failures(report))
         return
     if source.file is not None:
-        _run_file(source.file, measured.overrides or [], trusted, show, dry_run, runs)
+        _run_file(source.file, measured.overrides or [], trusted, show, dry_run, runs, policy)
         return
     from fidelab.config.flags import StartingPoint, read_flags
     from fidelab.metrics.equivalence import MIN_CLUSTERS
@@ -239,7 +261,7 @@ def compare(
         data |= group.settings()
     begun = StartingPoint(arms.serve, arms.change or [], arms.preset, given_flags(context))
     experiment, secrets = read_flags(data, "compare", overrides=measured.overrides or [], trusted=trusted, begun=begun)
-    launch(experiment, show, dry_run, secrets)
+    launch(experiment, show, dry_run, secrets, policy)
 
 
 _AUTO = "auto"
@@ -306,6 +328,7 @@ def _run_file(
     show: options.ShowOptions,
     dry_run: bool,
     runs: RunOptions,
+    policy: Policy | None,
 ) -> None:
     from fidelab.config.experiment import read_settings
     from fidelab.config.load import read_yaml
@@ -319,7 +342,9 @@ def _run_file(
         overrides = [f"output_dir={json.dumps(str(runs.output_dir))}", *overrides]
     settings = load_trusted(path, overrides, trusted, read_settings)
     if isinstance(settings, Experiment):
-        launch(settings, show, dry_run)
+        launch(settings, show, dry_run, policy=policy)
+    elif policy is not None:
+        raise UsageError("--fail-on is for an experiment on one engine: a study across engines has no decision")
     elif show.details:
         raise UsageError("--details is for an experiment on one engine: without it all rows are printed")
     elif dry_run:
@@ -349,15 +374,22 @@ def study_experiment(where: str, model: str, kld: dict[str, Any], *more: dict[st
 
 
 def launch(
-    experiment: Experiment, show: options.ShowOptions, dry_run: bool = False, secrets: Sequence[str] = ()
+    experiment: Experiment,
+    show: options.ShowOptions,
+    dry_run: bool = False,
+    secrets: Sequence[str] = (),
+    policy: Policy | None = None,
 ) -> Report | None:
     """Run an experiment from flags: print the report, and exit with 1 if something failed.
 
-    ``secrets``: values of flags that are kept out of the record.  Returns the report, or ``None`` for a dry run.
+    ``secrets``: values of flags that are kept out of the record.  ``policy``: limits that decide the exit code, too.
+    Returns the report, or ``None`` for a dry run.
     """
     from fidelab.models import reading
     from fidelab.run.repeat import execute_all
 
+    if policy is not None:
+        check_conditions(policy, experiment)
     for line in experiment.left_out:
         note(f"fidelab: {line}")
     if dry_run:
@@ -375,7 +407,7 @@ def launch(
     with reading.told(_hashing):
         report, folder = execute_all(experiment, command=command, watch=_watch_run)
     show_report(report, folder=folder.path, **vars(show))
-    exit_on(failures(report))
+    exit_on_conditions(report, policy, failures(report))
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,11 +17,13 @@ from fidelab.cli import options
 from fidelab.cli.output import exit_on, failures, note, show_report, show_study
 
 if TYPE_CHECKING:
+    from fidelab.report.hub import Published
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
 _FORMS = "Export"
 _FRONTIER_PIXELS = 800
+_CARD = "README.md"
 
 
 class _Format(StrEnum):
@@ -28,6 +31,49 @@ class _Format(StrEnum):
     HUB = "hub"
     BADGE = "badge"
     FRONTIER = "frontier"
+
+
+class HubOptions(options.Options, panel=_FORMS):
+    """Options for facts that only the publisher of a model knows."""
+
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Format hub: model that was quantized, owner/name. \\[default: the reference's hub id]"
+        ),
+    ] = None
+    quantized_by: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Format hub: account of whoever made the files.")
+    ] = None
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="Format hub: data set that the figures are of, owner/name\\[@commit]. "
+            "\\[default: the borrowed reference's, or the text's]",
+        ),
+    ] = None
+
+    def published(self) -> Published:
+        """Return the facts.
+
+        Raises:
+            UsageError: If a name is none of the hub.
+        """
+        from fidelab.core.errors import UsageError
+        from fidelab.models.resolve import HUB_ID
+        from fidelab.report.hub import DataSet, Published
+
+        base = self.base_model and HUB_ID.fullmatch(self.base_model)
+        if self.base_model is not None and (not base or base["revision"]):
+            raise UsageError(f"--base-model: {self.base_model!r} is not a hub id: write owner/name")
+        data = self.dataset and HUB_ID.fullmatch(self.dataset)
+        if self.dataset is not None and (not data or not re.fullmatch(r"|[0-9a-f]{40}", data["revision"] or "")):
+            raise UsageError(f"--dataset: {self.dataset!r} is not a hub id: write owner/name or owner/name@COMMIT")
+        account = self.quantized_by
+        if account is not None and not re.fullmatch(r"\w[\w.-]*", account):
+            raise UsageError(f"--quantized-by: {account!r} is not an account on the hub: write its name alone")
+        return Published(self.base_model, account, DataSet(data["repo"], data["revision"]) if data else None)
 
 
 @options.expand_options
@@ -58,9 +104,16 @@ def report(
             rich_help_panel=_FORMS,
         ),
     ] = None,
+    hub: HubOptions,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="PATH", help="Output file. \\[default: printed]", rich_help_panel=_FORMS),
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="PATH",
+            help="Output file; hub: also the folder. \\[default: printed]",
+            rich_help_panel=_FORMS,
+        ),
     ] = None,
 ) -> None:
     """Print a run's report and update its report.html, or print the record of a study or a profile.
@@ -81,6 +134,8 @@ def report(
       fidelab report latest --format lm-eval --arm q8_0 -o results.json
 
       fidelab report latest --format badge -o badge.svg
+
+      fidelab report latest --format hub --quantized-by NAME -o model/README.md
     """
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Limits
@@ -103,6 +158,7 @@ def report(
                 "--json": show.as_json,
                 "--arm": arm,
                 "-o": out,
+                **{f"--{name.replace('_', '-')}": value for name, value in hub.settings().items()},
                 "--open": open_it,
                 "limits": asked,
                 "--context or --fit": memory,
@@ -112,6 +168,8 @@ def report(
         return
     if memory and (rescore or form is not None):
         raise UsageError(f"--{next(iter(memory))} changes what is printed alone: leave out --rescore and --format")
+    if form is not _Format.HUB and (given := [name for name, value in hub.settings().items() if value is not None]):
+        raise UsageError(f"--{given[0].replace('_', '-')} is for a model card: add --format hub")
     if open_it and form is not None:
         raise UsageError("--format writes a file of another tool, --open opens the page: name one")
     if (run_dir / STUDY).is_file() and not (form or memory or rescore or asked or show.details):
@@ -120,7 +178,10 @@ def report(
             _open(run_dir / HTML)
         return
     if form is not None:
-        _write(run_dir, form, arm, out)
+        if form is _Format.HUB:
+            _write_card(run_dir, arm, out, hub.published())
+        else:
+            _write(run_dir, form, arm, out)
         return
     if rescore:
         from fidelab.run.repeat import rescore_all
@@ -196,10 +257,9 @@ def _print_csv(run_dir: Path) -> None:
 
 
 def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> None:
-    """Write a report in the format of another tool; an existing model card is not replaced."""
+    """Write a report in the format of another tool."""
     from fidelab.core import write_atomically
-    from fidelab.core.errors import UsageError
-    from fidelab.report.exports import choose_arm, lm_eval_results, model_card
+    from fidelab.report.exports import choose_arm, lm_eval_results
     from fidelab.results.store import read_run
 
     report = read_run(run_dir)
@@ -209,17 +269,46 @@ def _write(run_dir: Path, form: _Format, arm: str | None, out: Path | None) -> N
         from fidelab.report.standalone import badge_svg
 
         text = badge_svg(report, choose_arm(report, arm)) + "\n"
-    elif form is _Format.HUB:
-        text = model_card(report, choose_arm(report, arm))
     else:
         chosen = choose_arm(report, arm)
         text = json.dumps(lm_eval_results(report, chosen), indent=2, ensure_ascii=False) + "\n"
     if out is None:
         sys.stdout.write(text)
-    elif form is _Format.HUB and out.exists():
-        raise UsageError(f"{out} exists and is not replaced: name another file with -o")
     else:
         print(write_atomically(out, text))
+
+
+def _write_card(run_dir: Path, arm: str | None, out: Path | None, published: Published) -> None:
+    """Write a model card, and next to it its drawings and evaluation results; an existing card is not replaced.
+
+    Raises:
+        UsageError: If the card exists, or the configuration has no figure.
+    """
+    from fidelab.core import write_atomically
+    from fidelab.core.errors import UsageError
+    from fidelab.report.exports import choose_arm
+    from fidelab.report.hub import EVAL_RESULTS, base_model_of, drawings, eval_results, has_other_weights, model_card
+    from fidelab.results.store import read_run
+
+    report = read_run(run_dir)
+    chosen = choose_arm(report, arm)
+    if has_other_weights(report, chosen) and base_model_of(report, chosen, published) is None:
+        note("fidelab: base_model is left out: name the model that was quantized with --base-model owner/name")
+    if out is None:
+        sys.stdout.write(model_card(report, chosen, published))
+        note("fidelab: with -o, badge, frontier and evaluation results are written next to the card")
+        return
+    card = out / _CARD if out.is_dir() else out
+    if card.exists():
+        raise UsageError(f"{card} exists and is not replaced: name another file with -o")
+    files = drawings(report, chosen)
+    if (results := eval_results(report, chosen, published.data)) is not None:
+        files[EVAL_RESULTS] = results
+    else:
+        note(f"fidelab: {EVAL_RESULTS} is left out: its entries name a data set on the hub: add --dataset owner/name")
+    text = model_card(report, chosen, published, images=True)
+    for file in (write_atomically(card, text), *(write_atomically(card.parent / name, files[name]) for name in files)):
+        print(file)
 
 
 def _frontier(report: Report, arm: str | None) -> str:

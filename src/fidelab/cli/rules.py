@@ -43,8 +43,8 @@ _PERMITTED = ("trusted", "python", "image", "programs", "pythonpath", "engine_ar
 RULES: Mapping[str, tuple[Rule, ...]] = {
     "compare": (
         _SECTION,
-        Rule(_OTHER_SETTINGS % "run", "resume_dir", only=(*_SHOWN, *_PERMITTED)),
-        Rule(_OTHER_SETTINGS % "file", "file", only=("overrides", *_SHOWN, "trusted", "dry_run")),
+        Rule(_OTHER_SETTINGS % "run", "resume_dir", only=(*_SHOWN, *_PERMITTED, "fail_on")),
+        Rule(_OTHER_SETTINGS % "file", "file", only=("overrides", *_SHOWN, "trusted", "dry_run", "fail_on")),
         Rule(
             "--trust needs a file: from -f, a preset or --serve, or --resume RUN_DIR",
             "trusted",
@@ -95,6 +95,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule("-o goes with --format: lm-eval, hub", "out", needs=("form",)),
         Rule("--arm goes with --format: lm-eval, hub", "arm", needs=("form",)),
+        *(
+            Rule("{flag} goes with --format hub", name, needs=("form",))
+            for name in ("base_model", "quantized_by", "dataset")
+        ),
         Rule(
             "--rescore writes the run's report with the run's own limits: leave out {others}",
             "rescore",
@@ -102,7 +106,10 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         ),
         Rule("--margin needs the scores again: add --rescore", "margin", needs=("rescore",)),
     ),
-    "check": (Rule("--all and --arm: name one", "every", excludes=("arm",)),),
+    "check": (
+        Rule("--all and --arm: name one", "every", excludes=("arm",)),
+        Rule("--github writes the job summary in Markdown: leave out {others}", "github", excludes=("markdown",)),
+    ),
     "doctor": (
         Rule("--system looks at the machine, --trial at engines: give one of them", "system", excludes=("trial",)),
     ),

@@ -1,22 +1,14 @@
-"""One arm of a report in other tools' forms: lm-evaluation-harness's results, the hub's model card."""
+"""One arm of a report in the form of lm-evaluation-harness's results."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import Any
 
 from fidelab.core.errors import UnknownNameError, UsageError
-from fidelab.report.markdown import code_span
 from fidelab.results.measurement import Metric, label
-from fidelab.results.numbers import format_interval, heading, public_name
+from fidelab.results.numbers import public_name
 from fidelab.results.record import ArmRecord, Report
-from fidelab.results.values import NEEDS_REASON
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 _STDERRS = 2 * 1.959964  # in the width of a 95% interval
 _NO_FILTER = "none"
@@ -50,7 +42,7 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     counts: dict[str, dict[str, int]] = {}
     for name, measurement in {**arm.axes, **arm.benches}.items():
         for metric in (metric for metric in measurement.metrics if metric.value is not None):
-            task = "_".join(filter(None, ("fidelab", _slug(name), _slug(label(metric.cell)))))
+            task = "_".join(filter(None, ("fidelab", slug(name), slug(label(metric.cell)))))
             tasks.setdefault(task, {})[metric.key] = metric
             if measurement.n_items is not None:
                 usable = measurement.n_items - (measurement.n_failed or 0)
@@ -95,59 +87,6 @@ def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:
     }
 
 
-def _slug(text: str) -> str:
-    """A part of a task's name or a metric's: without commas and blanks."""
+def slug(text: str) -> str:
+    """Return a part of a task's or a metric's name, without commas and blanks."""
     return re.sub(r"\W+", "_", text).strip("_")
-
-
-# --------------------------------------------------------------------------------------------------- the hub
-
-
-def model_card(report: Report, arm: ArmRecord) -> str:
-    """Return a model card for the hub: the section for people, and the first figures of each axis as ``model-index``.
-
-    Raises:
-        UsageError: If no axis has a figure.
-    """
-    from huggingface_hub.repocard_data import eval_results_to_model_index
-
-    found = [*_eval_results(report, arm)]
-    if not found:
-        raise UsageError(f"{report.run_id} has no figure of fidelity for {arm.name}: there is nothing for a model card")
-    index = {"model-index": eval_results_to_model_index(public_name(arm.model), found)}
-    head = yaml.safe_dump(index, sort_keys=False, allow_unicode=True)
-    return f"---\n{head}---\n\n# Fidelity of {code_span(arm.name)}\n\n{report.to_markdown()}"
-
-
-def _eval_results(report: Report, arm: ArmRecord) -> Iterator[EvalResult]:
-    """The headlines of all axes."""
-    from huggingface_hub import EvalResult
-
-    axes = report.settings.get("axes")
-    text = report.settings.get("text")
-    for name, measured in arm.axes.items():
-        asked = axes.get(name) if isinstance(axes, dict) else None
-        given = {key: value for key, value in (asked or {}).items() if isinstance(value, bool | int | float)}
-        for metric in measured.headlines:
-            if measured.status in NEEDS_REASON or metric.value is None:
-                continue
-            interval = f" (95% {format_interval(metric.ci, metric.unit)})" if metric.ci else ""
-            place = f", {label(metric.cell)}" if metric.cell else ""
-            yield EvalResult(
-                task_type="text-generation",
-                task_name=measured.title or name,
-                dataset_type=f"fidelab-{_slug(name)}",
-                dataset_name=f"fidelab {name}",
-                dataset_args={**given, **({"text": public_name(text)} if isinstance(text, str) else {})},
-                metric_type=_slug(f"{name}_{metric.key}"),
-                metric_name=f"{arm.name}: {heading(metric.name, metric.unit)}{place}{interval}",
-                metric_value=metric.value,
-                metric_args={
-                    "kv_cache": arm.kv_text,
-                    "engine": arm.engine,
-                    "reference": report.reference.name,
-                    "unit": metric.unit,
-                    "ci95": None if metric.ci is None else [*metric.ci],
-                    "lower_bound": metric.bound,
-                },
-            )
