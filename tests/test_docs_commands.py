@@ -30,6 +30,7 @@ FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 SHELL = ("", "sh", "bash", "console", "yaml")
 # A prompt, the "run:" of a workflow or the word of a screen's last lines (Next, Report, More) may stand before it.
 IN_BLOCK = re.compile(r"^ *(?:[$] |- run: |run: |[A-Z]\w+ {2,})?((?:fidelab|k16v8) [a-z-].*)$", re.MULTILINE)
+INDENTED = re.compile(r"^    ((?:fidelab|k16v8) [a-z-].*)$", re.MULTILINE)
 INLINE = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"(?:fidelab|k16v8) [a-z-]")
 OPERATORS = ("|", "||", "&&", ";", ">")
@@ -64,6 +65,7 @@ def commands(text: str) -> Iterator[Written]:
         if block[1] in SHELL:
             for line in IN_BLOCK.finditer(re.sub(r"\\\n *", " ", block[2])):
                 yield Written(line[1], inline=False)
+    yield from (Written(line[1], inline=False) for line in INDENTED.finditer(FENCE.sub("", text)))
     for paragraph in FENCE.sub("", text).split("\n\n"):
         for code in INLINE.findall(paragraph):
             if PROGRAM.match(code):
