@@ -208,11 +208,12 @@ def test_the_reference_pages_are_what_the_code_gives() -> None:
 SITE = runpy.run_path(str(ROOT / "scripts" / "docs_site.py"))
 
 
-def test_every_page_is_in_the_navigation_at_most_twenty_two_and_begins_with_a_sentence_that_says_what_it_is() -> None:
+def test_every_page_is_in_the_navigation_at_most_twenty_three_and_begins_with_a_sentence_that_says_what_it_is() -> None:
     navigated = {file for _, _, file in SITE["navigation"]()}
     pages = [str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")]
     assert [page for page in pages if page not in navigated] == []
-    assert len(list((ROOT / "docs").glob("*.md"))) <= 22  # with long contexts, the sources of a text
+    # 22, and one more: users of four kinds begin on a page of their own, and risks before a deployment have another
+    assert len(list((ROOT / "docs").glob("*.md"))) <= 23
     shown = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "gallery").glob("*.md")]
     assert [str(page) for page in shown if len(SITE["first_sentence"](text_of(page))) < 20] == []
 

@@ -41,7 +41,7 @@ QUICK = re.compile(
 )
 # A browser, the hub, files of other tools, tasks of another run, or a value that the reader puts in.
 NEEDS_MORE = re.compile(
-    r"--open|hf://|Qwen|gate\.yaml|main\.json|\.(?:csv|json) --y|lm-eval|estimate --device|NAME|MODEL|COLUMN"
+    r"--open|hf://|Qwen|gate\.yaml|main\.json|\.(?:csv|json) --y|lm-eval|estimate --device|\.gguf|_RUN|NAME|MODEL"
 )
 
 
