@@ -30,6 +30,7 @@ from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
 from fidelab.cli import reference
+from fidelab.results.coverage import coverage
 from fidelab.results.measurement import Definition
 from tests.report.sample import sample_report
 from tests.run.harness import cli
@@ -286,6 +287,32 @@ def test_the_readme_is_short_and_explains_its_words() -> None:
     assert len(text.splitlines()) <= 110
     words = ("configuration", "reference", "control", "run-to-run noise", "KLD", "verdict")
     assert [word for word in words if f"**{word}**" not in text] == []
+
+
+def test_the_first_screen_of_the_readme_says_what_for_whom_one_command_and_what_it_prints() -> None:
+    screen = "\n".join((ROOT / "README.md").read_text("utf-8").splitlines()[:60])
+    order = (
+        "**fidelab measures",
+        "![",
+        "**For whom:**",
+        "## One command",
+        "fidelab compare MODEL",
+        "\nUse q8_0",
+        "pipx install",
+    )
+    places = [screen.find(part) for part in order]
+    assert -1 not in places
+    assert places == sorted(places)
+
+
+def test_every_risk_that_a_report_leaves_open_has_a_command_before_a_deployment() -> None:
+    page = text_of(ROOT / "docs" / "before-you-deploy.md")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
+    sections = dict(re.findall(r"^## ([^\n]+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    by_anchor = {anchor(name): text for name, text in sections.items()}
+    named = {row[0]: LINK.findall(row[2])[0].removeprefix("#") for row in rows[1:]}
+    assert {*coverage(AXES, BENCHES).values(), "other kinds of text"} <= {*named}
+    assert [name for name, section in named.items() if "\nfidelab " not in by_anchor[section]] == []
 
 
 def test_the_readme_names_the_commands_that_continuous_integration_runs() -> None:

@@ -11,12 +11,16 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import typer.main
 
+from fidelab.axes.base import load_axis
 from fidelab.cli import app
 from fidelab.cli.rules import check_flags
+from fidelab.config.schema import Experiment
+from fidelab.core.errors import FidelabError
 from tests.run.harness import cli, write_inputs
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +45,7 @@ QUICK = re.compile(
 )
 # A browser, the hub, files of other tools, tasks of another run, or a value that the reader puts in.
 NEEDS_MORE = re.compile(
-    r"--open|hf://|Qwen|gate\.yaml|main\.json|\.(?:csv|json) --y|lm-eval|estimate --device|\.gguf|_RUN|NAME|MODEL"
+    r"--open|hf://|Qwen|gate\.yaml|main\.json|\.(?:csv|json) --y|lm-eval|estimate --device|\.gguf|_RUN|[A-Z]{4,}"
 )
 
 
@@ -187,3 +191,46 @@ def test_a_command_of_a_document_that_needs_no_model_runs(
     done = cli(*shlex.split(command)[1:], cwd=tmp_path if compares else room)
     assert done.code in (0, 1, 3), done
     assert "Traceback" not in done.err
+
+
+# Files, servers' commands, packed references and presets of the reader are not here.
+READS_MORE = re.compile(
+    r" -f | @|--preset|preset=|--traffic|--resume|--reference auto|--reference \S*(?:/|-reference)|--bin|--trust|[$]head"
+)
+
+
+def compared(words: list[str], cwd: Path) -> tuple[Experiment | None, str]:
+    """The settings that a comparison would run with, of its tests as well, or the line that refuses them."""
+    launched: list[Experiment] = []
+    with mock.patch("fidelab.cli.compare.launch", lambda experiment, *_: launched.append(experiment)):
+        done = cli(*words, cwd=cwd)
+    if done.code or not launched:
+        return None, done.err
+    try:
+        for name, settings in launched[0].axes.items():
+            load_axis(name, settings)
+    except FidelabError as error:
+        return None, str(error)
+    return launched[0], ""
+
+
+def test_the_settings_of_every_comparison_in_a_document_are_valid(tmp_path: Path) -> None:
+    """Everything but the run: names of tests, benches and settings, their values, flags that do not go together."""
+    for name in ("text.txt", "notes.txt"):
+        (tmp_path / name).write_text("A text.")
+    written = {command.text: command for page in PAGES for command in found(page) if not command.inline}
+    asked = [
+        one.words[1:]
+        for one in written.values()
+        if one.text.startswith("fidelab compare") and "…" not in one.text and not READS_MORE.search(one.text)
+    ]
+    read = {shlex.join(words): compared(words, tmp_path) for words in asked}
+    assert {text: refused for text, (_, refused) in read.items() if refused} == {}
+    assert len(read) > 40
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--axes kdl", "--set axes.rniah.lenghts='[512]'", "--benches decoding", "--limit rniah=4"]
+)
+def test_a_wrong_setting_of_a_comparison_is_found(wrong: str, tmp_path: Path) -> None:
+    assert compared(shlex.split(f"compare MODEL --kv q8_0 {wrong}"), tmp_path)[1]
