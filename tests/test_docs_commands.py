@@ -17,6 +17,7 @@ import pytest
 import typer.main
 
 from fidelab.axes.base import load_axis
+from fidelab.bench.base import load_bench
 from fidelab.cli import app
 from fidelab.cli.rules import check_flags
 from fidelab.config.schema import Experiment
@@ -195,7 +196,7 @@ def test_a_command_of_a_document_that_needs_no_model_runs(
 
 # Files, servers' commands, packed references and presets of the reader are not here.
 READS_MORE = re.compile(
-    r" -f | @|--preset|preset=|--traffic|--resume|--reference auto|--reference \S*(?:/|-reference)|--bin|--trust|[$]head"
+    r" -f | @|--preset|preset=|--traffic|--resume|--reference (?:auto|\S*(?:/|-reference))|--bin|--trust|[$]head"
 )
 
 
@@ -209,6 +210,8 @@ def compared(words: list[str], cwd: Path) -> tuple[Experiment | None, str]:
     try:
         for name, settings in launched[0].axes.items():
             load_axis(name, settings)
+        for name, settings in launched[0].benches.items():
+            load_bench(name, settings)
     except FidelabError as error:
         return None, str(error)
     return launched[0], ""
