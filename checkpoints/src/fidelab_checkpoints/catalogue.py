@@ -62,7 +62,7 @@ def _module(rule: Rule) -> str:
 
 
 _COMMAND = (
-    r"fidelab [a-z0-9-]+(?: (?:audit|convert|quantize|calibrate|attention|layers|sensitivity)\b)?"
+    r"fidelab (?!is\b)[a-z0-9-]+(?: (?:audit|convert|quantize|calibrate|attention|layers|sensitivity)\b)?"
     r"(?: --to [a-z]+| --[a-z]+| [A-Z]+\b)*"
 )
 

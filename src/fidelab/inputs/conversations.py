@@ -1,6 +1,6 @@
 """The user's own traffic: a log of conversations, as text with one document per conversation, and as prompts.
 
-See docs/traffic.md.
+See docs/guide.md#your-own-traffic.
 """
 
 from __future__ import annotations
