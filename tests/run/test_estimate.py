@@ -122,7 +122,7 @@ def test_a_dry_run_says_what_takes_the_time_and_where_its_rates_are_from(tmp_pat
     flags = ("--benches", "prefill", "--set", "benches.prefill.lengths=16", "--dry-run")
     done, data = (cli(*words, *flags, *more, cwd=tmp_path) for more in ((), ["--json"]))
     assert done.code == data.code == 0
-    for word in ("about ", "loads ", "scoring ", "bench prefill", "axes: ", "rates from defaults"):
+    for word in ("about ", "loads ", "scoring ", "bench prefill", "tests: ", "rates from defaults"):
         assert word in done.out
     assert max(map(len, done.out.splitlines()[:4])) <= 80
     plan = json.loads(data.out)

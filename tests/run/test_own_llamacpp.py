@@ -56,7 +56,7 @@ def program(folder: Path) -> Path:
 def compare(here: Path, *words: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command in this process; programs get the variables."""
     command = ("compare", "m.gguf", "--engine", "llamacpp", "--bin", "build", *words)
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "COLUMNS": "200", **variables}):
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "COLUMNS": "2000", **variables}):
         done = cli(*command, cwd=here)
     return subprocess.CompletedProcess([*map(str, command)], done.code, done.out, done.err)
 

@@ -31,7 +31,7 @@ def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(r
     report = " ".join(cli("report", done.folder, "--details", cwd=room).out.split())
     assert report.count("the worker was ended by SIGABRT") == 1
     assert "tilt[q=0.6], tilt[q=0.7]: not running, for the same reason as the reference" in report
-    assert f"what the workers printed: {done.folder / 'logs'}" in done.out
+    assert f"what the workers printed: runs/{done.folder.name}/logs" in done.out  # from where it ran
     assert done.err.count("fidelab: exact, tilt[q=0.6], tilt[q=0.7] failed: the worker was ended by SIGABRT") == 1
 
 

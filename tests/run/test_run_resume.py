@@ -275,7 +275,7 @@ def test_no_run_is_without_its_settings_for_a_moment(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "rename", watch)
     run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=2, limit=1)
     assert seen == [True]
-    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [run.folder.name, "captures"]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [run.folder.name, "captures", "latest"]
 
 
 def test_a_changed_variable_is_seen_in_what_ran_and_old_captures_are_not_found(
