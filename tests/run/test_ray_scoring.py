@@ -117,7 +117,8 @@ def test_node_that_is_killed_while_it_scores_leaves_the_same_report(
         while not over.wait(0.02) and not killed:
             for worker in _scoring()[:1]:
                 raylet = worker.parent()
-                assert raylet is not None and "raylet" in raylet.name()
+                assert raylet is not None
+                assert "raylet" in raylet.name()
                 for process in (raylet, worker):
                     process.kill()
                 killed.append(worker.pid)
@@ -134,3 +135,22 @@ def test_node_that_is_killed_while_it_scores_leaves_the_same_report(
     assert len(_events(there, "scored")) == 2
     assert caplog.text.count("another node does it again") == 1
     assert _measured(there) == _measured(here)
+
+
+def test_rows_of_log_probabilities_are_compared_on_the_node_that_has_them(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So those of the reference alone are in the folder that all nodes see, while arms answer and after it."""
+    here = _compare(tmp_path / "here", "logprobs")
+    with_rows = set[str]()
+
+    def ended(_self: Silent, job: PlannedJob, result: ArmResult) -> None:
+        captures = map(Capture, result.captures.values())
+        with_rows.update(job.role for capture in captures if capture.has_rows())
+
+    monkeypatch.setattr("fidelab.cli.progress.watcher", Silent)
+    monkeypatch.setattr(Silent, "job_ended", ended)
+    there = _compare(tmp_path / "there", "logprobs", *nodes.flags())
+    assert with_rows == {"reference"}
+    assert _measured(there) == _measured(here)
+    assert not any(Capture(folder).has_rows() for folder in find_captures(there.cwd / "runs" / "captures"))

@@ -39,11 +39,12 @@ from fidelab.core.roles import TWIN, kind_of
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
 from fidelab.results.outcomes import ArmResult
+from fidelab.scoring.comparing import RowComparer
 from fidelab.scoring.dropping import compared_pairs, drop_where_compared, exclusive
 from fidelab.scoring.nodes import Scored, compare_share, scoring_bytes, share_ticket
 from fidelab.scoring.pairing import Scorer
 from fidelab.scoring.tiles import Figures, TileJob, read_figures
-from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
+from fidelab.workers.messages import Captured, Compared, Job, Message, ProbeFailed, ProbeTask, Written, decode, encode
 from fidelab.workers.parent import JobOutcome, Worker
 
 _LOGGER = logging.getLogger(__name__)
@@ -74,6 +75,18 @@ class Needs:
     cpus: int
     gpus: float
     memory: int = 0  # bytes, of tasks that are spread over the nodes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Captures whose rows a node compares while an arm answers.
+
+    ``axes``: their settings by name.  ``bases``: by the target of a task, the axis or part of it that is asked, and the
+    capture that it is compared with.
+    """
+
+    axes: Mapping[str, Mapping[str, Any]]
+    bases: Mapping[str, tuple[str, Path]]
 
 
 class Handle(Protocol):
@@ -128,6 +141,7 @@ def run_job(
     command: Sequence[str],
     asker: Sequence[str] | None = None,
     follow_up: Callable[[], list[ProbeTask]] | None = None,
+    rows: Rows | None = None,
 ) -> JobOutcome:
     """Run one job on some node, with arguments and result as in :class:`~fidelab.workers.parent.Worker`.
 
@@ -137,6 +151,7 @@ def run_job(
         lost: called with the reason each time the job was lost.
         asker: the command that asks the engine about itself (:mod:`fidelab.workers.ask`): the node asks whether the
             engine can run the arm there, before it does.  ``None``: that is known.
+        rows: what the node compares while the arm answers.
     """
     how = {
         "log": str(log),
@@ -144,6 +159,9 @@ def run_job(
         "deadline": deadline,
         "command": list(command),
         "shared": 0 < needs.gpus < 1,
+        "axes": {} if rows is None else rows.axes,
+        "bases": {} if rows is None else {target: [part, str(base)] for target, (part, base) in rows.bases.items()},
+        "cpus": needs.cpus,
     }
     asking = None if asker is None else list(asker)
     outcome = _answered(cluster, job, needs, {**how, "asker": asking}, listen, lost, 0)
@@ -276,13 +294,26 @@ def answer(text: str) -> str:
     variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
     if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
         return json.dumps(to_json(refused))
-    with Path(ticket["messages"]).open("ab", buffering=0) as file:
+    bases: Mapping[str, Sequence[str]] = ticket.get("bases", {})
+    comparer = RowComparer({name: load_axis(name, values) for name, values in ticket.get("axes", {}).items()})
+    with Path(ticket["messages"]).open("ab", buffering=0) as file, using_cores(ticket.get("cpus", usable_cores())):
+
+        def listen(message: Message) -> Message | None:
+            if not isinstance(message, Written):
+                file.write(encode(message))
+                return None
+            target = job.tasks[message.index].target
+            if target not in bases:
+                return Compared()
+            part, base = bases[target]
+            return comparer.compare(part, Path(target), Path(base), message)
+
         outcome = Worker(
             job,
             log=Path(ticket["log"]),
             env=variables,
             deadline=ticket["deadline"],
-            listen=lambda message: (file.write(encode(message)), None)[1],
+            listen=listen,
             command=ticket["command"],
             alone=not ticket["shared"],
         ).run()
