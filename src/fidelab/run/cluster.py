@@ -161,7 +161,7 @@ def run_job(
         "shared": 0 < needs.gpus < 1,
         "axes": {} if rows is None else rows.axes,
         "bases": {} if rows is None else {target: [part, str(base)] for target, (part, base) in rows.bases.items()},
-        "cpus": needs.cpus,
+        "cpus": cluster.fitted(needs)[0].cpus,
     }
     asking = None if asker is None else list(asker)
     outcome = _answered(cluster, job, needs, {**how, "asker": asking}, listen, lost, 0)
