@@ -90,7 +90,6 @@ def _torch_scorer(threads: int, said: list[str], *, gpu: bool) -> Scorer:
     except ImportError:
         said.append(_NO_TORCH)
         return NumpyScorer()
-    torch.set_num_threads(threads)
     scorer = TileScorer(threads, None if gpu else torch.device("cpu"), said.append)
     if gpu and scorer.device.type == "cpu" and not said:
         said.append(_NO_GPU)
