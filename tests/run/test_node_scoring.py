@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
 from fidelab.results.outcomes import ArmResult
 from fidelab.run import cluster
@@ -134,12 +135,10 @@ def test_shares_of_all_nodes_are_what_one_process_compares(done: Done) -> None:
 def test_memory_is_reserved_for_the_head_in_float32_and_a_tile(done: Done) -> None:
     nodes = Nodes()
     _scored(done, nodes)
-    heads = [*(done.cwd / "runs" / "captures" / "heads").iterdir()]
     experiment, results = _run_of(done)
     [job] = Scorer(experiment, results, {}).not_compared(results[1:])[True]
-    head = tiles.Capture(job.ref).head
+    head = Capture(job.ref).head
     assert head is not None
-    assert heads
     weight, _ = head.load()
     assert all(weight.nbytes < needs.memory < weight.nbytes + (2 << 30) for _, needs in nodes.asked)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 States = tuple[NDArray[np.float32], Head]
 """Final-norm states ``[n, d]`` of one side, and the head that makes logits of them."""
 
+CPU = torch.device("cpu")
+
 _T = TypeVar("_T")
 Say = Callable[[str], None]
 

@@ -84,13 +84,11 @@ def compare_share(ticket: str) -> str:
 def _torch_scorer(threads: int, said: list[str], *, gpu: bool) -> Scorer:
     """The scorer of a node; a GPU is used only where one is reserved."""
     try:
-        import torch
-
-        from fidelab.metrics.scorer import TileScorer
+        from fidelab.metrics.scorer import CPU, TileScorer  # which imports torch
     except ImportError:
         said.append(_NO_TORCH)
         return NumpyScorer()
-    scorer = TileScorer(threads, None if gpu else torch.device("cpu"), said.append)
+    scorer = TileScorer(threads, None if gpu else CPU, said.append)
     if gpu and scorer.device.type == "cpu" and not said:
         said.append(_NO_GPU)
     return scorer
