@@ -591,7 +591,16 @@ class NodeScoring:
                     self._drop(experiment, own, figures)
 
     def _drop(self, experiment: Experiment, pairs: Sequence[tuple[ArmResult, ArmResult]], figures: Figures) -> None:
-        needs, nodes = self.cluster.fitted(Needs(experiment.threads or _SCORING_CPUS, 0))
+        jobs = [
+            TileJob(name, {}, base.captures[name], [(folder, False)])
+            for result, base in pairs
+            for name, folder in result.captures.items()
+            if name in base.captures
+        ]
+        memory = 0
+        with suppress(FidelabError, OSError, *UNTRUSTED_DATA_ERRORS):  # of a damaged capture
+            memory = scoring_bytes(jobs)
+        needs, nodes = self.cluster.fitted(Needs(experiment.threads or _SCORING_CPUS, 0, memory))
         shares = max(1, min(nodes, len(pairs)))
         known: dict[str, Any] = {}
         folders = [*figures]
