@@ -188,6 +188,26 @@ def test_a_device_that_runs_out_of_memory_gets_smaller_tiles_and_then_the_cpu_go
         assert_same(rows, exact(ref, test))
 
 
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "HIP error: out of memory"])
+def test_a_device_that_others_left_full_is_not_used_and_one_line_says_so(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an engine that did not give its memory back: not even a context begins there."""
+
+    def full(*_: object) -> tuple[int, int]:
+        raise RuntimeError(f"{text}\nCUDA kernel errors might be reported later")
+
+    said = list[str]()
+    ref, *tests = sides("f32")
+    with pretend_cuda():
+        monkeypatch.setattr(torch.cuda, "mem_get_info", full)
+        scoring = TileScorer(1, CUDA, said.append)
+        found = scoring.compare(ref, tests, TARGETS)
+    assert said == ["cuda has no memory left: scoring runs on the CPU"]
+    for test, rows in zip(tests, found, strict=True):
+        assert_same(rows, exact(ref, test))
+
+
 def test_a_device_needs_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     ref, *tests = sides("f32")
     double = torch.Tensor.double

@@ -123,6 +123,9 @@ class _Once:
             self._answer = answer(text)
         return self
 
+    def fitted(self, needs: Needs) -> tuple[Needs, int]:
+        return needs, 1
+
     def done(self) -> bool:
         return True
 
@@ -358,6 +361,32 @@ def test_cpus_of_an_arm_never_keep_a_node_s_gpus_idle(
     monkeypatch.setitem(sys.modules, "ray", ray)
     RayCluster("auto").submit("", needs)
     assert (ray.reserved["num_cpus"], ray.reserved["num_gpus"]) == (cpus, needs.gpus)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "needs", "fitted", "n"),
+    [
+        (
+            [{"CPU": 64, "GPU": 8, "memory": 9e9}, {"CPU": 16, "GPU": 8, "memory": 7e9}],
+            Needs(4, 1, 8 << 30),
+            (2, 7e9),
+            2,
+        ),
+        ([{"CPU": 64, "GPU": 8, "memory": 9e9}, {"CPU": 96, "memory": 1e9}], Needs(4, 1, 5), (4, 5), 1),
+        ([{"CPU": 64}, {"CPU": 16}], Needs(1 << 16, 0, 5), (16, 0), 2),
+        ([{"CPU": 0}, {"CPU": 16, "memory": 1e9}], Needs(1 << 16, 0, 5), (16, 5), 1),
+        ([{"CPU": 4}], Needs(4, 1), (4, 0), 0),
+    ],
+)
+def test_task_of_scoring_reserves_what_the_smallest_node_that_may_have_it_has(
+    nodes: list[dict[str, float]],
+    needs: Needs,
+    fitted: tuple[int, int],
+    n: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", _Ray(*nodes))
+    assert RayCluster("auto").fitted(needs) == (Needs(fitted[0], needs.gpus, fitted[1]), n)
 
 
 @pytest.mark.parametrize(

@@ -210,9 +210,11 @@ def test_rows_without_figures_are_not_lost(kept: Done, tmp_path: Path) -> None:
     assert not list(pair.test.folder.parent.glob(".partial-*"))
 
 
-@pytest.mark.parametrize("candidates", [1, 3])
-def test_disk_is_planned_for_the_reference_and_for_a_part_of_the_candidate_that_answers(
-    candidates: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("candidates", "executor", "parts"), [(1, "local", 1), (3, "local", 1), (1, "ray", 1), (3, "ray", 3)]
+)
+def test_disk_is_planned_for_the_reference_and_for_a_part_of_each_candidate_that_answers(
+    candidates: int, executor: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -221,7 +223,8 @@ def test_disk_is_planned_for_the_reference_and_for_a_part_of_the_candidate_that_
         **{"model": "fake", "engine": "fake", "reference": {"kv": "exact"}, "control": "none", "floor": 0},
         **{"text": "text.txt", "axes": {"kld": {"n_ctx": 16, "windows": 8}}},
         "candidates": [{"kv": f"tilt[q=0.{n + 6}]"} for n in range(candidates)],
+        **{"executor": {"name": executor}, "device": "cpu"},
     }
     kept = needed_bytes(prepare(validate({**settings, "keep_rows": True}, "test")).plan)
     arm = kept // (1 + candidates)
-    assert needed_bytes(prepare(validate(settings, "test")).plan) == arm + arm // 8
+    assert needed_bytes(prepare(validate(settings, "test")).plan) == arm + parts * (arm // 8)

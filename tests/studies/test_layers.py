@@ -149,7 +149,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
         (("--kv", "int8", "--n-ctx", 4), "n_ctx: write tokens per window, at least 8"),
         (("--kv", "int8", "--windows", 0), "windows: Input should be greater than or equal to 1"),
         (("--kv", "int8", "--text", "nowhere.txt"), "no text 'nowhere.txt'"),
-        (("--kv", "k16v8", "--candidate-x"), "No such option"),
+        (("--kv", "k16v8", "--candidate-x"), "no option --candidate-x"),
         (("--kv", "q4_0", "--engine-arg", "attention=k16v8"), "candidate 'q4_0' cannot run on engine hf"),
     ],
 )

@@ -16,8 +16,8 @@ import re
 import secrets
 import shlex
 import stat
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -325,10 +325,26 @@ def cache_parameter(model: Any) -> str:
     )
 
 
+_most_cores: list[int] = []  # the limits of using_cores, the inner ones last
+
+
 def usable_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)  # only Linux has it
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, *_most_cores[-1:], 1 << 20)
+
+
+@contextmanager
+def using_cores(most: int) -> Iterator[None]:
+    """Let this process use at most so many cores, by the word of :func:`usable_cores`: others were promised the rest.
+
+    It concerns threads that fidelab starts, not those of libraries, and one job of a process at a time.
+    """
+    _most_cores.append(max(1, most))
+    try:
+        yield
+    finally:
+        _most_cores.pop()
 
 
 def interrupted() -> int:

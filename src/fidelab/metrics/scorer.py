@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 States = tuple[NDArray[np.float32], Head]
 """Final-norm states ``[n, d]`` of one side, and the head that makes logits of them."""
 
+CPU = torch.device("cpu")
+
 _T = TypeVar("_T")
 Say = Callable[[str], None]
 
@@ -78,9 +80,12 @@ class TileScorer:
         self, threads: int, device: torch.device | None = None, say: Say = lambda text: None, *, fused: bool = True
     ) -> None:
         self.device = device or fastest_device()
-        self.fused = fused_path(self.device) if fused else None
         self._threads = threads
         self._say = say
+        if self.device.type == "cuda" and not _has_room(self.device):
+            say(f"{self.device} has no memory left: scoring runs on the CPU")
+            self.device = torch.device("cpu")
+        self.fused = fused_path(self.device) if fused else None
         self._tile_rows, self._tile_bytes = _CPU_TILE if self.device.type == "cpu" else _DEVICE_TILE
         self._heads: dict[Head, _DeviceHead] = {}
 
@@ -456,7 +461,21 @@ def _columns(p: _Logits, tests: Sequence[_Logits], pick: Tensor, buffers: _Buffe
 
 def _is_out_of_memory(error: Exception) -> bool:
     """Whether a device or the CPU had too little memory; ``OutOfMemoryError`` is a RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    # of the driver, which torch's allocator does not translate: "CUDA error: out of memory", "HIP error: …"
+    return any(text in str(error) for text in ("can't allocate memory", "error: out of memory"))
+
+
+def _has_room(device: torch.device) -> bool:
+    """Whether this process can begin on a device; not where others left too little memory for its context."""
+    try:
+        torch.cuda.mem_get_info(device)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _double(column: Tensor) -> Tensor:

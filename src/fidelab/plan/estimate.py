@@ -408,10 +408,10 @@ def conversion_bytes(plan: Plan) -> int:
 def needed_bytes(plan: Plan) -> int:
     """Return the bytes, at most, of the captures that are still to be made, output heads included.
 
-    Rows of log-probabilities go part by part as they are compared with the reference's; those of an arm whose twin is
-    to come, and on a cluster those of all arms, wait until all are.  With keep_rows all are kept.
+    Rows of log-probabilities go part by part as they are compared with the reference's, on a cluster of all arms at
+    once; those of an arm whose twin is to come wait until all are.  With keep_rows all are kept.
     """
-    need, passing, heads = 0, 0, {}
+    need, passing, heads = 0, [0], {}
     experiment = plan.settings.experiment
     for job in plan.jobs:
         model, estimator = job.resolved.model, job.resolved.estimator
@@ -423,16 +423,17 @@ def needed_bytes(plan: Plan) -> int:
             Estimator.TOPK: _TOPK_BYTES,
         }[estimator]
         sizes = {capture.axis: row * _rows(capture.request) for capture in job.missing()}
-        stay = experiment.keep_rows or experiment.executor.name != "local" or estimator is not Estimator.LOGPROBS
+        stay = experiment.keep_rows or estimator is not Estimator.LOGPROBS
         if stay or not base_of(job.role) or any(base_of(other.role) == job.role for other in plan.jobs):
             need += sum(sizes.values())
         else:
             per_item = (sizes[c.axis] // len(c.request.items()) for c in job.captures if c.axis in sizes)
-            passing = max(passing, min(sum(sizes.values()), PART_BYTES + max(per_item, default=0)))
+            passing.append(min(sum(sizes.values()), PART_BYTES + max(per_item, default=0)))
         if any(sizes.values()) and estimator is Estimator.HIDDEN:
             heads[model.weights] = model.head_bytes * (2 if wide else 1)
     has_heads = any((plan.settings.captures_dir / "heads").glob("*.safetensors"))
-    return need + passing + (0 if has_heads else sum(heads.values()))
+    at_once = max(passing) if experiment.executor.name == "local" else sum(passing)
+    return need + at_once + (0 if has_heads else sum(heads.values()))
 
 
 def _rows(request: Request) -> int:

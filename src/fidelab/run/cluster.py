@@ -23,21 +23,28 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from fidelab.axes.base import load_axis
 from fidelab.captures.reader import is_complete
 from fidelab.captures.store import Readers
-from fidelab.core import Estimator, Status, plain_json, usable_cores
-from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, EngineError, UsageError
+from fidelab.config.schema import Experiment
+from fidelab.core import Estimator, Status, plain_json, usable_cores, using_cores
+from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, EngineError, FidelabError, UsageError
 from fidelab.core.roles import TWIN, kind_of
 from fidelab.core.serial import from_json, to_json
 from fidelab.engines.variables import NODE_PROCESS
 from fidelab.results.outcomes import ArmResult
+from fidelab.scoring.comparing import RowComparer
 from fidelab.scoring.dropping import compared_pairs, drop_where_compared, exclusive
-from fidelab.workers.messages import Captured, Job, Message, ProbeFailed, ProbeTask, decode, encode
+from fidelab.scoring.nodes import Scored, compare_share, scoring_bytes, share_ticket
+from fidelab.scoring.pairing import Scorer
+from fidelab.scoring.tiles import Figures, TileJob, read_figures
+from fidelab.workers.messages import Captured, Compared, Job, Message, ProbeFailed, ProbeTask, Written, decode, encode
 from fidelab.workers.parent import JobOutcome, Worker
 
 _LOGGER = logging.getLogger(__name__)
@@ -45,6 +52,9 @@ _Listen = Callable[[Message], object]
 _ATTEMPTS = 4  # of one job, where nodes are lost
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _LOOK = 0.2  # seconds between two looks at a job
+_NODES_LOOK = 5.0  # seconds between two looks at which nodes there are
+_SCORING_CPUS = 4  # of a task of scoring whose work is on a GPU, or small
+_ALL_CPUS = 1 << 16  # of its node
 _PROC = Path("/proc")
 _NUMBERS = _PROC / "self" / "ns" / "pid"  # names the processes among which a number is unique
 _PROCESS_END_SECONDS = 60.0  # seconds for an ended process to disappear: the driver frees its memory first
@@ -64,6 +74,19 @@ class Needs:
 
     cpus: int
     gpus: float
+    memory: int = 0  # bytes, of tasks that are spread over the nodes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Captures whose rows a node compares while an arm answers.
+
+    ``axes``: their settings by name.  ``bases``: by the target of a task, the axis or part of it that is asked, and the
+    capture that it is compared with.
+    """
+
+    axes: Mapping[str, Mapping[str, Any]]
+    bases: Mapping[str, tuple[str, Path]]
 
 
 class Handle(Protocol):
@@ -98,6 +121,9 @@ class Cluster(Protocol):
     def has_gpu(self) -> bool:
         """Whether any node has a GPU."""
 
+    def fitted(self, needs: Needs) -> tuple[Needs, int]:
+        """Return the needs, cut to what each node has that has such GPUs, and the number of these nodes."""
+
     def close(self) -> None:
         """Stop submitting jobs."""
 
@@ -115,6 +141,7 @@ def run_job(
     command: Sequence[str],
     asker: Sequence[str] | None = None,
     follow_up: Callable[[], list[ProbeTask]] | None = None,
+    rows: Rows | None = None,
 ) -> JobOutcome:
     """Run one job on some node, with arguments and result as in :class:`~fidelab.workers.parent.Worker`.
 
@@ -124,6 +151,7 @@ def run_job(
         lost: called with the reason each time the job was lost.
         asker: the command that asks the engine about itself (:mod:`fidelab.workers.ask`): the node asks whether the
             engine can run the arm there, before it does.  ``None``: that is known.
+        rows: what the node compares while the arm answers.
     """
     how = {
         "log": str(log),
@@ -131,6 +159,9 @@ def run_job(
         "deadline": deadline,
         "command": list(command),
         "shared": 0 < needs.gpus < 1,
+        "axes": {} if rows is None else rows.axes,
+        "bases": {} if rows is None else {target: [part, str(base)] for target, (part, base) in rows.bases.items()},
+        "cpus": cluster.fitted(needs)[0].cpus,
     }
     asking = None if asker is None else list(asker)
     outcome = _answered(cluster, job, needs, {**how, "asker": asking}, listen, lost, 0)
@@ -259,6 +290,38 @@ def answer(text: str) -> str:
         del os.environ[_VISIBLE]
     job = decode(ticket["job"].encode())
     assert isinstance(job, Job)
+    _end_left_workers()
+    variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
+    if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
+        return json.dumps(to_json(refused))
+    bases: Mapping[str, Sequence[str]] = ticket.get("bases", {})
+    comparer = RowComparer({name: load_axis(name, values) for name, values in ticket.get("axes", {}).items()})
+    with Path(ticket["messages"]).open("ab", buffering=0) as file, using_cores(ticket.get("cpus", usable_cores())):
+
+        def listen(message: Message) -> Message | None:
+            if not isinstance(message, Written):
+                file.write(encode(message))
+                return None
+            target = job.tasks[message.index].target
+            if target not in bases:
+                return Compared()
+            part, base = bases[target]
+            return comparer.compare(part, Path(target), Path(base), message)
+
+        outcome = Worker(
+            job,
+            log=Path(ticket["log"]),
+            env=variables,
+            deadline=ticket["deadline"],
+            listen=listen,
+            command=ticket["command"],
+            alone=not ticket["shared"],
+        ).run()
+    return json.dumps(to_json(outcome))
+
+
+def _end_left_workers() -> None:
+    """End the workers of dead processes of the cluster on this node, and wait until they are gone."""
     ended: dict[int, str] = {}
     for folder in _PROC.glob("[0-9]*"):
         pid = int(folder.name)
@@ -270,20 +333,6 @@ def answer(text: str) -> str:
     end = time.monotonic() + _PROCESS_END_SECONDS
     while any(_identity(pid) == name for pid, name in ended.items()) and time.monotonic() < end:
         time.sleep(0.05)
-    variables = {**ticket["env"], NODE_PROCESS: _identity(os.getpid())}
-    if ticket.get("asker") and (refused := _refused(job, ticket["asker"], variables)) is not None:
-        return json.dumps(to_json(refused))
-    with Path(ticket["messages"]).open("ab", buffering=0) as file:
-        outcome = Worker(
-            job,
-            log=Path(ticket["log"]),
-            env=variables,
-            deadline=ticket["deadline"],
-            listen=lambda message: (file.write(encode(message)), None)[1],
-            command=ticket["command"],
-            alone=not ticket["shared"],
-        ).run()
-    return json.dumps(to_json(outcome))
 
 
 def _refused(job: Job, asker: Sequence[str], variables: Mapping[str, str]) -> JobOutcome | None:
@@ -387,17 +436,28 @@ class RayCluster:
         else:
             room = max((node.get("CPU", 1) for node in nodes), default=1)
         cpus = min(needs.cpus, room)
-        asked = {
+        asked: dict[str, Any] = {
             "num_cpus": math.floor(cpus) if cpus >= 1 else math.floor(cpus * 1000) / 1000,
             "num_gpus": needs.gpus,
             "max_retries": 0,
             "max_calls": 1,
         }
+        if needs.memory:
+            asked |= {"memory": needs.memory, "scheduling_strategy": "SPREAD"}
         return _RayJob(self._ray, self._ray.remote(**asked)(task).remote(text))
 
     def has_gpu(self) -> bool:
         """See :class:`Cluster`."""
         return any(node["Resources"].get("GPU", 0) > 0 for node in self._ray.nodes() if node["Alive"])
+
+    def fitted(self, needs: Needs) -> tuple[Needs, int]:
+        """See :class:`Cluster`."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        able = [node for node in nodes if node.get("GPU", 0) >= needs.gpus and node.get("CPU", 0) >= 1]
+        share = [node["CPU"] * (needs.gpus / node["GPU"] if needs.gpus else 1) for node in able]
+        cpus = max(1, math.floor(min([needs.cpus, *share])))
+        memory = math.floor(min([needs.memory, *(node.get("memory", 0) for node in able)]))
+        return replace(needs, cpus=cpus, memory=memory), len(able)
 
     def close(self) -> None:
         """See :class:`Cluster`."""
@@ -452,38 +512,200 @@ class _RayJob:
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def drop_rows_on_cluster(
-    cluster: Cluster,
-    axes: Mapping[str, Mapping[str, Any]],
-    results: Sequence[ArmResult],
-    folder: Path,
-    readers: Readers,
-) -> None:
-    """Drop rows on a cluster where all arms have answered, hidden states included. Its nodes compare the rows.
+@dataclass
+class NodeScoring:
+    """Has the nodes of a cluster compare rows of hidden states, each its share of the reference's items with all arms.
 
-    ``axes``: their settings by name.  ``folder``: folder that all nodes see. Rows that a node did not compare are left
-    to scoring.
+    A task reserves a GPU where nodes have one, the CPUs whose threads it uses, and its memory.  ``folder``: of the run,
+    which all nodes see.  ``event``: called with the name and the fields of each event.
     """
-    pairs = compared_pairs(results)
-    for twins in (True, False):
-        running = []
-        with ExitStack() as held:
-            for result, base in pairs:
-                if (kind_of(result.role) == TWIN) == twins and held.enter_context(exclusive(readers, result)):
-                    arms = {"result": result.record(folder), "base": base.record(folder)}
-                    ticket = json.dumps({"axes": axes, "folder": str(folder), **arms})
-                    running.append(cluster.submit(ticket, Needs(cpus=1, gpus=0), _drop_here))
-            for handle in running:
-                try:
-                    handle.result()
-                except (Lost, *UNTRUSTED_DATA_ERRORS) as error:
-                    _LOGGER.debug("rows are compared here: %s", error)
+
+    cluster: Cluster
+    folder: Path
+    event: Callable[..., None]
+    _said: set[str] = field(default_factory=set)
+
+    def compare(
+        self,
+        experiment: Experiment,
+        unavailable: Mapping[str, str],
+        results: Sequence[ArmResult],
+        figures: Figures,
+    ) -> None:
+        """Add figures of all rows that have none yet to ``figures``; scoring compares what no node does."""
+        jobs: dict[bool, list[TileJob]] = {True: [], False: []}
+        pairs = compared_pairs(results)
+        for base in {base.role: base for _, base in pairs}.values():
+            others = [result for result, its in pairs if its is base]
+            with suppress(FidelabError, OSError, *UNTRUSTED_DATA_ERRORS):  # scoring meets it again, and says it
+                scorer = Scorer(experiment, results, unavailable, reference=base.role, figures=figures)
+                for torch, asked in scorer.not_compared(others).items():
+                    jobs[torch] += asked
+        asked = [*jobs[True], *jobs[False]]
+        if not asked:
+            return
+        memory, threads = scoring_bytes(asked), experiment.threads
+        n = self.cluster.fitted(self._needs(threads, memory, torch=bool(jobs[True])))[1] if jobs[True] else 1
+        shares = max(1, n)
+        files = [self.folder / f".scoring-{secrets.token_hex(4)}.npz" for _ in range(shares)]
+
+        def start(share: int) -> tuple[Handle, Needs]:
+            needs = self.cluster.fitted(self._needs(threads, memory, torch=bool(jobs[True])))[0]
+            ticket = share_ticket(jobs, (share, shares), files[share], cpus=needs.cpus, gpu=needs.gpus > 0)
+            return self.cluster.submit(ticket, needs, _score_here), needs
+
+        def done(share: int, text: str, needs: Needs) -> None:
+            scored = Scored(**json.loads(text))
+            at = {"share": share + 1, "shares": shares, "gpus": needs.gpus, "cpus": needs.cpus, "memory": needs.memory}
+            self.event("scored", **at, **{name: value for name, value in vars(scored).items() if value})
+            if scored.said:
+                self._say(f"scoring on {scored.node}: {scored.said}")
+            if scored.error:
+                self._say(f"scoring on {scored.node} failed ({scored.error}); this machine compares what is missing")
+                return
+            for pair, items in read_figures(files[share], asked).items():
+                figures.setdefault(pair, {}).update(items)
+
+        try:
+            self._run(shares, start, done)
+        finally:
+            for file in files:
+                for path in (file, file.with_suffix(".partial.npz")):
+                    path.unlink(missing_ok=True)
+
+    def drop(self, experiment: Experiment, results: Sequence[ArmResult], readers: Readers, figures: Figures) -> None:
+        """Replace rows by figures where all arms have answered, hidden states included.
+
+        ``figures``: of rows that were compared.  Nodes compare the rest: rows of log-probabilities that other arms
+        waited for.  What they do not compare is left to scoring.
+        """
+        pairs = compared_pairs(results)
+        for twins in (True, False):  # which need the rows of other arms
+            with ExitStack() as held:
+                own = [
+                    (result, base)
+                    for result, base in pairs
+                    if (kind_of(result.role) == TWIN) == twins and held.enter_context(exclusive(readers, result))
+                ]
+                if own:
+                    self._drop(experiment, own, figures)
+
+    def _drop(self, experiment: Experiment, pairs: Sequence[tuple[ArmResult, ArmResult]], figures: Figures) -> None:
+        jobs = [
+            TileJob(name, {}, base.captures[name], [(folder, False)])
+            for result, base in pairs
+            for name, folder in result.captures.items()
+            if name in base.captures
+        ]
+        memory = 0
+        with suppress(FidelabError, OSError, *UNTRUSTED_DATA_ERRORS):  # of a damaged capture
+            memory = scoring_bytes(jobs)
+        needs, nodes = self.cluster.fitted(Needs(experiment.threads or _SCORING_CPUS, 0, memory))
+        shares = max(1, min(nodes, len(pairs)))
+        known: dict[str, Any] = {}
+        folders = [*figures]
+        for number, pair in enumerate(folders):
+            for item, columns in figures[pair].items():
+                known |= {f"{number}.0.{item}.{name}": column for name, column in columns.items()}
+        file = self.folder / f".scoring-{secrets.token_hex(4)}.npz"
+        np.savez(file, **known)
+
+        def start(share: int) -> tuple[Handle, Needs]:
+            records = [[one.record(self.folder) for one in pair] for pair in pairs[share::shares]]
+            ticket = {
+                "axes": experiment.axes,
+                "folder": str(self.folder),
+                "pairs": records,
+                "figures": str(file),
+                "of": [[str(one.resolve()) for one in pair] for pair in folders],
+                "cpus": needs.cpus,
+            }
+            return self.cluster.submit(json.dumps(ticket), needs, _drop_here), needs
+
+        try:
+            self._run(shares, start, lambda share, text, needs: None)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def _needs(self, threads: int | None, memory: int, *, torch: bool) -> Needs:
+        if torch and self.cluster.has_gpu():
+            return Needs(threads or _SCORING_CPUS, 1, memory)
+        return Needs(threads or (_ALL_CPUS if torch else _SCORING_CPUS), 0, memory)
+
+    def _run(
+        self,
+        shares: int,
+        start: Callable[[int], tuple[Handle, Needs]],
+        done: Callable[[int, str, Needs], None],
+    ) -> None:
+        """Run tasks, those of lost nodes again; a task that is lost too often is left out."""
+        lost = dict.fromkeys(range(shares), 0)
+        running: dict[int, tuple[Handle, Needs]] = {}
+        looked = time.monotonic()
+        try:
+            while lost:
+                for share in lost.keys() - running.keys():
+                    running[share] = start(share)
+                time.sleep(_LOOK)
+                if self.cluster.closed:
+                    raise UsageError("the run was stopped")
+                look = time.monotonic() - looked > _NODES_LOOK
+                gone = look and any(needs.gpus for _, needs in running.values()) and not self.cluster.has_gpu()
+                looked = time.monotonic() if look else looked
+                for share, (handle, needs) in [*running.items()]:
+                    try:
+                        if gone and needs.gpus and not handle.done():
+                            handle.cancel()
+                            raise Lost("no node has a GPU any more")
+                        if not handle.done():
+                            continue
+                        text = handle.result()
+                    except Lost as error:
+                        lost[share] += 1
+                        self.event("lost", role="scoring", reason=str(error))
+                        if lost[share] < _ATTEMPTS:
+                            self._say(f"scoring: lost on the cluster, {error}; another node does it again")
+                        else:
+                            self._say(
+                                f"scoring: lost {_ATTEMPTS} times, last: {error}; this machine compares what is missing"
+                            )
+                            del lost[share]
+                    except UNTRUSTED_DATA_ERRORS as error:
+                        _LOGGER.debug("rows are compared here: %s", error)
+                        del lost[share]
+                    else:
+                        done(share, text, needs)
+                        del lost[share]
+                    del running[share]
+        except UsageError as error:  # no node is left, or the run was stopped
+            if self.cluster.closed:
+                raise
+            self._say(f"scoring: {error}; this machine compares what is missing")
+        finally:
+            for handle, _ in running.values():
+                handle.cancel()
+
+    def _say(self, line: str) -> None:
+        """Show a line once, however many nodes have reason for it."""
+        if line not in self._said:
+            self._said.add(line)
+            _LOGGER.warning("%s", line)
+
+
+def _score_here(ticket: str) -> str:
+    """Node's part of :meth:`NodeScoring.compare`."""
+    _end_left_workers()  # they hold a GPU's memory
+    return compare_share(ticket)
 
 
 def _drop_here(ticket: str) -> str:
-    """Node's part of :func:`drop_rows_on_cluster`."""
+    """Node's part of :meth:`NodeScoring.drop`."""
     asked = json.loads(ticket)
-    result, base = (ArmResult.from_record(asked[name], Path(asked["folder"])) for name in ("result", "base"))
     axes = {name: load_axis(name, values) for name, values in asked["axes"].items()}
-    drop_where_compared(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN))
+    of = [TileJob("", {}, Path(ref), [(Path(test), False)]) for ref, test in asked["of"]]
+    figures = read_figures(Path(asked["figures"]), of)
+    with using_cores(asked["cpus"]):
+        for pair in asked["pairs"]:
+            result, base = (ArmResult.from_record(one, Path(asked["folder"])) for one in pair)
+            drop_where_compared(axes, result, base, (Estimator.LOGPROBS, Estimator.HIDDEN), figures)
     return ""

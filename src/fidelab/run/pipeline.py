@@ -41,7 +41,7 @@ from fidelab.results.outcomes import ArmResult, RunFacts, read_outcomes
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run.benches import BENCHES, BenchRunner
-from fidelab.run.cluster import Cluster, RayCluster, drop_rows_on_cluster
+from fidelab.run.cluster import Cluster, NodeScoring, RayCluster
 from fidelab.run.own_llamacpp import OwnPlan, plan_own, run_own
 from fidelab.run.runner import JobRunner, Listener, Silent, needs_of, starting, task_of
 from fidelab.run.signals import terminate_as_interrupt
@@ -204,6 +204,7 @@ def _run_jobs(
     facts = replace(facts, unavailable=dict(plan.unavailable), borrowed=borrowed, capacity=capacity)
     results: list[ArmResult] = []
     figures: Figures = {}  # rows are compared once, however many looks there are
+    nodes = None if cluster is None else NodeScoring(cluster, folder.path, folder.event)
     looked = 0.0  # seconds in which looks compared them
     roles, unsupported = [job.role for job in plan.jobs], dict(plan.settings.unsupported)
     folder.event("planned", jobs=roles, unsupported=unsupported, unavailable=facts.unavailable)
@@ -230,6 +231,8 @@ def _run_jobs(
             _keep(answered, results, plan, folder, facts)
             for look in range(1, n_looks(plan.settings)):
                 began = time.monotonic()
+                if nodes is not None:
+                    nodes.compare(plan.settings.experiment, facts.unavailable, _every(plan, results), figures)
                 more = undecided(plan.settings.experiment, facts, _every(plan, results), figures)
                 looked += time.monotonic() - began
                 if not more:
@@ -258,11 +261,13 @@ def _run_jobs(
             listener.scoring()
             _refuse_faulty(verification.wait(), results)
             began = time.monotonic()
+            if nodes is not None:
+                nodes.compare(plan.settings.experiment, facts.unavailable, _every(plan, results), figures)
             if not plan.settings.experiment.keep_rows:
-                if cluster is None:
+                if nodes is None:
                     drop_compared_rows(plan.settings.axes, results, readers)
                 else:
-                    drop_rows_on_cluster(cluster, plan.settings.experiment.axes, results, folder.path, readers)
+                    nodes.drop(plan.settings.experiment, results, readers, figures)
             scored = score_run(plan.settings.experiment, facts, _every(plan, results), figures=figures)
             report = _write(folder, scored)
             if not plan.settings.experiment.keep_rows and plan.settings.pack is None:

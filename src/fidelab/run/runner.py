@@ -34,7 +34,7 @@ from fidelab.results.engagement import select_runtime_info
 from fidelab.results.outcomes import ArmResult
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.run.cluster import Cluster, Needs, run_job
+from fidelab.run.cluster import Cluster, Needs, Rows, run_job
 from fidelab.run.speed import SpeedMeter
 from fidelab.scoring.comparing import RowComparer
 from fidelab.workers.fork_server import ForkServers
@@ -264,7 +264,7 @@ class JobRunner:
         speed: SpeedMeter | None = None,
     ) -> None:
         self._settings = settings = prepared.settings
-        self._readers = readers if cluster is None else None
+        self._readers = readers
         self._cluster = cluster
         self._speed = speed
         self._lock = threading.RLock()  # jobs on a cluster run at once, each heard by a thread of its own
@@ -425,6 +425,10 @@ class JobRunner:
                     lost=lost,
                     asker=job.resolved.environment.command("fidelab.workers.ask") if job.resolved.unasked else None,
                     follow_up=more if leads else None,
+                    rows=Rows(
+                        self._settings.experiment.axes,
+                        {str(capture.folder): (capture.axis, capture.base) for capture in missing if capture.base},
+                    ),
                 )
         with self._lock:
             return self._ended(job, missing, outcome, clocked)

@@ -17,6 +17,7 @@ from fidelab.core import Estimator, Status
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS, CaptureError, FidelabError
 from fidelab.core.roles import TWIN, base_of, is_partial, kind_of
 from fidelab.results.outcomes import ArmResult
+from fidelab.scoring.tiles import Figures
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -76,9 +77,16 @@ def compared_pairs(results: Sequence[ArmResult]) -> list[tuple[ArmResult, ArmRes
 
 
 def drop_where_compared(
-    axes: Mapping[str, Axis], result: ArmResult, base: ArmResult, estimators: Collection[Estimator]
+    axes: Mapping[str, Axis],
+    result: ArmResult,
+    base: ArmResult,
+    estimators: Collection[Estimator],
+    figures: Figures | None = None,
 ) -> None:
-    """Replace the rows of an arm by figures where both captures hold rows of these estimators and match."""
+    """Replace the rows of an arm by figures where both captures hold rows of these estimators and match.
+
+    ``figures``: of pairs that were compared before, by resolved folders.
+    """
     for name, axis in axes.items():
         theirs = parts_of(name, base.captures)
         for part, folder in parts_of(name, result.captures).items():
@@ -91,7 +99,8 @@ def drop_where_compared(
                 if test.against and not test.has_rows():
                     continue
                 pair = Pair.match(ref, test, subset=is_partial(result.role))
-                if (figures := axis.figures(pair)) is not None:
-                    drop_rows(pair, figures)
+                known = (figures or {}).get((ref.folder.resolve(), test.folder.resolve()), {})
+                if (found := axis.figures(replace(pair, figures=known))) is not None:
+                    drop_rows(pair, found)
             except (FidelabError, *UNTRUSTED_DATA_ERRORS) as error:  # scoring meets it again, and says it
                 _LOGGER.debug("%s, %s keeps its rows: %s", result.role, part_name(name, part), error)

@@ -87,9 +87,9 @@ class Scorer:
             if not self.axes[name].look(part)  # how many follow is a matter of the arms
         }
 
-    def compare_ahead(self, results: Sequence[ArmResult]) -> None:
-        """Compare the rows of hidden states of all arms at once."""
-        asked: dict[bool, list[TileJob]] = {True: [], False: []}  # whether they are worth a process of their own
+    def not_compared(self, results: Sequence[ArmResult]) -> dict[bool, list[TileJob]]:
+        """Return the rows of hidden states that have no figures yet, by whether torch is worth its start for them."""
+        asked: dict[bool, list[TileJob]] = {True: [], False: []}
         for name, captures in self._reference.items():
             for part, ref in captures.items():
                 tests = []
@@ -109,6 +109,11 @@ class Scorer:
                 if tests:
                     many = operations(ref) >= tiles.MIN_OPERATIONS
                     asked[many].append(TileJob(name, self.experiment.axes[name], ref.folder, tests))
+        return asked
+
+    def compare_ahead(self, results: Sequence[ArmResult]) -> None:
+        """Compare the rows of hidden states of all arms at once."""
+        asked = self.not_compared(results)
         if asked[True]:
             self._figures |= compare_in_process(asked[True], self.experiment.threads or usable_cores())
         for one in asked[False]:

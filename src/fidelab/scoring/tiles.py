@@ -70,8 +70,7 @@ def compare_in_process(asked: Sequence[TileJob], threads: int) -> Figures:
     """
     with scratch("scoring") as room:
         ticket, found = room / "ticket.json", room / "figures.npz"
-        groups = [{**vars(one), "ref": str(one.ref), "tests": [[str(t), p] for t, p in one.tests]} for one in asked]
-        ticket.write_text(json.dumps({"threads": threads, "groups": groups}), "utf-8")
+        ticket.write_text(json.dumps({"threads": threads, "groups": [*map(record_of, asked)]}), "utf-8")
         words = [sys.executable, "-m", "fidelab.scoring.tiles", str(ticket), str(found)]
         variables = os.environ | {"OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(words, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -81,14 +80,7 @@ def compare_in_process(asked: Sequence[TileJob], threads: int) -> Figures:
             why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             _LOGGER.warning("scoring goes on without torch: %s", why)
             return {}
-        figures: Figures = {}
-        with np.load(found, allow_pickle=False) as columns:
-            for name in columns.files:
-                group, test, item, column = name.split(".")
-                one = asked[int(group)]
-                pair = figures.setdefault((one.ref, one.tests[int(test)][0]), {})
-                pair.setdefault(int(item), {})[column] = columns[name]
-        return figures
+        return read_figures(found, asked)
 
 
 def compare_here(asked: TileJob) -> Figures:
@@ -107,14 +99,45 @@ def main(ticket: str, found: str) -> None:
     scorer = TileScorer(given["threads"], say=lambda line: print(line, flush=True))
     columns: dict[str, Any] = {}
     for group, one in enumerate(given["groups"]):
-        tests = [(Path(folder), bool(partial)) for folder, partial in one["tests"]]
-        asked = TileJob(one["axis"], one["settings"], Path(one["ref"]), tests)
-        for k, t, figures in _compare(asked, scorer):
-            columns |= {f"{group}.{k}.{t}.{name}": column for name, column in figures.items()}
+        columns |= columns_of(group, job_of(one), scorer)
     np.savez(found, **columns)
 
 
-def _compare(asked: TileJob, scorer: Scorer) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
+def record_of(asked: TileJob) -> dict[str, Any]:
+    """Return a job as JSON."""
+    return {**vars(asked), "ref": str(asked.ref), "tests": [[str(folder), part] for folder, part in asked.tests]}
+
+
+def job_of(record: Mapping[str, Any]) -> TileJob:
+    """Return the job of :func:`record_of`."""
+    tests = [(Path(folder), bool(partial)) for folder, partial in record["tests"]]
+    return TileJob(record["axis"], record["settings"], Path(record["ref"]), tests)
+
+
+def columns_of(group: int, asked: TileJob, scorer: Scorer, share: tuple[int, int] = (0, 1)) -> dict[str, NDArray[Any]]:
+    """Compare what a job names; return its columns by ``group.test.item.column``, as :func:`read_figures` finds them.
+
+    ``share``: (i, n) takes the i-th of n shares of the reference's items, with all tests.
+    """
+    found = _compare(asked, scorer, share)
+    return {f"{group}.{k}.{t}.{name}": column for k, t, figures in found for name, column in figures.items()}
+
+
+def read_figures(file: Path, asked: Sequence[TileJob]) -> Figures:
+    """Return the columns of a file of :func:`columns_of`, whose groups are ``asked``."""
+    figures: Figures = {}
+    with np.load(file, allow_pickle=False) as columns:
+        for name in columns.files:
+            group, test, item, column = name.split(".")
+            one = asked[int(group)]
+            pair = figures.setdefault((one.ref, one.tests[int(test)][0]), {})
+            pair.setdefault(int(item), {})[column] = columns[name]
+    return figures
+
+
+def _compare(
+    asked: TileJob, scorer: Scorer, share: tuple[int, int] = (0, 1)
+) -> Iterator[tuple[int, int, dict[str, NDArray[Any]]]]:
     """Number of the test, its item, and the columns of its rows."""
     axis, ref = load_axis(asked.axis, asked.settings), Capture(asked.ref, verify=False)
     pairs = [Pair.match(ref, Capture(folder, verify=False), subset=partial) for folder, partial in asked.tests]
@@ -124,7 +147,7 @@ def _compare(asked: TileJob, scorer: Scorer) -> Iterator[tuple[int, int, dict[st
         for r, t, targets in axis.compared(pair):
             tests.setdefault(r, []).append((k, t))
             after[r] = targets
-    for item, some in tests.items():
+    for item, some in [*tests.items()][share[0] :: share[1]]:
         rows = compare_many(ref, [(pairs[k].test, t) for k, t in some], item, after[item], scorer)
         for (k, t), comparison in zip(some, rows, strict=True):
             yield k, t, figures_of(comparison)
