@@ -69,6 +69,8 @@ _OTHERS = 3  # sums of the second pass: Jensen–Shannon divergence, total varia
 @dataclass(frozen=True)
 class Tiles:
     """Of a program: rows of each side, tokens, states that are loaded at once, parts of the tokens that are compared
+
+    See docs/metrics.md#estimators.
     at once; warps, and stages of the software pipeline.
     """
 
@@ -86,6 +88,8 @@ class Tiles:
 
 def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: bool) -> Tiles:
     """Tile sizes for a processor as Triton names it (``sm_90``, ``gfx942``), or the ``interpreter``.
+
+    See docs/metrics.md#estimators.
 
     ``same``: all sides have one head; ``half``: bfloat16 factors; ``pieces``: sums of several pieces, which take a
     second set of registers.
@@ -125,14 +129,20 @@ def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: boo
 
 @dataclass(frozen=True)
 class Side:
-    """States of one side on the device: ``[n, d]``, and its head on the CPU or the device."""
+    """States of one side on the device: ``[n, d]``, and its head on the CPU or the device.
+
+    See docs/metrics.md#estimators.
+    """
 
     states: Tensor
     head: PlacedHead
 
 
 class PlacedHead:
-    """A head whose columns come to a device: all of them once where they fit, else some at a time, each time anew."""
+    """A head whose columns come to a device: all of them once where they fit, else some at a time, each time anew.
+
+    See docs/metrics.md#estimators.
+    """
 
     def __init__(self, head: Head, device: torch.device, *, half: bool) -> None:
         self.head, self.half, self._device = head, half, device
@@ -176,7 +186,7 @@ class PlacedHead:
 
 @dataclass(frozen=True)
 class Found:
-    """Figures of one candidate, on the CPU.
+    """Figures of one candidate, on the CPU.  See docs/metrics.md#estimators.
 
     ``columns [11, n]`` and ``top1`` are those of :func:`~fidelab.metrics.divergence.comparison_of`; ``norms [2, n]``:
     log Σ exp of p and of q; ``sound``: rows that need no other computation.
@@ -190,7 +200,10 @@ class Found:
 
 @cache
 def processor_of(device: torch.device) -> str:
-    """The processor of a torch device, as Triton names it; ``interpreter`` where Triton interprets."""
+    """The processor of a torch device, as Triton names it; ``interpreter`` where Triton interprets.
+
+    See docs/metrics.md#estimators.
+    """
     if triton.knobs.runtime.interpret:
         return "interpreter"
     found = torch.cuda.get_device_properties(device)
@@ -200,7 +213,10 @@ def processor_of(device: torch.device) -> str:
 
 
 def bytes_per_row(vocab: int, group: int) -> int:
-    """Bytes of the device that a row of the reference and of ``group`` candidates needs, besides its states."""
+    """Bytes of the device that a row of the reference and of ``group`` candidates needs, besides its states.
+
+    See docs/metrics.md#estimators.
+    """
     tiles = -(-vocab // 64)  # of the smaller kind
     return tiles * (4 * (2 + (_FIELDS + 1) * group + 1) + 8 * 12)
 
@@ -209,6 +225,8 @@ def compared(
     ref: Side, tests: Sequence[Side], targets: Tensor, vocab: int, *, kl_only: bool, chunk: int = 0
 ) -> list[Found]:
     """Compare candidates that share one head with the reference; up to :data:`GROUP` of them.
+
+    See docs/metrics.md#estimators.
 
     Args:
         ref: The reference.
@@ -304,7 +322,7 @@ class _Call:
 
 
 def dot_type(processor: str, *, half: bool) -> tl.dtype:
-    """Type of the factors of a product; the interpreter has no bfloat16 arithmetic."""
+    """Type of the factors of a product; the interpreter has no bfloat16 arithmetic. See docs/metrics.md#estimators."""
     return tl.bfloat16 if half and processor != "interpreter" else tl.float32
 
 
@@ -377,6 +395,8 @@ def _top(held: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
 
 class FusedScorer:
     """Compares states of several candidates with the reference's by the kernels of this module.
+
+    See docs/metrics.md#estimators.
 
     ``device``: CUDA's or ROCm's; the CPU where Triton interprets.  ``rows``: at once, at most, and ``chunk``: columns
     of a head at once, 0 for all; both become smaller where memory is short.

@@ -210,7 +210,10 @@ def first_kernel(
     EVEN: tl.constexpr, DOT: tl.constexpr, PIECE: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """First pass over ``size`` columns from token ``start`` on, which are tiles from number ``tile`` on."""
+    """First pass over ``size`` columns from token ``start`` on, which are tiles from number ``tile`` on.
+
+    See docs/metrics.md#estimators.
+    """
     block, number = _place(n, tiles, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     known = row < n
@@ -330,7 +333,10 @@ def second_kernel(
     EVEN: tl.constexpr, DOT: tl.constexpr, PIECE: tl.constexpr, BIAS_P: tl.constexpr, BIAS_Q: tl.constexpr,
     CAP_P: tl.constexpr, CAP_Q: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Second pass; ``norms [SIDES, n]``: log Σ exp of p, then of each q minus that; ``least [SIDES, n]``: logits."""
+    """Second pass; ``norms [SIDES, n]``: log Σ exp of p, then of each q minus that; ``least [SIDES, n]``: logits.
+
+    See docs/metrics.md#estimators.
+    """
     block, number = _place(n, tiles, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
     known = row < n

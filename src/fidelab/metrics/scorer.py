@@ -58,7 +58,10 @@ def fastest_device() -> torch.device:
 
 
 def fused_path(device: torch.device) -> FusedScorer | None:
-    """Return what compares on this device without logits in memory, or None: no CUDA, no ROCm or no Triton."""
+    """Return what compares on this device without logits in memory, or None: no CUDA, no ROCm or no Triton.
+
+    See docs/metrics.md#estimators.
+    """
     if device.type != "cuda":
         return None
     try:

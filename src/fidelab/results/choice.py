@@ -21,7 +21,7 @@ from fidelab.metrics.intervals import RatioItems, paired_difference, resample_we
 from fidelab.results.decision_record import CertificateClaim, DocumentSums
 from fidelab.results.effect import NOTHING_CHANGED, is_unchanged
 from fidelab.results.measurement import DECIDING
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import counted, one_line
 from fidelab.results.rates import is_faster, is_slower, lowest_rate
 from fidelab.results.record import ArmRecord, Report, Verdict
 from fidelab.results.sizes import MIN_ENCODED_SHARE, Sizes, encoded_share
@@ -86,7 +86,7 @@ def _fault(arm: ArmRecord) -> str:
     """Return the fault that a test shows, which no limit of the user goes over; empty if there is none."""
     kld = arm.deciding
     if kld is not None and kld.n_failed:
-        return f"{kld.n_failed:,} positions returned NaN or infinity"
+        return f"{counted(kld.n_failed, 'position')} returned NaN or infinity"
     verdict = arm.verdict
     if verdict is not None and not verdict.by_kld and (verdict.band or verdict.at_worst):
         return verdict_text(verdict)
