@@ -51,7 +51,7 @@ def _run(command: list[str]) -> dict[str, float]:
         began = time.time()
         subprocess.run(whole, check=True, capture_output=True)
         ended = time.time()
-        [path] = Path(folder).glob("*/events.jsonl")
+        [path] = Path(folder).glob("2*/events.jsonl")
         events = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
     parts: dict[str, float] = {"whole command": ended - began, "until the plan is made": events[0]["time"] - began}
     for event in events:

@@ -108,7 +108,7 @@ def ours(options: argparse.Namespace, n: int, folder: Path) -> tuple[Run, list[f
     words += ["--threads", str(options.threads), "--output-dir", str(folder / "runs")]
     began = time.time()
     found = run([*words, *(word for kv in CANDIDATES[:n] for word in ("--kv", kv))], folder)
-    [path] = (folder / "runs").glob("*/report.json")
+    [path] = (folder / "runs").glob("2*/report.json")
     report = json.loads(path.read_text())
     means = [
         next(metric["value"] for metric in arm["axes"]["kld"]["metrics"] if metric["name"] == "mean")

@@ -48,7 +48,7 @@ def read(run: Path) -> dict[tuple[str, str], Report]:
     found = {}
     for stage in sorted((run / "stages").iterdir()):
         model, _, engine = stage.name.partition("-")
-        reports = sorted((stage / "runs").glob("*/report.json"))
+        reports = sorted((stage / "runs").glob("2*/report.json"))
         if engine and reports:
             found[model, engine] = Report.from_json(reports[-1])
     return found
