@@ -196,7 +196,7 @@ def test_an_extra_that_another_one_installs_is_not_asked_for_as_well() -> None:
 
 
 def test_a_report_is_written_without_positions_where_pyarrow_is_missing(made: Path, tmp_path: Path) -> None:
-    shutil.copytree(made / "runs", tmp_path / "runs")
+    shutil.copytree(made / "runs", tmp_path / "runs", symlinks=True)
     done = fidelab(tmp_path, "report", "latest", "--rescore", gone=HF)
     assert done.returncode == 0, done.stderr
     [folder] = (tmp_path / "runs").glob("2*")

@@ -329,7 +329,7 @@ def test_a_damaged_report_is_read_or_refused_in_one_line(run: Done, tmp_path: Pa
 @pytest.mark.parametrize("name", ["report.json", "outcomes.json", "config.resolved.yaml"])
 def test_a_damaged_run_never_keeps_the_ledger_from_listing_runs(name: str, run: Done, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    shutil.copytree(run.cwd / "runs", runs)
+    shutil.copytree(run.cwd / "runs", runs, symlinks=True)
     [folder] = runs.glob("2*")
 
     def ask() -> None:

@@ -365,7 +365,7 @@ def test_a_request_that_unpacks_to_more_than_any_request_is_refused(run: Done, t
 @pytest.fixture
 def again(run: Done, tmp_path: Path) -> Path:
     """The run's folder, to be harmed, beside its captures."""
-    shutil.copytree(run.cwd / "runs", tmp_path / "runs")
+    shutil.copytree(run.cwd / "runs", tmp_path / "runs", symlinks=True)
     [folder] = (tmp_path / "runs").glob("2*")
     return folder
 
