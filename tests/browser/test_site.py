@@ -45,7 +45,8 @@ def test_a_page_asks_for_nothing_and_fits_its_window(
 def test_search_works_in_pages_that_are_opened_from_the_disk(site: Path, open_page: Open) -> None:
     visit = open_page(site / "reference" / "compare.html")
     visit.page.click(".md-search__input")
-    visit.page.keyboard.type("non-inferiority test")
+    # Without a hyphen: a query that ends with one, while it is typed, is a fault to the search of the site's theme
+    visit.page.keyboard.type("bootstrap interval")
     found = visit.page.locator(".md-search-result__link").first
     found.wait_for()
     links = [link.get_attribute("href") for link in visit.page.locator(".md-search-result__link").all()]
