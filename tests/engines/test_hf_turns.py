@@ -127,6 +127,17 @@ def test_a_format_that_changes_the_weights_is_named_and_the_rest_loads_again(che
     assert last["ran"]["loaded"] == "for this configuration"
 
 
+def test_after_a_first_configuration_that_changes_the_weights_the_next_ones_load_again(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ("--kv", "q8_0", "--kv", "int4", "--no-floor", "--reference", "planted")
+    report = compare(checkpoint, tmp_path, *words, plugin=VANDAL)
+    assert report["reference"]["status"] == "failed"
+    loaded = [one["ran"]["loaded"] for one in report["candidates"]]
+    assert loaded == ["for this configuration", "once for several configurations"]
+    assert not events(tmp_path, "alone")  # nothing was wrong with them
+
+
 @pytest.mark.parametrize(
     "fault", ["os._exit(139)", "raise torch.OutOfMemoryError('out of memory')"], ids=["ends", "memory"]
 )

@@ -393,13 +393,14 @@ class JobRunner:
 
                 if self._begin_turn(job, message, process):
                     outcome = ask(self._turns.start, alone=False)
-                    if outcome.status is Status.FAILED and self._turns.answered > 1 and not leads:
-                        # perhaps for what others left there: memory, or a fault that only showed now
-                        self._event("alone", role=job.role, reason=outcome.reason)
-                        self._turns.close()
-                        for capture in missing:
-                            shutil.rmtree(capture.folder, ignore_errors=True)
-                        outcome = ask(None)
+                    if outcome.status is Status.FAILED:
+                        others = self._turns.answered > 1
+                        self._turns.close()  # the next one loads again
+                        if others and not leads:  # perhaps for what they left there: memory, or changed weights
+                            self._event("alone", role=job.role, reason=outcome.reason)
+                            for capture in missing:
+                                shutil.rmtree(capture.folder, ignore_errors=True)
+                            outcome = ask(None)
                 else:
                     self._turns.close()  # the device is this job's
                     spawn = spawner(job.resolved, self._servers, self._loads)
