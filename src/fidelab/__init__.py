@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fidelab.results.record import Report
     from fidelab.run.api import compare, load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Report", "__version__", "compare", "load"]
 
 _LAZY = {"compare": "fidelab.run.api", "load": "fidelab.run.api", "Report": "fidelab.results.record"}

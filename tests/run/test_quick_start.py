@@ -121,3 +121,14 @@ def test_vllm_leaves_alone_what_compiles_nothing_or_what_its_options_decide(one:
 )
 def test_vllm_refuses_a_quick_start_that_has_no_effect(one: Arm, words: str) -> None:
     assert words in quick_start_refusal(one)
+
+
+def test_an_estimated_start_of_vllm_has_compilation_only_where_the_arm_compiles() -> None:
+    compiling = [arm("vllm", "auto", device="cuda"), arm("vllm", "auto", device="cuda", enforce_eager="no")]
+    left_out = [
+        arm("vllm", "auto"),
+        arm("vllm", "auto", device="cuda", quick_start="yes"),
+        arm("vllm", "auto", device="cuda", enforce_eager="yes"),
+    ]
+    assert all(VLLMEngine.compile_seconds(one) > 0 for one in compiling)
+    assert all(VLLMEngine.compile_seconds(one) == 0 for one in left_out)

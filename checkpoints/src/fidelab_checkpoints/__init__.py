@@ -6,4 +6,4 @@ defects, ``tensors``, ``templates`` and ``geometry`` hold the rules, ``audit`` a
 writes them as the page docs/failures.md.  ``interface`` lists the names that fidelab uses.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

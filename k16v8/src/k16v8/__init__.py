@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from k16v8.plugins.transformers.attention import register_attention
     from k16v8.plugins.transformers.cache import K16V8Cache
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["K16V8Cache", "__version__", "register_attention"]
 
 _LAZY_MODULES = {"K16V8Cache": "cache", "register_attention": "attention"}

@@ -292,7 +292,6 @@ class Engine(ABC):
     # that a configuration's process imports while the one before it is at work
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
-    graph_seconds: ClassVar[float] = 0.0  # besides, on a GPU: compilation and graphs
     checkpoint_format: ClassVar[str] = "safetensors"  # a folder, ``Arm.path``; ``gguf``: a file where there is one
     dequantizes: ClassVar[frozenset[str]] = frozenset()  # formats of checkpoints that it computes with in 16 bits
 
@@ -424,6 +423,11 @@ class Engine(ABC):
         ``None`` if nothing can be left out.  Such an arm is another one than :meth:`as_deployed` gives.
         """
         return None
+
+    @classmethod
+    def compile_seconds(cls, arm: Arm) -> float:
+        """Return the seconds that an arm's start takes besides ``start_seconds``: compilation and graphs of a GPU."""
+        return 0.0
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:

@@ -166,10 +166,7 @@ class Timings:
         """
         arm, parameters = resolved.arm, resolved.model.parameters
         start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
-        if arm.device.startswith("cuda") and not {"enforce-eager", "quick-start"} & {
-            key for key, value in arm.options if value == "yes"
-        }:
-            start += resolved.engine_class.graph_seconds
+        start += resolved.engine_class.compile_seconds(arm)
         wanted = _identity(arm)
         near = [run for run in self._stored.runs if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])]
         if not near:

@@ -61,6 +61,8 @@ from fidelab.engines.vllm.options import ASYNC, CONTROLLED, OPTIONS, QUICK_START
 from fidelab.engines.vllm.read_back import runtime_info
 from fidelab.engines.vllm.ways import answer_served
 
+# Without its cache: 39 s of compilation and graphs for 8B (vllm-project/vllm#11005), 145 s for 70B (#19824).
+_COMPILE_SECONDS = 70.0
 _FP8 = ("fp8", "fp8_e4m3")  # caches with which vLLM may quantize queries
 _FLOAT8 = ("fp8_e4m3", "fp8_e5m2")  # that vLLM itself stores as Transformers rounds them
 _PER_TOKEN_HEAD = ("int8", "int4")  # of the package k16v8
@@ -94,8 +96,6 @@ class VLLMEngine(Engine):
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.vllm.preload",)
     imported_ahead: ClassVar[tuple[str, ...]] = preload
     start_seconds: ClassVar[float] = 20.0
-    # Without its cache: 39 s of compilation and graphs for 8B (vllm-project/vllm#11005), 145 s for 70B (#19824).
-    graph_seconds: ClassVar[float] = 70.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
     ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
@@ -150,6 +150,12 @@ class VLLMEngine(Engine):
     def quick_start(cls, arm: Arm) -> Arm | None:
         skipped = launch.compiles(arm) and not launch.COMPILES & {key for key, _ in arm.options}
         return with_default(arm, QUICK_START, "yes") if skipped else None
+
+    @classmethod
+    def compile_seconds(cls, arm: Arm) -> float:
+        """Of a GPU, unless an option leaves compilation and graphs out."""
+        left_out = {(name, "yes") for name in ("enforce-eager", QUICK_START)} & set(arm.options)
+        return 0.0 if arm.device == "cpu" or left_out else _COMPILE_SECONDS
 
     @classmethod
     def as_deployed(cls, arm: Arm) -> Arm:
