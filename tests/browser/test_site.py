@@ -14,7 +14,15 @@ from tests.browser.conftest import Open
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("index", "tutorial", "interpretation", "metrics", "metrics/distributions", "reference/compare", "project/architecture")
+PAGES = (
+    "index",
+    "tutorial",
+    "interpretation",
+    "metrics",
+    "metrics/distributions",
+    "reference/compare",
+    "project/architecture",
+)
 
 
 @pytest.fixture(scope="module")
