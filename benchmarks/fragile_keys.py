@@ -5,7 +5,7 @@
 Copies of SmolLM2-135M (``checkpoint make-fragile``) compute what it does, with keys that are larger in some channels.
 One line each: the factor, the largest channel and its ratio to the median (fidelab.models.key_sizes), and the mean KL
 of q8_0 and of FP8 without scales against a 32-bit cache (axis kld, engine hf). The numbers of
-docs/metrics.md#size-of-keys come from here.
+docs/metrics/causes.md#size-of-keys come from here.
 """
 
 import argparse

@@ -14,7 +14,15 @@ from tests.browser.conftest import Open
 pytestmark = pytest.mark.browser
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("index", "tutorial", "interpretation", "metrics", "reference/compare", "project/architecture")
+PAGES = (
+    "index",
+    "tutorial",
+    "interpretation",
+    "metrics",
+    "metrics/distributions",
+    "reference/compare",
+    "project/architecture",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,5 +58,5 @@ def test_search_works_in_pages_that_are_opened_from_the_disk(site: Path, open_pa
     found = visit.page.locator(".md-search-result__link").first
     found.wait_for()
     links = [link.get_attribute("href") for link in visit.page.locator(".md-search-result__link").all()]
-    assert any("metrics.html" in link for link in links)
+    assert any("metrics/statistics.html" in link for link in links)
     assert visit.faults == []

@@ -1,4 +1,4 @@
-"""An independent program for the figures of the golden runs: numpy and the definitions of docs/metrics.md.
+"""An independent program for the figures of the golden runs: numpy and the definitions of docs/metrics/.
 
 It imports nothing of fidelab.  It computes point estimates, no intervals and no decisions, from token ids, rows of
 log-probabilities, or hidden states times the head.  ``oracle_text`` reads generated text.

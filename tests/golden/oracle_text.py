@@ -1,4 +1,4 @@
-"""The part of the independent program that reads generated text: the definitions of docs/metrics.md, and numpy."""
+"""The part of the independent program that reads generated text: the definitions of docs/metrics/, and numpy."""
 
 from __future__ import annotations
 

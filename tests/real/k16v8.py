@@ -29,7 +29,7 @@ def compared(starts: Any, found: Any, wanted: Any) -> dict[str, Any]:
 
 
 def hold_the_gate(steps: Sequence[dict[str, Any]]) -> None:
-    """The bounds of docs/metrics.md#kernel-gates."""
+    """The bounds of docs/metrics/kernels.md#kernel-gates."""
     assert len(steps) > 40
     assert min(step["cosine"] for step in steps) >= 0.99999
     assert max(step["relative_l2"] for step in steps) <= 0.0035

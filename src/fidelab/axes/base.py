@@ -370,7 +370,7 @@ def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
 
 def accuracy_falls(what: str, difference: PairedDifference) -> tuple[str, ...]:
     """Return the sentence that lowers the verdict if accuracy falls by 5 points or more; see
-    docs/metrics.md#verdicts.
+    docs/metrics/verdicts.md#verdicts.
     """
     if difference.interval is None or difference.interval[1] >= _HARM_POINTS:
         return ()

@@ -1,6 +1,6 @@
 """Axis degeneration: the token at which a long greedy text begins to degenerate, if it does.
 
-See docs/metrics.md#degeneration.
+See docs/metrics/generated-text.md#degeneration.
 
 Small models loop under greedy decoding with any cache, so an onset counts only if it is more than 32 tokens before the
 reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
@@ -115,7 +115,8 @@ class _Item:
 class Degeneration(Axis):
     """Share of prompts on which the candidate's text degenerates earlier than the reference's.
 
-    A sequence that ends is judged up to its end: stopping is not degeneration.  See docs/metrics.md#degeneration.
+    A sequence that ends is judged up to its end: stopping is not degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
 
     name: ClassVar[str] = "degeneration"

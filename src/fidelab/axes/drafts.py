@@ -1,6 +1,6 @@
 """Effect of speculative decoding on greedy text, and the acceptance rate of its drafts as the engine counts it.
 
-See docs/metrics.md#acceptance.
+See docs/metrics/speed.md#acceptance.
 """
 
 from __future__ import annotations

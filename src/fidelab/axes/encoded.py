@@ -1,6 +1,6 @@
 """How much of what attention read was encoded, for formats that keep some tokens exact.
 
-See docs/metrics.md#share-of-tokens-encoded.
+See docs/metrics/bytes.md#share-of-tokens-encoded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Short questions: does the candidate still answer those that the reference answers? See docs/metrics.md#eval."""
+"""Short questions: does the candidate still answer those that the reference answers?
+
+See docs/metrics/generated-text.md#eval.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ class EvalSettings(AxisSettings):
 class Eval(AnswersAxis):
     """Accuracy of greedy answers to short questions; the score is the candidate's, in percent.
 
-    See docs/metrics.md#eval.
+    See docs/metrics/generated-text.md#eval.
     """
 
     name: ClassVar[str] = "eval"

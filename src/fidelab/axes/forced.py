@@ -1,6 +1,6 @@
 """Forced decode KLD: the reference's own text, or recorded answers, token by token through each arm's cache.
 
-See docs/metrics.md#forced-decode-kld.
+See docs/metrics/distributions.md#forced-decode-kld.
 
 Prefill KLD reads a cache that was filled by a single forward pass.  Here every token is added to the cache by its own
 forward pass, as in generation, and all arms receive the same tokens, so one changed token does not change the rest.
@@ -111,7 +111,7 @@ class ForcedDecode(Axis):
     """KL(reference ‖ candidate), nats, at every position of the reference's own text, greedy or sampled.
 
     The row of token i is the distribution from which the reference drew it: prompt and i tokens are in the cache.
-    See docs/metrics.md#forced-decode-kld.
+    See docs/metrics/distributions.md#forced-decode-kld.
     """
 
     name: ClassVar[str] = "forced"

@@ -1,6 +1,6 @@
 """Answers that are right or wrong, paired by item: the accuracies of both sides, and the items lost and gained.
 
-See docs/metrics.md#gsm8k.
+See docs/metrics/generated-text.md#gsm8k.
 """
 
 from __future__ import annotations

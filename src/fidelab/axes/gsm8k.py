@@ -1,4 +1,7 @@
-"""GSM8K: does the candidate still solve the word problems that the reference solves? See docs/metrics.md#gsm8k."""
+"""GSM8K: does the candidate still solve the word problems that the reference solves?
+
+See docs/metrics/generated-text.md#gsm8k.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ class GSM8KSettings(AxisSettings):
 class GSM8K(AnswersAxis):
     """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent.
 
-    See docs/metrics.md#gsm8k.
+    See docs/metrics/generated-text.md#gsm8k.
     """
 
     name: ClassVar[str] = "gsm8k"

@@ -1,6 +1,7 @@
 """KL divergence over the full vocabulary at every scored position, at one or several contexts.
 
-See docs/metrics.md#mean-kl-divergence, docs/metrics.md#windows-and-contexts and docs/metrics.md#depth.
+See docs/metrics/distributions.md#mean-kl-divergence, docs/metrics/distributions.md#windows-and-contexts and
+docs/metrics/distributions.md#depth.
 
 ``windows`` is the number of windows of the shortest context.  Longer contexts have fewer windows, so that about as many
 positions are scored, but at least six: documents are the resampling clusters, and a long window rarely spans several.
@@ -285,7 +286,7 @@ class KLD(Axis):
 
     A single context is the part ``""``.  An arm's metrics and items are those of its worst context: by the band that
     its upper end and its failed positions give, then by the upper end.  For top-k rows KL is a
-    lower bound without a score.  See docs/metrics.md#mean-kl-divergence.
+    lower bound without a score.  See docs/metrics/distributions.md#mean-kl-divergence.
     """
 
     name: ClassVar[str] = "kld"
@@ -543,7 +544,7 @@ class KLD(Axis):
         )
 
     def _score_depths(self, named: Mapping[str, Pair], seed: int) -> AxisScore:
-        """Score each context from the rows at its depth; see docs/metrics.md#depth."""
+        """Score each context from the rows at its depth; see docs/metrics/distributions.md#depth."""
         pairs = list(named.values())
         if (nothing := not_measurable(pairs)) is not None:
             return nothing
@@ -798,7 +799,7 @@ def _deep_notes(
 def _reference_faults(pairs: Sequence[Pair], rows: RowComparison) -> tuple[str, ...]:
     """Return why the reference is unusable: it predicts the text no better than word frequencies, or hardly ever.
 
-    See docs/metrics.md#the-reference-itself.
+    See docs/metrics/verdicts.md#the-reference-itself.
     """
     known = np.isfinite(rows.nll_ref)
     if known.sum() < _MIN_JUDGED_ROWS:
@@ -876,7 +877,7 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
 def _concentration(score: AxisScore) -> Iterator[Metric]:
     """Yield how much the mean rests on few documents and positions; nothing where no position was usable.
 
-    See docs/metrics.md#what-an-interval-assumes.
+    See docs/metrics/statistics.md#what-an-interval-assumes.
     """
     if not score.n_clusters:
         return

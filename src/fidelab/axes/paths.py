@@ -1,6 +1,6 @@
 """Axis paths: whether an arm gives the same distributions in every serving mode of a server.
 
-See docs/metrics.md#paths.
+See docs/metrics/distributions.md#paths.
 
 There is one part per serving mode ("way").  Each way is compared with the cold prefill of the same arm.  The figure is
 shown next to the reference's, whose ways are compared with its own cold prefill.
@@ -117,7 +117,10 @@ class PathsSettings(AxisSettings):
 
 
 class Paths(Axis):
-    """KL(cold prefill ‖ way), nats, of one arm, at every position of a few windows.  See docs/metrics.md#paths."""
+    """KL(cold prefill ‖ way), nats, of one arm, at every position of a few windows.
+
+    See docs/metrics/distributions.md#paths.
+    """
 
     name: ClassVar[str] = "paths"
     title: ClassVar[str] = "Paths: does every way of serving give the same distributions?"
@@ -288,7 +291,7 @@ def _first_divergent_rows(own: Mapping[str, Floats], twins: Mapping[str, Floats]
     The allowance rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
     ``cost``, the cost of the format: rounding to a format makes the last bits of another way as large as that.
     An unknown cost is infinite, and no way diverges.
-    See docs/metrics.md#paths.
+    See docs/metrics/distributions.md#paths.
     """
     tails = {part: _tail(kl) for part, kl in own.items()}
     found = {}

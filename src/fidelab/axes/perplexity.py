@@ -1,4 +1,4 @@
-"""Perplexity through the cache under test, at several contexts. See docs/metrics.md#perplexity.
+"""Perplexity through the cache under test, at several contexts. See docs/metrics/distributions.md#perplexity.
 
 ``chunked``: windows do not overlap and the last half of each is scored, as llama.cpp's perplexity tool does, whose
 windows lie one after another from the text's start (``place: start``). ``strided``: windows begin every ``stride``
@@ -75,7 +75,7 @@ class PerplexitySettings(AxisSettings):
 class Perplexity(Axis):
     """ln(PPL of the candidate / PPL of the reference) on the same tokens, nats; a part per context.
 
-    See docs/metrics.md#perplexity.
+    See docs/metrics/distributions.md#perplexity.
     """
 
     name: ClassVar[str] = "perplexity"

@@ -1,6 +1,6 @@
 """Axis D, PLAD: whether a small change to a prompt changes the candidate's answer more than the reference's.
 
-See docs/metrics.md#drift-under-perturbation.
+See docs/metrics/generated-text.md#drift-under-perturbation.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class PLAD(Axis):
     """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's.
 
     An arm that gives the same answer to every prompt would show no drift.  It fails, and has no score. See
-    docs/metrics.md#drift-under-perturbation.
+    docs/metrics/generated-text.md#drift-under-perturbation.
     """
 
     name: ClassVar[str] = "plad"

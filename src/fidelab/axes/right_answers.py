@@ -1,6 +1,6 @@
 """The reference's right answers, fed to every arm: whether the change makes right tokens less likely.
 
-See docs/metrics.md#signed-loss.
+See docs/metrics/generated-text.md#signed-loss.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def signed_loss(
 ) -> Metric | None:
     """Return the mean of log p - log q of the tokens behind compared rows ``[n]``; ``None`` without a known one.
 
-    ``clusters`` [n]: their answers.  Tokens that a side does not report are left out.  See docs/metrics.md#signed-loss.
+    ``clusters`` [n]: their answers.  Tokens that a side does not report are left out.
+    See docs/metrics/generated-text.md#signed-loss.
     """
     signed = rows.nll_test - rows.nll_ref
     known = np.isfinite(signed)

@@ -1,4 +1,7 @@
-"""Retrieval: does the candidate find the same facts in a long text as the reference? See docs/metrics.md#retrieval."""
+"""Retrieval: does the candidate find the same facts in a long text as the reference?
+
+See docs/metrics/generated-text.md#retrieval.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ from fidelab.results.measurement import Definition, Metric
 _SHORT_LENGTHS = (512, 2048, 4096)  # for models of up to 8,192 positions
 _LONG_LENGTHS = tuple(4096 << k for k in range(6))  # up to 131,072 tokens by default; longer prompts must be requested
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and tokens besides the codes
-_HARM_POINTS = -5.0  # points; see docs/metrics.md#verdicts
+_HARM_POINTS = -5.0  # points; see docs/metrics/verdicts.md#verdicts
 
 _DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
 _LOST = Definition("lost", "count", None, "Prompts in which the arm finds fewer needles than the reference.")
@@ -132,7 +135,7 @@ class RNIAH(Axis):
     difference.  It can lower the verdict by a band by itself.
 
     There is one part, ``main``.  With style ``auto``, the reference is first asked the shortest length as a
-    ``question``. Its answers decide how ``main`` asks all arms.  See docs/metrics.md#retrieval.
+    ``question``. Its answers decide how ``main`` asks all arms.  See docs/metrics/generated-text.md#retrieval.
     """
 
     name: ClassVar[str] = "rniah"

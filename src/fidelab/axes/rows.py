@@ -1,7 +1,7 @@
 """Rows of next-token distributions read from captures, in chunks, for every estimator.
 
 Full-vocabulary rows give the KL.  Rows of the top tokens give a lower bound of it, which allows no upper end, no
-difference and no statement of equality.  See docs/metrics.md#estimators.
+difference and no statement of equality.  See docs/metrics/distributions.md#estimators.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tool calls: does the candidate still make the calls that the reference makes, and how far do their tokens shift?
 
-See docs/metrics.md#tool-calls.
+See docs/metrics/generated-text.md#tool-calls.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ToolCallsSettings(AxisSettings):
 class ToolCalls(Axis):
     """Right calls of tools in percent, and the KL on the tokens of the right calls.
 
-    See docs/metrics.md#tool-calls.
+    See docs/metrics/generated-text.md#tool-calls.
     """
 
     name: ClassVar[str] = "toolcalls"

@@ -1,6 +1,6 @@
 """Metrics and plots of axis toolcalls: answers judged and paired, and the rows on the tokens of the right calls.
 
-See docs/metrics.md#tool-calls.
+See docs/metrics/generated-text.md#tool-calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Axis A, trajectory: how long greedy decodes stay together.  See docs/metrics.md#trajectory."""
+"""Axis A, trajectory: how long greedy decodes stay together.  See docs/metrics/generated-text.md#trajectory."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TrajectorySettings(AxisSettings):
 class Trajectory(Axis):
     """Share of greedily decoded tokens before the candidate leaves the reference's path.
 
-    See docs/metrics.md#trajectory.
+    See docs/metrics/generated-text.md#trajectory.
     """
 
     name: ClassVar[str] = "trajectory"

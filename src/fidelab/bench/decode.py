@@ -57,7 +57,7 @@ class DecodeSettings(LiveSettings):
 
 
 class Decode(Bench):
-    """Tokens per second after the first one, over the whole batch. See docs/metrics.md#decode-speed."""
+    """Tokens per second after the first one, over the whole batch. See docs/metrics/speed.md#decode-speed."""
 
     name: ClassVar[str] = "decode"
     title: ClassVar[str] = "How fast are answers written?"

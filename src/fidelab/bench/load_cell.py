@@ -118,7 +118,7 @@ class Pool:
     def prompt_rate(self) -> float | None:
         """Return prompt tokens per second of prefill; ``None`` with other requests in flight, which share it.
 
-        See docs/metrics.md#serving-rates.
+        See docs/metrics/speed.md#serving-rates.
         """
         seconds, tokens = self.latencies.of("ttft") / 1e3, self.context()
         if self.asked.arrival != "closed" or self.asked.concurrency != 1 or tokens is None or not len(seconds):

@@ -82,7 +82,7 @@ class Memory(Bench):
     """Measured bytes.
 
     Host peaks are those of the worker's processes up to the end of each answer; device peaks are those of the answer
-    itself. See docs/metrics.md#memory.
+    itself. See docs/metrics/speed.md#memory.
     """
 
     name: ClassVar[str] = "memory"

@@ -42,7 +42,7 @@ class PrefillSettings(LiveSettings):
 class PrefillBench(Bench):
     """Prompt length divided by the time to the first token, with a cold prefix cache.
 
-    See docs/metrics.md#prefill-speed.
+    See docs/metrics/speed.md#prefill-speed.
     """
 
     name: ClassVar[str] = "prefill"

@@ -47,7 +47,7 @@ class StartupSettings(BenchSettings):
 class Startup(Bench):
     """Time to the first token: every repeat is a fresh process, asked for one token after a prompt of 16.
 
-    See docs/metrics.md#start-up-time.
+    See docs/metrics/speed.md#start-up-time.
     """
 
     name: ClassVar[str] = "startup"

@@ -98,7 +98,7 @@ def _ids(capture: Capture) -> str:
 def comparability_key(capture: Capture) -> dict[str, Any]:
     """Return the fields that must agree before numbers of one axis are ranked together.
 
-    See docs/metrics.md#comparability.
+    See docs/metrics/between-runs.md#comparability.
     """
     return {
         "items": digest(*(item["hash"] for item in capture.items)),

@@ -51,7 +51,7 @@ def pages() -> dict[str, str]:
         "# Settings of tests and benches",
         _HEADER.strip(),
         "Given as `--set axes.TEST.SETTING=VALUE` and `--set benches.BENCH.SETTING=VALUE`, or in a file under `axes:` "
-        "and `benches:`. [Metrics](../metrics.md) defines each of them.",
+        "and `benches:`. [Metrics](../metrics.md) leads to their definitions.",
     ]
     for kind, registry in (("Test", AXES), ("Bench", BENCHES)):
         for name in registry.built_in:

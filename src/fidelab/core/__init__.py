@@ -42,7 +42,7 @@ class Status(StrEnum):
 
 
 class Estimator(StrEnum):
-    """Source of a next-token distribution, in order of quality. See docs/metrics.md#estimators."""
+    """Source of a next-token distribution, in order of quality. See docs/metrics/distributions.md#estimators."""
 
     HIDDEN = "hidden"
     LOGPROBS = "logprobs"

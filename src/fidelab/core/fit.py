@@ -1,4 +1,4 @@
-"""Sequences and tokens that fit into memory next to a model's weights.  See docs/metrics.md#users-that-fit."""
+"""Sequences and tokens that fit into memory next to a model's weights.  See docs/metrics/bytes.md#users-that-fit."""
 
 from __future__ import annotations
 

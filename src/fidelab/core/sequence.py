@@ -1,4 +1,4 @@
-"""Bytes of one sequence in a KV cache.  See docs/metrics.md#bytes-of-a-sequence."""
+"""Bytes of one sequence in a KV cache.  See docs/metrics/bytes.md#bytes-of-a-sequence."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class Engine(ABC):
     """Adapter of one engine.
 
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
-    docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
+    docs/metrics/speed.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
     ``foreseen``: kinds of the requests known before opening.  Some need other launch settings.
     ``seed``: seed of the next request.  The proof of engagement draws its samples from it.
     """

@@ -5,7 +5,7 @@ windows, then the tokens of all windows.  Each window has n_ctx - 1 - n_ctx // 2
 A row is two float32 numbers, scale and least log-probability, and a 16-bit number per id, padded to an even number of
 ids: log P = least + scale · number.  Tokens 16 nats and more below the most likely one have the number 0.  Only their
 sum is known: the probability that the others leave, two ten-thousandths with SmolLM2-135M.  See
-docs/metrics.md#imported-results.
+docs/metrics/between-runs.md#imported-results.
 """
 
 from __future__ import annotations

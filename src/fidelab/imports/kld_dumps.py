@@ -2,9 +2,9 @@
 
 A dump is a folder of ``0.safetensors``, ``1.safetensors`` … as a patched server writes them, each with one tensor
 ``log_probs`` [rows, vocabulary]: the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r
-is the distribution after token r.  See docs/metrics.md#windows-and-contexts.  Or it is a file that ``llama-perplexity
---kl-divergence-base`` wrote. Folders hold no tokens, so Δp of the actual token is not known; and dumps do not show what
-ran, so rows that all equal the reference's prove nothing.
+is the distribution after token r.  See docs/metrics/distributions.md#windows-and-contexts.  Or it is a file that
+``llama-perplexity --kl-divergence-base`` wrote. Folders hold no tokens, so Δp of the actual token is not known; and
+dumps do not show what ran, so rows that all equal the reference's prove nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each folder holds ``samples_TASK_TIME.jsonl`` (in a folder of the model's name, or next to it), a line per item and
 filter with ``doc_id``, ``doc_hash``, ``target_hash`` and the values of its metrics.  The harness compares two models by
 an unpaired z-test of their means, which ignores that both answered the same items; here items are paired. Metrics that
-are 0 or 1 are read, others are listed and omitted.  See docs/metrics.md#imported-results.
+are 0 or 1 are read, others are listed and omitted.  See docs/metrics/between-runs.md#imported-results.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Read are ``vllm bench serve --save-result`` (also ``--append-result``, a line per load), SGLang's ``bench_serving``
 (``--output-file``) and GuideLLM's ``benchmarks.json``.  Their files have summaries, not requests: figures are taken as
-they are, and none is computed that the file does not have.  See docs/metrics.md#imported-results.
+they are, and none is computed that the file does not have.  See docs/metrics/between-runs.md#imported-results.
 """
 
 from __future__ import annotations

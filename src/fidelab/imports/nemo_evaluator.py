@@ -3,7 +3,7 @@
 A bundle is ``eval-….json`` with the benchmark's name beside ``results.jsonl``, which has a line per answer with
 ``problem_idx``, ``repeat``, ``reward``, ``prompt`` and ``expected_answer``; a folder holds one, or a folder per
 benchmark.  Answers to one problem are a cluster.  Rewards of 0 and 1 are read, others are listed and omitted.  Read are
-the files of version 0.3.0.  See docs/metrics.md#imported-results.
+the files of version 0.3.0.  See docs/metrics/between-runs.md#imported-results.
 """
 
 from __future__ import annotations

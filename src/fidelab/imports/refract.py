@@ -1,7 +1,7 @@
 """``fidelab import refract``: a REFRACT report, recomputed from its data, as a fidelab report.
 
 Shown are the file's scores, the same by REFRACT's own definitions from the file's data, and by ours
-(docs/metrics.md), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
+(docs/metrics/), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
 """
 
 from __future__ import annotations

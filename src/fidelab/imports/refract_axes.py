@@ -1,7 +1,7 @@
 """The four axes of a REFRACT report, computed again from what it holds per prompt, cell or chunk.
 
 Each axis gives three values of its score: the file's, that of REFRACT's definition, and that of fidelab
-(docs/metrics.md). A value that the file does not hold the data for is None.
+(docs/metrics/). A value that the file does not hold the data for is None.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Right and wrong answers of other tools, item by item: paired with a reference's, and written as a run.
 
-Each tool's reader fills :class:`Samples`; the statistics are one.  See docs/metrics.md#imported-results.
+Each tool's reader fills :class:`Samples`; the statistics are one.  See docs/metrics/between-runs.md#imported-results.
 """
 
 from __future__ import annotations

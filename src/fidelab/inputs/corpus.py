@@ -1,4 +1,4 @@
-"""A text, and the windows of token ids that are cut from it. See docs/metrics.md#windows-and-contexts."""
+"""A text, and the windows of token ids that are cut from it. See docs/metrics/distributions.md#windows-and-contexts."""
 
 from __future__ import annotations
 

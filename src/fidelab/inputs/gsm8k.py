@@ -114,8 +114,8 @@ def extract_answer(text: str) -> Decimal | None:
 
     Currency signs are removed; so are a trailing period, a percent sign and other units.  Fractions and mixed numbers
     are one number (``3/4``, ``1 1/2``, ``1½``).  Both notations of decimals and thousands are read: see
-    docs/metrics.md#gsm8k.  A minus between two terms (``16-3``) is not a sign. A minus before a space (``- 7``) is a
-    sign only right after ``####``: elsewhere it begins a list item.
+    docs/metrics/generated-text.md#gsm8k.  A minus between two terms (``16-3``) is not a sign. A minus before a space
+    (``- 7``) is a sign only right after ``####``: elsewhere it begins a list item.
     """
     text = _LATEX_FRACTION.sub(r" \1/\2", text.replace("{,}", ","))  # {,}: LaTeX
     text = _APART.sub(r"\1", "".join(map(_written_out, text)))

@@ -2,7 +2,7 @@
 
 A prompt is assembled from ids: prefix of the chat template, haystack, needle sentences at sentence boundaries,
 question, and suffix of the template.  Every prompt is read back: its text must hold each code once.  See
-docs/metrics.md#retrieval.
+docs/metrics/generated-text.md#retrieval.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Small changes to a prompt that should not change its answer. See docs/metrics.md#drift-under-perturbation.
+"""Small changes to a prompt that should not change its answer.
+
+See docs/metrics/generated-text.md#drift-under-perturbation.
 
 =============  ========================================================================================
 ``typo``       two adjacent letters of one word change places: a word of at least four letters, no stop-word

@@ -12,7 +12,7 @@ def allocate(costs: Floats, sizes: Floats, budget: float) -> NDArray[np.intp]:
     """Choose a column for each group so that the sum of costs is least and the sum of sizes stays within the budget.
 
     The multiple-choice knapsack problem as a mixed-integer linear program (HiGHS), solved to one part in a million, or
-    to what 60 seconds reach.  See docs/metrics.md#weight-sensitivity.
+    to what 60 seconds reach.  See docs/metrics/causes.md#weight-sensitivity.
 
     Args:
         costs, sizes: [groups, choices]; a choice of infinite cost is never taken.
@@ -53,7 +53,7 @@ def exchanges(
     """Return other choices within the budget, sorted by their sum of costs.
 
     Each moves one group to another column, or exchanges the columns of two groups.  See
-    docs/metrics.md#sensitivity-of-keys-and-values.
+    docs/metrics/causes.md#sensitivity-of-keys-and-values.
 
     Args:
         columns: choice to start from, [groups].

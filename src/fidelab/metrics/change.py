@@ -39,7 +39,7 @@ class Allowance:
     """Allowed rise of a cost: a share of it, and an amount in its own unit (both ≥ 0).
 
     For costs that can be negative (differences), the share applies only where the cost is positive. See
-    docs/metrics.md#changes-between-runs.
+    docs/metrics/between-runs.md#changes-between-runs.
     """
 
     relative: float = 0.0
@@ -52,7 +52,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Change:
-    """An estimate and its 95% interval. See docs/metrics.md#changes-between-runs."""
+    """An estimate and its 95% interval. See docs/metrics/between-runs.md#changes-between-runs."""
 
     estimate: float
     interval: Interval
@@ -60,7 +60,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% interval. See docs/metrics.md#changes-between-runs."""
+    """A value with its 95% interval. See docs/metrics/between-runs.md#changes-between-runs."""
 
     value: float
     interval: Interval
@@ -79,7 +79,7 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
     vary by factors, and on the log scale a rate has the same interval as its time.
 
     ``None`` if a side has fewer than two repeats, or a repeat that is not positive. See
-    docs/metrics.md#changes-between-runs.
+    docs/metrics/between-runs.md#changes-between-runs.
     """
     if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
         return None
@@ -92,7 +92,7 @@ def welch_reach(samples: Sequence[NDArray[np.float64]], level: float = 0.95) -> 
     """Return the half-width of the interval of a sum or difference of the means of independent samples.
 
     Student's t with the degrees of freedom of Welch and Satterthwaite; 0 if no sample varies. See
-    docs/metrics.md#changes-between-runs.
+    docs/metrics/between-runs.md#changes-between-runs.
     """
     counts = np.array([len(sample) for sample in samples])
     variances = np.array([sample.var(ddof=1) for sample in samples]) / counts
@@ -108,7 +108,7 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
     ``d + √((u_a − a)² + (b − l_b)²)`` (Zou & Donner, Statistics in Medicine 27, 2008).  With symmetric intervals this
     is the normal approximation.  If both answered the same questions, the true interval is narrower, because the
     estimates are positively correlated. The intervals do not show that correlation.  See
-    docs/metrics.md#changes-between-runs.
+    docs/metrics/between-runs.md#changes-between-runs.
     """
     down = math.hypot(max(0.0, a.value - a.interval[0]), max(0.0, b.interval[1] - b.value))
     up = math.hypot(max(0.0, a.interval[1] - a.value), max(0.0, b.value - b.interval[0]))
@@ -116,7 +116,7 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
 
 
 def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Judgement:
-    """Judge two costs with intervals (module docstring). See docs/metrics.md#changes-between-runs."""
+    """Judge two costs with intervals (module docstring). See docs/metrics/between-runs.md#changes-between-runs."""
     worse = difference_interval(now, baseline.allowed(allowance))
     better = difference_interval(baseline, now.allowed(allowance))
     return _verdict(worse, better)
@@ -127,7 +127,7 @@ def paired_change(baseline: RatioItems, now: RatioItems, factor: float = 1.0, le
 
     Student's t on the linearised standard error of the difference's ratio of sums, which has the documents as
     clusters.  A bootstrap-t finds smaller rises and calls up to 6% of rises at the allowance larger
-    (benchmarks/changes.py).  ``None`` for a single document.  See docs/metrics.md#changes-between-runs.
+    (benchmarks/changes.py).  ``None`` for a single document.  See docs/metrics/between-runs.md#changes-between-runs.
 
     Raises:
         ValueError: If the documents or their positions differ.
@@ -146,7 +146,7 @@ def judge_paired(baseline: RatioItems, now: RatioItems, allowance: Allowance) ->
     """Judge two costs by their sums by document, and return the difference; ``None`` for a single document.
 
     The allowance is part of the paired difference: ``now − A(baseline)`` has the documents' levels in both terms, so
-    that they do not widen its interval.  See docs/metrics.md#changes-between-runs.
+    that they do not widen its interval.  See docs/metrics/between-runs.md#changes-between-runs.
     """
     change = paired_change(baseline, now)
     worse, better = (
@@ -162,7 +162,7 @@ def judge_paired(baseline: RatioItems, now: RatioItems, allowance: Allowance) ->
 def judge_log_ratio(change: Interval, relative: float) -> Judgement:
     """Judge the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed.
 
-    See docs/metrics.md#changes-between-runs.
+    See docs/metrics/between-runs.md#changes-between-runs.
     """
     allowed = math.log1p(relative)
     low, high = change
@@ -174,7 +174,7 @@ def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bo
 
     ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
     larger than the allowance: within it nothing changed, beyond twice it a change is certain, and between the two it
-    is unknown.  See docs/metrics.md#changes-between-runs.
+    is unknown.  See docs/metrics/between-runs.md#changes-between-runs.
     """
 
     def certain(cost: float) -> float:

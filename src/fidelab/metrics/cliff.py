@@ -23,7 +23,7 @@ _MIN_CLUSTERS = 3  # clusters
 class Cliff:
     """The widest format whose last removed bit costs :data:`PER_BIT` nats or more.
 
-    See docs/metrics.md#sensitivity-of-keys-and-values.
+    See docs/metrics/causes.md#sensitivity-of-keys-and-values.
 
     Attributes:
         bits: width of that format; ``None`` if no measured width is a cliff.
@@ -36,7 +36,7 @@ class Cliff:
 
 
 def cliff(bits: Sequence[int], losses: NDArray[Any], clusters: NDArray[Any], *, native: int) -> Cliff:
-    """Find the cliff of one side. See docs/metrics.md#sensitivity-of-keys-and-values.
+    """Find the cliff of one side. See docs/metrics/causes.md#sensitivity-of-keys-and-values.
 
     Args:
         bits: widths, [b].
@@ -76,7 +76,7 @@ def asymmetry(
 
     The interval is the percentile bootstrap over clusters.  ``None``: the values' ΔPPL is within noise, that is, not
     above 0 in 97.5% of the resamples, or there are too few clusters to tell.
-    See docs/metrics.md#sensitivity-of-keys-and-values.
+    See docs/metrics/causes.md#sensitivity-of-keys-and-values.
 
     Args:
         native, k, v: negative log-likelihood of each row, nats, [n].

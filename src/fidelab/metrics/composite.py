@@ -1,6 +1,6 @@
 """The composite score, the only table of bands, and the verdict.
 
-See docs/metrics.md#composite-and-bands and docs/metrics.md#verdicts.
+See docs/metrics/verdicts.md#composite-and-bands and docs/metrics/verdicts.md#verdicts.
 
 The composite is REFRACT's summary of some axes and does not affect the verdict.  The verdict follows from the upper
 95% bound of the mean KL and is downgraded by one band if another axis shows a loss.  FAIL takes more than a wide
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 class Band(StrEnum):
-    """The four grades, best first. See docs/metrics.md#verdicts."""
+    """The four grades, best first. See docs/metrics/verdicts.md#verdicts."""
 
     EXCELLENT = "EXCELLENT"
     PASS = "PASS"
@@ -38,7 +38,10 @@ _ORDER = tuple(Band)
 
 @dataclass(frozen=True)
 class Bands:
-    """Lowest score (0…100) of each band; below the last one is FAIL. See docs/metrics.md#composite-and-bands."""
+    """Lowest score (0…100) of each band; below the last one is FAIL.
+
+    See docs/metrics/verdicts.md#composite-and-bands.
+    """
 
     excellent: float
     passed: float
@@ -64,7 +67,7 @@ _EQUAL_COST_SHARE = 0.1  # of the larger mean: costs that differ by less are tak
 def harmonic_mean(scores: Sequence[float]) -> float | None:
     """Return ``k / Σ 1/s``: 0 if any score is ≤ 0, NaN if any is NaN, None without scores.
 
-    See docs/metrics.md#composite-and-bands.
+    See docs/metrics/verdicts.md#composite-and-bands.
     """
     if not scores:
         return None
@@ -79,7 +82,7 @@ def _harmonic(scores: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class CompositeScore:
-    """The harmonic mean of the axes measured. See docs/metrics.md#composite-and-bands.
+    """The harmonic mean of the axes measured. See docs/metrics/verdicts.md#composite-and-bands.
 
     Attributes:
         value: 0…100; None when no axis was measured.
@@ -107,7 +110,7 @@ def composite(
     ``scores``: score of each axis in the composite, None if it was not measured.  ``intervals``: of each score, 95%.
     The interval of the composite treats these as independent estimates: with x = 1/score and its ends, the sum S of the
     x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²`` (Zou & Donner, Statistics in Medicine 27,
-    2008), and the mean is k/S.  See docs/metrics.md#composite-and-bands.
+    2008), and the mean is k/S.  See docs/metrics/verdicts.md#composite-and-bands.
 
     Raises:
         UnknownNameError: If the band table does not exist.
@@ -142,17 +145,20 @@ def composite(
 
 
 def kl_band(upper_mean_kl: float) -> Band:
-    """Return the band of the upper 95% bound of a mean KL in nats. NaN is FAIL. See docs/metrics.md#verdicts."""
+    """Return the band of the upper 95% bound of a mean KL in nats. NaN is FAIL.
+
+    See docs/metrics/verdicts.md#verdicts.
+    """
     return next((b for b, edge in zip(_ORDER, KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
 
 
 def is_worse(band: Band, other: Band) -> bool:
-    """Whether a band is worse than another one. See docs/metrics.md#verdicts."""
+    """Whether a band is worse than another one. See docs/metrics/verdicts.md#verdicts."""
     return _ORDER.index(band) > _ORDER.index(other)
 
 
 def lower(band: Band) -> Band:
-    """Return the next worse band; FAIL stays FAIL. See docs/metrics.md#verdicts."""
+    """Return the next worse band; FAIL stays FAIL. See docs/metrics/verdicts.md#verdicts."""
     return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]
 
 
@@ -164,7 +170,7 @@ class BandDecision:
     the edge of a band.  ``at_worst``: FAIL, where the upper end alone is that of FAIL, so that there is no verdict:
     anything from ``at_best`` to it is possible.  ``preliminary``: the band rests on an interval over too few clusters.
     ``by_kld``: nothing but the mean KL gave the band: no position failed, and nothing lowered it.
-    See docs/metrics.md#verdicts.
+    See docs/metrics/verdicts.md#verdicts.
     """
 
     band: Band | None
@@ -193,7 +199,7 @@ def verdict(
     kld_lower: float | None = None,
     n_clusters: int | None = None,
 ) -> BandDecision:
-    """Judge one candidate. See docs/metrics.md#verdicts.
+    """Judge one candidate. See docs/metrics/verdicts.md#verdicts.
 
     Args:
         kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
@@ -255,7 +261,8 @@ def worse_of(first: BandDecision, other: BandDecision, what: str) -> BandDecisio
     """Return the verdict on a candidate with a second KL that the same bands judge, which ``what`` names.
 
     It is the worse one of the two; undecided if either is and neither is FAIL.  ``by_kld`` is False where the second KL
-    makes the candidate DEGRADED or FAIL: a limit on the first one does not go over that.  See docs/metrics.md#verdicts.
+    makes the candidate DEGRADED or FAIL: a limit on the first one does not go over that.
+    See docs/metrics/verdicts.md#verdicts.
     """
     if first.band is Band.FAIL:
         return first
@@ -279,6 +286,6 @@ def costs_equivalent(difference: tuple[float, float] | None, larger: float) -> b
     """Whether the 95% interval of the paired difference of two costs is within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
-    span orders of magnitude.  See docs/metrics.md#paired-differences.
+    span orders of magnitude.  See docs/metrics/statistics.md#paired-differences.
     """
     return difference is not None and max(abs(end) for end in difference) <= _EQUAL_COST_SHARE * larger

@@ -44,14 +44,19 @@ _JUMP_RATIO, _JUMP_NATS, _JUMP_P = 10.0, 0.1, 1e-3
 
 @dataclass(frozen=True)
 class Onset:
-    """The first token (0-based) of the degenerate rest, and how it begins. See docs/metrics.md#degeneration."""
+    """The first token (0-based) of the degenerate rest, and how it begins.
+
+    See docs/metrics/generated-text.md#degeneration.
+    """
 
     at: int
     kind: _Kind
 
 
 def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, floor: float) -> Onset | None:
-    """Find where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
+    """Find where the rest of a generation is degenerate; None for a clean one.
+
+    See docs/metrics/generated-text.md#degeneration.
 
     Args:
         ids: the generated tokens, without the one that ended the sequence.
@@ -82,7 +87,7 @@ def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, f
 def is_earlier(this: Onset | None, other: Onset | None) -> bool:
     """Whether ``this`` degenerates and ``other`` does not, or only more than 32 tokens later.
 
-    See docs/metrics.md#degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
     return this is not None and (other is None or this.at < other.at - EARLIER)
 
@@ -90,7 +95,7 @@ def is_earlier(this: Onset | None, other: Onset | None) -> bool:
 def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Floats:
     """Return, for each number of tokens, the share (0…1) of generations whose onset is not before it.
 
-    See docs/metrics.md#degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
     first = np.array([math.inf if onset is None else onset.at for onset in onsets])
     return np.array([float((first >= n).mean()) for n in lengths])
@@ -102,7 +107,7 @@ def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Float
 def loop_onset(ids: Sequence[int]) -> int | None:
     """Return the first index from which one period repeats to the end, at least 3 times and over 64 tokens; else None.
 
-    If several periods qualify, the loop that begins first counts.  See docs/metrics.md#degeneration.
+    If several periods qualify, the loop that begins first counts.  See docs/metrics/generated-text.md#degeneration.
     """
     x = np.asarray(ids, dtype=np.int64)
     n = len(x)
@@ -118,7 +123,7 @@ def loop_onset(ids: Sequence[int]) -> int | None:
 def distinct_ratios(ids: Sequence[int]) -> Floats:
     """Return distinct tokens / 64 of each window of 64 tokens: ``[n − 63]``, empty for a shorter text.
 
-    See docs/metrics.md#degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
     n = len(ids) - WINDOW + 1
     if n <= 0:
@@ -140,7 +145,7 @@ def distinct_floor(texts: Iterable[Sequence[int]]) -> float:
     """Return half the median distinct-token ratio of the reference's most repetitive text; 0 without texts.
 
     Texts of fewer than 128 tokens are ignored, since they cannot count as repetitive either. See
-    docs/metrics.md#degeneration.
+    docs/metrics/generated-text.md#degeneration.
     """
     medians = [float(np.median(distinct_ratios(text))) for text in texts if len(text) >= 2 * WINDOW]
     return _FLOOR_SHARE * min(medians, default=0.0)
@@ -149,7 +154,7 @@ def distinct_floor(texts: Iterable[Sequence[int]]) -> float:
 def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
     """Return the first index from which every 64-token window, over at least 128 tokens, is below ``floor``; else None.
 
-    See docs/metrics.md#degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
     rich = np.flatnonzero(distinct_ratios(ids) >= floor)
     start = int(rich[-1]) + 1 if len(rich) else 0
@@ -159,7 +164,7 @@ def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
 def noise_onset(ids: Sequence[int], context: Sequence[int], vocab: int) -> int | None:
     """Return the index from which the tokens look uniform over ``vocab``, or None.
 
-    See docs/metrics.md#degeneration.
+    See docs/metrics/generated-text.md#degeneration.
     """
     if not ids:
         return None
@@ -204,7 +209,7 @@ def change_point(kl: ArrayLike) -> int | None:
     Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t where U
     is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  The test requires p < 0.001, and a later median of at least
     0.1 nats (the limit of FAIL) and ten times the earlier one.  Positions with NaN are left out. See
-    docs/metrics.md#forced-decode-kld.
+    docs/metrics/distributions.md#forced-decode-kld.
     """
     from scipy.stats import rankdata  # imports all of scipy.stats: a second
 

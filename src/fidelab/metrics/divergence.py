@@ -1,6 +1,6 @@
 """KL divergence of next-token distributions: rows, summaries, the top-k bound.
 
-See docs/metrics.md#mean-kl-divergence.
+See docs/metrics/distributions.md#mean-kl-divergence.
 
 ``P`` is the reference arm's distribution, ``Q`` the candidate's; everything is in nats.
 
@@ -28,7 +28,7 @@ Estimate = tuple[float | None, Interval | None]
 Bools = NDArray[np.bool_]
 
 CONFIDENT_FLIP = 0.1
-"""Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#confident-flips."""
+"""Nats: a smaller margin of the reference is a near tie.  See docs/metrics/distributions.md#confident-flips."""
 
 TOP = 10
 """Tokens of each side whose overlap is counted."""
@@ -53,7 +53,7 @@ class Head:
 
     ``weight``: ``[V, d]`` float32; ``bias``: ``[V]`` float32 or None.  Logits are
     ``cap·tanh(scale·(h·Wᵀ + b) / cap)``, or ``scale·(h·Wᵀ + b)`` where ``softcap`` is None.
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
 
     weight: Singles
@@ -71,7 +71,7 @@ def head_logits(
     """Compute the head's logits ``[n, vocab]`` from states ``hidden [n, d]``, all in float32.
 
     ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator ``hidden``), of
-    numpy's or another's.  See docs/metrics.md#estimators.
+    numpy's or another's.  See docs/metrics/distributions.md#estimators.
     """
     logits = product(hidden, head.weight[:vocab].T)
     if head.bias is not None:
@@ -89,7 +89,7 @@ def head_logits(
 def log_softmax(logits: NDArray[Any]) -> Floats:
     """Return the log softmax of each row ``[n, V]``, in float64; NaN for a row with NaN, +inf or only −inf.
 
-    See docs/metrics.md#mean-kl-divergence.
+    See docs/metrics/distributions.md#mean-kl-divergence.
     """
     rows = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -103,7 +103,7 @@ def log_softmax(logits: NDArray[Any]) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class RowComparison:
-    """Comparison of ``n`` rows, one array element per row. See docs/metrics.md#failed-positions.
+    """Comparison of ``n`` rows, one array element per row. See docs/metrics/distributions.md#failed-positions.
 
     Attributes:
         kl: KL(P‖Q) in nats, ≥ 0; NaN where the row failed.
@@ -182,7 +182,7 @@ def compare_rows(
     there.  −inf on both sides is a masked token and costs nothing.
 
     Rows go through small buffers, a few at a time: the memory needed does not grow with ``n``.
-    See docs/metrics.md#mean-kl-divergence.
+    See docs/metrics/distributions.md#mean-kl-divergence.
     """
     if ref_logits.ndim != 2 or test_logits.ndim != 2 or len(ref_logits) != len(test_logits):
         raise ValueError(f"rows do not match: reference {ref_logits.shape}, test {test_logits.shape}")
@@ -219,7 +219,7 @@ def comparison_of(columns: Floats, top1: Bools, cut: Floats, has_goal: Bools) ->
     ``columns [11, n]``: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely
     token; KL(Q‖P), Jensen–Shannon divergence, total variation, χ²(P‖Q), overlap of the top tokens.  ``has_goal``: the
     actual token is in the common vocabulary.  A row whose KL is not finite has failed.  See
-    docs/metrics.md#mean-kl-divergence.
+    docs/metrics/distributions.md#mean-kl-divergence.
     """
     kl, norm_p, norm_q, score_p, score_q, flipped, reverse, jsd, tv, chi2, overlap = columns
     failed = ~np.isfinite(kl)
@@ -372,7 +372,7 @@ def topk_lower_bound(
     float32 log-probabilities: rounding can lower the bound, never lift it above the truth.
 
     Returns NaN where an input is NaN or +inf, and inf where Q = 0 is reported under P > 0: the position
-    failed.  See docs/metrics.md#mean-kl-divergence.
+    failed.  See docs/metrics/distributions.md#mean-kl-divergence.
     """
     ref, test = _reported(ref_ids, ref_logprobs), _reported(test_ids, test_logprobs)
     if any(math.isnan(value) or value == math.inf for value in (*ref.values(), *test.values())):
@@ -390,7 +390,7 @@ def floored_topk(ref_logits: NDArray[Any], test_logits: NDArray[Any], k: int) ->
     """Return the KL by REFRACT's definition from logits ``[n, V]`` of both sides, nats ``[n]``. For comparison only.
 
     ``Σ P·(log P − log Q)`` over the union of both sides' ``k`` most likely tokens, where a token that one side does not
-    list has the log-probability −30 on that side.  See docs/metrics.md#imported-results.
+    list has the log-probability −30 on that side.  See docs/metrics/between-runs.md#imported-results.
     """
     found = np.empty(len(ref_logits))
     common = min(ref_logits.shape[1], test_logits.shape[1])
@@ -426,7 +426,7 @@ def compare_topk(
     Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row has failed if a side reports nothing for it.
     Columns that depend on the actual token, ``targets [n]``, are NaN where a side does not report it. ``dp`` is then
     NaN in all rows, since a mean over the reported ones would cover only likely tokens.  See
-    docs/metrics.md#mean-kl-divergence.
+    docs/metrics/distributions.md#mean-kl-divergence.
     """
     columns = np.full((6, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides, margin
     top1 = np.zeros(len(targets), dtype=bool)
@@ -475,7 +475,7 @@ class KLSummary:
 
     ``n_positions`` counts all scored positions, the ``n_failed`` ones among them.  ``top1`` is the rate of
     agreeing most likely tokens (0…1), ``rms_dp`` the root mean square of Q(actual) − P(actual).
-    See docs/metrics.md#mean-kl-divergence.
+    See docs/metrics/distributions.md#mean-kl-divergence.
     """
 
     mean: float | None
@@ -495,7 +495,7 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
     """Summarise ``n`` positions: mean, percentiles (linear interpolation), top-1 agreement and RMS Δp.
 
     A position that is marked failed, or whose KL is not finite, is counted but left out of every statistic. See
-    docs/metrics.md#mean-kl-divergence.
+    docs/metrics/distributions.md#mean-kl-divergence.
     """
     usable = ~failed & np.isfinite(kl)
     n_failed = len(kl) - int(usable.sum())
@@ -524,7 +524,7 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
 class Flips:
     """Changed most likely tokens over the usable positions; intervals are 95%, by clusters.
 
-    See docs/metrics.md#flips.
+    See docs/metrics/distributions.md#flips.
 
     Attributes:
         top1_ci: of the share that did not change.
@@ -539,7 +539,7 @@ class Flips:
 
 
 def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: bool = False) -> Flips:
-    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#flips.
+    """Summarise the flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics/distributions.md#flips.
 
     A confident flip is a flip, so the upper end of its share is at most that of flips.  ``identical``: the
     output equals the reference's bit by bit.
@@ -563,7 +563,7 @@ def summarise_flips(rows: RowComparison, clusters: NDArray[Any], *, identical: b
 class Divergences:
     """Means over the usable positions, each with its 95% interval by clusters; None if unknown or infinite.
 
-    See docs/metrics.md#other-divergences.
+    See docs/metrics/distributions.md#other-divergences.
 
     Attributes:
         reverse_kl, jsd, tv, overlap: means of the columns of :class:`RowComparison`.
@@ -583,7 +583,7 @@ class Divergences:
 
 
 def summarise_divergences(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Divergences:
-    """Average rows that belong to ``clusters [n]``. See docs/metrics.md#other-divergences."""
+    """Average rows that belong to ``clusters [n]``. See docs/metrics/distributions.md#other-divergences."""
     usable = ~rows.failed & np.isfinite(rows.kl)
 
     def mean(values: Floats, known: Bools = usable, most: float = math.inf) -> Estimate:
@@ -615,7 +615,10 @@ def _half_life(rate: float | None) -> float | None:
 
 
 def kld_score(mean: float) -> float:
-    """Return axis B's score ``100·exp(−mean KL)``, which is 100 at 0 nats. See docs/metrics.md#mean-kl-divergence."""
+    """Return axis B's score ``100·exp(−mean KL)``, which is 100 at 0 nats.
+
+    See docs/metrics/distributions.md#mean-kl-divergence.
+    """
     return 100.0 * math.exp(-mean)
 
 
@@ -624,7 +627,8 @@ class BinnedMeans:
     """Mean KL (nats) of the usable positions per bin.
 
     ``edges`` has one entry more than ``means`` and ``counts``; bins are half open, the last one closed.  A
-    bin without usable positions has the mean None and the count 0.  See docs/metrics.md#mean-kl-divergence.
+    bin without usable positions has the mean None and the count 0.
+    See docs/metrics/distributions.md#mean-kl-divergence.
     """
 
     edges: tuple[float, ...]
@@ -636,7 +640,7 @@ def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> Bin
     """Return the mean KL in ``n_bins`` equal spans of the scored window positions ``[n]``.
 
     The edges come from all positions, failed ones (KL NaN) included, so that candidates share them.  Without
-    any position there are no bins.  See docs/metrics.md#mean-kl-divergence.
+    any position there are no bins.  See docs/metrics/distributions.md#mean-kl-divergence.
     """
     if not len(positions):
         return BinnedMeans((), (), ())
@@ -649,7 +653,7 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
     It is above in at least half of the windows there, and so are at least half of the rows of all windows in the
     ``span`` rows that begin with it (in all rows where there are fewer).  Neither a single row nor noise that is mostly
     below ``allowed`` meets this. With fewer rows left before the end, as many rows as elsewhere must be above, or three
-    quarters of the rows left and at least eight.  See docs/metrics.md#paths.
+    quarters of the rows left and at least eight.  See docs/metrics/distributions.md#paths.
     """
     windows, rows = kl.shape
     if np.isinf(allowed) or not rows:
@@ -666,7 +670,7 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
 def kl_by_confidence(confidence: Floats, kl: Floats) -> BinnedMeans:
     """Return the mean KL in ten equal spans of the reference's top-1 probability ``[n]``, 0…1.
 
-    See docs/metrics.md#mean-kl-divergence.
+    See docs/metrics/distributions.md#mean-kl-divergence.
     """
     return _binned(np.linspace(0.0, 1.0, 11), confidence, kl)
 

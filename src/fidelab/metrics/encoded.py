@@ -1,6 +1,6 @@
 """Share of the tokens read by attention that a format with exact tokens had encoded.
 
-See docs/metrics.md#share-of-tokens-encoded.
+See docs/metrics/bytes.md#share-of-tokens-encoded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_CONTEXT = 1 << 21  # tokens; no model reads more, and prefix sums of that l
 def encoded_share(positions: ArrayLike, sinks: int, tail: int, block: int = 1) -> float:
     """Return the mean over scored rows of (encoded tokens that a row reads / tokens that it reads).
 
-    See docs/metrics.md#share-of-tokens-encoded.
+    See docs/metrics/bytes.md#share-of-tokens-encoded.
 
     Args:
         positions: of the rows in their windows, ``[n]``, from 0; the row at position p reads p + 1 tokens.
@@ -40,7 +40,7 @@ def context_of_share(
 
     Rows of another context n are those of a window of ``n_ctx`` tokens whose rows ``first`` to ``last`` are scored,
     in proportion: from ``first·n // n_ctx`` to as many tokens before the end.  See
-    docs/metrics.md#share-of-tokens-encoded.
+    docs/metrics/bytes.md#share-of-tokens-encoded.
 
     Returns ``None`` if no context below 2,097,152 tokens does.
 

@@ -1,4 +1,6 @@
-"""Equivalence certificates: is a loss shown to be smaller than a margin?  See docs/metrics.md#non-inferiority-test.
+"""Equivalence certificates: is a loss shown to be smaller than a margin?
+
+See docs/metrics/verdicts.md#non-inferiority-test.
 
 "No difference was seen" says nothing about a loss that the sample is too small to see.  A certificate turns the
 question round: the null hypothesis is a loss of the margin or more, and the claim holds where a one-sided test at
@@ -48,9 +50,9 @@ LOOK_ALPHAS = (0.01, 0.01, 0.03)
 MAX_LOOKS = len(LOOK_ALPHAS)
 EARLY_REACH = 1.3
 """How much farther the upper end of a mean reaches at an early look: in its small tail, skew that few clusters do not
-show errs three times as often as it may (docs/metrics.md#looks)."""
+show errs three times as often as it may (docs/metrics/verdicts.md#looks)."""
 MARGIN = 0.01
-"""Default margin of a loss of accuracy: one point (docs/metrics.md#non-inferiority-test)."""
+"""Default margin of a loss of accuracy: one point (docs/metrics/verdicts.md#non-inferiority-test)."""
 KL_MARGIN = 0.01
 """Default margin of the mean KL, nats: the edge of the band EXCELLENT."""
 
@@ -78,7 +80,7 @@ class FlipCounts:
 
     ``p``: McNemar's exact test, which takes items as independent.  ``mid_p``: its mid-p, which is less cautious.
     ``p_clusters``: the exact sign test over the clusters that lose more than they win or the reverse.
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
 
     n: int
@@ -92,7 +94,7 @@ class FlipCounts:
 def flip_counts(ref: ArrayLike, test: ArrayLike, clusters: ArrayLike) -> FlipCounts:
     """Count the harmful and beneficial flips of items; ``ref``, ``test`` [n] are 1 where that side is right, else 0.
 
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
     lost = np.asarray(ref, dtype=np.float64) - np.asarray(test, dtype=np.float64)
     sums = RatioItems.of(lost, 1.0, clusters).by_cluster().num
@@ -113,7 +115,7 @@ class Loss:
 
     ``bounds`` as in :func:`~fidelab.metrics.intervals.ratio_interval`.  ``events``: it is a share of events, items of 0
     or 1 with den 1, else a mean.  ``identical``: the output equals the reference's bit by bit: the loss is exactly 0.
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
 
     key: Key
@@ -230,7 +232,7 @@ class Claim:
     ``interval``: at the level of the test.  ``detectable``: the smallest true loss that a sample of this size would
     find with probability :data:`POWER`; ``clusters_needed``: how many clusters like these would show the claim with
     that probability if the loss is what was measured.  ``equivalent``: both ends of the interval lie within ± margin.
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
 
     key: Key
@@ -249,7 +251,7 @@ class Claim:
 class Judgement:
     """Certificate of one arm on one axis. It holds if all its claims do.
 
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
 
     state: State
@@ -259,7 +261,7 @@ class Judgement:
 def alpha_of(looks: int, of: int) -> float:
     """Return the test level for an arm that was decided at look number ``looks`` of at most ``of``.
 
-    See docs/metrics.md#looks.
+    See docs/metrics/verdicts.md#looks.
     """
     return LOOK_ALPHAS[looks - 1] if looks < of else ALPHA - sum(LOOK_ALPHAS[: of - 1])
 
@@ -268,7 +270,7 @@ def certify(losses: Sequence[Loss], seed: int = 0) -> Judgement:
     """Certify one arm: test each of its claims, of which there is at least one, at :data:`ALPHA`.
 
     Below :data:`MIN_CLUSTERS` a claim holds only for output without any difference. See
-    docs/metrics.md#non-inferiority-test.
+    docs/metrics/verdicts.md#non-inferiority-test.
     """
     claims = tuple(_claim(loss, seed) for loss in losses)
     states = {claim.state for claim in claims}
@@ -281,7 +283,7 @@ def fixed_sequence(arms: Iterable[tuple[T, bool, bool]]) -> list[T]:
 
     An arm that holds at :data:`ALPHA` is confirmed.  One that has failed, or is shown to lose the margin, is passed
     over: it can only be left out.  Any other arm ends the sequence.  So no arm changes the level of another one.
-    See docs/metrics.md#recommendation.
+    See docs/metrics/verdicts.md#recommendation.
     """
     confirmed = []
     for arm, holds, failed in arms:

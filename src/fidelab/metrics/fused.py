@@ -70,7 +70,7 @@ _OTHERS = 3  # sums of the second pass: Jensen–Shannon divergence, total varia
 class Tiles:
     """Of a program: rows of each side, tokens, states that are loaded at once, parts of the tokens that are compared
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     at once; warps, and stages of the software pipeline.
     """
 
@@ -89,7 +89,7 @@ class Tiles:
 def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: bool) -> Tiles:
     """Tile sizes for a processor as Triton names it (``sm_90``, ``gfx942``), or the ``interpreter``.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
 
     ``same``: all sides have one head; ``half``: bfloat16 factors; ``pieces``: sums of several pieces, which take a
     second set of registers.
@@ -131,7 +131,7 @@ def tiles_for(processor: str, sides: int, *, same: bool, half: bool, pieces: boo
 class Side:
     """States of one side on the device: ``[n, d]``, and its head on the CPU or the device.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
 
     states: Tensor
@@ -141,7 +141,7 @@ class Side:
 class PlacedHead:
     """A head whose columns come to a device: all of them once where they fit, else some at a time, each time anew.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
 
     def __init__(self, head: Head, device: torch.device, *, half: bool) -> None:
@@ -186,7 +186,7 @@ class PlacedHead:
 
 @dataclass(frozen=True)
 class Found:
-    """Figures of one candidate, on the CPU.  See docs/metrics.md#estimators.
+    """Figures of one candidate, on the CPU.  See docs/metrics/distributions.md#estimators.
 
     ``columns [11, n]`` and ``top1`` are those of :func:`~fidelab.metrics.divergence.comparison_of`; ``norms [2, n]``:
     log Σ exp of p and of q; ``sound``: rows that need no other computation.
@@ -202,7 +202,7 @@ class Found:
 def processor_of(device: torch.device) -> str:
     """The processor of a torch device, as Triton names it; ``interpreter`` where Triton interprets.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
     if triton.knobs.runtime.interpret:
         return "interpreter"
@@ -215,7 +215,7 @@ def processor_of(device: torch.device) -> str:
 def bytes_per_row(vocab: int, group: int) -> int:
     """Bytes of the device that a row of the reference and of ``group`` candidates needs, besides its states.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
     tiles = -(-vocab // 64)  # of the smaller kind
     return tiles * (4 * (2 + (_FIELDS + 1) * group + 1) + 8 * 12)
@@ -226,7 +226,7 @@ def compared(
 ) -> list[Found]:
     """Compare candidates that share one head with the reference; up to :data:`GROUP` of them.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
 
     Args:
         ref: The reference.
@@ -322,7 +322,10 @@ class _Call:
 
 
 def dot_type(processor: str, *, half: bool) -> tl.dtype:
-    """Type of the factors of a product; the interpreter has no bfloat16 arithmetic. See docs/metrics.md#estimators."""
+    """Type of the factors of a product; the interpreter has no bfloat16 arithmetic.
+
+    See docs/metrics/distributions.md#estimators.
+    """
     return tl.bfloat16 if half and processor != "interpreter" else tl.float32
 
 
@@ -396,7 +399,7 @@ def _top(held: Tensor, scores: Tensor, counts: Tensor) -> Tensor:
 class FusedScorer:
     """Compares states of several candidates with the reference's by the kernels of this module.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
 
     ``device``: CUDA's or ROCm's; the CPU where Triton interprets.  ``rows``: at once, at most, and ``chunk``: columns
     of a head at once, 0 for all; both become smaller where memory is short.

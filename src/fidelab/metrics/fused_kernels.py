@@ -212,7 +212,7 @@ def first_kernel(
 ):  # fmt: skip
     """First pass over ``size`` columns from token ``start`` on, which are tiles from number ``tile`` on.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
     block, number = _place(n, tiles, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)
@@ -335,7 +335,7 @@ def second_kernel(
 ):  # fmt: skip
     """Second pass; ``norms [SIDES, n]``: log Σ exp of p, then of each q minus that; ``least [SIDES, n]``: logits.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
     block, number = _place(n, tiles, ROWS)
     row = block * ROWS + tl.arange(0, ROWS)

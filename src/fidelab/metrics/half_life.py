@@ -1,4 +1,4 @@
-"""After how many generated tokens half of all answers differ.  See docs/metrics.md#half-life."""
+"""After how many generated tokens half of all answers differ.  See docs/metrics/distributions.md#half-life."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEAST = 1e-300  # of 1 - TV: what is certain to differ has a finite hazard
 
 @dataclass(frozen=True)
 class HalfLife:
-    """Tokens until half of all answers differ; see docs/metrics.md#half-life.
+    """Tokens until half of all answers differ; see docs/metrics/distributions.md#half-life.
 
     ``tokens``: infinite where nothing ever differs.  ``interval``: 95%, over answers; ``None`` for fewer than two.
     ``measured``: whether it lies within the tokens that were generated; else it goes on at their mean rate.
@@ -34,7 +34,7 @@ class HalfLife:
 def half_life(distances: Sequence[NDArray[Any]], seed: int = 0) -> HalfLife | None:
     """Return the half-life of answers from the total variation of their tokens; ``None`` without a token.
 
-    See docs/metrics.md#half-life.
+    See docs/metrics/distributions.md#half-life.
 
     Two configurations that each draw token i from their own distribution can agree with a probability of 1 - TV_i at
     most (Lindvall, *Lectures on the Coupling Method*, 1992, section I.5), and in the first t tokens with the product.

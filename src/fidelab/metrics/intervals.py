@@ -1,4 +1,4 @@
-"""Confidence intervals of ratios of sums. See docs/metrics.md#intervals.
+"""Confidence intervals of ratios of sums. See docs/metrics/statistics.md#intervals.
 
 Every estimate is a ratio of sums over items, ``Σ num / Σ den``: a mean KL has den = 1, the trajectory score
 has the longest length.  Items that are not independent (positions of one article) share a resampling
@@ -58,7 +58,7 @@ Interval = tuple[float, float]
 Transform = Callable[[float], float]
 
 MIN_STUDENTIZED_CLUSTERS = 6
-_RESAMPLES = 2000  # of clusters, as docs/metrics.md states
+_RESAMPLES = 2000  # of clusters, as docs/metrics/statistics.md states
 # Where skew has to be expected: clusters that count as unseen in the tail, and the widening of Student's t.  Both are
 # the least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.
@@ -97,7 +97,7 @@ class RatioItems:
     """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``clusters [n]`` (sortable ids).
 
     Failed items must be removed before: values that are not finite are refused, not dropped.  See
-    docs/metrics.md#items-and-clusters.
+    docs/metrics/statistics.md#items-and-clusters.
     """
 
     num: Floats
@@ -123,7 +123,7 @@ class RatioItems:
 
 
 def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float | None:
-    """Return ``transform(Σ num / Σ den)``; None if Σ den is 0. See docs/metrics.md#items-and-clusters."""
+    """Return ``transform(Σ num / Σ den)``; None if Σ den is 0. See docs/metrics/statistics.md#items-and-clusters."""
     total = float(items.den.sum())
     return transform(float(items.num.sum()) / total) if total > 0 else None
 
@@ -135,7 +135,7 @@ def resample_weights(n_clusters: int, n_resamples: int = _RESAMPLES, seed: int =
     """Return how often each resample draws each cluster: integers ``[n_resamples, n_clusters]``.
 
     Each row sums to ``n_clusters``.  The same arguments give the same resamples: candidates with the same clusters
-    are compared under one set of them.  See docs/metrics.md#intervals.
+    are compared under one set of them.  See docs/metrics/statistics.md#intervals.
     """
     rng = np.random.default_rng([seed, n_clusters])
     draws = rng.multinomial(n_clusters, np.full(n_clusters, 1.0 / n_clusters), size=n_resamples)
@@ -150,7 +150,7 @@ def standard_error(items: RatioItems) -> float | None:
 
     With r the ratio, N_u and D_u the sums of cluster u and n clusters: ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D``
     (the sandwich form; for den = 1 the usual one of a mean). None for a single cluster or without a denominator. See
-    docs/metrics.md#intervals.
+    docs/metrics/statistics.md#intervals.
     """
     residuals = _residuals(items.by_cluster())
     if residuals is None:
@@ -171,7 +171,7 @@ def ratio_interval(
 ) -> Interval | None:
     """Return the two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None.
 
-    See docs/metrics.md#intervals.
+    See docs/metrics/statistics.md#intervals.
 
     Args:
         resamples: the matrix of :func:`resample_weights` or its seed; used from 6 clusters on.
@@ -205,7 +205,7 @@ def settled_interval(
 
     An end within a tenth of the interval's width of the edge takes ten times as many resamples: both ends are means
     over ten seeds, and the errors twice their standard errors.  Elsewhere, and of exact intervals, they are 0.
-    See docs/metrics.md#intervals.
+    See docs/metrics/statistics.md#intervals.
     """
     first = find(seed)
     if first is None or min(abs(end - edge) for end in first) > _NEAR_MARGIN * (first[1] - first[0]):
@@ -225,7 +225,7 @@ class PairedDifference:
     """Difference of two ratios over the same items; ``interval`` is None for a single cluster.
 
     ``p``: McNemar's exact p-value where every item is 0 or 1 and a cluster of its own, else None.
-    See docs/metrics.md#paired-differences.
+    See docs/metrics/statistics.md#paired-differences.
     """
 
     estimate: float
@@ -260,7 +260,8 @@ def paired_difference(
     ``scale`` is 100 for percentage points.  ``bounds`` are those of either ratio; the difference is clipped
     to ± their width.  With ``proportion``, items that all tie get the exact binomial bound: the share of clusters
     that do not tie is at most ``1 − 0.025^(1/n)``.  Of items that are 0 or 1 (den 1, a cluster each) the 95%
-    interval excludes 0 exactly where McNemar's exact test has p < 0.05.  See docs/metrics.md#paired-differences.
+    interval excludes 0 exactly where McNemar's exact test has p < 0.05.
+    See docs/metrics/statistics.md#paired-differences.
 
     Raises:
         ValueError: If the items are not the same, or one side has no denominator.
@@ -426,7 +427,7 @@ def critical_value(n: int, level: float = 0.95, *, cost: bool = False, upper: bo
 
     This is Student's t. For a cost it follows the interval (module docstring), without the skew of the resamples.
     ``upper``: return the half-width of the upper end only, which is larger, instead of the mean of both. See
-    docs/metrics.md#sample-size.
+    docs/metrics/statistics.md#sample-size.
     """
     q = 0.5 + level / 2
     t = float(special.stdtrit(n - 1, q))
@@ -472,7 +473,7 @@ def _count(items: RatioItems, floor: float, ceiling: float, n: int) -> int | Non
 
 
 def discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
-    """Return Gaffke's bound of (gained − lost)/n. See docs/metrics.md#paired-differences.
+    """Return Gaffke's bound of (gained − lost)/n. See docs/metrics/statistics.md#paired-differences.
 
     With weights that follow Dirichlet(lost, gained + 1, n − lost − gained) for the upper end, the gained share B of the
     discordant weight S is beta(gained + 1, lost), and ``S·(2B − 1)`` lies below 0 with McNemar's one-sided p.
@@ -507,7 +508,7 @@ def binomial_interval(k: float, n: float, level: float = 0.95) -> Interval:
 
     Effective counts need not be whole: the ends are quantiles of beta(k, n − k + 1) and beta(k + 1, n − k).
 
-    See docs/metrics.md#intervals.
+    See docs/metrics/statistics.md#intervals.
     """
     _check_count(k, n)
     tail = (1 - level) / 2
@@ -528,7 +529,7 @@ def event_interval(
     effective size is at least ``n² / Σ size²``, the number of clusters: what they are worth if the items of each agree.
 
     ``identical``: the output that the events are taken of equals the reference's bit by bit, so that none can occur:
-    there is no width.  See docs/metrics.md#intervals.
+    there is no width.  See docs/metrics/statistics.md#intervals.
     """
     n, clusters = len(events.num), len(np.unique(events.clusters))
     if clusters < 2:
@@ -557,7 +558,7 @@ def event_difference_interval(
     upper one is ``p − q + √((p_high − p)² + (q − q_low)²)``.  Clusters in which both move apart give the net share a
     larger design effect, its variance over clusters to (p + q)/n, which then holds for both.
 
-    None for a single cluster.  ``identical`` as in :func:`event_interval`.  See docs/metrics.md#intervals.
+    None for a single cluster.  ``identical`` as in :func:`event_interval`.  See docs/metrics/statistics.md#intervals.
     """
     n, clusters = len(a.num), len(np.unique(a.clusters))
     net = RatioItems.of(a.num - b.num, 1.0, a.clusters)
@@ -590,7 +591,8 @@ def _design_effect(events: RatioItems, least: float) -> float:
 def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
     """Return Wilson's score interval of a share, ``k`` of ``n`` (E. B. Wilson, 1927), without continuity correction.
 
-    With z the normal quantile: ``(k + z²/2 ± z·sqrt(k(n−k)/n + z²/4)) / (n + z²)``.  See docs/metrics.md#intervals.
+    With z the normal quantile: ``(k + z²/2 ± z·sqrt(k(n−k)/n + z²/4)) / (n + z²)``.
+    See docs/metrics/statistics.md#intervals.
     """
     _check_count(k, n)
     z = float(special.ndtri(0.5 + level / 2))
@@ -603,7 +605,7 @@ def mcnemar_exact(b: int, c: int) -> float:
     """Return the two-sided p-value of McNemar's exact test for the two discordant counts.
 
     Under "no difference" b is binomial(b + c, 1/2): ``p = min(1, 2·P(X ≤ min(b, c)))``; without
-    discordant pairs p = 1.  See docs/metrics.md#paired-differences.
+    discordant pairs p = 1.  See docs/metrics/statistics.md#paired-differences.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts must not be negative: {b}, {c}")
@@ -613,7 +615,8 @@ def mcnemar_exact(b: int, c: int) -> float:
 def mcnemar_mid_p(b: int, c: int) -> float:
     """Return McNemar's mid-p, which leaves out half of the probability of the counts themselves in each tail.
 
-    M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013.  See docs/metrics.md#paired-differences.
+    M. W. Fagerland et al., BMC Medical Research Methodology 13, 2013.
+    See docs/metrics/statistics.md#paired-differences.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts must not be negative: {b}, {c}")

@@ -21,7 +21,7 @@ _LAST = 3  # repeats that decide whether a measurement is steady
 class Rate:
     """Tokens per second of each repeat, in the order of measurement; the figure is their median.
 
-    See docs/metrics.md#speed-and-memory.
+    See docs/metrics/speed.md#speed-and-memory.
     """
 
     repeats: tuple[float, ...]
@@ -46,7 +46,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
     """Return prompt tokens per second: ``n_tokens`` / time to the first token.
 
     ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; times after the first token are ignored. See
-    docs/metrics.md#prefill-speed.
+    docs/metrics/speed.md#prefill-speed.
 
     Raises:
         ValueError: If there is no repeat, or a time is impossible.
@@ -57,7 +57,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
 def decode_rate_isolated(seconds: ArrayLike) -> Rate:
     """Return tokens per second after the first one: n / (last − first).
 
-    ``seconds [k, 1 + n]``.  See docs/metrics.md#decode-speed.
+    ``seconds [k, 1 + n]``.  See docs/metrics/speed.md#decode-speed.
 
     Raises:
         ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
@@ -71,7 +71,7 @@ def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> 
 
     ``total [k]``: seconds of whole answers of 1 + n tokens; ``prefill [j]``: seconds of separate runs over the same
     prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than the
-    prefill alone: the noise exceeds the measured time.  See docs/metrics.md#decode-speed.
+    prefill alone: the noise exceeds the measured time.  See docs/metrics/speed.md#decode-speed.
 
     Raises:
         ValueError: If there is no repeat or no further token (n = 0), or a time is impossible.
@@ -85,7 +85,7 @@ def is_steady(values: ArrayLike) -> bool | None:
     """Whether the last three values are within 5% of their median: (max − min) / median < 0.05.
 
     Neighbours are not compared, since that would miss a drift of 4% per repeat. ``None`` for fewer than three values.
-    See docs/metrics.md#speed-and-memory.
+    See docs/metrics/speed.md#speed-and-memory.
     """
     last = np.asarray(values, dtype=np.float64)[-_LAST:]
     return None if len(last) < _LAST else bool(np.ptp(last) < STEADY * np.median(last))

@@ -38,7 +38,7 @@ _TAIL_QUANTILE = 0.9  # over positions: an error of few positions does not show 
 class LayerCurve:
     """Relative errors ``[1 + layers]``: of what entered the first layer, and of what left each.
 
-    See docs/metrics.md#layer-differences.
+    See docs/metrics/causes.md#layer-differences.
     """
 
     median: Floats
@@ -62,7 +62,7 @@ class LayerDivergence:
 
     ``begins``: the first layer that adds any error beyond the floor; ``None``: no layer does.  ``stand_out``: the
     layers that do so by the rule, in order.  ``ratios``: each layer's larger multiple of the other layers' added error.
-    See docs/metrics.md#layer-differences.
+    See docs/metrics/causes.md#layer-differences.
     """
 
     begins: int | None
@@ -72,7 +72,8 @@ class LayerDivergence:
 
 def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
     """``‖test − ref‖ / ‖ref‖`` of each row of ``[rows, d]``; infinite where the test row is not finite, or where a row
-    of zeros became another.  Rows of ``ref`` that are not finite are left out.  See docs/metrics.md#layer-differences.
+    of zeros became another.  Rows of ``ref`` that are not finite are left out.
+    See docs/metrics/causes.md#layer-differences.
 
     Raises:
         ValueError: If the shapes differ.
@@ -92,7 +93,7 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
 def added_errors(curve: ArrayLike) -> Floats:
     """Return each layer's added error ``[layers]`` from a curve ``[1 + layers]``. It is 0 after an infinite error.
 
-    See docs/metrics.md#layer-differences.
+    See docs/metrics/causes.md#layer-differences.
     """
     errors = np.asarray(curve, dtype=np.float64)
     before, after = errors[:-1], errors[1:]
@@ -106,7 +107,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
     """Return each layer's added error over the root mean square of all others.
 
     The ratio is 0 for a layer that adds nothing and for a single layer, and infinite if no other layer adds anything.
-    See docs/metrics.md#layer-differences.
+    See docs/metrics/causes.md#layer-differences.
     """
     values = np.asarray(added, dtype=np.float64)
     ratios = np.zeros(len(values))
@@ -121,7 +122,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 def part(curve: LayerCurve, floor: LayerCurve | None = None) -> LayerDivergence:
     """Judge a curve. Without run-to-run noise (``None``), the reference counts as bit-identical in every run.
 
-    See docs/metrics.md#layer-differences."""
+    See docs/metrics/causes.md#layer-differences."""
     layers = len(curve.median) - 1
     noise = LayerCurve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
     stand_out: set[int] = set()

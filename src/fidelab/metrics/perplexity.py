@@ -1,4 +1,4 @@
-"""Perplexity of two arms on the same tokens. See docs/metrics.md#perplexity.
+"""Perplexity of two arms on the same tokens. See docs/metrics/distributions.md#perplexity.
 
 Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  The cost of a cache is the paired
 
@@ -32,7 +32,7 @@ def row_nll(logits: NDArray[Any], targets: NDArray[Any]) -> Floats:
 
     ``logits [n, V]``: unnormalised log scores of any float type; ``targets [n]``: ids in 0 … V − 1, any other id has
     no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
-    See docs/metrics.md#perplexity.
+    See docs/metrics/distributions.md#perplexity.
     """
     n, vocab = logits.shape
     if targets.shape != (n,):
@@ -52,7 +52,7 @@ def unigram_nll(text: NDArray[np.int64], targets: NDArray[np.int64], vocab: int)
     ``text [N]``: ids of the whole text, of which the targets ``[n]`` are some tokens; ``vocab``: ids that exist.  Each
     target is left out of its own model.  With c counts, N tokens and T distinct ids of the rest, Witten and Bell's
     method C (IEEE Transactions on Information Theory 37, 1991) gives a seen id ``c / (N + T)``, and shares
-    ``T / (N + T)`` among the ``vocab − T`` others.  See docs/metrics.md#the-reference-itself.
+    ``T / (N + T)`` among the ``vocab − T`` others.  See docs/metrics/verdicts.md#the-reference-itself.
     """
     ids, counts = np.unique(text, return_counts=True)
     rest = counts[np.searchsorted(ids, targets)] - 1.0
@@ -68,7 +68,7 @@ class PerplexityPair:
 
     ``log_ratio``, its 95% ``interval`` and ``stderr`` are in nats; the perplexities have no unit, and ``…_interval``
     is their own 95% interval.  ``None``: no usable row, a single cluster (intervals, error), or no finite number.
-    See docs/metrics.md#perplexity.
+    See docs/metrics/distributions.md#perplexity.
     """
 
     ppl_ref: float | None
@@ -85,7 +85,7 @@ class PerplexityPair:
 def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed: int = 0) -> PerplexityPair:
     """Return perplexities and the paired log-ratio from the NLL of rows ``[n]``, NaN where a row failed.
 
-    See docs/metrics.md#perplexity.
+    See docs/metrics/distributions.md#perplexity.
     """
     usable = np.isfinite(nll_ref) & np.isfinite(nll_test)
     ref, test, gap = (
@@ -105,7 +105,7 @@ def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed:
 
 
 def exponential(nats: float | None) -> float | None:
-    """Return ``exp(nats)``, or ``None`` if that is not finite. See docs/metrics.md#perplexity."""
+    """Return ``exp(nats)``, or ``None`` if that is not finite. See docs/metrics/distributions.md#perplexity."""
     return None if nats is None or nats > _MAX_EXPONENT else math.exp(nats)
 
 

@@ -1,6 +1,6 @@
 """Retrieval of needles (axis C): hits, accuracies per cell, degradation, and their intervals.
 
-See docs/metrics.md#retrieval.
+See docs/metrics/generated-text.md#retrieval.
 
 A *cell* is a length and a position; its trials are what is resampled.  A trial's answer is worth the share of its
 needles that it returns (0 or 1 with one needle).  A cell is informative where the reference returned any.
@@ -54,7 +54,8 @@ def hits(answer: str, code: str, compat: str | None = None) -> bool:
     "know whether it is" between ("It is not X", "there is no mention of X"), or with a verb right after it ("X is not
     the color").  One mention that is not denied is a hit.
 
-    ``compat="refract"``: a plain substring whatever the case, as in REFRACT.  See docs/metrics.md#retrieval.
+    ``compat="refract"``: a plain substring whatever the case, as in REFRACT.
+    See docs/metrics/generated-text.md#retrieval.
     """
     if compat:
         return code.lower() in answer.lower()
@@ -73,7 +74,7 @@ def _denied(text: str, start: int, end: int) -> bool:
 def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:
     """Return the share of ``codes`` (0…1) that the answer :func:`hits`; 0 if it hits one of the ``wrong`` ones.
 
-    See docs/metrics.md#retrieval.
+    See docs/metrics/generated-text.md#retrieval.
     """
     if any(hits(answer, code, compat) for code in wrong):
         return 0.0
@@ -83,7 +84,7 @@ def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compa
 def judged(answer: str) -> str:
     """Return the first sentence or line of an answer that completes a sentence: the part that fills the blank.
 
-    See docs/metrics.md#retrieval.
+    See docs/metrics/generated-text.md#retrieval.
     """
     return _SENTENCE_END.split(answer.lstrip(), maxsplit=1)[0]
 
@@ -92,7 +93,7 @@ def judged(answer: str) -> str:
 class Cells:
     """Trials of reference and candidate: ``base``, ``cand`` (0…1) and ``cell`` (its number), each [n].
 
-    Failed trials must be removed before.  See docs/metrics.md#retrieval.
+    Failed trials must be removed before.  See docs/metrics/generated-text.md#retrieval.
     """
 
     base: Floats
@@ -120,7 +121,7 @@ def retrieval_score(cells: Cells, compat: str | None = None) -> float | None:
     """Return ``100·(1 − mean over informative cells of max(0, base − cand))``; None without an informative cell.
 
     ``compat="refract"``: over all cells, so that uninformative ones count as perfect, as in REFRACT; None without
-    cells.  See docs/metrics.md#retrieval.
+    cells.  See docs/metrics/generated-text.md#retrieval.
     """
     if compat not in (None, "refract"):
         raise ValueError(f"compat is None or 'refract', not {compat!r}")
@@ -133,7 +134,7 @@ def chance_score(cells: Cells, seed: int = 0, *, compat: str | None = None) -> f
 
     In that case either answer of a trial could be the other arm's: the mean is over 2,000 draws that swap the two at
     random, trial by trial.  Trials in which both returned the same leave nothing to chance. See
-    docs/metrics.md#retrieval.
+    docs/metrics/generated-text.md#retrieval.
     """
     if retrieval_score(cells, compat) is None:
         return None
@@ -156,7 +157,8 @@ def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats,
 def retrieval_interval(cells: Cells, *, compat: str | None = None) -> Interval | None:
     """Return the 95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
 
-    Which cells are informative is taken as given: they are fixed by design.  See docs/metrics.md#retrieval.
+    Which cells are informative is taken as given: they are fixed by design.
+    See docs/metrics/generated-text.md#retrieval.
     """
     score = retrieval_score(cells, compat)
     counted = cells.informative()
@@ -176,7 +178,7 @@ def accuracy_difference(cells: Cells, seed: int = 0) -> PairedDifference:
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
     A trial is a cluster, whatever its cell, which adds the spread between cells and so is on the safe side.
-    See docs/metrics.md#retrieval.
+    See docs/metrics/generated-text.md#retrieval.
 
     Raises:
         ValueError: If there is no trial.

@@ -1,6 +1,6 @@
 """Estimate how many resampling clusters an interval needs to decide, from the spread of the clusters read so far.
 
-See docs/metrics.md#sample-size.
+See docs/metrics/statistics.md#sample-size.
 
 A one-sided test over n clusters finds losses of ``(t(1 − α; n − 1) + t(power; n − 1)) · s / √n``, with ``s = se · √m``
 and se the linearised standard error of the ratio over m clusters.  Of a cost (a mean KL) the first t is wider, as its
@@ -38,7 +38,7 @@ _RESAMPLED = 1.1
 class ClusterSpread:
     """An estimate from ``clusters`` ≥ 2 clusters; ``sd``: standard deviation of one cluster's share in its error.
 
-    See docs/metrics.md#sample-size.
+    See docs/metrics/statistics.md#sample-size.
     """
 
     estimate: float
@@ -49,7 +49,7 @@ class ClusterSpread:
 def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
     """Return the spread of ``scale · Σ num / Σ den`` over clusters; None for a single cluster or without a denominator.
 
-    See docs/metrics.md#sample-size.
+    See docs/metrics/statistics.md#sample-size.
     """
     error, estimate = standard_error(items), ratio_estimate(items)
     if error is None or estimate is None:
@@ -62,7 +62,7 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSp
     """Return the spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over clusters that both sides share.
 
     The error of the difference is, per cluster, the difference of the two linearised errors.
-    See docs/metrics.md#sample-size.
+    See docs/metrics/statistics.md#sample-size.
 
     Raises:
         ValueError: If the items are not the same.
@@ -85,7 +85,7 @@ def detectable_loss(sd: float, n: int, level: float, power: float, *, cost: bool
     """Return the smallest loss that a one-sided test at ``level`` over n ≥ 2 clusters finds with probability ``power``.
 
     ``(t(1 − level; n − 1) + t(power; n − 1)) · sd / √n``; of a ``cost`` the first t is wider, as its interval is.
-    See docs/metrics.md#non-inferiority-test.
+    See docs/metrics/verdicts.md#non-inferiority-test.
     """
     reach = critical_value(n, 1 - 2 * level, cost=cost, upper=True) + float(special.stdtrit(n - 1, power))
     return reach * sd / math.sqrt(n)
@@ -95,7 +95,7 @@ def clusters_to_certify(sd: float, room: float, level: float, power: float, *, c
     """Return the least number of clusters, at least 2, that confirms a loss that is ``room`` > 0 below its margin.
 
     The test is one-sided at ``level`` and succeeds with probability ``power``.  See
-    docs/metrics.md#non-inferiority-test.
+    docs/metrics/verdicts.md#non-inferiority-test.
     """
     least = _smallest_n(lambda n: detectable_loss(sd, n, level, power, cost=cost) <= room)
     return math.ceil(_RESAMPLED * least) if cost else least
@@ -104,7 +104,7 @@ def clusters_to_certify(sd: float, room: float, level: float, power: float, *, c
 def agreement_reach(n: int, level: float = 0.95) -> float:
     """Return the reach of the exact interval of a share when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
 
-    See docs/metrics.md#sample-size.
+    See docs/metrics/statistics.md#sample-size.
     """
     return binomial_interval(0, n, level)[1]
 
@@ -112,7 +112,7 @@ def agreement_reach(n: int, level: float = 0.95) -> float:
 def clusters_to_agree(precision: float, level: float = 0.95) -> int:
     """Return the least number of agreeing clusters, at least 2, with a reach of at most ``precision`` > 0 (a share).
 
-    See docs/metrics.md#sample-size.
+    See docs/metrics/statistics.md#sample-size.
     """
     return _smallest_n(lambda n: agreement_reach(n, level) <= precision)
 

@@ -51,7 +51,10 @@ _NOTHING = -1e30  # logit of ids that are not tokens
 
 
 def fastest_device() -> torch.device:
-    """Return the device to score on: an accelerator that torch sees, else the CPU.  See docs/metrics.md#estimators."""
+    """Return the device to score on: an accelerator that torch sees, else the CPU.
+
+    See docs/metrics/distributions.md#estimators.
+    """
     if torch.cuda.is_available():  # ROCm, too
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -60,7 +63,7 @@ def fastest_device() -> torch.device:
 def fused_path(device: torch.device) -> FusedScorer | None:
     """Return what compares on this device without logits in memory, or None: no CUDA, no ROCm or no Triton.
 
-    See docs/metrics.md#estimators.
+    See docs/metrics/distributions.md#estimators.
     """
     if device.type != "cuda":
         return None
@@ -76,7 +79,8 @@ class TileScorer:
 
     ``threads``: of the CPU.  ``device``: by default :func:`fastest_device`.  ``fused``: by :func:`fused_path`, where
     there is one; False keeps logits in memory.  ``say`` is called with one line when a device runs out of memory, or
-    when the kernel does not run on it.  Memory: heads, and of the CPU at most 1.5 GB.  See docs/metrics.md#estimators.
+    when the kernel does not run on it.  Memory: heads, and of the CPU at most 1.5 GB.
+    See docs/metrics/distributions.md#estimators.
     """
 
     def __init__(

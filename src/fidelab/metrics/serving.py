@@ -1,6 +1,6 @@
 """Latencies and rates of served requests, from what a client recorded of each.
 
-See docs/metrics.md#serving-latencies.
+See docs/metrics/speed.md#serving-latencies.
 
 Of a request that was answered whole, with s = when it was sent, e₁ … e_k = when its stream events with text came,
 n = its output tokens *by the server's usage* (a stream event may carry several tokens, or half a character):
@@ -30,7 +30,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 class Answered(Protocol):
-    """Data of a request; times in seconds of one clock. See docs/metrics.md#serving-latencies."""
+    """Data of a request; times in seconds of one clock. See docs/metrics/speed.md#serving-latencies."""
 
     due: float | None
     sent: float
@@ -45,7 +45,7 @@ class Latencies:
     """Milliseconds: one value per request (of ``itl``: per gap), requests in the given order.
 
     NaN stands where a request has none, so that ``ttft``, ``tpot`` and ``e2el`` are of one length.
-    See docs/metrics.md#serving-latencies.
+    See docs/metrics/speed.md#serving-latencies.
     """
 
     ttft: Floats
@@ -62,7 +62,7 @@ class Latencies:
 def latencies(requests: Sequence[Answered]) -> Latencies:
     """Compute the latencies of the requests that were answered whole. Other requests get NaN.
 
-    See docs/metrics.md#serving-latencies.
+    See docs/metrics/speed.md#serving-latencies.
     """
     ttft, tpot, e2el = (np.full(len(requests), np.nan) for _ in range(3))
     gaps: list[Floats] = []
@@ -82,7 +82,7 @@ def latencies(requests: Sequence[Answered]) -> Latencies:
 def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
     """Return ``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values.
 
-    See docs/metrics.md#serving-latencies.
+    See docs/metrics/speed.md#serving-latencies.
     """
     ranks = list(which)
     quantiles = np.percentile(np.asarray(values, dtype=np.float64), ranks)
@@ -91,7 +91,7 @@ def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Latencies as a server counts them in buckets. See docs/metrics.md#serving-latencies.
+    """Latencies as a server counts them in buckets. See docs/metrics/speed.md#serving-latencies.
 
     ``bounds``: upper bound of each bucket in seconds, ascending; the last one is infinite.  ``counts``: number of
     values up to each bound, those of smaller buckets included.
@@ -118,7 +118,7 @@ class Histogram:
 def sum_histograms(several: Iterable[Histogram]) -> Histogram | None:
     """Return the histogram of all values; ``None`` without histograms, or if their bounds differ.
 
-    See docs/metrics.md#serving-latencies.
+    See docs/metrics/speed.md#serving-latencies.
     """
     every = list(several)
     if len({one.bounds for one in every}) != 1:
@@ -131,7 +131,7 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
 
     Failed requests meet no target. An answer of one token has no TPOT and meets any target for it. If TPOT is unknown
     for another reason (the server did not count the tokens, or sent them all at once), the target is not met.  See
-    docs/metrics.md#goodput.
+    docs/metrics/speed.md#goodput.
     """
     times = latencies(requests)
     good = ~np.isnan(times.ttft)
@@ -145,7 +145,7 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
 def effective_concurrency(requests: Collection[Answered], start: float, end: float) -> float:
     """Return the requests in flight, averaged over [start, end]: Σ of their time in flight there / its length.
 
-    See docs/metrics.md#serving-rates.
+    See docs/metrics/speed.md#serving-rates.
     """
     if end <= start:
         return 0.0
@@ -157,7 +157,7 @@ def fill(requests: Sequence[Answered], start: float, end: float) -> float:
     """Return the requests in flight, averaged from ``start`` until the last request was sent.
 
     After that, no request is waiting to replace those that end. If all were sent at once, the result is their number.
-    See docs/metrics.md#serving-rates.
+    See docs/metrics/speed.md#serving-rates.
     """
     sent = [request.sent for request in requests]
     last = min(max(sent, default=start), end)
@@ -168,7 +168,7 @@ def fill(requests: Sequence[Answered], start: float, end: float) -> float:
 def sent_rate(requests: Sequence[Answered]) -> float | None:
     """Return the requests sent per second: (count − 1) / (last − first); ``None`` if they were sent at once.
 
-    See docs/metrics.md#serving-rates.
+    See docs/metrics/speed.md#serving-rates.
     """
     sent = [request.sent for request in requests]
     span = max(sent, default=0.0) - min(sent, default=0.0)
@@ -182,7 +182,7 @@ def saturation(
 
     ``concurrency`` and ``rate`` (tok/s) belong together, in any order; the gain is relative (0.009: +0.9%), negative
     where the rate falls.  Without such a step: ``None`` and the gain of the last one; with fewer than two points, two
-    ``None``.  See docs/metrics.md#saturation.
+    ``None``.  See docs/metrics/speed.md#saturation.
 
     Raises:
         ValueError: If lengths differ, a concurrency occurs twice, or a rate is not above zero.

@@ -1,4 +1,4 @@
-"""Speculative decoding: whether its speed-up and quantization's multiply.  See docs/metrics.md#speculation.
+"""Speculative decoding: whether its speed-up and quantization's multiply.  See docs/metrics/speed.md#speculation.
 
 With S the output rate over that of the plain arm, ρ = S_both / (S_quantized · S_speculative)
 = r_both · r_plain / (r_quantized · r_speculative).  Repeats of a rate are averaged as logarithms (geometric mean).
@@ -25,7 +25,7 @@ _SUB, _SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
 class Composed:
     """ρ, its 95% interval (``None`` where an arm was measured once), and the rates (tok/s) of :data:`ARMS`.
 
-    See docs/metrics.md#speculation.
+    See docs/metrics/speed.md#speculation.
     """
 
     rho: float
@@ -49,7 +49,7 @@ def compose(
     The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees of
     freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats would
     be less reliable.  Repeats that agree to the last bit have an interval of width zero.  See
-    docs/metrics.md#speculation.
+    docs/metrics/speed.md#speculation.
 
     Raises:
         ValueError: If an arm has no rate, or a rate is not positive and finite.

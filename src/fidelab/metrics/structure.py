@@ -1,6 +1,6 @@
 """Which tokens carry structure: JSON punctuation and keys, tool calls, roles and ends of turns, indentation.
 
-See docs/metrics.md#structure-tokens.
+See docs/metrics/distributions.md#structure-tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _CALL_KEYS = {"name", "arguments"}, {"name", "parameters"}
 
 
 def structures(pieces: Sequence[str]) -> list[str]:
-    """Return the kind of each token from the tokens' texts; ``""`` for none. See docs/metrics.md#structure-tokens.
+    """Return the kind of each token from the tokens' texts; ``""`` for none.
+
+    See docs/metrics/distributions.md#structure-tokens.
 
     JSON is text that begins and continues like an object or an array, complete or not; objects with ``name`` and
     ``arguments`` (or ``parameters``), and what is between ``<tool_call>`` and ``</tool_call>``, are tool calls.  A

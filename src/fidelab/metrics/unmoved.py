@@ -1,4 +1,4 @@
-"""Parts of a capture that a lossy format left exactly as they were.  See docs/metrics.md#proof-of-engagement.
+"""Parts of a capture that a lossy format left exactly as they were.  See docs/metrics/verdicts.md#proof-of-engagement.
 
 A format that loses changes what attention reads at every position, and so the distribution of every row.  A row may be
 rounded to the reference's own by chance; a whole window or range of positions may not, so the format did not run there.
@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 
 class EqualRows:
-    """Rows of two arms of which at least one has a lossy format.  See docs/metrics.md#proof-of-engagement.
+    """Rows of two arms of which at least one has a lossy format.  See docs/metrics/verdicts.md#proof-of-engagement.
 
     Args:
         kl: ``[n]`` nats; NaN where the row failed, exactly 0 where the two rows are equal.

@@ -67,7 +67,7 @@ def parts_of(file: Path) -> list[Path]:
 def bits_per_weight(file: Path) -> float:
     """Return ``8 × bytes of the tensors / number of their elements`` of a GGUF model, all parts of a split one.
 
-    Every tensor counts, also norms in float32.  See docs/metrics.md#bytes-of-a-sequence.
+    Every tensor counts, also norms in float32.  See docs/metrics/bytes.md#bytes-of-a-sequence.
 
     Raises:
         InputError: If a file cannot be read, or holds no tensor.

@@ -80,7 +80,7 @@ class Model:
     def sequence(self, kv: KVSpec) -> SequenceBytes:
         """Return the bytes of one sequence on one device, with recurrent states; codes are counted as packed.
 
-        Tokens that a format leaves exact have the model's 16-bit type.  See docs/metrics.md#bytes-of-a-sequence.
+        Tokens that a format leaves exact have the model's 16-bit type.  See docs/metrics/bytes.md#bytes-of-a-sequence.
 
         Raises:
             UsageError: If a format is unknown, or latents, which hold keys and values in one vector, have two formats.

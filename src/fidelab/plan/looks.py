@@ -1,4 +1,7 @@
-"""Runs with several looks: decide after each look which candidates need more data.  See docs/metrics.md#looks."""
+"""Runs with several looks: decide after each look which candidates need more data.
+
+See docs/metrics/verdicts.md#looks.
+"""
 
 from __future__ import annotations
 

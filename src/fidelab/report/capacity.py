@@ -1,4 +1,4 @@
-"""GiB at a context and users that fit, as text.  See docs/metrics.md#gib-at-a-context."""
+"""GiB at a context and users that fit, as text.  See docs/metrics/bytes.md#gib-at-a-context."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ GROUPS = 6
 LOG_FROM = 10**1.5
 """Ratio of the largest to the smallest abscissa from which an axis of lengths or loads is logarithmic."""
 RULES = {0.01: "excellent", 0.05: "pass", 0.1: "degraded"}
-"""Upper edges (nats) of the verdict bands.  See docs/metrics.md#verdicts."""
+"""Upper edges (nats) of the verdict bands.  See docs/metrics/verdicts.md#verdicts."""
 HOLLOW = "Hollow: not valid, see the table."
 
 

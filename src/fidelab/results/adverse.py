@@ -1,7 +1,7 @@
 """Findings that speak against a candidate although its KLD is small.
 
 They are read from every metric that has a better side and an interval, so that the tests of other packages count as
-fidelab's own do.  See docs/metrics.md#findings-against-a-candidate.
+fidelab's own do.  See docs/metrics/verdicts.md#findings-against-a-candidate.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ ContextSource = Literal["option", "server", "model", "default"]
 
 
 class ArmCapacity(Record):
-    """Memory of one configuration.  See docs/metrics.md#gib-at-a-context."""
+    """Memory of one configuration.  See docs/metrics/bytes.md#gib-at-a-context."""
 
     cache_bytes: Positive
     """Bytes of the cache of one sequence of the context."""

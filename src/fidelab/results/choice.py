@@ -1,7 +1,7 @@
 """Choose among the candidates of a report: who is excluded, struck, chosen and confirmed.
 
 Everything follows from the record, so the answer to other limits needs no captures: paired differences and resamples
-are computed from each candidate's sums by document.  See docs/metrics.md#recommendation.
+are computed from each candidate's sums by document.  See docs/metrics/verdicts.md#recommendation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LIMIT_OF_CLAIM = {"mean_kl": "max_kld", "flips": "max_flips", "accuracy_loss": "
 """The limit that replaces the margin of a claim, by the claim's key."""
 _LEVEL = 0.99  # of the paired differences that strike a candidate
 _SIMILAR_SIZE_FACTOR = 1.1  # up to so many times the smallest one, a candidate of half the KLD is preferred
-_RESAMPLES = 2000  # of documents, as docs/metrics.md states
+_RESAMPLES = 2000  # of documents, as docs/metrics/verdicts.md states
 MOSTLY_ENCODED = 0.9
 """Share of the tokens read by attention that a format has to encode before its loss is confirmed: a tenth of exact
 tokens hides no more than about a tenth of the loss."""
@@ -434,7 +434,7 @@ def settled(report: Report, **limits: float | None) -> set[str]:
 
     They hold all their claims, are shown to exceed a margin or to FAIL, or cannot be chosen whatever their KLD is. A
     beaten candidate continues, since no smaller candidate is confirmed while it is undecided.  See
-    docs/metrics.md#looks.
+    docs/metrics/verdicts.md#looks.
     """
     field = Field.of(report, {name: value for name, value in limits.items() if value is not None})
     return {

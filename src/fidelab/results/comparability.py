@@ -1,6 +1,6 @@
 """Settings that two reports must share to compare a metric, and differences that are only reported.
 
-See docs/metrics.md#comparability.
+See docs/metrics/between-runs.md#comparability.
 """
 
 from __future__ import annotations

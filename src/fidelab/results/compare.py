@@ -1,6 +1,6 @@
 """Comparison of two reports, metric by metric: regressed, improved, unchanged, or ``cannot tell``.
 
-See docs/metrics.md#changes-between-runs.
+See docs/metrics/between-runs.md#changes-between-runs.
 
 Costs are compared: for rates the time that the work takes, for scores their drop. These rules decide whether a change
 is certain:

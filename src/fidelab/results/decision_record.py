@@ -17,7 +17,7 @@ AnswerKind = Literal["use", "safe", "none", "undecided", "reference"]
 
 
 class CertificateClaim(Record):
-    """One claim: the loss lies below the margin.  See docs/metrics.md#non-inferiority-test."""
+    """One claim: the loss lies below the margin.  See docs/metrics/verdicts.md#non-inferiority-test."""
 
     key: Key
     """The loss: ``mean_kl``, ``probability_loss`` (accuracy when sampling), ``accuracy_loss`` or ``flips``."""
@@ -156,7 +156,7 @@ class Dominance(Record):
 
 
 class Recommendation(Record):
-    """Which candidate to run, or that none can be named.  See docs/metrics.md#recommendation."""
+    """Which candidate to run, or that none can be named.  See docs/metrics/verdicts.md#recommendation."""
 
     kind: AnswerKind
     """``use``: the candidate is safe, and saves bytes or was measured faster.  ``safe``: it is safe and gains nothing

@@ -1,4 +1,7 @@
-"""To which depth of context a verdict holds, of runs that scored rows at several depths.  See docs/metrics.md#depth."""
+"""To which depth of context a verdict holds, of runs that scored rows at several depths.
+
+See docs/metrics/distributions.md#depth.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Whether a change of the configuration took effect, where no output changed.
 
 Equal outputs of a changed configuration have two explanations: the change costs nothing, or nobody read it.  Only what
-the engine reports of itself tells them apart.  See docs/metrics.md#nothing-changed.
+the engine reports of itself tells them apart.  See docs/metrics/verdicts.md#nothing-changed.
 """
 
 from __future__ import annotations

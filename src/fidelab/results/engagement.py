@@ -1,4 +1,4 @@
-"""Proof of engagement: whether the requested format ran.  See docs/metrics.md#proof-of-engagement."""
+"""Proof of engagement: whether the requested format ran.  See docs/metrics/verdicts.md#proof-of-engagement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUESTIONS = ("received", "stored", "named")  # of the proof of engagement, in t
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
-    """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
+    """Whether there is proof that the requested format ran.  See docs/metrics/verdicts.md#proof-of-engagement."""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv

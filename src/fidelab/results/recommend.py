@@ -1,4 +1,4 @@
-"""Recommend a candidate from a report, and say how sure that is. See docs/metrics.md#recommendation.
+"""Recommend a candidate from a report, and say how sure that is. See docs/metrics/verdicts.md#recommendation.
 
 The choice is :mod:`fidelab.results.choice`'s; this module puts it into words, with what speaks against it.
 """
@@ -45,7 +45,7 @@ def recommend(report: Report, **limits: float | None) -> Recommendation | None:
 
     The smallest candidate is chosen among those that are eligible, not dominated and of the best class. A candidate up
     to 10% larger is preferred if its KLD is less than half.  ``limits`` (:data:`LIMITS`): limits on a loss replace the
-    class, and every candidate has to meet them.  See docs/metrics.md#recommendation.
+    class, and every candidate has to meet them.  See docs/metrics/verdicts.md#recommendation.
 
     Raises:
         TypeError: If a limit has another name.

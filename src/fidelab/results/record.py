@@ -143,7 +143,7 @@ class RuntimeRecord(Record):
         """Return the bytes of cache by which arms are compared; ``None`` if the engine reports none.
 
         Codes of emulated formats count as packed without gaps.  ``kv_scale``: factor of keys and values.  See
-        docs/metrics.md#bytes-of-a-sequence.
+        docs/metrics/bytes.md#bytes-of-a-sequence.
         """
         sequence = self.sequence_bytes
         return None if sequence is None else sequence.bytes_of_sequence(n_tokens, packed=True, kv_scale=kv_scale)

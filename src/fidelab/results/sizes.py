@@ -1,4 +1,4 @@
-"""Sizes by which the configurations of a report are compared.  See docs/metrics.md#bytes-of-a-sequence."""
+"""Sizes by which the configurations of a report are compared.  See docs/metrics/bytes.md#bytes-of-a-sequence."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def _rule(arm: ArmRecord, report: Report | None) -> BandDecision | None:
 def harms_of(arm: ArmRecord) -> tuple[str, ...]:
     """Return the reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
 
-    See docs/metrics.md#verdicts.
+    See docs/metrics/verdicts.md#verdicts.
     """
     harms = [harm for axis in arm.axes.values() for harm in axis.downgrades]
     cost, ratio = (axis.value(key) if (axis := arm.axes.get(name)) else None for name, key in _OPPOSED)

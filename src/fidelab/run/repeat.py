@@ -136,7 +136,7 @@ def _begun(folder: Path, replicate: int) -> RunFolder | None:
 def merge(reports: Sequence[Report]) -> Report:
     """Merge reports into the first. Its axis metrics get the values of all runs as repeats, and flags state the spread.
 
-    Values, intervals and verdicts are those of the first run.  See docs/metrics.md#repeatability.
+    Values, intervals and verdicts are those of the first run.  See docs/metrics/between-runs.md#repeatability.
 
     Raises:
         InputError: If the reports are of different experiments.

@@ -1,4 +1,4 @@
-"""Which candidates need more data after a look.  See docs/metrics.md#looks."""
+"""Which candidates need more data after a look.  See docs/metrics/verdicts.md#looks."""
 
 from __future__ import annotations
 

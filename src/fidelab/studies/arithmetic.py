@@ -40,14 +40,14 @@ _BF16 = KVSpec.parse("bf16")
 
 
 def composite(trajectory: float, kld: float, rniah: float, plad: float) -> float:
-    """Return REFRACT's composite of four scores (0…100). See docs/metrics.md#composite-and-bands."""
+    """Return REFRACT's composite of four scores (0…100). See docs/metrics/verdicts.md#composite-and-bands."""
     value = composite_score({"trajectory": trajectory, "kld": kld, "rniah": rniah, "plad": plad}).value
     assert value is not None  # all four are given
     return value
 
 
 def kld_score(mean_kl: float) -> float:
-    """Return the score of a mean KL in nats. See docs/metrics.md#mean-kl-divergence."""
+    """Return the score of a mean KL in nats. See docs/metrics/distributions.md#mean-kl-divergence."""
     return score_of_mean(mean_kl)
 
 

@@ -1,6 +1,6 @@
 """Measure the loss of keys and values at each width: separately and together, in all layers, one layer or one head.
 
-See docs/metrics.md#sensitivity-of-keys-and-values.
+See docs/metrics/causes.md#sensitivity-of-keys-and-values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Test whether the speed-ups of quantization and speculation multiply, from four measured arms and their reports.
 
-See docs/metrics.md#speculation.
+See docs/metrics/speed.md#speculation.
 
 A flag does not prove that a server speculates. The counters of ``/metrics`` during the measurement do. An arm without
 these counters gives no ρ.

@@ -1,6 +1,6 @@
 """Compare two arms layer by layer on the same windows, and capture q, k and v of chosen layers.
 
-See docs/metrics.md#layer-differences.
+See docs/metrics/causes.md#layer-differences.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measure the loss of each group of weights in each format, and choose the best plan within a budget of bytes.
 
-See docs/metrics.md#weight-sensitivity.
+See docs/metrics/causes.md#weight-sensitivity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checks of a server by its answers: whether they are those of the model, whatever the model knows.
 
 Every check compares answers of the same model with each other, so that a small model passes, too.  See
-docs/metrics.md#serving-checks.
+docs/metrics/speed.md#serving-checks.
 """
 
 from __future__ import annotations

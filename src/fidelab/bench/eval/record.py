@@ -1,6 +1,6 @@
 """An evaluation as a measurement: accuracies by kind, serving checks, failed questions, and what a baseline answered.
 
-See docs/metrics.md#serving-checks.
+See docs/metrics/speed.md#serving-checks.
 """
 
 from __future__ import annotations

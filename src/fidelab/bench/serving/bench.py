@@ -25,7 +25,7 @@ class LoadSettings(BenchSettings):
 
 
 class Serving(Bench):
-    """Cells by context and concurrency. See docs/metrics.md#serving-rates."""
+    """Cells by context and concurrency. See docs/metrics/speed.md#serving-rates."""
 
     name: ClassVar[str] = "serving"
     title: ClassVar[str] = TITLE

@@ -152,7 +152,7 @@ def server_report(arm: ArmRecord, **fields: Any) -> Report:
 def comparability(contact: Contact) -> dict[str, Any]:
     """Return the settings that must agree to compare two loads, besides the cell's name.
 
-    See docs/metrics.md#comparability.
+    See docs/metrics/between-runs.md#comparability.
     """
     settings = contact.settings
     return {

@@ -53,7 +53,7 @@ class ReplayedHead:
         return {"head": self._arrays, "softcap": self._softcap, "scale": self._scale}
 
     def check(self, states: Tensor, live: Tensor) -> None:
-        """Replay some rows and compare with the live logits. See docs/metrics.md#estimators.
+        """Replay some rows and compare with the live logits. See docs/metrics/distributions.md#estimators.
 
         Raises:
             EngineError: If scoring would compute other distributions than the model did.

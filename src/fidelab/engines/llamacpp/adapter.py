@@ -628,7 +628,10 @@ def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[in
 
 
 def _logprobs(logits: Floats) -> NDArray[np.float16]:
-    """Log-softmax of rows [n, V], summed in float64, stored in float16. See docs/metrics.md#estimators."""
+    """Log-softmax of rows [n, V], summed in float64, stored in float16.
+
+    See docs/metrics/distributions.md#estimators.
+    """
     top = logits.max(axis=-1, keepdims=True).astype(np.float64)
     with np.errstate(invalid="ignore"):  # infinite logits make NaN, which scoring counts
         total = np.exp(logits - top.astype(np.float32)).sum(axis=-1, keepdims=True, dtype=np.float64)

@@ -106,7 +106,9 @@ class LlamaHead:
         return inputs
 
     def check(self, inputs: Floats, live: Floats) -> None:
-        """Replay some rows of rounded states and compare with the live logits. See docs/metrics.md#estimators.
+        """Replay some rows of rounded states and compare with the live logits.
+
+        See docs/metrics/distributions.md#estimators.
 
         Raises:
             EngineError: If scoring would compute other distributions than the model did.

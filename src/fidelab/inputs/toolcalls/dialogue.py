@@ -1,6 +1,6 @@
 """Dialogues in which every next call is known: their parts, their messages, and how schemas are written.
 
-See docs/metrics.md#tool-calls.
+See docs/metrics/generated-text.md#tool-calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Whether a call is the right one, and what is wrong with it otherwise.  See docs/metrics.md#tool-calls."""
+"""Whether a call is the right one, and what is wrong with it otherwise.
+
+See docs/metrics/generated-text.md#tool-calls.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prompts that ask for calls, and the tokens of the right calls, by the model's own chat template.
 
 A template without tools, or one that refuses these dialogues, gets plain JSON: the functions and the form of a call
-are in the system message.  See docs/metrics.md#tool-calls.
+are in the system message.  See docs/metrics/generated-text.md#tool-calls.
 """
 
 from __future__ import annotations

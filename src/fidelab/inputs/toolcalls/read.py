@@ -1,7 +1,7 @@
 """Reads calls of tools from the text that a model writes, or says why there is none.
 
 Forms are those of chat templates.  Nothing that is read is run: JSON, tags and calls that look like Python are parsed,
-and only constants are taken from them.  See docs/metrics.md#tool-calls.
+and only constants are taken from them.  See docs/metrics/generated-text.md#tool-calls.
 """
 
 from __future__ import annotations
