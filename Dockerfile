@@ -1,7 +1,8 @@
 # fidelab with engine hf on a CPU, from the wheels that `python -m build` made:
 #   for package in . checkpoints k16v8; do python -m build --outdir dist $package; done
 #   docker build -t fidelab . && docker run --rm -v "$PWD:/work" fidelab compare smollm2-135m --engine hf --kv q8_0 --quick
-# scripts/test-wheel runs the RUN lines in an empty environment. The image itself has not been built yet.
+# scripts/test-wheel runs the RUN lines in an empty environment; they have run in a bare Debian 12 by chroot, too. The image itself has
+# not been built yet.
 FROM python:3.11-slim
 WORKDIR /work
 COPY src/fidelab/doctor/constraints.txt /wheels/constraints.txt

@@ -37,8 +37,8 @@ os.environ["XDG_CONFIG_HOME"] = f"{_STATE.name}/config"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# On a busy machine drawing examples is slow, and that says nothing about the code.
-hypothesis.settings.register_profile("busy", suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# On a busy machine examples are drawn and tried slowly, and that says nothing about the code.
+hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("busy")
 
 MakeFolder = Callable[..., Path]
