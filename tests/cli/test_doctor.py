@@ -152,7 +152,7 @@ def test_every_engine_but_the_test_engine_and_every_format_and_axis_is_tried(wel
 
     assert names("engines") == [name for name in ENGINES.names() if name != "fake"]
     assert names("KV formats (hf)") == [*FORMATS.names(), *CACHE_FORMATS, "k16v8"]
-    assert names("axes") == AXES.names()
+    assert names("tests") == AXES.names()
 
 
 def test_nothing_is_written(well: Told, folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_where_the_command_line_cannot_start_the_module_still_examines(room: Pat
     told = Told(doctor(room, "--json", module="fidelab.doctor", gone=["pydantic", "rich", "typer", "click"]))
     assert not told.ready
     assert {"pydantic", "rich", "typer"} <= told.faults()
-    assert told.check("kld", "axes")["detail"] == "needs pydantic"
+    assert told.check("kld", "tests")["detail"] == "needs pydantic"
 
 
 def test_a_package_that_fails_while_it_is_imported_is_broken_and_keeps_its_talk_to_itself(room: Path) -> None:
@@ -394,7 +394,7 @@ def test_an_engine_of_another_package_that_fails_is_named_and_changes_nothing_el
     assert (shell["status"], shell["detail"]) == ("broken", "SystemExit: no licence here")
     assert (hollow["status"], "versions" in hollow["detail"]) == ("broken", True)
     assert alien["remedy"] == "repair or remove the package alien-pack, which adds it"
-    assert told.check("odd", "axes")["status"] == "missing"
+    assert told.check("odd", "tests")["status"] == "missing"
     assert told.check("hf", "engines") == well.check("hf", "engines")
 
 
@@ -462,7 +462,7 @@ def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.Monk
     monkeypatch.setattr(parts, "engines_and_formats", damaged)
     diagnosis = examine()
     assert diagnosis.reasons == ["engines: SyntaxError: expected '('"]
-    assert any(check.group == "axes" for check in diagnosis.checks)
+    assert any(check.group == "tests" for check in diagnosis.checks)
 
 
 def shown(text: Iterable[str]) -> str:
@@ -478,7 +478,7 @@ def test_text_and_json_say_the_same_within_the_width(width: int, well: Told) -> 
     flat = shown(text)
     for check in checks:
         assert check.name in flat
-        if check.status != "ok" or not check.group.startswith(("packages", "axes", "KV formats")):
+        if check.status != "ok" or not check.group.startswith(("packages", "tests", "KV formats")):
             assert "".join(check.detail.split()) in "".join(flat.split())
         if check.remedy and check.status != "ok":
             assert "->" + "".join(check.remedy.split()) in "".join(flat.split())

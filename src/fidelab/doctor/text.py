@@ -17,7 +17,7 @@ _MAX_WIDTH = 100
 _MIN_DETAIL = 30  # columns; on narrower terminals details stand below
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
-_WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
+_WITH_DETAIL = "packages"  # whose details are versions; formats and tests that work have nothing to say
 _NBSP = "\N{NO-BREAK SPACE}"  # lines are not broken between a package and its version
 _STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
 
@@ -64,7 +64,7 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     Packages, formats and axes that work share one row; every other check has its own.
     """
     group = checks[0].group
-    together = group == "packages" or group == "axes" or group.startswith("KV formats")
+    together = group == "packages" or group == "tests" or group.startswith("KV formats")
     if together:
         good = [check for check in checks if check.status == "ok"]
         names = [f"{check.name}{_NBSP}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
