@@ -122,14 +122,12 @@ def _figures(runs: Sequence[tuple[Path, LedgerRow]]) -> list[RunRow]:
 
 
 def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
-    from fidelab.report.runs import runs_csv, runs_table
+    from fidelab.report.runs import print_runs, runs_csv
 
     if as_csv:
         print(runs_csv(rows), end="")
         return
-    from fidelab.report.text import print_whole
-
-    print_whole(runs_table(rows), open_console())
+    print_runs(rows, open_console())
 
 
 @app.command()

@@ -301,6 +301,14 @@ def print_whole(shown: Others, console: Console) -> None:
         rest = rest[n:]
 
 
+def print_if_it_fits(shown: Others, console: Console, *, name_width: int) -> bool:
+    """Print a table whose names have one line each; False, and nothing is printed, if not all columns fit."""
+    grid = _grid(shown, range(len(shown.columns)), console, True, 1, name_width)
+    if fits := _fits(grid, console):
+        console.print(grid)
+    return fits
+
+
 # ---------------------------------------------------------------------------------------------------------- benches
 
 
@@ -346,19 +354,21 @@ def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tupl
     return table, dropped[::-1]
 
 
-def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int) -> Table:
+def _grid(
+    shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int, name_width: int = _NAME_WIDTH
+) -> Table:
     """Some columns, each as wide as its longest line."""
     sign = "\n(" if stacked else " ("
     table = simple_table(padding)
     rows = [
-        [cell.replace(" (", sign, 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
+        [cell.replace(" (", sign, 1) if n else wrap_name(cell, name_width) for n, cell in enumerate(row)]
         for row in shown.rows
     ]
     for n in kept:
         lines = [line for row in rows for line in row[n].split("\n")]
         width = max(map(len, (*shown.columns[n].split(), *lines)), default=1)
         if n == 0:
-            width = max(width, min(len(shown.columns[0]), _NAME_WIDTH))
+            width = max(width, min(len(shown.columns[0]), name_width))
         words = n < shown.named and not all(line.replace(",", "").isdecimal() for line in lines if line)
         table.add_column(
             literal(shown.columns[n], console),
