@@ -161,7 +161,8 @@ def show(run_dir: options.AnyRunDir, as_json: options.Json = False) -> None:
     }
     for name, value in facts.items():
         if value not in ("", None, {}, []):
-            say_fact(name, value if isinstance(value, str) else _in_words(value), 26)
+            text = value if isinstance(value, str) else _in_words(value)
+            say_fact(name, text, 26, command=name == "command")
 
 
 def _in_words(value: Any) -> str:

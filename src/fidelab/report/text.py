@@ -22,7 +22,7 @@ from rich.text import Text
 
 from fidelab.core import Status, shell_line
 from fidelab.core.lines import encodable, folded_command
-from fidelab.core.paths import path_from_here
+from fidelab.core.paths import command_from_here, path_from_here
 from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
@@ -105,7 +105,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_details(view, console)
     line("")
     if view.answer is not None and view.answer.command:
-        _print_command("Next", view.answer.command, console)
+        _print_command("Next", command_from_here(view.answer.command), console)
     elif view.answer is not None and view.answer.note:
         console.print(_hanging(f"{'Next':<8}{view.answer.note}", 8, console))
     if folder is not None:
