@@ -43,7 +43,7 @@ def main() -> int:
         return 2
     folder = Path(args.output_dir) / report.run_id
 
-    print("# As a data frame: one row per arm\n")
+    print("# As a data frame: one row per configuration\n")
     frame = report.to_pandas()
     print(frame.reindex(columns=SHOWN).to_string(index=False))  # what was not measured has no column
 
@@ -71,7 +71,7 @@ def smallest(frame: pd.DataFrame) -> str:
 
 
 def worst_positions(path: Path, n: int = 3) -> pd.DataFrame:
-    """The ``n`` positions of each arm with the largest KL (nats), most costly arm first."""
+    """The ``n`` positions of each configuration with the largest KL (nats), the most costly first."""
     positions = pd.read_parquet(path)
     changed = positions[positions["kl"] > 0].astype({"arm": str})
     ordered = changed.sort_values("kl", ascending=False, kind="stable")

@@ -33,9 +33,9 @@ def test_a_limit_without_an_axis_cuts_the_prompts_and_one_with_an_axis_that_axis
 @pytest.mark.parametrize(
     ("axes", "limit", "said"),
     [
-        ("kld", "1", "--limit belongs to axis trajectory"),
-        ("kld", "gsm8k=1", "--limit belongs to axis gsm8k"),
-        ("core", "kld=3", r"--limit kld=3: axis kld has no limit; it gets smaller with --set axes.kld.windows=8"),
+        ("kld", "1", "--limit belongs to test trajectory"),
+        ("kld", "gsm8k=1", "--limit belongs to test gsm8k"),
+        ("core", "kld=3", r"--limit kld=3: test kld has no limit; it gets smaller with --set axes.kld.windows=8"),
         ("full", "rniah=3", "with --set axes.rniah.lengths=.512., --set axes.rniah.trials=1"),
         ("core", "many", "--limit 'many': write a number"),
         ("core", "kld=", "write a number"),

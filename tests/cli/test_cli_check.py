@@ -52,9 +52,9 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("--arm", "tilt[q=0.52]", "--max-kld", 0.01), 0, "GO: golden"),
-        (("--arm", "tilt[q=0.75]", "--max-kld", 0.01), 1, "NO-GO: golden"),
-        (("--arm", "tilt[q=0.52]", "--min-same-top", "97%"), 3, "about 122 documents"),
+        (("--configuration", "tilt[q=0.52]", "--max-kld", 0.01), 0, "GO: golden"),
+        (("--configuration", "tilt[q=0.75]", "--max-kld", 0.01), 1, "NO-GO: golden"),
+        (("--configuration", "tilt[q=0.52]", "--min-same-top", "97%"), 3, "about 122 documents"),
         (("--all", "--max-kld", 0.2), 0, "tilt[q=0.75]: kld.mean"),
         (("--all", "--max-kld", 0.01), 1, "NO-GO: golden"),
     ],
@@ -91,7 +91,7 @@ def test_a_configuration_whose_verdict_another_axis_lowers_never_passes(
 def test_the_recommended_configuration_is_checked_unless_another_is_named(tmp_path: Path) -> None:
     advice = Recommendation(kind="use", arm="fp8_e4m3", text="Use fp8_e4m3")
     sample_report(recommendation=advice).write(tmp_path / "report.json")
-    for words, arm in (((), "fp8_e4m3"), (("--arm", "k16v8"), "k16v8")):
+    for words, arm in (((), "fp8_e4m3"), (("--configuration", "k16v8"), "k16v8")):
         done = cli("check", "report.json", *LIMIT, *words, "--json", "-", cwd=tmp_path)
         assert {result["arm"] for result in json.loads(done.out)["results"]} == {arm}
 
@@ -134,7 +134,7 @@ def test_a_regression_against_the_baseline_is_not_a_go(room: Path) -> None:
 def test_a_lost_arm_is_inconclusive_unless_that_is_allowed(room: Path) -> None:
     other = candidate("int4", 0.03, "PASS", 1, "safe")
     sample_report(run_id="fewer", candidates=(other,)).write(room / "runs/fewer/report.json")
-    done = cli("check", "runs/fewer", "--baseline", "runs/before", "--arm", "int4", cwd=room)
+    done = cli("check", "runs/fewer", "--baseline", "runs/before", cwd=room)
     shown = " ".join(done.out.split())
     assert done.code == 3
     assert "of the baseline lost (allow_missing lets that pass)" in shown
@@ -182,8 +182,10 @@ def test_settings_that_differ_from_the_baseline_are_inconclusive_and_named(room:
         (("runs/before", "--policy", "drop.yaml"), "baseline.score_drop: Input should be less than or equal to 100"),
         (("runs/before", "--min-same-top", "97"), "--min-same-top: 97 is not a share: write 97% or 0.97"),
         (("runs/before", "--min-same-top", "much"), "--min-same-top: 'much' is not a share: write 1% or 0.01"),
-        (("runs/before", *LIMIT, "--arm", "fp8"), "unknown arm 'fp8'"),
-        (("runs/before", *LIMIT, "--arm", "fp8_e4m3", "--all"), "--all and --arm: name one"),
+        (("runs/before", *LIMIT, "--configuration", "fp8"), "unknown configuration 'fp8'"),
+        (("runs/before", "--baseline", "runs/before", "--configuration", "fp8"), "unknown configuration 'fp8'"),
+        (("runs/before", "--baseline", "runs/before", "--configuration", "fp8_e4m3"), "has no effect without a limit"),
+        (("runs/before", *LIMIT, "--configuration", "fp8_e4m3", "--all"), "--all and --configuration: name one"),
         (("runs/before", *LIMIT, "--json", "-", "--markdown"), "--markdown and --json -: name one"),
         (("runs/before", "--baseline", "half"), "finish the run with: fidelab compare --resume half"),
         (("runs/before", "--baseline", "mian"), "mian: there is no such run folder or report"),

@@ -9,13 +9,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fidelab
+from fidelab.config import profiles
+from fidelab.config.presets import listing
 from tests.run.harness import Done, cli
 
 # Group of commands → its commands.
@@ -176,11 +178,75 @@ def test_the_shell_completes_commands_and_options(
     assert cli(cwd=tmp_path).out.split() == completed
 
 
-def test_a_process_of_its_own_completes(tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "from fidelab.cli import main; main()"]
-    env = {**os.environ, **asking("fidelab comp")}
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["compare"]
+@pytest.fixture
+def runs_there(tmp_path: Path) -> Path:
+    """A working folder with two runs, an unfinished download and the link to the latest run."""
+    for name in ("20260101-000000-old", "20260202-000000-new"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.resolved.yaml").write_text("")
+    (tmp_path / "runs" / "captures").mkdir()
+    (tmp_path / "runs" / "latest").symlink_to("20260202-000000-new")
+    return tmp_path
+
+
+NEWEST_FIRST = ["latest", "20260202-000000-new", "20260101-000000-old"]
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("fidelab compare M --engine v", ["vllm"]),
+        ("fidelab compare M --engine f", []),  # the fake engine is for tests
+        ("fidelab compare M --kv q8", ["q8_0"]),
+        ("fidelab compare M --engine llamacpp --kv q4", ["q4_1", "q4_0"]),
+        ("fidelab compare M --engine llamacpp --kv f16/q8", ["f16/q8_0"]),
+        ("fidelab compare M --engine unknown --kv q", []),
+        ("fidelab compare M --axes rn", ["rniah"]),
+        ("fidelab compare M --axes kld,traj", ["kld,trajectory"]),
+        ("fidelab compare M --axes kld,kl", []),  # each once
+        ("fidelab compare M --benches dec", ["decode"]),
+        ("fidelab compare M --device cu", ["cuda", "cuda:0"]),
+        ("fidelab compare M --text ag", ["agents"]),
+        ("fidelab check ", NEWEST_FIRST),
+        ("fidelab report 2026020", ["20260202-000000-new"]),
+        ("fidelab report runs/2026010", ["runs/20260101-000000-old"]),
+        ("fidelab reproduce refract", ["refract-full", "refract-quick"]),  # the command run may be left out
+        ("fidelab reproduce l", ["list", "llama.cpp-pr", "lab-bench"]),
+        ("fidelab check latest --baseline 20260101", ["20260101-000000-old"]),
+    ],
+)
+def test_the_shell_completes_values(
+    words: str, completed: list[str], runs_there: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in asking(words).items():
+        monkeypatch.setenv(name, value)
+    assert cli(cwd=runs_there).out.split() == completed
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("fidelab compare M --preset ", listing),
+        ("fidelab reproduce run ", profiles.names),
+        ("fidelab reproduce show ", profiles.names),
+    ],
+)
+def test_the_shell_completes_all_presets_and_profiles(
+    words: str, names: Callable[[], Iterable[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in asking(words).items():
+        monkeypatch.setenv(name, value)
+    assert cli(cwd=tmp_path).out.split() == [*names()] != []
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"), [("fidelab comp", ["compare"]), ("fidelab check ", NEWEST_FIRST)], ids=["command", "value"]
+)
+def test_a_process_of_its_own_completes(words: str, completed: list[str], runs_there: Path) -> None:
+    called = [sys.executable, "-c", "from fidelab.cli import main; main()"]
+    env = {**os.environ, **asking(words)}
+    done = subprocess.run(called, cwd=runs_there, env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == completed
 
 
 def test_the_version_is_the_packages_and_no_command_at_all_shows_the_help(wide: None, tmp_path: Path) -> None:

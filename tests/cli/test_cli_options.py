@@ -48,7 +48,7 @@ OTHERS = {
         "--force": "serve start",  # starts a server
         # formats of servers, of no run, of no candidate; exactly one; the first is the reference; a label
         "--kv": "estimate model, diagnose layers, diagnose sensitivity, bench offline, bench serve, bench sweep, eval",
-        "--arm": "report",  # of two forms alone
+        "--configuration": "report",  # of two forms alone
         "--max-kld": "check",  # decides, and recommends nothing
         "--json": "check",  # a file
         "--reference": "estimate model, compare",  # a format of no run; a packed reference, too

@@ -108,7 +108,7 @@ def test_a_policys_allowance_holds_for_the_change_against_the_baseline(room: Pat
 
 def test_the_recommended_configuration_is_checked_unless_another_is_named(room: Path) -> None:
     words = ("check", "runs/two", "--max-kld", 0.01)
-    assert [cli(*words, *more, cwd=room).code for more in ((), ("--arm", "a"), ("--all",))] == [0, 1, 1]
+    assert [cli(*words, *more, cwd=room).code for more in ((), ("--configuration", "a"), ("--all",))] == [0, 1, 1]
     two = report(arm("a"), arm("b"), advised="b")
     assert present(choose_arm(two)).name == "b"
     assert choose_arm(two, "a").name == "a"

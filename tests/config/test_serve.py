@@ -41,7 +41,7 @@ def test_flags_of_vllm_are_options_fields_and_words_that_go_into_no_arm() -> Non
     assert found["engine_args"] == {"max-model-len": "4096", "enforce-eager": "no"}  # a server compiles unless told
     assert found["serve"]["words"] == ["--enable-prefix-caching", "--port", "8001"]
     assert found["serve"]["ignored"] == {
-        "--enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
+        "--enable-prefix-caching": "captures compute every position; test paths asks what a hit in the cache changes",
         "--port 8001": "only concerns serving",
     }
 
@@ -230,7 +230,7 @@ def test_half_a_format_its_layers_a_negation_and_one_part_of_json_change(
         ("--port 9000", "changes nothing that is compared: --port 9000 .only concerns serving"),
         (
             "--no-enable-prefix-caching",
-            "captures compute every position; axis paths asks what a hit in the cache changes",
+            "captures compute every position; test paths asks what a hit in the cache changes",
         ),
         ("--max-model-len 4096", "the pasted command says the same"),
         ("", "changes nothing"),

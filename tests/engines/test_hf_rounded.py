@@ -108,7 +108,7 @@ def test_a_failure_in_the_middle_puts_the_weights_back(checkpoint: Checkpoint, m
     ("weights", "error", "said"),
     [
         ("int4[only=nonesuch]", UsageError, "nonesuch names no weight"),
-        ("int8[group=32,only=lm_head]", NotSupportedError, "run it as an arm"),
+        ("int8[group=32,only=lm_head]", NotSupportedError, "run it with compare"),
     ],
 )
 def test_what_cannot_be_rounded_for_one_answer_is_said(

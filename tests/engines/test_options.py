@@ -80,9 +80,9 @@ def test_what_the_engine_refuses_is_said_in_its_own_words(options: dict[str, str
 @pytest.mark.parametrize(
     ("engine", "option", "said"),
     [
-        (VLLMEngine, "enable-prefix-caching", "axis paths"),
+        (VLLMEngine, "enable-prefix-caching", "test paths"),
         (VLLMEngine, "kv-cache-dtype", "write kv="),
-        (SGLangEngine, "disable-radix-cache", "axis paths"),
+        (SGLangEngine, "disable-radix-cache", "test paths"),
         (LlamaCppEngine, "type-k", "write kv="),
         (HFEngine, "torch-dtype", "write dtype="),
     ],

@@ -462,8 +462,8 @@ class _Small(VLLMModel):
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
-        ([101], "101 tokens are more than this arm's 100: raise max-model-len"),
-        ([8] * 4, "4 sequences are more than this arm's 3 at once: raise max-num-seqs"),
+        ([101], "101 tokens are more than this configuration's 100: raise max-model-len"),
+        ([8] * 4, "4 sequences are more than this configuration's 3 at once: raise max-num-seqs"),
         ([17, 17, 16], "3 sequences need 80 places of the cache, which has 64: raise kv-cache-memory"),
     ],
 )

@@ -275,9 +275,9 @@ def test_a_lone_surrogate_does_not_stop_the_import(tmp_path: Path) -> None:
         (refract_report(schema="refract.report.v0.31"), "'refract.report.v0.31'; read are"),
         (refract_report(schema=None), "names no schema"),
         ([1, 2], "names no schema"),
-        (refract_report(axes={}), "has no axis"),
-        (refract_report(axes=None), "has no axis"),
-        (refract_report(axes={"other": {}}), "has no measured axis"),
+        (refract_report(axes={}), "has no test"),
+        (refract_report(axes=None), "has no test"),
+        (refract_report(axes={"other": {}}), "has no measured test"),
         (with_axis("gtm", per_prompt={"a": 1}), "axes.gtm.per_prompt: expected a list, found {'a': 1}"),
         (with_axis("gtm", per_prompt=[prompt([1], ["x"])]), "per_prompt[0].cand_token_ids: expected a list of token"),  # type: ignore[list-item]
         (with_axis("gtm", per_prompt=[prompt(4, 3, 4)]), "prefix_agreement_length: expected at most 3"),

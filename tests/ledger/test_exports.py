@@ -84,14 +84,14 @@ def test_the_arm_is_the_one_named_else_the_recommended_else_the_only_one() -> No
     assert choose_arm(advised) is second
     bare = report.model_copy(update={"recommendation": None})
     assert choose_arm(bare.model_copy(update={"candidates": (first,)})) is first
-    with pytest.raises(UsageError, match="choose one with --arm"):
+    with pytest.raises(UsageError, match="choose one with --configuration"):
         choose_arm(bare)
     with pytest.raises(UnknownNameError):
         choose_arm(bare, "int1")
 
 
 def test_the_command_prints_or_writes(made: Done, tmp_path: Path) -> None:
-    words = ("report", made.folder, "--format", "lm-eval", "--arm", "tilt[q=0.6]")
+    words = ("report", made.folder, "--format", "lm-eval", "--configuration", "tilt[q=0.6]")
     printed = cli(*words, cwd=tmp_path)
     assert printed.code == 0
     assert cli(*words, "-o", "r.json", cwd=tmp_path).out == "r.json\n"

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
-from fidelab.report.runs import COLUMNS, render_runs, rows_of, runs_csv, runs_table
+from fidelab.report.runs import COLUMNS, print_runs, render_runs, rows_of, runs_csv, runs_table
 from fidelab.results.record import Report
 from tests.ledger.test_runs import change, copy_run, run_of
+from tests.report.sample import sample_report
+from tests.report.sample_benches import rich_report
 from tests.run.harness import cli
 
 
@@ -47,6 +51,47 @@ def test_the_command_lists_all_runs_of_a_folder(runs: Path) -> None:
     assert [row["run"] for row in table(done.out)] == ["20990101-000000-fake"] * 3 + [run_of_first(runs)] * 3
     shown = cli("runs", "list", "--figures", cwd=runs).out
     assert all(row["configuration"] in shown for row in table(done.out))
+
+
+LONG = ("20261130-160701-smollm2-135m-instruct", "20261130-150000-a-model-with-a-name-of-more-than-thirty-letters")
+
+
+def figures_at(width: int, *reports: Report) -> list[str]:
+    """Lines of ``--figures`` on a terminal of this width; each report is of a run of ``LONG``."""
+    file = io.StringIO()
+    rows = [row for name, report in zip(LONG, reports, strict=False) for row in rows_of(name, report)]
+    print_runs(rows, Console(file=file, width=width))
+    return file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [200, 100, 80, 60, 40, 20])
+def test_a_runs_name_stays_whole_on_one_line_and_no_figure_is_wider_than_the_terminal(width: int) -> None:
+    lines = figures_at(width, sample_report(), rich_report())
+    for name in LONG:
+        assert any(name in line.split() for line in lines)
+    assert [line for line in lines if cell_len(line) > width and len(line.split()) > 1] == []
+    for arm in sample_report().candidates:
+        assert any(arm.name in line.replace(":", "").split() for line in lines)
+
+
+def test_at_80_columns_runs_with_short_candidates_stand_below_each_other_in_columns() -> None:
+    one = sample_report(candidates=sample_report().candidates[1:2])
+    lines = figures_at(80, one, one)
+    assert lines[0] == "model SmolLM2-135M-Instruct · engine hf"
+    assert lines[1].split() == ["configuration", "verdict", "KLD", "same", "top", "B/token", "accuracy"]
+    assert lines[2::2] == list(LONG)
+    assert lines[3] == lines[5]
+    assert lines[3].split()[:4] == ["fp8_e4m3", "pass", "0.0312", "97.0%"]
+
+
+def test_models_that_differ_are_named_below_their_runs() -> None:
+    other = sample_report()
+    other = other.model_copy(
+        update={"candidates": tuple(arm.model_copy(update={"model": "other"}) for arm in other.candidates)}
+    )
+    lines = figures_at(80, sample_report(), other)
+    assert lines[0] == "engine hf"
+    assert lines[lines.index(LONG[1]) + 1] == "  model other"
 
 
 def run_of_first(runs: Path) -> str:

@@ -78,7 +78,7 @@ def test_who_borrows_a_reference_asks_its_questions_with_its_settings(pack: Path
     assert found.axes["kld"]["windows"] == 4
     assert found.axes["kld"]["n_ctx"] == 16
     assert (found.control, found.floor) == ("none", 0.0)
-    with pytest.raises(UsageError, match="no saved outputs of axis trajectory"):
+    with pytest.raises(UsageError, match="no saved outputs of test trajectory"):
         borrow(experiment(pack, tmp_path, axes={"kld": {}, "trajectory": {}}))
 
 

@@ -170,7 +170,16 @@ def test_no_folder_of_this_machine_is_published() -> None:
 
 
 def test_the_command_writes_card_drawings_and_results_next_to_each_other(made: Done, tmp_path: Path) -> None:
-    words = ("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]", "--dataset", f"me/reference@{'a' * 40}")
+    words = (
+        "report",
+        made.folder,
+        "--format",
+        "hub",
+        "--configuration",
+        "tilt[q=0.6]",
+        "--dataset",
+        f"me/reference@{'a' * 40}",
+    )
     done = cli(*words, "-o", "card/README.md", cwd=tmp_path)
     assert done.out.splitlines() == ["card/README.md", *(f"card/{name}" for name in (BADGE, FRONTIER, EVAL_RESULTS))]
     card = (tmp_path / "card/README.md").read_text()
@@ -185,14 +194,14 @@ def test_without_a_data_set_on_the_hub_the_results_are_left_out_and_one_line_say
     made: Done, tmp_path: Path
 ) -> None:
     (tmp_path / "card").mkdir()
-    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]", "-o", "card", cwd=tmp_path)
+    done = cli("report", made.folder, "--format", "hub", "--configuration", "tilt[q=0.6]", "-o", "card", cwd=tmp_path)
     assert done.out.splitlines() == ["card/README.md", f"card/{BADGE}", f"card/{FRONTIER}"]
     [line] = done.err.splitlines()
     assert line.endswith("add --dataset owner/name")
 
 
 def test_a_printed_card_shows_no_drawing_that_was_not_written(made: Done, tmp_path: Path) -> None:
-    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.6]", cwd=tmp_path)
+    done = cli("report", made.folder, "--format", "hub", "--configuration", "tilt[q=0.6]", cwd=tmp_path)
     assert "![" not in done.out
     assert [*tmp_path.iterdir()] == []
 
@@ -203,7 +212,7 @@ def test_a_card_that_is_there_is_not_replaced_nor_is_anything_next_to_it(
 ) -> None:
     (tmp_path / "card").mkdir()
     (tmp_path / "card/README.md").write_text("mine")
-    done = cli("report", made.folder, "--format", "hub", "--arm", "tilt[q=0.9]", "-o", place, cwd=tmp_path)
+    done = cli("report", made.folder, "--format", "hub", "--configuration", "tilt[q=0.9]", "-o", place, cwd=tmp_path)
     assert "card/README.md exists and is not replaced" in refused(done)
     assert [path.name for path in (tmp_path / "card").iterdir()] == ["README.md"]
     assert (tmp_path / "card/README.md").read_text() == "mine"
@@ -228,7 +237,7 @@ def test_a_card_that_is_there_is_not_replaced_nor_is_anything_next_to_it(
 def test_facts_of_a_publisher_are_names_on_the_hub_and_go_with_its_format(
     words: tuple[str, ...], said: str, made: Done, tmp_path: Path
 ) -> None:
-    arm = ("--arm", "tilt[q=0.6]") if "--format" in words else ()
+    arm = ("--configuration", "tilt[q=0.6]") if "--format" in words else ()
     assert said in refused(cli("report", made.folder, *words, *arm, cwd=tmp_path))
 
 

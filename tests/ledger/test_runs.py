@@ -132,8 +132,8 @@ def test_show_tells_on_what_a_run_was_made(runs: Path) -> None:
     made = json.loads(cli("runs", "show", "latest", "--json", cwd=runs).out)["provenance"]
     assert made["commit"] == source_commit()
     assert made["packages"].keys() >= {"torch", "numpy"}
-    assert made["arm exact"]["versions"] == {"fake": "1"}
-    assert len(made["arm exact"]["weights_sha256"]) == 64
+    assert made["configuration exact"]["versions"] == {"fake": "1"}
+    assert len(made["configuration exact"]["weights_sha256"]) == 64
 
 
 def captures(cwd: Path) -> set[str]:

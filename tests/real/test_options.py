@@ -74,7 +74,7 @@ def test_an_option_that_only_sglangs_parser_knows_reaches_sglang(tmp_path: Path)
         ("max-modle-len=3", "did you mean max-model-len"),
         ("seed=abc", "invalid int value"),
         ("max-logprobs=5", "hold the whole vocabulary"),
-        ("enable-prefix-caching=yes", "axis paths"),
+        ("enable-prefix-caching=yes", "test paths"),
     ],
 )
 def test_what_vllm_refuses_stops_the_run_before_anything_loads(

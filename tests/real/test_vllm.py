@@ -71,8 +71,8 @@ def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tm
 
 def test_the_record_says_what_ran_and_what_does_not_fit_is_said_in_one_line(said: Said) -> None:
     assert said.plain["errors"] == {
-        "long": "600 tokens are more than this arm's 512: raise max-model-len",
-        "crowd": "17 sequences are more than this arm's 16 at once: raise max-num-seqs",
+        "long": "600 tokens are more than this configuration's 512: raise max-model-len",
+        "crowd": "17 sequences are more than this configuration's 16 at once: raise max-num-seqs",
     }
     ran = said.plain["ran"]
     assert (ran["attention"], ran["k_format"], ran["k_dtype"], ran["kv_layers"]) == ("CPU_ATTN", "auto", "float32", 2)

@@ -83,10 +83,10 @@ def test_the_command_prints_csv_and_writes_the_images_and_refuses_what_has_no_ef
     report.write_text(sample_report().to_json())
     name = sample_report().candidates[0].name
     assert cli("report", report, "--csv", cwd=tmp_path).out.startswith("run,created,model")
-    for form in (("badge", "--arm", name), ("frontier",)):
+    for form in (("badge", "--configuration", name), ("frontier",)):
         done = cli("report", report, "--format", *form, cwd=tmp_path)
         assert (done.code, done.out[:4]) == (0, "<svg")
-    for words in (("--csv", "--markdown"), ("--format", "frontier", "--arm", name)):
+    for words in (("--csv", "--markdown"), ("--format", "frontier", "--configuration", name)):
         done = cli("report", report, *words, cwd=tmp_path)
         assert (done.code, done.err.count("\n")) == (2, 1)
 

@@ -157,7 +157,7 @@ def test_sizes_and_limits_are_keywords_as_on_the_command_line(tmp_path: Path) ->
     assert (report.settings["limits"]["max_kld"], report.settings["limits"]["min_saving"]) == (0.5, 0.1)
     assert (report.settings["floor"], report.settings["twins"]) == (0, 0)
     assert report.path == tmp_path / "runs" / report.run_id
-    with pytest.raises(UsageError, match="windows belongs to axis kld"):
+    with pytest.raises(UsageError, match="windows belongs to test kld"):
         fidelab.compare("fake", engine="fake", candidates="tilt", axes="trajectory", windows=4)
 
 

@@ -123,7 +123,7 @@ def test_a_bad_status_needs_a_reason(status: str) -> None:
 
 
 def test_an_arm_is_measurable_composites_lie_between_0_and_100_and_no_interval_is_upside_down() -> None:
-    with pytest.raises(ValidationError, match="outcome of an axis"):
+    with pytest.raises(ValidationError, match="outcome of a test"):
         arm("bf16", status=Status.NOT_MEASURABLE, reason="x")
     for score, said in ((-0.1, "equal to 0"), (100.1, "equal to 100")):
         with pytest.raises(ValidationError, match=said):

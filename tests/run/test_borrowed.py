@@ -210,7 +210,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "other windows": (other_windows, "probe.json.gz"),
     "other request": (lambda pack: edit_capture(pack, key={"probe": "0" * 64}), "probe.json.gz"),
     "other head": (other_head, "the output head does not fit"),
-    "other arm": (lambda pack: edit_capture(pack, asked={"dtype": "float16"}), "another arm"),
+    "other arm": (lambda pack: edit_capture(pack, asked={"dtype": "float16"}), "another configuration"),
     "other vocabulary": (lambda pack: edit_capture(pack, vocabulary={"sha256": "0" * 64}), "another vocabulary"),
     "other weights": (lambda pack: change(pack, weights_sha256="0" * 64), "another weights"),
     "other tokenizer": (
@@ -239,7 +239,7 @@ def test_a_model_with_another_vocabulary_is_refused(packed: Path, tmp_path: Path
     [
         (["--windows", 3], "leave out --windows"),
         (["--text", "other.txt"], "leave out --text"),
-        (["--axes", "kld,rniah"], "has no saved outputs of axis rniah; it has kld, trajectory"),
+        (["--axes", "kld,rniah"], "has no saved outputs of test rniah; it has kld, trajectory"),
         (["--benches", "decode"], "benches: a borrowed reference answers no new questions"),
         (["--runs", 2], "runs: a borrowed reference answers no new questions"),
     ],

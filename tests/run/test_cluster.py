@@ -415,7 +415,10 @@ def test_node_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
         (("--executor", "ray", "--address", "127.0.0.1:9"), "no Ray cluster answers at 127.0.0.1:9"),
         (("--executor", "ray", "--benches", "decode"), "benches compare timings on one machine"),
         (("--executor", "ray", "--address", "head"), "executor.address"),
-        (("--executor", "ray", "--device", "cpu", "--gpus-per-arm", 0.25), "executor.gpus needs device: cuda"),
+        (
+            ("--executor", "ray", "--device", "cpu", "--gpus-per-configuration", 0.25),
+            "executor.gpus needs device: cuda",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(flags: tuple[str, ...], said: str, tmp_path: Path) -> None:

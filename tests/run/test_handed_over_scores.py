@@ -91,7 +91,7 @@ def test_a_capture_of_another_axis_is_refused_and_named(results: dict[str, ArmRe
     own = candidate(results)
     kld = next(path for axis, path in own.captures.items() if axis.startswith("kld"))
     other = next(axis for axis in own.captures if not axis.startswith("kld"))
-    with pytest.raises(MismatchError, match=f"holds axis kld.*, not {other} of {re.escape(own.role)}"):
+    with pytest.raises(MismatchError, match=f"holds test kld.*, not {other} of {re.escape(own.role)}"):
         replace(own, captures={other: kld}).check_captures()
 
 

@@ -63,7 +63,7 @@ def test_other_runs_start_engines_as_they_are_served(tmp_path: Path, settings: d
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"axes": {**KLD, **WRITES}}, "axis trajectory generates text"),
+        ({"axes": {**KLD, **WRITES}}, "test trajectory generates text"),
         ({"axes": KLD, "speed": True}, "speed is that of a compiled model"),
     ],
 )

@@ -81,7 +81,7 @@ def test_eight_arms_of_one_gpu_run_side_by_side_on_a_node_of_eight(address: str,
 def test_device_auto_takes_the_gpus_that_only_the_cluster_has(address: str, tmp_path: Path) -> None:
     """And the report is that of one machine, arms that the engine refuses included."""
     kv = [*_tilts(2), "refused"]
-    flags = ("--executor", "ray", "--address", address, "--gpus-per-arm", 0.5)
+    flags = ("--executor", "ray", "--address", address, "--gpus-per-configuration", 0.5)
     there = _compare(tmp_path / "there", kv, *flags, "--threads", 1)
     here = _compare(tmp_path / "here", kv, "--threads", 1)
     assert there.code == here.code, there.err
@@ -121,7 +121,7 @@ def test_lost_worker_is_one_event_and_one_line_of_fidelab(address: str, tmp_path
 
 @pytest.mark.long
 def test_hundred_arms_in_one_run(address: str, tmp_path: Path) -> None:
-    flags = ("--executor", "ray", "--address", address, "--device", "cuda", "--gpus-per-arm", 0.25)
+    flags = ("--executor", "ray", "--address", address, "--device", "cuda", "--gpus-per-configuration", 0.25)
     done = _compare(tmp_path, _tilts(100), *flags)
     assert done.code == 0, done.err
     assert [arm["status"] for arm in done.report["candidates"]] == ["ok"] * 100

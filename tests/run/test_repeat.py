@@ -246,7 +246,7 @@ def test_an_arm_that_fails_in_one_run_is_named_and_the_others_count(
 def test_reports_of_two_experiments_are_refused(steady: Repeated) -> None:
     report = steady.report
     other = report.model_copy(update={"candidates": report.candidates[:1], "run_id": "other"})
-    with pytest.raises(InputError, match="run other has other candidates or axes"):
+    with pytest.raises(InputError, match="run other has other candidates or tests"):
         merge([report, other])
 
 

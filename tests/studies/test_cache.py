@@ -177,7 +177,7 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
         (("--kv", "int4[skip-layers=0]"), "the plan chooses the layers"),
         (("--kv", "bf16"), "16 and 32 bits are the compute type"),
         (("--kv", "q8_0", "--kv", "q8_0"), "name each format once"),
-        (("--kv", "q8_0", "--by", "layer", "--budget", "1"), "the smallest of these formats takes 8.5"),
+        (("--kv", "q8_0", "--by", "layer", "--budget", "1bpv"), "the smallest of these formats takes 8.5"),
         (("--kv", "q8_0", "--by", "layer", "--engine", "llamacpp"), "Nearest that works: compare single formats"),
         (("--kv", "q8_0", "--by", "layer", "--engine", "vllm"), "a plan for vLLM is made of fp8_e4m3, fp8_e5m2, int8"),
         (("--kv", "q8_0", "--export", "x.json"), "--export needs a plan"),
@@ -190,7 +190,8 @@ def test_a_plan_for_vllm_is_one_format_next_to_native_layers(room: Path) -> None
         (("--bits", "4", "--group", 7), "group"),
         (("--bits", "4", "--budget", "6bpv"), "add --by layer"),
         (("--bits", "4", "--by", "layer", "--budget", "80MB"), "bits per value"),
-        (("--bits", "4", "--by", "layer", "--budget", "1"), "the smallest of these formats takes"),
+        (("--bits", "4", "--by", "layer", "--budget", "1bits"), "the smallest of these formats takes"),
+        (("--bits", "4", "--by", "layer", "--budget", "10"), "--budget 10: with --bits and --kv write bits per value"),
     ],
 )
 def test_bad_input_is_one_line(words: tuple[object, ...], says: str, room: Path) -> None:

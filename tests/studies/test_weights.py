@@ -140,6 +140,10 @@ def test_a_plan_of_formats_that_llama_cpp_has_is_held_against_its_largest_that_f
         (("--weights", "int8", "--by", "head"), "--by head"),
         (("--weights", "int4[group=16]", "--budget", "2bpw"), "the smallest of these formats takes"),
         (("--weights", "int8", "--budget", "some"), "some"),
+        (
+            ("--weights", "int8", "--budget", "10"),
+            "--budget 10 has no unit: write 4.5bpw (bits per weight), 80MB, or a",
+        ),
         (("--weights", "int8", "--engine", "fake"), "cannot round single weights"),
     ],
 )

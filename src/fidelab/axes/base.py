@@ -77,7 +77,9 @@ class AxisInputs:
 
 SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
 OVER_CONTROL = Definition(
-    "over_control", about="This arm minus the control, paired over the items that both answered.", null_value=None
+    "over_control",
+    about="This configuration minus the control, paired over the items that both answered.",
+    null_value=None,
 )
 _NO_INTERVAL = "no interval"
 
@@ -278,11 +280,11 @@ class Axis:
         Raises:
             InputError: If text or prompts do not suffice.  The message names the needed amount.
         """
-        raise NotImplementedError(f"axis {self.name} must implement request() or requests()")
+        raise NotImplementedError(f"test {self.name} must implement request() or requests()")
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Compare two captures of the request."""
-        raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
+        raise NotImplementedError(f"test {self.name} has neither score nor score_parts of its own")
 
     def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         """Return the requests sent to every arm, by part.

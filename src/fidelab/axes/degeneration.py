@@ -69,7 +69,7 @@ def _side_definitions(whose: str, suffix: str = "") -> tuple[Definition, ...]:
     )
 
 
-_OWN, _REFERENCE = _side_definitions("of the arm"), _side_definitions("of the reference", ", reference")
+_OWN, _REFERENCE = _side_definitions("of the configuration"), _side_definitions("of the reference", ", reference")
 
 
 class DegenerationSettings(AxisSettings):

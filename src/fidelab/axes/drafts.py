@@ -59,7 +59,7 @@ def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:
         for item, at, margin in real[:_MAX_NAMED_TEXTS]
     )
     more = f"; and in {len(real) - _MAX_NAMED_TEXTS} more texts" if len(real) > _MAX_NAMED_TEXTS else ""
-    why = "" if only else "; the arm differs in more than speculation: the same arm without it tells which it was"
+    why = "" if only else "; more than speculation differs: the same configuration without it tells which it was"
     return Flag(kind=SPECULATION, text=f"{who} {places}{more}{why}")
 
 

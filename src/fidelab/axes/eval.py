@@ -41,7 +41,7 @@ TEXT_KINDS = tuple(kind for kind in KINDS if kind != "images")
 _MAX_SHOWN_CHARS = 2000  # of a text in the report
 _NO_ANSWER = Grade(False, "no answer")
 
-_REASONING = Definition("reasoning_alone", "count", None, "Answers of the arm that end before their reasoning does.")
+_REASONING = Definition("reasoning_alone", "count", None, "Answers that end before their reasoning does.")
 
 
 class EvalSettings(AxisSettings):
@@ -57,7 +57,9 @@ class EvalSettings(AxisSettings):
     n_predict: int = Field(default=150, ge=1, description="tokens generated per question")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="questions decoded together")
-    signed: int = Field(default=64, ge=0, description="right answers of the reference that every arm reads; 0: none")
+    signed: int = Field(
+        default=64, ge=0, description="right answers of the reference that all configurations read; 0: none"
+    )
 
     @field_validator("kinds")
     @classmethod

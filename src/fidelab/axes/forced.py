@@ -188,7 +188,7 @@ class ForcedDecode(Axis):
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         if _KL not in pairs or not isinstance(pairs[_KL].ref.request, Forced):
-            raise CaptureError("no forced rows: the reference's text was not put to both arms; capture again")
+            raise CaptureError("no forced rows: the reference's text was not put to both configurations; capture again")
         return self.score(pairs[_KL], seed)
 
     def compared(self, pair: Pair) -> Iterable[tuple[int, int, NDArray[np.int64]]]:

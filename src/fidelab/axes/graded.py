@@ -21,14 +21,14 @@ MAX_SHOWN_ITEMS = 8
 
 _MEASURABLE = 0.05  # accuracy of the reference below which a loss cannot be seen
 
-ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the arm gets right.")
+ACCURACY = Definition("accuracy", "share", "higher", "Share of the items that the configuration gets right.")
 _REFERENCE = Definition("reference_accuracy", "share", None, "Share of the items that the reference gets right.")
 _DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the items.")
 _MARGIN = Definition("margin_of_error", "points", None, "Half the width of the difference's interval.")
 _P = Definition("mcnemar_p", "p", None, "McNemar's exact test of items lost against gained.", name="McNemar p")
 _LOST = Definition("lost", "count", None, "Items that the reference alone gets right.")
 _RIGHT = Definition("right_in_the_reference", "count", None, "Items that the reference gets right.")
-_GAINED = Definition("gained", "count", None, "Items that the arm alone gets right.")
+_GAINED = Definition("gained", "count", None, "Items that the configuration alone gets right.")
 
 
 class GradedAnswer(Protocol):

@@ -43,16 +43,16 @@ from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 _DIGITS = 24  # characters of a number in the table
 
-_NO_NUMBER = Definition("no_number", "count", None, "Answers of the arm without a number that can be read.")
+_NO_NUMBER = Definition("no_number", "count", None, "Answers of the configuration without a number that can be read.")
 _LENGTH = Definition(
     "length_at_equal_answer",
     "ratio",
     "lower",
-    "Tokens of the arm over the reference's where both give the same number.",
+    "Tokens of the configuration over the reference's where both give the same number.",
     null_value=1.0,
 )
 _REASONING = Definition(
-    "numbers_in_the_reasoning_alone", "count", None, "Answers of the arm that end before their reasoning does."
+    "numbers_in_the_reasoning_alone", "count", None, "Answers that end before their reasoning does."
 )
 
 
@@ -69,7 +69,9 @@ class GSM8KSettings(AxisSettings):
     n_predict: int = Field(default=256, ge=1, description="tokens generated per problem")
     template: Literal["chat", "raw"] = Field(default="raw", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="problems decoded together")
-    signed: int = Field(default=64, ge=0, description="right answers of the reference that every arm reads; 0: none")
+    signed: int = Field(
+        default=64, ge=0, description="right answers of the reference that all configurations read; 0: none"
+    )
 
     @field_validator("data")
     @classmethod

@@ -59,7 +59,7 @@ _MEAN = Definition(
     "mean_kl",
     "nats",
     "lower",
-    "Mean KL from the arm's own cold prefill, over all ways and positions.",
+    "Mean KL from the configuration's own cold prefill, over all ways and positions.",
     name="mean KL",
     null_value=None,
 )
@@ -67,14 +67,14 @@ _KL = Definition(
     "kl_from_cold",
     "nats",
     "lower",
-    "Mean KL per position from the arm's own cold prefill.",
+    "Mean KL per position from the configuration's own cold prefill.",
     name="KL from cold",
     null_value=None,
 )
 _TWIN = Definition(
     "reference", "nats", None, "The same of the reference, from its own cold prefill.", name="reference's"
 )
-_ADDED = Definition("added", "nats", "lower", "What this arm has more than the reference, paired by position.")
+_ADDED = Definition("added", "nats", "lower", "Excess over the reference, paired by position.")
 _AT = Definition("parts_at", "tokens", None, "First position from which on the way has other distributions.")
 _PARTED = Definition("ways_that_part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
 
@@ -369,7 +369,7 @@ def _curve(part: str, kl: Floats, first: int) -> Curve:
     means = [float(np.mean(usable)) if len(usable := column[np.isfinite(column)]) else None for column in kl.T]
     return Curve(
         key="paths",
-        title="KL from the arm's own cold prefill by position",
+        title="KL from the configuration's own cold prefill by position",
         x_label="position in the window, tokens",
         y_label="mean KL, nats",
         x=tuple(float(first + row) for row in range(kl.shape[1])),

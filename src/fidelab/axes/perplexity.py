@@ -34,12 +34,19 @@ _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
 _DEFAULT_ROWS = 8192  # rows per context by default, as KLD's 32 windows of 512 have
 
-_RATIO = Definition("ln_ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens.")
+_RATIO = Definition(
+    "ln_ratio", "nats", "lower", "ln(PPL of the configuration / PPL of the reference) on the same tokens."
+)
 _STDERR = Definition("stderr", "nats", None, "Standard error of the ln ratio.", name="std. error")
 _CHANGE = Definition(  # ln_ratio already compares
-    "ppl_change", "share", "lower", "PPL of the arm / PPL of the reference - 1.", name="PPL change", null_value=None
+    "ppl_change",
+    "share",
+    "lower",
+    "PPL of the configuration / PPL of the reference - 1.",
+    name="PPL change",
+    null_value=None,
 )
-_PPL = Definition("ppl", about="Perplexity of the arm.", name="PPL")
+_PPL = Definition("ppl", about="Perplexity of the configuration.", name="PPL")
 _REFERENCE_PPL = Definition("reference_ppl", about="Perplexity of the reference.", name="reference PPL")
 
 Floats = NDArray[np.float64]
@@ -264,7 +271,7 @@ def _curve(n_ctx: int, rows: _Rows) -> Curve:
         key=f"perplexity.{n_ctx}",
         title=f"Cost in log-likelihood by position, context {n_ctx}",
         x_label="position in the window (tokens)",
-        y_label="NLL of the arm − NLL of the reference (nats)",
+        y_label="NLL of the configuration − NLL of the reference (nats)",
         x=tuple((low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)),
         y=bins.means,
     )

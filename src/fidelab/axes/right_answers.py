@@ -44,7 +44,7 @@ class AnswersAxis(Axis):
 
     def right(self, capture: Capture) -> Iterator[tuple[int, Tokens]]:
         """Yield number and token ids of each right answer of a capture."""
-        raise NotImplementedError(f"axis {self.name} must implement right()")
+        raise NotImplementedError(f"test {self.name} must implement right()")
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
         capture = reference.get("")

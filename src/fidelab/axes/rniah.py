@@ -57,10 +57,10 @@ _LEAST_PREDICT, _AROUND = 24, 8  # tokens of an answer, and tokens besides the c
 _HARM_POINTS = -5.0  # points; see docs/metrics/verdicts.md#verdicts
 
 _DIFFERENCE = Definition("accuracy_difference", "points", "higher", "Accuracy minus the reference's, paired.")
-_LOST = Definition("lost", "count", None, "Prompts in which the arm finds fewer needles than the reference.")
+_LOST = Definition("lost", "count", None, "Prompts in which the configuration finds fewer needles than the reference.")
 _FOUND = Definition("found_by_the_reference", "count", None, "Prompts in which the reference finds a needle.")
-_CHANCE = Definition("score_expected_by_chance", "points", None, "Score of an arm that does not differ, on average.")
-_ACCURACY = Definition("accuracy", "share", "higher", "Share of needles that the arm finds.")
+_CHANCE = Definition("score_expected_by_chance", "points", None, "Mean score of a configuration that does not differ.")
+_ACCURACY = Definition("accuracy", "share", "higher", "Share of needles that the configuration finds.")
 _REFERENCE = Definition(
     "reference_accuracy", "share", None, "Share of needles that the reference finds.", name="reference's accuracy"
 )

@@ -40,7 +40,7 @@ _FLIPS = Definition(
 )
 _TOKENS = Definition("tokens", "count", None, "Tokens of the right calls that were compared.")
 _FAILED = Definition("failed_tokens", "count", None, "Tokens of the right calls whose rows are unusable.")
-_CUT = Definition("unfinished", "count", None, "Answers of the arm that the token budget cut before a call.")
+_CUT = Definition("unfinished", "count", None, "Answers of the configuration that the token budget cut before a call.")
 _REFERENCE_CUT = Definition(
     "unfinished_in_the_reference", "count", None, "Answers of the reference that the token budget cut before a call."
 )

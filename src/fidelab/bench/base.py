@@ -55,7 +55,8 @@ class LiveSettings(BenchSettings):
     batch: Sizes = Field(default=(1,), description="sequences answered together")
     max_warmup: int = Field(default=8, ge=1, description="unmeasured answers at most, until three agree within 5%")
     interleave: Literal["auto", "live", "loads"] = Field(
-        default="auto", description="arms in turn (live), or repeats spread over loads; auto: live where memory allows"
+        default="auto",
+        description="live: configurations in turn; loads: repeats spread over loads; auto: live where memory allows",
     )
 
 

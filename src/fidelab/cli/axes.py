@@ -21,7 +21,7 @@ def axis_settings(
     """Return the settings of the chosen axes, as given by flags.
 
     ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured is
-    an error.  ``limit``: ``N`` for every axis that has a setting ``limit``, or ``AXIS=N``.
+    an error.  ``limit``: ``N`` for every axis that has a setting ``limit``, or ``TEST=N``.
 
     Raises:
         UsageError: If a name is not an axis, a flag's axis is not chosen, or a limit is not a number.
@@ -39,22 +39,22 @@ def axis_settings(
         settings = {key: value for key, value in values.items() if value is not None}
         if settings and axis not in chosen:
             flag = next(iter(settings)).replace("_", "-")
-            raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
+            raise UsageError(f"--{flag} belongs to test {axis}, which --axes {axes} leaves out")
         chosen.get(axis, {}).update(settings)
     for text in sorted(limit, key=lambda text: "=" in text):  # that of one axis is set last
         axis, _, number = text.rpartition("=")
         if not (number.isascii() and number.isdigit()):
-            raise UsageError(f"--limit {text!r}: write a number, or AXIS=N")
+            raise UsageError(f"--limit {text!r}: write a number, or TEST=N")
         owners = [axis] if axis else [name for name in chosen if _has_limit(name)]
         if not owners or owners[0] not in chosen:
             owner = axis or next(filter(_has_limit, AXES.names()))
-            raise UsageError(f"--limit belongs to axis {owner}, which --axes {axes} leaves out")
+            raise UsageError(f"--limit belongs to test {owner}, which --axes {axes} leaves out")
         for owner in owners:
             fields = AXES.load(owner).Settings.model_fields
             if "limit" not in fields:
                 ways = ", ".join(f"--set axes.{owner}.{name}={_SMALLER[name]}" for name in fields if name in _SMALLER)
                 smaller = f"it gets smaller with {ways or 'its own settings'}"
-                raise UsageError(f"--limit {text}: axis {owner} has no limit; {smaller}")
+                raise UsageError(f"--limit {text}: test {owner} has no limit; {smaller}")
             chosen[owner]["limit"] = int(number)
     return chosen
 

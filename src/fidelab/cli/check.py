@@ -38,7 +38,7 @@ def check(
     ] = None,
     policy: options.Policy = None,
     baseline: options.Baseline = None,
-    arm: Annotated[
+    configuration: Annotated[
         str | None, typer.Option(metavar="NAME", help="Configuration. \\[default: the recommended or the only one]")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Check all configurations.")] = False,
@@ -67,7 +67,6 @@ def check(
     from fidelab.core import write_atomically
     from fidelab.core.errors import UsageError
     from fidelab.report.check import render_check, render_check_markdown, render_junit
-    from fidelab.report.exports import choose_arm
     from fidelab.results.compare import compare
     from fidelab.results.store import read_run
 
@@ -81,9 +80,7 @@ def check(
     if baseline is not None:
         former = read_run(options.find_run(baseline, _usable(policy), "finished run with these metrics"))
         diff = compare(former, report, asked.baseline)
-    everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
-    arms = report.candidates if every or everywhere or not report.candidates else [choose_arm(report, arm)]
-    found = decide(report, asked, arms, diff)
+    found = decide(report, asked, _checked(report, asked, configuration, every), diff)
     command = command_line()
     if json_file is not None and json_file != "-":
         write_atomically(json_file, found.to_json())
@@ -104,6 +101,25 @@ def check(
     else:
         render_check(found, open_console())
     raise typer.Exit(_CODES[found.decision])
+
+
+def _checked(report: Report, asked: Policy, name: str | None, every: bool) -> Sequence[ArmRecord]:
+    """Return the configurations that rules without a name apply to.
+
+    Raises:
+        UnknownNameError: If there is no configuration of this name.
+        UsageError: If a name is needed and missing, or given and without effect.
+    """
+    from fidelab.core.errors import UnknownNameError, UsageError
+    from fidelab.report.exports import choose_arm
+
+    named = [arm.name for arm in report.candidates or (report.reference,)]
+    if name is not None and name not in named:
+        raise UnknownNameError("configuration", name, named)
+    everywhere = not any(rule.arm is None for rule in asked.rules)  # each rule names its own
+    if name is not None and everywhere:
+        raise UsageError(f"--configuration {name} has no effect without a limit; --baseline compares all: omit it")
+    return report.candidates if every or everywhere or not report.candidates else [choose_arm(report, name)]
 
 
 def decide(report: Report, asked: Policy, arms: Sequence[ArmRecord], diff: Any = None) -> Check:

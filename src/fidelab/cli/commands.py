@@ -102,6 +102,17 @@ class Group(_Shown, typer.core.TyperGroup):
                 raise UsageError(text)
         return super().resolve_command(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return commands, and values of the default command's argument, that begin so."""
+        found: list[Any] = super().shell_complete(ctx, incomplete)
+        if self.default is None or incomplete.startswith("-"):
+            return found
+        command = self.commands[self.default]
+        inner = command.make_context(self.default, [], parent=ctx, resilient_parsing=True)
+        arguments = (one for one in command.get_params(inner) if one.param_type_name == "argument")
+        argument = next(arguments, None)
+        return found if argument is None else [*found, *argument.shell_complete(inner, incomplete)]
+
     def _meant(self, ctx: Any, word: str) -> str:
         """Return the message for a word that is not a command of this group."""
         from fidelab.cli.mistakes import unknown_command

@@ -149,7 +149,7 @@ class MeasuredOptions(options.Options, panel=options.MEASURED):
         typer.Option(
             parser=values.seconds,
             metavar="TIME",
-            help="Time limit of the run, e.g. 10m. Stops reading windows when it would be exceeded.",
+            help="Time limit of the run: 10m, or seconds. Stops reading windows when it would be exceeded.",
         ),
     ] = None
 

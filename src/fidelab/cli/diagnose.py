@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fidelab.studies.cache import Place
     from fidelab.studies.weights import By
 
-_PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)?", re.IGNORECASE)
+_PER_VALUE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:bpv|bits?)", re.IGNORECASE)
 
 
 class _PlannedEngineOptions(options.EngineOptions):

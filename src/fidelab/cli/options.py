@@ -357,7 +357,7 @@ class ExecutorOptions(Options, panel=ENGINE):
     address: Annotated[
         str | None, typer.Option(help="Ray cluster: auto, HOST:PORT, or local (start one for this run).")
     ] = None
-    gpus_per_arm: Annotated[
+    gpus_per_configuration: Annotated[
         float | None,
         typer.Option(
             help="GPUs per configuration on a cluster. A value below 1 shares a GPU. "
@@ -366,7 +366,7 @@ class ExecutorOptions(Options, panel=ENGINE):
     ] = None
 
     def settings(self) -> dict[str, Any]:
-        given = {"name": self.executor, "address": self.address, "gpus": self.gpus_per_arm}
+        given = {"name": self.executor, "address": self.address, "gpus": self.gpus_per_configuration}
         return {} if given == {"name": "local", "address": None, "gpus": None} else {"executor": given}
 
 
@@ -429,7 +429,7 @@ class AxesOptions(TextOptions):
     ] = None
     template: Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]")] = None
     limit: Annotated[
-        list[str] | None, typer.Option(help="First items only: N (every axis with a limit) or AXIS=N. Repeatable.")
+        list[str] | None, typer.Option(help="First items only: N (every test with a limit) or TEST=N. Repeatable.")
     ] = None
 
     def settings(self) -> dict[str, Any]:

@@ -159,12 +159,26 @@ def say_command(command: str, *, indent: int = 0) -> None:
     print("\n".join(folded_command(command, columns(), indent=" " * indent)))
 
 
-def say_fact(name: str, value: str, column: int, *, indent: int = 0) -> None:
-    """Print ``name  value`` with the value at a column, where its further lines begin, too."""
-    column = min(column, max(12, columns() // 3))
+def say_fact(name: str, value: str, column: int, *, indent: int = 0, command: bool = False) -> None:
+    """Print ``name  value`` with the value at a column, where its further lines begin, too.
+
+    A value with a word that does not fit there, such as a hash, stands below the name.  A ``command`` is folded so that
+    it can be pasted.
+    """
+    width = columns()
+    column = min(column, max(12, width // 3))
     head = f"{'':{indent}}{name:<{column - indent}}"
     head = head if head.endswith(" ") else f"{head}  "
-    print("\n".join(wrapped(value, columns(), indent=head, hang=" " * column)))
+    hang = " " * column
+    if max(len(head), column) + max(map(len, value.split(" "))) > width:
+        print(head.rstrip())
+        head = hang = " " * (indent + 2)
+    if command:
+        first, *rest = folded_command(value, width, indent=hang)
+        lines = [f"{head}{first.strip()}", *rest]
+    else:
+        lines = wrapped(value, width, indent=head, hang=hang)
+    print("\n".join(lines))
 
 
 def duration(seconds: float) -> str:

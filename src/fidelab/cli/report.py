@@ -96,7 +96,7 @@ def report(
         ),
     ] = None,
     as_csv: options.Csv = False,
-    arm: Annotated[
+    configuration: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
@@ -131,7 +131,7 @@ def report(
 
       fidelab report runs/20260101-120000-smollm2-135m/report.json --details
 
-      fidelab report latest --format lm-eval --arm q8_0 -o results.json
+      fidelab report latest --format lm-eval --configuration q8_0 -o results.json
 
       fidelab report latest --format badge -o badge.svg
 
@@ -156,7 +156,7 @@ def report(
                 "--details": show.details,
                 "--markdown": show.markdown,
                 "--json": show.as_json,
-                "--arm": arm,
+                "--configuration": configuration,
                 "-o": out,
                 **{f"--{name.replace('_', '-')}": value for name, value in hub.settings().items()},
                 "--open": open_it,
@@ -179,9 +179,9 @@ def report(
         return
     if form is not None:
         if form is _Format.HUB:
-            _write_card(run_dir, arm, out, hub.published())
+            _write_card(run_dir, configuration, out, hub.published())
         else:
-            _write(run_dir, form, arm, out)
+            _write(run_dir, form, configuration, out)
         return
     if rescore:
         from fidelab.run.repeat import rescore_all
@@ -317,7 +317,7 @@ def _frontier(report: Report, arm: str | None) -> str:
     from fidelab.report.standalone import frontier_svg
 
     if arm is not None:
-        raise UsageError("--format frontier draws all configurations: omit --arm")
+        raise UsageError("--format frontier draws all configurations: omit --configuration")
     drawn = frontier_svg(report, _FRONTIER_PIXELS)
     if drawn is None:
         raise UsageError(f"{report.run_id} has no configuration with both a KLD and a size: there is no frontier")

@@ -69,7 +69,10 @@ def show(name: Name, variant: VariantName = None, trusted: options.Trusted = Non
 def run_one(
     context: typer.Context,
     name: Annotated[
-        str | None, typer.Argument(help="Profile name or file; not with --resume.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Profile name or file; not with --resume.", show_default=False, autocompletion=completion.profile
+        ),
     ] = None,
     variant: VariantName = None,
     parameters: Parameters = None,

@@ -93,8 +93,8 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
             "form",
             excludes=(*_SHOWN, "rescore", "margin", *_LIMITS),
         ),
-        Rule("-o goes with --format: lm-eval, hub", "out", needs=("form",)),
-        Rule("--arm goes with --format: lm-eval, hub", "arm", needs=("form",)),
+        Rule("-o goes with --format: lm-eval, hub, badge, frontier", "out", needs=("form",)),
+        Rule("--configuration goes with --format: lm-eval, hub, badge", "configuration", needs=("form",)),
         *(
             Rule("{flag} goes with --format hub", name, needs=("form",))
             for name in ("base_model", "quantized_by", "dataset")
@@ -107,7 +107,7 @@ RULES: Mapping[str, tuple[Rule, ...]] = {
         Rule("--margin needs the scores again: add --rescore", "margin", needs=("rescore",)),
     ),
     "check": (
-        Rule("--all and --arm: name one", "every", excludes=("arm",)),
+        Rule("--all and --configuration: name one", "every", excludes=("configuration",)),
         Rule("--github writes the job summary in Markdown: leave out {others}", "github", excludes=("markdown",)),
     ),
     "doctor": (

@@ -122,14 +122,12 @@ def _figures(runs: Sequence[tuple[Path, LedgerRow]]) -> list[RunRow]:
 
 
 def _print_figures(rows: Sequence[RunRow], as_csv: bool) -> None:
-    from fidelab.report.runs import runs_csv, runs_table
+    from fidelab.report.runs import print_runs, runs_csv
 
     if as_csv:
         print(runs_csv(rows), end="")
         return
-    from fidelab.report.text import print_whole
-
-    print_whole(runs_table(rows), open_console())
+    print_runs(rows, open_console())
 
 
 @app.command()
@@ -163,7 +161,8 @@ def show(run_dir: options.AnyRunDir, as_json: options.Json = False) -> None:
     }
     for name, value in facts.items():
         if value not in ("", None, {}, []):
-            say_fact(name, value if isinstance(value, str) else _in_words(value), 26)
+            text = value if isinstance(value, str) else _in_words(value)
+            say_fact(name, text, 26, command=name == "command")
 
 
 def _in_words(value: Any) -> str:

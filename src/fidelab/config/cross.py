@@ -47,7 +47,7 @@ class CrossEngine(BaseModel):
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
     engines: list[EngineLine] = Field(min_length=1, description="engines, in the order in which they run")
     axes: dict[str, dict[str, Any]] | None = Field(
-        default=None, description="axes and their settings; the four axes and perplexity in quick sizes"
+        default=None, description="tests and their settings; the four tests and perplexity in quick sizes"
     )
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
@@ -72,7 +72,7 @@ class CrossEngine(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.axes is not None and not self.axes:
-            raise ValueError("axes: name at least one, or omit 'axes'")
+            raise ValueError("axes: name at least one test, or omit 'axes'")
         labels = [line.label for line in self.engines]
         twice = sorted({label for label in labels if labels.count(label) > 1})
         if twice:

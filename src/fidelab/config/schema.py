@@ -151,9 +151,9 @@ KVFormat = Annotated[InstanceOf[KVSpec], WrapValidator(_kv), PlainSerializer(lam
 
 
 class ArmConfig(BaseModel):
-    """One arm: its KV format, and what differs from the experiment's defaults.
+    """One configuration: its KV format, and what differs from the experiment's defaults.
 
-    Files may name a ``preset``, too: :mod:`fidelab.config.presets` reads it before this class sees the arm.
+    Files may name a ``preset``, too: :mod:`fidelab.config.presets` reads it before this class sees the configuration.
     """
 
     model_config = _STRICT_CONFIG
@@ -197,7 +197,7 @@ def _host(address: str) -> str:
 
 
 class ServeConfig(BaseModel):
-    """Parts of a server's command line besides the arms; the report's commands repeat them."""
+    """Parts of a server's command line besides the configurations; the report's commands repeat them."""
 
     model_config = _STRICT_CONFIG
 
@@ -212,7 +212,7 @@ class ServeConfig(BaseModel):
 
 
 class Preset(ArmConfig):
-    """An arm in a separate file, from which a server can be started."""
+    """A configuration in a separate file, from which a server can be started."""
 
     engine: EngineConfig = Field(description="engine of the configuration")
     model: str = Field(description="checkpoint of the configuration")
@@ -266,7 +266,7 @@ def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 class ExecutorConfig(BaseModel):
-    """Placement of the arms' processes."""
+    """Placement of the configurations' processes."""
 
     model_config = _STRICT_CONFIG
 
@@ -297,7 +297,7 @@ class ExecutorConfig(BaseModel):
 
 
 class Experiment(BaseModel):
-    """One experiment: a reference, a control, candidates, axes and settings."""
+    """One experiment: a reference, a control, candidates, tests and settings."""
 
     model_config = _STRICT_CONFIG
 
@@ -329,7 +329,7 @@ class Experiment(BaseModel):
         default_factory=dict,
         description="key of a configuration → its values; all combinations run",
     )
-    axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
+    axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="tests and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
     speed: bool | None = Field(
         default=None,
@@ -342,7 +342,7 @@ class Experiment(BaseModel):
     )
     text: str = Field(
         default=AUTO_TEXT,
-        description="evaluation text: a name or a UTF-8 file; auto: agents for axes core on a GPU or a server, else "
+        description="evaluation text: a name or a UTF-8 file; auto: agents for core tests on a GPU or a server, else "
         "default",
     )
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
@@ -491,7 +491,7 @@ class Experiment(BaseModel):
     @model_validator(mode="after")
     def _check_combinations(self) -> Experiment:
         if not self.axes and not self.benches:
-            raise ValueError("axes: name at least one, or a bench")
+            raise ValueError("axes: name at least one test, or a bench")
         if self.axes and not self.candidates and not self.vary:
             raise ValueError("candidates: name at least one")
         if self.benches and self.executor.name != "local":
@@ -499,7 +499,7 @@ class Experiment(BaseModel):
         if self.speed and self.executor.name != "local":
             raise ValueError("speed: timings are compared on one machine; leave it out, or use executor local")
         if self.speed and not self.axes:
-            raise ValueError("speed: it is measured while axes run; name an axis, or bench decode instead")
+            raise ValueError("speed: it is measured while tests run; name a test, or bench decode instead")
         if self.speed and (other := next((name for name in ("decode", "serving") if name in self.benches), None)):
             raise ValueError(f"speed: bench {other} measures it; leave out one of the two")
         if self.device == "cpu" and self.executor.gpus is not None:

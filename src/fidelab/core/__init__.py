@@ -31,7 +31,7 @@ _CACHE_PARAMETERS = ("cache", "past_key_values", "cache_params")
 
 
 class Status(StrEnum):
-    """The outcome of an arm, an axis or a bench."""
+    """The outcome of a configuration, a test or a bench."""
 
     OK = "ok"
     IDENTICAL = "identical"  # same output as the reference, with positive proof that the format ran

@@ -7,8 +7,10 @@ import re
 
 from fidelab.core.errors import UsageError
 
-_SIZE = re.compile(r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?P<unit>[kmgt]?)(?P<binary>i?)b?", re.IGNORECASE)
-_TOKENS = re.compile(r"(?P<number>[0-9][0-9,]*(?:\.[0-9]+)?)\s*(?P<unit>[km]?)", re.IGNORECASE)
+_SIZE = re.compile(
+    r"(?P<number>[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*(?:(?P<unit>[kmgt])(?P<binary>i?))?b?", re.IGNORECASE
+)
+_TOKENS = re.compile(r"(?P<number>(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?)\s*(?P<unit>[km]?)", re.IGNORECASE)
 _TIME_PART = r"([0-9]*\.?[0-9]+)\s*(us|ms|seconds?|secs?|s|minutes?|mins?|m|hours?|hrs?|h|days?|d)?\s*"
 _SECONDS = {"u": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -20,10 +22,13 @@ def parse_bytes(text: str) -> float:
         UsageError: If the text is not a size above 0.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or not 0 < float(match["number"]) < math.inf:
+    size = 0.0
+    if match is not None:
+        power = " kmgt".index((match["unit"] or " ").lower())
+        size = float(match["number"]) * float((1024 if match["binary"] else 1000) ** power)
+    if not 0 < size < math.inf:
         raise UsageError(f"{text!r} is not a size; write 80G (10^9), 80GiB (2^30) or a number of bytes")
-    power = " kmgt".index(match["unit"].lower() or " ")
-    return float(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    return size
 
 
 def parse_tokens(text: str, least: int = 1) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection
 from pathlib import Path
 
@@ -35,3 +36,20 @@ def path_from_here(name: str) -> str:
         return str(path.relative_to(Path.cwd())) if path.is_absolute() else name
     except (ValueError, OSError):  # elsewhere, or the working folder is gone
         return name
+
+
+def command_from_here(command: str) -> str:
+    """Return a command of fidelab with paths below the working folder relative; any other command as it is.
+
+    Other programs may take a relative path for a name on a hub.
+    """
+    if not command.startswith("fidelab "):
+        return command
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return command
+    for word in dict.fromkeys(words):
+        if (short := path_from_here(word)) != word:
+            command = command.replace(shlex.quote(word), shlex.quote(short))
+    return command

@@ -43,7 +43,7 @@ class Diagnosis:
 
         ``{"schema": str, "checks": [{"name": str, "group": str, "status": "ok" | "warning" | "missing" | "broken",
         "detail": str, "remedy": str | null}], "ready": bool, "reasons": [str]}``.  Groups: python, packages, devices,
-        folders, models, engines, "KV formats (ENGINE)", axes, system; "fidelab" if fidelab itself is damaged.
+        folders, models, engines, "KV formats (ENGINE)", tests, system; "fidelab" if fidelab itself is damaged.
         """
         return {
             "schema": "fidelab.doctor/0",
@@ -81,7 +81,7 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
                 *guarded_section(
                     "engines", lambda: parts.engines_and_formats(unusable, answers, say if trial else None)
                 ),
-                *guarded_section("axes", lambda: parts.axes(unusable)),
+                *guarded_section("tests", lambda: parts.axes(unusable)),
             )
         )
 

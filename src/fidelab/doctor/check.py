@@ -13,7 +13,7 @@ Finding = Literal["ok", "warning", "missing", "broken"]
 CAUGHT = (Exception, SystemExit)  # exceptions that the import of a foreign package may raise
 
 _MAX_MESSAGE_CHARS = 160  # characters of a foreign message
-_KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
+_KINDS = {"engines": "engine ", "tests": "test ", "KV formats": "KV format "}
 
 
 @dataclass(frozen=True)

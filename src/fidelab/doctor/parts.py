@@ -241,7 +241,7 @@ def _devices() -> tuple[str, ...]:
 
 
 def _axis(registry: Registry, name: str, unusable: Collection[str]) -> DoctorCheck:
-    check = partial(DoctorCheck, name, "axes", needed=name in _AXES and not unusable)
+    check = partial(DoctorCheck, name, "tests", needed=name in _AXES and not unusable)
     try:
         registry.load(name)
     except CAUGHT as error:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from fidelab.core.lines import columns, encodable
+from fidelab.core.lines import columns, encodable, folded_command, wrapped
 from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
 _MAX_WIDTH = 100
-_MIN_DETAIL = 30  # columns; on narrower terminals details stand below
+_MIN_DETAIL = 30  # columns; on narrower terminals details stand below, and those with a word that does not fit
 _STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
 _STYLES |= {"ready:": "green", "not ready:": "red"}
-_WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
+_WITH_DETAIL = "packages"  # whose details are versions; formats and tests that work have nothing to say
+_REMEDY = "-> "
+_CAN_RUN = " can run"
 _NBSP = "\N{NO-BREAK SPACE}"  # lines are not broken between a package and its version
 _STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
 
@@ -37,7 +38,8 @@ def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 def lines(diagnosis: Diagnosis, width: int = _MAX_WIDTH) -> list[str]:
     """Return the text form.
 
-    No line is longer than ``width``, and the last one says whether anything blocks the main job.
+    No line is longer than ``width``, unless it is one word, such as a path: those are copied.  The end says whether
+    anything blocks the main job.
     """
     rows = [row for _, group in groupby(diagnosis.checks, lambda check: check.group) for row in _rows(list(group))]
     indent = _STATUS_WIDTH + max(len(label) for _, label, _ in rows) + 2
@@ -45,17 +47,24 @@ def lines(diagnosis: Diagnosis, width: int = _MAX_WIDTH) -> list[str]:
     for status, label, detail in rows:
         first = f"{status:<{_STATUS_WIDTH}}{label:<{indent - _STATUS_WIDTH}}"
         hang = indent
-        if width - indent < _MIN_DETAIL:
-            text += textwrap.wrap(first, width, subsequent_indent="  ")
+        if width - indent < max(_MIN_DETAIL, *map(len, detail.split(" "))):
+            text += wrapped(first, width) if first.strip() else []
             first, hang = "  ", 2
-        text += textwrap.wrap(
-            detail,
-            max(width, hang + 8),
-            initial_indent=first,
-            subsequent_indent=" " * hang,
-            break_on_hyphens=False,
-        )
-    return [*(line.replace(_NBSP, " ") for line in text), "", _verdict(diagnosis, width)]
+        text += _folded(detail, width, first, " " * hang)
+    return [*(line.replace(_NBSP, " ") for line in text), "", *_verdict(diagnosis, width)]
+
+
+def _folded(detail: str, width: int, first: str, hang: str) -> list[str]:
+    """Wrap a detail; a command that is a whole remedy is folded so that it can be pasted."""
+    command = detail.removeprefix(_REMEDY)
+    if detail == command or not command.startswith(("fidelab ", "pip ", "python ")):
+        return wrapped(detail, width, indent=first, hang=hang)
+    begun = f"{first}{_REMEDY}"
+    inner = " " * len(begun)
+    return [
+        f"{begun}{line.strip()}" if n == 0 else line
+        for n, line in enumerate(folded_command(command, width, indent=inner))
+    ]
 
 
 def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
@@ -64,7 +73,7 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     Packages, formats and axes that work share one row; every other check has its own.
     """
     group = checks[0].group
-    together = group == "packages" or group == "axes" or group.startswith("KV formats")
+    together = group == "packages" or group == "tests" or group.startswith("KV formats")
     if together:
         good = [check for check in checks if check.status == "ok"]
         names = [f"{check.name}{_NBSP}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
@@ -80,7 +89,7 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     for check in rest:
         yield check.status, check.label, check.detail
         if check.remedy:
-            yield "", "", f"-> {check.remedy}"
+            yield "", "", f"{_REMEDY}{check.remedy}"
 
 
 def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
@@ -95,16 +104,21 @@ def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
     return {why if len(names) > 1 else refused[names[0]]: names for why, names in reasons.items()}
 
 
-def _verdict(diagnosis: Diagnosis, width: int) -> str:
+def _verdict(diagnosis: Diagnosis, width: int) -> list[str]:
+    """The reasons in one line where they fit; a command that does not fit stands on lines of its own."""
     if diagnosis.ready:
-        return f"ready: {diagnosis.good}"
+        command, can_run, rest = diagnosis.good.partition(_CAN_RUN)
+        if len(f"ready: {diagnosis.good}") <= width or not can_run or rest:
+            return wrapped(f"ready: {diagnosis.good}", width)
+        return ["ready: this can run", *folded_command(command, width, indent="  ")]
     reasons = diagnosis.reasons
+    line = ""
     for n in range(len(reasons), 0, -1):
         more = f"; and {len(reasons) - n} more (above)" if n < len(reasons) else ""
         line = f"not ready: {'; '.join(reasons[:n])}{more}"
         if len(line) <= width:
-            return line
-    return f"{line[: width - 3]}..."
+            break
+    return wrapped(line, width)
 
 
 def _in_colour(text: list[str]) -> bool:

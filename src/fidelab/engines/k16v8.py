@@ -258,7 +258,7 @@ def versions_for(arm: Arm) -> dict[str, str]:
 def translated_errors() -> Iterator[None]:
     """Translate the package's exceptions into fidelab's. Raises NotSupportedError if it is not installed."""
     if reason := missing():
-        raise NotSupportedError(f"this arm {reason}")
+        raise NotSupportedError(f"this configuration {reason}")
     from k16v8 import errors
 
     try:

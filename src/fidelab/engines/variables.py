@@ -100,9 +100,11 @@ def check_env(names: Iterable[str]) -> None:
     """
     for name in names:
         if name in _CONTROLLED:
-            raise UsageError(f"env.{name} cannot be set for an arm: {_CONTROLLED[name]}")
+            raise UsageError(f"env.{name} cannot be set for one configuration: {_CONTROLLED[name]}")
         if _SECRET.fullmatch(name):
-            raise UsageError(f"env.{name} cannot be set for an arm: keys and tokens are set for all of fidelab")
+            raise UsageError(
+                f"env.{name} cannot be set for one configuration: keys and tokens are set for all of fidelab"
+            )
         if not _NAME.fullmatch(name):
             raise UsageError(f"env.{name}: that is not a name of an environment variable")
 

@@ -44,7 +44,7 @@ def import_refract(
     file = read_refract(path)
     measured = recompute(file, seed)
     if not measured:
-        raise InputError(f"{path}: has no measured axis; known are gtm, {', '.join(AXES)}")
+        raise InputError(f"{path}: has no measured test; known are gtm, {', '.join(AXES)}")
     summary, composite = _combined(file, measured)
     lines = [line for part in measured.values() for line in part.lines] + summary
     notes = _notes(file, measured, lines)
@@ -119,7 +119,7 @@ def _notes(file: RefractFile, measured: Mapping[str, RecomputedAxis], lines: lis
     notes += [note for part in measured.values() for note in part.notes]
     lacking = [axis for axis in AXES if axis not in measured]
     if lacking:
-        notes.append(f"not measured: {', '.join(lacking)}; without all four axes there is no band of the composite")
+        notes.append(f"not measured: {', '.join(lacking)}; without all four tests there is no band of the composite")
     if file.json.not_finite:
         plural = "" if file.json.not_finite == 1 else "s"
         notes.append(

@@ -89,5 +89,5 @@ def read_refract(path: Path) -> RefractFile:
     if not any(schema == name or schema.startswith(f"{name}.") for name in READABLE):
         raise InputError(f"{path}: has schema {schema!r}; read are {readable}")
     if not file.root["axes"].value:
-        raise InputError(f"{path}: has no axis; make the report with at least one")
+        raise InputError(f"{path}: has no test; make the report with at least one")
     return RefractFile(file, schema)

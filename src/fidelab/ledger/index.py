@@ -256,5 +256,5 @@ def provenance(path: Path) -> dict[str, Any]:
             "modified": None if arm.ran is None else list(arm.ran.modified),
             "weights_sha256": arm.weights_sha256,
         }
-        named[f"arm {arm.name}"] = {name: value for name, value in told.items() if value}
+        named[f"configuration {arm.name}"] = {name: value for name, value in told.items() if value}
     return named

@@ -267,7 +267,7 @@ def with_probes(
             if request is None:
                 continue
             if request.axis != part_name(axis, part):
-                raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
+                raise ValueError(f"test {axis} names the probe of its part {part!r} {request.axis!r}")
             key = capture_key(job.arm, request, job.resolved.versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, request, key)
             captures.append(PlannedCapture(request.axis, request, key, folder, *_against(settings, job, asked)))

@@ -113,9 +113,9 @@ def _only_prompts(experiment: Experiment, axes: Mapping[str, Axis]) -> bool:
     Raises:
         UsageError: If it was asked for, not left open, and something is generated.
     """
-    others = [f"axis {name} generates text" for name, axis in axes.items() if not axis.reads_prompts]
+    others = [f"test {name} generates text" for name, axis in axes.items() if not axis.reads_prompts]
     others += ["speed is that of a compiled model"] if experiment.speed else []
-    others += [] if axes else ["no axis reads prompts"]
+    others += [] if axes else ["no test reads prompts"]
     if experiment.quick_start is True and others:
         raise UsageError(f"quick_start: {others[0]}; leave out one of the two")
     return bool(experiment.quick_start) and not others

@@ -106,7 +106,7 @@ def borrow(experiment: Experiment) -> tuple[Experiment, Pack | None]:
     pack.check()
     there = pack.manifest.axes
     if lacking := [name for name in experiment.axes if name not in there]:
-        raise UsageError(f"{pack.place} has no saved outputs of axis {lacking[0]}; it has {', '.join(there)}")
+        raise UsageError(f"{pack.place} has no saved outputs of test {lacking[0]}; it has {', '.join(there)}")
     arm = pack.arm
     engine = None if arm.engine == experiment.engine.name else EngineConfig(name=arm.engine)
     changed = {

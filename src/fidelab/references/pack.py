@@ -94,11 +94,11 @@ class ReferenceManifest(Document):
     tokenizer: PackedTokenizer
     """The tokenizer."""
     axes: dict[str, FreeDict]
-    """Axis → settings."""
+    """Test → settings."""
     captures: dict[str, str]
-    """Part of an axis → name of its folder in ``captures``."""
+    """Part of a test → name of its folder in ``captures``."""
     noise: dict[str, Measurement]
-    """Axis → the reference against a replicate of itself; empty where that was not measured."""
+    """Test → the reference against a replicate of itself; empty where that was not measured."""
     difference: MachineDifference | None
     """Distance of the reference from itself on another machine; null if not measured."""
     files: tuple[PackedFile, ...]
@@ -166,8 +166,8 @@ class Pack:
             key, arm = capture.manifest["key"], from_json(Arm, capture.manifest["asked"])
             arms.add(arm.fingerprint())
             what = {
-                "axis": (capture.axis, part),
-                "arm": (key["arm"], arm.fingerprint()),
+                "test": (capture.axis, part),
+                "configuration": (key["arm"], arm.fingerprint()),
                 "weights": (arm.weights, own.weights_sha256),
                 "engine": (arm.engine, own.engine),
                 "versions": (key.get("versions"), own.versions),

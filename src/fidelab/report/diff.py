@@ -25,7 +25,7 @@ _STYLES: dict[ChangeOutcome, str] = {
     "cannot tell": "yellow",
     "improved": "green",
 }
-_COLUMNS = ("outcome", "arm", "metric", "baseline", "now", "change")
+_COLUMNS = ("outcome", "configuration", "metric", "baseline", "now", "change")
 _UNNAMED_UNITS = ("share", "points", "count", "p", "ratio", "")  # no unit need be named
 _PLACES = {"candidate": "", "floor": " (floor)", "truth": " (truth)", "control": " (control)"}
 _LEGEND = (

@@ -27,10 +27,10 @@ def choose_arm(report: Report, name: str | None = None) -> ArmRecord:
     if chosen in arms:
         return arms[chosen]
     if chosen is not None:
-        raise UnknownNameError("arm", chosen, arms)
+        raise UnknownNameError("configuration", chosen, arms)
     if not arms:
-        raise UsageError(f"{report.run_id} has no candidate, so there is no configuration to export")
-    raise UsageError(f"no configuration is recommended: choose one with --arm: {', '.join(arms)}")
+        raise UsageError(f"{report.run_id} has no candidate to choose: it compares nothing")
+    raise UsageError(f"no configuration is recommended: choose one with --configuration: {', '.join(arms)}")
 
 
 def lm_eval_results(report: Report, arm: ArmRecord) -> dict[str, Any]:

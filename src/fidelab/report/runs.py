@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.cells import cell_len
+from rich.console import Console
+
 import fidelab
 from fidelab.core import Status, write_atomically
+from fidelab.core.lines import wrapped
 from fidelab.report.cells import estimate_of, kld_of, kv_of, top_token_estimate
 from fidelab.report.gallery import Part
 from fidelab.report.html import render_page
 from fidelab.report.plots import draw_plots
 from fidelab.report.sections import ReportArm, benches_of, table_of
 from fidelab.report.tables import TextTable
+from fidelab.report.text import literal, print_if_it_fits, print_line
 from fidelab.results.measurement import DECIDING, Metric
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import ArmRecord, Report
@@ -36,6 +41,9 @@ COLUMNS = (
     "tok/s",
     "accuracy",
 )
+_ALWAYS = COLUMNS[:4]
+_WORDS = 2  # columns of words next to a run: configuration, verdict
+_SHARED = ("model", "engine", "device")  # facts of a run that its name or one line may tell
 _CSV = (
     *("run", "created", "model", "configuration", "engine", "kv", "device", "verdict", "kld_nats", "kld_low"),
     *(
@@ -126,6 +134,58 @@ def runs_table(rows: Sequence[RunRow]) -> TextTable:
     kept = [n for n, _ in enumerate(COLUMNS) if n < 4 or any(row[n] != ABSENT for row in cells)]
     shown = tuple(tuple(row[n] for n in kept) for row in cells)
     return TextTable("runs", "Figures", tuple(COLUMNS[n] for n in kept), shown, named=4)
+
+
+def print_runs(rows: Sequence[RunRow], console: Console) -> None:
+    """Print the figures; the name of a run is on one line, for it is copied.
+
+    A model, an engine or a device that all rows share stands above the table.  On a terminal without room for the
+    table, each run has a line with its name, and below it its configurations without intervals.
+    """
+    cells = [dict(zip(COLUMNS, row.cells(), strict=True)) for row in rows]
+    there = [name for name in COLUMNS if name in _ALWAYS or any(row[name] != ABSENT for row in cells)]
+    common = [name for name in _SHARED if name in there and len({row[name] for row in cells}) == 1]
+    if common:
+        print_line(console, _facts(cells[0], common))
+    own = [name for name in _SHARED if name in there and name not in common]
+    figures = [name for name in there if name not in ("run", *_SHARED)]
+    columns = ("run", *own, *figures)
+    table = tuple(tuple(row[name] for name in columns) for row in cells)
+    width = max(len(row["run"]) for row in cells)
+    if print_if_it_fits(TextTable("runs", "", columns, table, 2 + len(own)), console, name_width=width):
+        return
+    lines = [[row[name].partition(" (")[0] for name in figures] for row in cells]
+    widths = [max(map(cell_len, column)) for column in zip(_short(figures), *lines, strict=True)]
+    if sum(widths) + 2 * len(widths) <= console.width:
+        shown = ["  ".join(_aligned(line, widths)).rstrip() for line in (_short(figures), *lines)]
+        print_line(console, f"  {shown.pop(0)}")
+    else:
+        told = ([f"{n} {cell}" for n, cell in zip(figures, line, strict=True) if cell != ABSENT] for line in lines)
+        texts = (f"{name}: {', '.join(more)}" for (_, *more), (name, *_) in zip(told, lines, strict=True))
+        shown = ["\n".join(wrapped(text, console.width - 2, hang="  ")).replace("\n", "\n  ") for text in texts]
+    former = ""
+    for row, text in zip(cells, shown, strict=True):
+        if row["run"] != former:
+            console.print(literal(row["run"], console), soft_wrap=True)
+            if own:
+                print_line(console, "\n".join(wrapped(_facts(row, own), console.width, indent="  ")))
+        former = row["run"]
+        console.print(literal(f"  {text}", console), soft_wrap=True)  # no name is cut
+
+
+def _facts(row: Mapping[str, str], names: Iterable[str]) -> str:
+    return " · ".join(f"{name} {row[name]}" for name in names)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    return [name.removesuffix(" token") for name in names]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """The first two cells hold words, the others figures."""
+    for n, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        blanks = " " * (width - cell_len(cell))
+        yield f"{cell}{blanks}" if n < _WORDS else f"{blanks}{cell}"
 
 
 def _weights(arm: ArmRecord) -> tuple[int | None, float | None]:

@@ -29,6 +29,7 @@ from fidelab.results.study import PART, Study, StudyRow
 Stages = Mapping[str, Report | Study]
 """Stage of a profile → its record."""
 _OUTCOME = "outcome"
+_TITLES = {"arm": "configuration"}  # of parts and columns whose key in the record is another word
 _BAR_COLUMNS = 24  # characters of the longest bar
 
 
@@ -209,13 +210,15 @@ def _tables(study: Study, rows: Sequence[StudyRow]) -> list[_Table]:
         found = ((n, next((metric for row in own if (metric := row.metric(n)) is not None), None)) for n in columns)
         mib = {name for name in columns if any(_large(row.metric(name)) for row in own)}
         headings = tuple(
-            name if metric is None else heading(metric.name, metric.unit, mib=name in mib) for name, metric in found
+            _TITLES.get(name, name) if metric is None else heading(metric.name, metric.unit, mib=name in mib)
+            for name, metric in found
         )
         cells = tuple(tuple(_cell(row, name, mib=name in mib) for name in columns) for row in own)
         if not all(row.measured for row in own):
             columns, headings = (*columns, _OUTCOME), (*headings, _OUTCOME)
             cells = tuple((*line, STATUS[row.status]) for line, row in zip(cells, own, strict=True))
-        tables.append(_Table(one_line(str(part or "")), columns, headings, own, cells))
+        title = one_line(str(part or ""))
+        tables.append(_Table(_TITLES.get(title, title), columns, headings, own, cells))
     return tables
 
 

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from fidelab.core import Status, shell_line
 from fidelab.core.lines import encodable, folded_command
-from fidelab.core.paths import path_from_here
+from fidelab.core.paths import command_from_here, path_from_here
 from fidelab.report.cells import STATUS, fact_of, shared
 from fidelab.report.summary import joined
 from fidelab.report.tables import NAME, NOTES, VALID
@@ -105,7 +105,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_details(view, console)
     line("")
     if view.answer is not None and view.answer.command:
-        _print_command("Next", view.answer.command, console)
+        _print_command("Next", command_from_here(view.answer.command), console)
     elif view.answer is not None and view.answer.note:
         console.print(_hanging(f"{'Next':<8}{view.answer.note}", 8, console))
     if folder is not None:
@@ -301,6 +301,14 @@ def print_whole(shown: Others, console: Console) -> None:
         rest = rest[n:]
 
 
+def print_if_it_fits(shown: Others, console: Console, *, name_width: int) -> bool:
+    """Print a table whose names have one line each; False, and nothing is printed, if not all columns fit."""
+    grid = _grid(shown, range(len(shown.columns)), console, True, 1, name_width)
+    if fits := _fits(grid, console):
+        console.print(grid)
+    return fits
+
+
 # ---------------------------------------------------------------------------------------------------------- benches
 
 
@@ -346,19 +354,21 @@ def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tupl
     return table, dropped[::-1]
 
 
-def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int) -> Table:
+def _grid(
+    shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int, name_width: int = _NAME_WIDTH
+) -> Table:
     """Some columns, each as wide as its longest line."""
     sign = "\n(" if stacked else " ("
     table = simple_table(padding)
     rows = [
-        [cell.replace(" (", sign, 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
+        [cell.replace(" (", sign, 1) if n else wrap_name(cell, name_width) for n, cell in enumerate(row)]
         for row in shown.rows
     ]
     for n in kept:
         lines = [line for row in rows for line in row[n].split("\n")]
         width = max(map(len, (*shown.columns[n].split(), *lines)), default=1)
         if n == 0:
-            width = max(width, min(len(shown.columns[0]), _NAME_WIDTH))
+            width = max(width, min(len(shown.columns[0]), name_width))
         words = n < shown.named and not all(line.replace(",", "").isdecimal() for line in lines if line)
         table.add_column(
             literal(shown.columns[n], console),

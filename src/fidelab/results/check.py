@@ -64,7 +64,7 @@ class Rule(Record):
     """Requirement on one figure."""
 
     metric: str
-    """Axis or bench, and key of the metric: ``kld.mean``, ``benches.decode.isolated``."""
+    """Test or bench, and key of the metric: ``kld.mean``, ``benches.decode.isolated``."""
     max: Limit | None = None
     """Largest value allowed, in the metric's unit; shares and points may be percentages: ``97%``."""
     min: Limit | None = None

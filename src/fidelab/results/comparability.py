@@ -39,7 +39,7 @@ class Difference(Record):
     """Something that differs."""
 
     where: str
-    """An arm, or ``environment``."""
+    """A configuration, or ``environment``."""
     field: str
     """Name of the field that differs."""
     baseline: Free = None

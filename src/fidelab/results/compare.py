@@ -66,7 +66,7 @@ _SHAKEN = ("mean", "over_control")  # means in nats, which last bits move
 _NO_NOISE = "rounding noise was not measured: run again with --floor"
 _BOUND = "a lower bound"
 _SUMS = {"mean": "kl", "probability_loss": "probability_loss"}
-"""Metric of the deciding axis → field of the sums by document that it is the mean of."""
+"""Metric of the deciding test → field of the sums by document that it is the mean of."""
 _CONTEXT = "context"
 _ROUNDING = 1e-9  # of a mean: sums of another order
 
@@ -336,4 +336,4 @@ def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable],
         named = list(dict.fromkeys((*named, *(describe_difference(r.field, r.baseline, r.now) for r in refused))))
         return "; ".join(named[:4]) + (f" (and {len(named) - 4} more)" if len(named) > 4 else "")
     arms = [", ".join(dict.fromkeys(key.arm for key in side.metrics)) or "no figure" for side in sides]
-    return f"no figure of an axis or bench is in both; the baseline has {arms[0]}, the run {arms[1]}"
+    return f"no figure of a test or bench is in both; the baseline has {arms[0]}, the run {arms[1]}"

@@ -24,11 +24,11 @@ class CertificateClaim(Record):
     unit: Literal["nats", "share"]
     """Unit of margin, loss, interval and detectable loss."""
     context: Count | None = None
-    """Tokens per window; null where the axis has no contexts."""
+    """Tokens per window; null where the test has no contexts."""
     margin: Positive
     """The loss that is to be ruled out."""
     estimate: float | None = None
-    """The loss measured; negative where the arm does better than the reference."""
+    """The loss measured; negative where the configuration does better than the reference."""
     ci: Interval | None = None
     """Two-sided interval whose ends are those of the one-sided tests: 95% of means, 90% of shares of items."""
     state: CertificateState
@@ -41,7 +41,7 @@ class CertificateClaim(Record):
     clusters_needed: Count | None = None
     """Clusters like these with which the claim would be shown with probability 0.8, if the loss is as measured."""
     equivalent: bool = False
-    """Both one-sided tests hold: the arm is not better by the margin either."""
+    """Both one-sided tests hold: the configuration is not better by the margin either."""
 
     @property
     def name(self) -> str:
@@ -70,13 +70,13 @@ class FlipRecord(Record):
     """Items that one side alone gets right."""
 
     context: Count | None = None
-    """Tokens per window; null where the axis has no contexts."""
+    """Tokens per window; null where the test has no contexts."""
     n: Count
     """Items of which both sides' answers are known."""
     harmful: Count
     """Right in the reference alone."""
     beneficial: Count
-    """Right in the arm alone."""
+    """Right in the configuration alone."""
     p: Share
     """McNemar's exact test over items."""
     mid_p: Share
@@ -98,7 +98,7 @@ class FlipRecord(Record):
 
 
 class Certificate(Record):
-    """Whether an arm is shown to lose less than the margins on one axis; it holds where all claims do."""
+    """Whether a configuration is shown to lose less than the margins on one test; it holds where all claims do."""
 
     state: CertificateState
     """The worst of its claims'."""
@@ -127,7 +127,7 @@ class DocumentSums(Record):
     windows: Count | None = None
     """Windows that were read: of a run that looks several times, those of a look and of the looks before it."""
     documents: tuple[int, ...]
-    """Numbers of the documents, rising; the same of all arms of a run."""
+    """Numbers of the documents, rising; the same of all configurations of a run."""
     positions: tuple[Count, ...]
     """Usable positions."""
     kl: tuple[float, ...]

@@ -65,9 +65,9 @@ class MetricChange(Record):
     role: str
     """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
     arm: str
-    """Name of the arm."""
+    """Name of the configuration."""
     group: str
-    """An axis, ``benches.<bench>``, ``composite`` or ``cache``."""
+    """A test, ``benches.<bench>``, ``composite`` or ``cache``."""
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str

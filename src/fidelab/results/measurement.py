@@ -33,7 +33,7 @@ _LIMITS: Mapping[str, Limit] = {
 MetricKey = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_]*$")]
 
 DECIDING = "kld"
-"""The axis by whose mean, in nats, arms are judged and ordered."""
+"""The test by whose mean, in nats, configurations are judged and ordered."""
 
 DOMAIN = "domain"
 """Coordinate of metrics over one kind of text."""
@@ -88,7 +88,7 @@ class Metric(Record):
     optional: bool = False
     """Noise alone can make it unmeasurable: its absence is not a loss."""
     banded: bool = False
-    """A mean KL that the bands of the verdict judge, as they judge that of axis kld."""
+    """A mean KL that the bands of the verdict judge, as they judge that of test kld."""
     noise: float = 0.0
     """Change that the last bits of the arithmetic may cause, in its own unit."""
     headline: bool = False
@@ -96,7 +96,7 @@ class Metric(Record):
     caveat: str = ""
     """Reason why the value alone, without interval and repeats, does not prove a change."""
     rests_on: tuple[str, ...] = ()
-    """Axes whose settings it depends on, where these are not its own alone."""
+    """Tests whose settings it depends on, where these are not its own alone."""
     flags: tuple[Flag, ...] = ()
     """Reasons to doubt it."""
     about: str = ""
@@ -127,7 +127,7 @@ class Metric(Record):
 
 @dataclass(frozen=True)
 class Definition:
-    """Definition of a metric, made once by its axis or bench.
+    """Definition of a metric, made once by its test or bench.
 
     Calling the definition makes a :class:`Metric` from a value; a non-finite value becomes null. By default ``name`` is
     the key with spaces for underscores.
@@ -198,7 +198,7 @@ class Cell(Outcome):
 
 
 class Measurement(Outcome):
-    """Findings of one axis or bench on one arm."""
+    """Findings of one test or bench on one configuration."""
 
     title: str = ""
     """The question that it answers, in a few words."""
@@ -219,7 +219,7 @@ class Measurement(Outcome):
     cluster: str = ""
     """The word for one of them: ``document``, ``block``, ``prompt``."""
     summary: str = ""
-    """Result of the arm in a few words, with counts: ``lost 9 of 36``."""
+    """Result of the configuration in a few words, with counts: ``lost 9 of 36``."""
     reference_summary: str = ""
     """The same of the reference: ``finds 36 of 45``."""
     downgrades: tuple[str, ...] = ()

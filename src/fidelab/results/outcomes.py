@@ -24,7 +24,7 @@ _CAPTURE_SUFFIX = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that capture
 
 @dataclass(frozen=True)
 class ArmResult:
-    """Result of one arm: its captures by axis, or the reason why there are none.
+    """Result of one configuration: its captures by test, or the reason why there are none.
 
     ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: the result of each bench, a
     :class:`~fidelab.results.measurement.Measurement` as plain data.
@@ -75,7 +75,7 @@ class ArmResult:
             theirs = from_json(Arm, capture.manifest["asked"])
             if capture.axis != axis or theirs.fingerprint() != self.arm.fingerprint():
                 raise MismatchError(
-                    f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "
+                    f"capture {folder} holds test {capture.axis} of {theirs.name} ({theirs.kv.label} on "
                     f"{theirs.engine}), not {axis} of {self.role}"
                 )
             if _CAPTURE_SUFFIX.search(folder.name) and folder.name != key_name(capture):
@@ -86,7 +86,7 @@ class ArmResult:
 class RunFacts:
     """Facts about the run itself.
 
-    ``unavailable``: axes that could not be measured, and why.  ``borrowed``: fields of
+    ``unavailable``: tests that could not be measured, and why.  ``borrowed``: fields of
     :class:`~fidelab.results.record.Borrowed`, and the ``noise`` of the pack; empty where the reference ran here.
     ``capacity``: fields of :class:`~fidelab.results.capacity_record.CapacityQuestion`.
     """
@@ -121,7 +121,7 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
         facts, planned = from_json(RunFacts, record["facts"]), set(record["planned"])
         roles = [result.role for result in results]
         if len({*roles}) < len(roles) or "reference" not in (roles or planned) or {*map(type, planned)} - {str}:
-            raise ValueError("its arms are not those of a run")
+            raise ValueError("its configurations are not those of a run")
     except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise InputError(
             f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); repair it with: {resume_line(folder.path)}"

@@ -60,7 +60,7 @@ class Heatmap(Record):
 
 
 class Curve(Record):
-    """One arm's line in a chart that all arms share."""
+    """One configuration's line in a chart that all share."""
 
     kind: Literal["curve"] = "curve"
     """Which plot this is."""
@@ -81,9 +81,9 @@ class Curve(Record):
     log_y: bool = False
     """Logarithmic ordinate."""
     series: str = ""
-    """Which of an arm's lines in this chart, in words (``batch 4``); empty where an arm has one."""
+    """Which of a configuration's lines in this chart, in words (``batch 4``); empty where a configuration has one."""
     caption: str = ""
-    """Explanation of the chart, one or two sentences; the first arm's is shown."""
+    """Explanation of the chart, one or two sentences; the first configuration's is shown."""
     low: tuple[float | None, ...] = ()
     """Lower end of each ordinate's spread or interval; empty: none is shown."""
     high: tuple[float | None, ...] = ()
@@ -109,7 +109,7 @@ class Curve(Record):
 
 
 class Bars(Record):
-    """One arm's stacked bars in a chart that all arms share, such as the parts of its start-up time."""
+    """One configuration's stacked bars in a chart that all share, such as the parts of its start-up time."""
 
     kind: Literal["bars"] = "bars"
     """Which plot this is."""
@@ -120,7 +120,7 @@ class Bars(Record):
     y_label: str
     """Quantity and unit of the lengths."""
     labels: tuple[str, ...]
-    """Name of each bar, next to the arm's name: ``cold``, ``warm``."""
+    """Name of each bar, next to the configuration's name: ``cold``, ``warm``."""
     parts: dict[str, tuple[float, ...]]
     """Part → its length in each bar, in the order in which they are stacked."""
     totals: tuple[float, ...] = ()

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "fidelab.report/1"
 
 NO_REFERENCE: Final = "the reference has no answer"
-"""Begins the reason of an axis that cannot be scored for want of the reference's capture."""
+"""Begins the reason of a test that cannot be scored for want of the reference's capture."""
 STOCK: Final = "stock"
 """``provenance`` of a package whose Python files are as released."""
 
@@ -137,7 +137,7 @@ class RuntimeRecord(Record):
     """Extent of the proof of engagement, pairs (observed, all): ``layers`` with the asked format, ``prefills``
     and ``steps`` (decode); what is not there was not counted."""
     remarks: tuple[str, ...] = ()
-    """Remarks for readers of the arm's figures on how it ran, a sentence each."""
+    """Remarks for readers of the configuration's figures on how it ran, a sentence each."""
 
     def bytes_of_sequence(self, n_tokens: int, kv_scale: float = 1.0) -> float | None:
         """Return the bytes of cache by which arms are compared; ``None`` if the engine reports none.
@@ -180,16 +180,16 @@ class RuntimeRecord(Record):
 
 
 class Composite(Record):
-    """Harmonic mean of the axes measured; shown, never a verdict."""
+    """Harmonic mean of the tests measured; shown, never a verdict."""
 
     value: Score | None = None
     """0-100."""
     ci: Interval | None = None
     """95% interval."""
     axes: tuple[str, ...] = ()
-    """The axes whose scores it is the mean of."""
+    """The tests whose scores it is the mean of."""
     band: BandName | None = None
-    """Null unless all axes that belong to it were measured."""
+    """Null unless all tests that belong to it were measured."""
     too_close_to_call: bool = False
     """The interval crosses the edge of a band."""
 
@@ -208,7 +208,7 @@ class Verdict(Record):
     preliminary: bool = False
     """The interval that gave the band rests on fewer than six resampling clusters."""
     by_kld: bool = True
-    """Nothing but the mean KL gave the band: no position failed, and no other axis lowered it. A limit that the user
+    """Nothing but the mean KL gave the band: no position failed, and no other test lowered it. A limit that the user
     sets may go over such a band alone."""
     sentence: str
     """Advice, in two clauses at most."""
@@ -239,10 +239,10 @@ class NoiseFloor(Record):
 
 
 class Timing(Record):
-    """Time of an arm's worker for its captures."""
+    """Time of a configuration's worker for its captures."""
 
     load_seconds: Positive | None = None
-    """Seconds from the job's arrival in the worker to the loaded model, without shared imports of an engine's arms."""
+    """Seconds from the job's arrival in the worker to the loaded model, without the imports that workers share."""
     seconds: Positive | None = None
     """The whole job."""
 
@@ -265,11 +265,11 @@ class ArmRecord(Outcome):
     wider_keys: str | None = None
     """The format of native keys and values of about this width; null where the engine has one format for both."""
     serve_command: str | None = None
-    """Command line of the engine's own server with this arm, to be copied; null where it has none."""
+    """Command line of the engine's own server with this configuration, to be copied; null where it has none."""
     ran: RuntimeRecord | None = None
     """Runtime; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
-    """Axis → fidelity against the reference; of the reference itself its figures alone, where nothing was compared."""
+    """Test → fidelity against the reference; of the reference itself its figures alone, where nothing was compared."""
     floor: NoiseFloor | None = None
     """Effect of last bits alone on a candidate; null unless that was asked for (``twins``)."""
     control: str | None = None
@@ -279,17 +279,17 @@ class ArmRecord(Outcome):
     timing: Timing | None = None
     """Time of the captures; depends on what was on disk already, so nothing compares it."""
     composite: Composite | None = None
-    """Harmonic mean of the axis scores, as REFRACT combines them."""
+    """Harmonic mean of the test scores, as REFRACT combines them."""
     verdict: Verdict | None = None
     """Candidates have one, also when nothing ran."""
     certificates: dict[str, Certificate] = Field(default_factory=dict)
-    """Axis → whether a candidate is shown to lose less than the margins there; of axes with right and wrong answers."""
+    """Test → whether a candidate is shown to lose less than its margins; of tests with right and wrong answers."""
     documents: tuple[DocumentSums, ...] = ()
-    """Sums by document of axis kld, a record per context: what paired differences and resamples are computed from."""
+    """Sums by document of test kld, a record per context: what paired differences and resamples are computed from."""
     capacity: ArmCapacity | None = None
     """Memory at the report's context; null where the bytes of the cache are unknown."""
     measure_elsewhere: str | None = None
-    """fidelab command that measures the same format on an engine with a server; where the arm's own has none."""
+    """fidelab command that measures the same format on an engine with a server; null where its own has one."""
 
     @property
     def deciding(self) -> Measurement | None:
@@ -323,7 +323,7 @@ class ArmRecord(Outcome):
     def _deciding(self, key: str) -> float:
         value = None if self.deciding is None else self.deciding.value(key)
         if value is None:
-            why = (self.reason or (self.deciding and self.deciding.reason) or "axis kld has no figure").strip()
+            why = (self.reason or (self.deciding and self.deciding.reason) or "test kld has no figure").strip()
             raise UsageError(f"{self.name} has no KLD: {why}")
         return value
 
@@ -347,7 +347,7 @@ class ArmRecord(Outcome):
     @classmethod
     def _arm_status(cls, status: Status) -> Status:
         if status is Status.NOT_MEASURABLE:
-            raise ValueError("'not_measurable' is the outcome of an axis, not of an arm")
+            raise ValueError("'not_measurable' is the outcome of a test, not of a configuration")
         return status
 
 
@@ -355,16 +355,16 @@ class ArmRecord(Outcome):
 
 
 class Comparison(Record):
-    """Two candidates next to each other in an axis' order, by their paired difference."""
+    """Two candidates next to each other in a test's order, by their paired difference."""
 
     axis: str
-    """Which axis."""
+    """Which test."""
     better: str
     """Name of the candidate with the smaller cost."""
     worse: str
     """Name of the candidate with the larger cost."""
     difference: float
-    """Cost of ``worse`` minus cost of ``better``, in the axis's own unit (KLD: nats)."""
+    """Cost of ``worse`` minus cost of ``better``, in the test's own unit (KLD: nats)."""
     ci: Interval | None = None
     """95% interval of the paired difference; null with a single unit."""
     differs: bool = False
@@ -375,10 +375,10 @@ class Comparison(Record):
 
 
 class AttributionPart(Record):
-    """The mean KL (nats) of one arm over its own reference."""
+    """The mean KL (nats) of one configuration over its own reference."""
 
     arm: str
-    """Name of the arm."""
+    """Name of the configuration."""
     mean: float | None = None
     """Nats; null where it was not measured."""
     ci: Interval | None = None
@@ -463,17 +463,17 @@ class Report(Document):
     settings: FreeDict = Field(default_factory=dict)
     """The resolved settings, defaults included."""
     covers: dict[str, str] = Field(default_factory=dict)
-    """Axis, or ``benches.<bench>`` → what a user wants to know that it answers; of all that could have been asked."""
+    """Test, or ``benches.<bench>`` → what a user wants to know that it answers; of all that could have been asked."""
     comparability_key: FreeDict = Field(default_factory=dict)
     """Settings that must agree before two numbers stand in one ranking."""
     reference: ArmRecord
-    """The arm that all others are compared with."""
+    """The configuration that all others are compared with."""
     control: ArmRecord | None = None
     """The nearest configuration that should cost nothing: the noise of the kernel path."""
     controls: tuple[ArmRecord, ...] = ()
     """The same on other kernel paths, for the candidates that run there (engine hf: another ``attention``)."""
     candidates: tuple[ArmRecord, ...] = ()
-    """The arms in question."""
+    """The configurations in question."""
     comparisons: tuple[Comparison, ...] = ()
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
@@ -481,7 +481,7 @@ class Report(Document):
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: dict[str, Measurement] = Field(default_factory=dict)
-    """Axis → the reference against a replicate of itself: repeatability."""
+    """Test → the reference against a replicate of itself: repeatability."""
     borrowed: Borrowed | None = None
     """Origin of the reference, if this run did not run it."""
     capacity: Capacity | None = None

@@ -37,10 +37,10 @@ class StudyRow(Measurement):
 
 
 class StudyArm(Outcome):
-    """An arm of the study, and its outcome."""
+    """A configuration of the study, and its outcome."""
 
     name: str
-    """Name of the arm."""
+    """Name of the configuration."""
     engine: str
     """Engine that runs it."""
     model: str
@@ -67,7 +67,7 @@ class StudyPlan(Record):
     formats: dict[str, str]
     """Group → format; ``native`` is the model's own."""
     option: str
-    """The plan in one text: the option ``weights`` of an arm, or rules of layers for keys and values."""
+    """The plan in one text: the option ``weights`` of a configuration, or rules of layers for keys and values."""
     kv: str | None = None
     """The plan as the KV format of the engine that it is for; null where the engine has no such format."""
     exchanges: Count = 0
@@ -116,7 +116,7 @@ class Study(Document):
     documents: Count | None = None
     """Documents that these are from, over which intervals are resampled; null where there are no intervals."""
     arms: dict[str, StudyArm] = Field(default_factory=dict)
-    """Role → arm."""
+    """Role → configuration."""
     facts: FreeDict = Field(default_factory=dict)
     """Remarks on the model and the settings."""
     columns: tuple[str, ...]

@@ -39,9 +39,9 @@ class Key(NamedTuple):
     role: str
     """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
     arm: str
-    """Name of the arm; the floor has the reference's."""
+    """Name of the configuration; the floor has the reference's."""
     group: str
-    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (the engine's own figures)."""
+    """A test, ``benches.<bench>``, ``composite``, or ``cache`` (the engine's own figures)."""
     cell: str
     """Length, batch, load; empty where there is one."""
     metric: str
@@ -138,7 +138,7 @@ _ARM_COLUMNS = {
     **dict.fromkeys(("composite", "composite_ci_low", "composite_ci_high"), _FLOAT),
     **dict.fromkeys(("timing_load_seconds", "timing_seconds"), _FLOAT),
 }
-"""Columns of the arm itself, with their pandas types; they are always there."""
+"""Columns of the configuration itself, with their pandas types; they are always there."""
 
 
 def build_frame(report: Report) -> DataFrame:

@@ -148,7 +148,7 @@ def _as_in_files(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("windows", "n_ctx"):
         if (value := data.pop(name, None)) is not None:
             if DECIDING not in chosen:
-                raise UsageError(f"{name} belongs to axis {DECIDING}, which axes leaves out")
+                raise UsageError(f"{name} belongs to test {DECIDING}, which axes= leaves out")
             chosen[DECIDING] = {**chosen[DECIDING], name: value}
     limits = {name: data.pop(name) for name in _LIMITS if name in data}
     if limits:

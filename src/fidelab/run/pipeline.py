@@ -371,7 +371,7 @@ def _placed(experiment: Experiment, cluster: Cluster | None) -> Experiment:
         return experiment
     device = "cuda" if cluster.has_gpu() else "cpu"
     if device == "cpu" and experiment.executor.gpus is not None:
-        raise UsageError("executor.gpus: no node of the Ray cluster has a GPU; leave out --gpus-per-arm")
+        raise UsageError("executor.gpus: no node of the Ray cluster has a GPU; leave out --gpus-per-configuration")
     return experiment.model_copy(update={"device": device})
 
 

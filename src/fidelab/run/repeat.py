@@ -145,7 +145,7 @@ def merge(reports: Sequence[Report]) -> Report:
     names, axes = [arm.name for arm in first.candidates], list(first.settings["axes"])
     for report in reports:
         if [arm.name for arm in report.candidates] != names or list(report.settings["axes"]) != axes:
-            raise InputError(f"run {report.run_id} has other candidates or axes than run {first.run_id}; run it again")
+            raise InputError(f"run {report.run_id} has other candidates or tests than run {first.run_id}; run it again")
     candidates = tuple(_merged([report.candidates[n] for report in reports]) for n in range(len(names)))
     controls = [report.control for report in reports if report.control is not None]
     control = _merged(controls) if len(controls) == len(reports) else first.control

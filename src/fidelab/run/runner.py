@@ -535,7 +535,7 @@ def needs_of(arm: Arm, gpus: float | None) -> Needs:
         return Needs(cpus=arm.threads or 1, gpus=0)
     ranks = int(dict(arm.options).get("tp", 1))
     if gpus is not None and 1 < ranks > gpus:
-        raise UsageError(f"{arm.name} has tp={ranks} and may have {gpus:g} GPUs: leave out --gpus-per-arm")
+        raise UsageError(f"{arm.name} has tp={ranks} and may have {gpus:g} GPUs: leave out --gpus-per-configuration")
     return Needs(cpus=arm.threads or 1, gpus=ranks if gpus is None else gpus)
 
 

@@ -20,7 +20,6 @@ from fidelab.config.command import serve_command
 from fidelab.config.schema import Experiment, Limits
 from fidelab.core import Status, shell_line
 from fidelab.core.errors import UNTRUSTED_DATA_ERRORS
-from fidelab.core.paths import path_from_here
 from fidelab.core.roles import CONTROL, TRUTH
 from fidelab.engines import ENGINES
 from fidelab.engines.base import engine_class, engines, one_line
@@ -348,7 +347,8 @@ _KERNEL_OPTIONS = (ATTENTION, "dequant", "estimator")  # how the format was meas
 def _other_engine_command(result: ArmResult) -> str | None:
     """fidelab command that measures an arm whose engine emulates formats on an engine that stores the cache so.
 
-    ``None`` where no such engine is known.
+    It has the model's path whole and runs from any folder. The terminal shortens the path, exports strip it.  ``None``
+    where no such engine is known.
     """
     arm, kv = result.arm, result.arm.kv
     formatted = dict(arm.options).keys() - {*_KERNEL_OPTIONS}
@@ -358,7 +358,7 @@ def _other_engine_command(result: ArmResult) -> str | None:
     found = next(((cls.name, name) for cls in engines() if (name := cls.holds_alike(kv)) is not None), None)
     if found is None:
         return None
-    return shell_line("fidelab", "compare", path_from_here(arm.model), "--engine", found[0], "--kv", found[1])
+    return shell_line("fidelab", "compare", arm.model, "--engine", found[0], "--kv", found[1])
 
 
 def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:

@@ -57,7 +57,7 @@ _NOTE = (
 _PPL = Definition("perplexity", "", "lower", "Perplexity of the reference over the same windows.")
 _BYTES = Definition("bytes_per_token", "bytes", "lower", "Bytes of cache per token, as stored.", exact=True)
 _LOAD = Definition("load", "s", "lower", "From the job's arrival in the worker to the loaded model, imports included.")
-_COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the four axes.")
+_COMPOSITE = Definition("composite", "points", "higher", "Harmonic mean of the four tests.")
 
 
 def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[Study, RunFolder]:

@@ -37,6 +37,7 @@ BYTES = Definition("bytes", "bytes", "lower", "what the group takes in the forma
 PARAMETERS = Definition("parameters", "count", None, "weights that are rounded", exact=True)
 _TABLE_ROWS = 15  # rows in the terminal
 _GROUP_SIZES = (16, 32, 64, 128, 256)  # of integer formats that a plan of any size is compared with
+_NUMBER = re.compile(r"[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?", re.IGNORECASE)
 _BITS = re.compile(r"(?P<bits>[0-9]*\.?[0-9]+)\s*(bpw|bits?)", re.IGNORECASE)
 _BLOCKS = ("q8_0", "q5_1", "q5_0", "q4_1", "iq4_nl", "q4_0")
 _GGML = re.compile(r"q[2-8]_([01k])|iq4_nl")
@@ -230,11 +231,13 @@ def _budget(
     """Bytes that the weights of all groups may take, and the format that says so.
 
     Raises:
-        UsageError: If it is neither a size nor a format, or below the smallest possible.
+        UsageError: If it is neither a size with its unit nor a format, or below the smallest possible.
     """
     spec = None
     if match := _BITS.fullmatch(text.strip()):
         limit = float(match["bits"]) * sum(group.parameters for group in groups) / 8
+    elif _NUMBER.fullmatch(text.strip()):
+        raise UsageError(f"--budget {text} has no unit: write 4.5bpw (bits per weight), 80MB, or a format such as q4_k")
     elif text.strip()[:1].isdigit():
         limit = parse_bytes(text)
     else:

@@ -113,7 +113,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"error: (unrecognized arguments|invalid argument)|unknown argument|error: argument --",
-        "the server does not take one of its options: look for its name in the line, and correct the arm",
+        "the server does not take one of its options: look for its name in the line, and correct the configuration",
     ),
     (
         r"No module named '(fastapi|uvicorn|sse_starlette|starlette_context|pydantic_settings)'",

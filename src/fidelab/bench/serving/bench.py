@@ -48,5 +48,5 @@ class Serving(Bench):
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
         """Return the measurement of an arm without a server; :mod:`fidelab.serving` measures the others."""
-        reason = "this arm has no server; measure a server with: fidelab bench serve --base-url URL"
+        reason = "this configuration has no server; measure a server with: fidelab bench serve --base-url URL"
         return Measurement(status=Status.NOT_SUPPORTED, reason=reason, title=TITLE)

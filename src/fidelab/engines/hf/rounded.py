@@ -90,7 +90,9 @@ class Rounding:
         chosen = assigned(self._weights, rules, text)
         outside = next((weight.name for weight, _ in chosen if weight.layer is None), None)
         if outside is not None:
-            raise NotSupportedError(f"weights={text}: {outside} is not a weight of a decoder layer: run it as an arm")
+            raise NotSupportedError(
+                f"weights={text}: {outside} is not a weight of a decoder layer: run it with compare"
+            )
         if any(weight.tensor.is_meta for weight, _ in chosen):
             raise NotSupportedError(f"weights={text}: these weights are kept on disk, where they cannot be rounded")
         if not self._model.hidden:

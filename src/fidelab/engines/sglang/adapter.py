@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _PREFILL_TOKENS = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
-_UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm without speculation"
+_UNFORCED = "SGLang cannot force tokens while it speculates: take the same configuration without speculation"
 
 
 class SGLangEngine(Engine):

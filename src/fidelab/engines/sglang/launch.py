@@ -74,10 +74,10 @@ CONTROLLED: Mapping[str, str] = {
     "kv-cache-dtype": "write kv=…",
     **dict.fromkeys(("device", "base-gpu-id"), "pass --device"),
     **dict.fromkeys(
-        ("tokenizer-path", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"
+        ("tokenizer-path", "skip-tokenizer-init", "tokenizer-mode"), "all configurations share the model's tokenizer"
     ),
     "disable-cuda-graph": "write cuda-graph=on or off",
-    "disable-radix-cache": "captures compute every position; axis paths asks what a hit in the cache changes",
+    "disable-radix-cache": "captures compute every position; test paths asks what a hit in the cache changes",
     "disable-overlap-schedule": "a capture reads the states of one step before the next begins",
     "enable-return-hidden-states": "captures are made of these states",
     **dict.fromkeys(("random-seed", "sampling-defaults"), "decoding is greedy"),

@@ -293,7 +293,9 @@ class VLLMModel:
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.longest:
-            raise EngineError(f"{tokens:,} tokens are more than this arm's {self.longest:,}: raise max-model-len")
+            raise EngineError(
+                f"{tokens:,} tokens are more than this configuration's {self.longest:,}: raise max-model-len"
+            )
 
     def _check_batch(self, sizes: Sequence[int]) -> None:
         """Refuse requests that could not run at the same time.
@@ -304,7 +306,9 @@ class VLLMModel:
         for tokens in sizes:
             self._check_length(tokens)
         if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
-            raise EngineError(f"{len(sizes)} sequences are more than this arm's {most} at once: raise max-num-seqs")
+            raise EngineError(
+                f"{len(sizes)} sequences are more than this configuration's {most} at once: raise max-num-seqs"
+            )
         cache = self.cache()[0]
         block = cache["layers"][0]["block_size"]
         if (needed := sum(-(-tokens // block) for tokens in sizes)) > cache["blocks"]:

@@ -31,8 +31,10 @@ CONTROLLED: Mapping[str, str] = {
     "dtype": "write dtype=…",
     "kv-cache-dtype": "write kv=…",
     "device": "pass --device",
-    **dict.fromkeys(("tokenizer", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"),
-    "enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
+    **dict.fromkeys(
+        ("tokenizer", "skip-tokenizer-init", "tokenizer-mode"), "all configurations share the model's tokenizer"
+    ),
+    "enable-prefix-caching": "captures compute every position; test paths asks what a hit in the cache changes",
     **dict.fromkeys(("worker-cls", "worker-extension-cls"), "the capture is such a class"),
     "distributed-executor-backend": "it follows from tp",
     **dict.fromkeys(("generation-config", "override-generation-config"), _GREEDY),

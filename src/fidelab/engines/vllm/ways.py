@@ -85,7 +85,9 @@ class _Ways(Ways[VLLMRequest]):
         """The key of each request."""
         most = self._model.config.scheduler_config.max_num_seqs
         if len(asked) > most:
-            raise NotSupportedError(f"{len(asked)} requests at once are more than max-num-seqs={most} of this arm")
+            raise NotSupportedError(
+                f"{len(asked)} requests at once are more than max-num-seqs={most} of this configuration"
+            )
         self.tokens += sum(len(one.prompt) + one.n - 1 for one in asked)
         answers = self._model.run(asked, max(len(asked), SEQUENCES), progress=self._sink.progress)
         return [key for _, key in sorted((at, key) for at, _, key in answers)]
