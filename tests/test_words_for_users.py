@@ -43,9 +43,9 @@ MATHEMATICS = (  # an axis of a chart or of an array
     "drawn on axes of matplotlib",
     "HQQ groups along axis 0",
 )
-KEYS = re.compile(r"`(?:arm|arms|axis|axes|captures/[^`]*|arms\.[^`]*)`|\barm: \w")  # in documents: of JSON and YAML
+KEYS = re.compile(r"`(?:arm|arms|axis|axes|captures/[^`]*|tests/[^`]*|arms\.[^`]*)`|\barm: \w")  # in documents: of JSON and YAML
 
-FOR_DEVELOPERS = ("design.md", "metrics.md")
+FOR_DEVELOPERS = ("design.md",)
 KINDS = ("UnknownNameError", "Registry")  # their first argument is a word of messages
 
 
