@@ -43,7 +43,8 @@ MATHEMATICS = (  # an axis of a chart or of an array
     "drawn on axes of matplotlib",
     "HQQ groups along axis 0",
 )
-KEYS = re.compile(r"`(?:arm|arms|axis|axes|captures/[^`]*|tests/[^`]*|arms\.[^`]*)`|\barm: \w")  # in documents: of JSON and YAML
+# In documents: keys of JSON and YAML, and paths of tests
+KEYS = re.compile(r"`(?:arm|arms|axis|axes|captures/[^`]*|tests/[^`]*|arms\.[^`]*)`|\barm: \w")
 
 FOR_DEVELOPERS = ("design.md",)
 KINDS = ("UnknownNameError", "Registry")  # their first argument is a word of messages

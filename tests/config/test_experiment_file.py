@@ -130,3 +130,9 @@ def test_a_folder_a_pipe_or_a_device_is_not_a_settings_file(tmp_path: Path) -> N
     for path, said in ((tmp_path / "pipe", strange), (Path("/dev/zero"), strange), (tmp_path, "is a folder")):
         with pytest.raises(ConfigError, match=said):
             load(path)
+
+
+def test_speed_is_measured_on_one_machine_alone() -> None:
+    assert validate({**MINIMAL, "speed": True}, "x").speed
+    with pytest.raises(ConfigError, match="speed: timings are compared on one machine"):
+        validate({**MINIMAL, "speed": True, "executor": {"name": "ray"}}, "x")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 
 from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import dump_manifest
+from fidelab.core.errors import UsageError
 from fidelab.references.pack import json_schema
 from fidelab.results.record import MachineDifference, Report
 from fidelab.results.store import RunFolder
 from fidelab.results.verdict import judged, widened
 from fidelab.run.pipeline import rescore
+from fidelab.scoring import machines
 from tests.run.harness import Done, cli, compare, refused
 
 HIDDEN = ("--engine-arg", "estimator=hidden")
@@ -358,3 +361,22 @@ def test_the_manifest_holds_to_its_schema_which_is_the_one_in_its_folder(packed:
     schema = Path(__file__).parents[2] / "schema" / "fidelab.reference-0.schema.json"
     assert json.loads(schema.read_text()) == json_schema()
     jsonschema.Draft202012Validator(json_schema()).validate(manifest_of(packed))
+
+
+@pytest.mark.parametrize("what", ["weights", "kv", "dtype", "engine"])
+def test_machines_are_compared_by_the_same_reference_alone(
+    what: str, local: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = elsewhere(local.folder, tmp_path / "other")
+    read = machines.reference_of
+
+    def changed(run: RunFolder) -> Any:
+        result, facts = read(run)
+        if run.path == other:
+            arm: Any = result.arm
+            result = replace(result, arm=replace(arm, **{what: "another"}))
+        return result, facts
+
+    monkeypatch.setattr(machines, "reference_of", changed)
+    with pytest.raises(UsageError, match=f"its reference has another {what}"):
+        machines.machine_difference(RunFolder(local.folder), RunFolder(other))

@@ -195,3 +195,17 @@ def test_one_slow_run_changes_no_estimate(tmp_path: Path) -> None:
     for _ in range(5):
         Timings(path).add(resolved(), 2.0, {"kld": (work, 20.0)})
     assert Timings(path).rates(resolved()).read == pytest.approx(0.02)
+
+
+def test_a_run_that_only_reads_leaves_the_decoding_rate_that_is_known(timings: Timings) -> None:
+    timings.add(resolved(), LOAD, took(prefill(4, 64)))
+    assert timings.rates(resolved()).forward == pytest.approx(FORWARD)
+
+
+def test_an_arm_that_has_only_read_decodes_at_the_pace_of_its_reading(tmp_path: Path) -> None:
+    found = Timings(tmp_path / "timings.json")
+    default = found.rates(resolved())
+    found.add(resolved(), LOAD, took(prefill(4, 64)))
+    rates = found.rates(resolved())
+    assert rates.read == pytest.approx(READ)
+    assert rates.forward == pytest.approx(READ * default.forward / default.read)

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from fidelab.studies.llamacpp_pr import FileFigures, NewQuantization, as_markdown
 from tests.models.tiny_gguf import write_gguf
 from tests.run.harness import cli
 from tests.run.test_own_llamacpp import LINES, program
@@ -136,3 +137,22 @@ def test_no_program_in_path_is_said(here: Path) -> None:
     done = ask(here, *NEIGHBOURS, PATH="/usr/bin:/bin")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no llama-perplexity in PATH: write --bin FOLDER" in done.stderr
+
+
+def figures(role: str, file: str, size: int, mean: float | None) -> FileFigures:
+    interval = None if mean is None else (0.9 * mean, 1.1 * mean)
+    kld = {} if mean is None else {"mean": mean}
+    return FileFigures(role, file, size, None, "0" * 64, None, kld, interval, {})
+
+
+def test_a_neighbour_without_a_figure_is_not_placed_beside_the_new_file() -> None:
+    files = (
+        figures("new", "new.gguf", 300, 0.01),
+        figures("neighbour", "closer.gguf", 290, 0.005),
+        figures("neighbour", "broken.gguf", 280, None),
+        figures("base", "base.gguf", 900, 0.0),
+    )
+    found = NewQuantization(files, "llama-perplexity", "a processor", 2, "wiki.raw", 4, 512, ())
+    said = [line for line in as_markdown(found).splitlines() if "closer to the base" in line]
+    assert said == ["`closer.gguf` is no larger, and closer to the base."]
+    assert "`broken.gguf` is" not in as_markdown(found)
