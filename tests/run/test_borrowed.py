@@ -18,6 +18,7 @@ from fidelab.captures.container import write_tensors
 from fidelab.captures.manifest import dump_manifest
 from fidelab.core.errors import UsageError
 from fidelab.references.pack import json_schema
+from fidelab.results.outcomes import reference_of
 from fidelab.results.record import MachineDifference, Report
 from fidelab.results.store import RunFolder
 from fidelab.results.verdict import judged, widened
@@ -368,10 +369,9 @@ def test_machines_are_compared_by_the_same_reference_alone(
     what: str, local: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = elsewhere(local.folder, tmp_path / "other")
-    read = machines.reference_of
 
     def changed(run: RunFolder) -> Any:
-        result, facts = read(run)
+        result, facts = reference_of(run)
         if run.path == other:
             arm: Any = result.arm
             result = replace(result, arm=replace(arm, **{what: "another"}))
