@@ -262,6 +262,8 @@ def test_worker_of_a_dead_process_is_gone_before_a_node_starts_another(
 ) -> None:
     owner, worker = node
     owner.kill()
+    while owner.status() != psutil.STATUS_ZOMBIE:  # its death takes a moment on a busy machine
+        time.sleep(0.01)
     looks = f"import psutil, pathlib; pathlib.Path({str(tmp_path / 'seen')!r}).write_text(str("
     looks += f"psutil.pid_exists({worker.pid}) and psutil.Process({worker.pid}).status() != 'zombie'))"
     answer(_ticket(job, tmp_path / "second", [sys.executable, "-c", looks]))
