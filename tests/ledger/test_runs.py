@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,17 @@ def test_show_tells_on_what_a_run_was_made(runs: Path) -> None:
     assert made["packages"].keys() >= {"torch", "numpy"}
     assert made["configuration exact"]["versions"] == {"fake": "1"}
     assert len(made["configuration exact"]["weights_sha256"]) == 64
+
+
+def test_show_names_configurations_that_ran_alike_once_and_memory_in_gib(runs: Path) -> None:
+    made = json.loads(cli("runs", "show", "latest", "--json", cwd=runs).out)["provenance"]
+    told = {name.partition(" ")[2]: value for name, value in made.items() if name.startswith("configuration ")}
+    out = cli("runs", "show", "latest", cwd=runs).out
+    shown = [line for line in out.splitlines() if line.startswith("configuration")]
+    assert len(shown) == len({json.dumps(value, sort_keys=True) for value in told.values()}) < len(told)
+    assert all(sum(name in line.replace(",", " ").split() for line in shown) == 1 for name in told)
+    assert re.search(r"^memory +[\d.,]+ GiB$", out, re.MULTILINE)
+    assert "usable cores" in out
 
 
 def captures(cwd: Path) -> set[str]:

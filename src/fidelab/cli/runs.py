@@ -157,12 +157,29 @@ def show(run_dir: options.AnyRunDir, as_json: options.Json = False) -> None:
         "recommended": row.recommended,
         "folder": size,
         "saved outputs": f"{_mebibytes(sum(held.values()))} in {len(held)} of {len(row.captures)}, shared by runs",
-        **made,
+        **_together(made),
     }
     for name, value in facts.items():
         if value not in ("", None, {}, []):
             text = value if isinstance(value, str) else _in_words(value)
             say_fact(name, text, 26, command=name == "command")
+
+
+def _together(made: dict[str, Any]) -> dict[str, Any]:
+    """Return the provenance as a screen shows it: memory in GiB, and configurations that ran alike once."""
+    found: dict[str, Any] = {}
+    alike: dict[str, list[str]] = {}  # facts → names
+    for name, value in made.items():
+        what, _, configuration = name.partition(" ")
+        if name == "memory_bytes":
+            found["memory"] = f"{value / 2**30:,.1f} GiB"
+        elif what == "configuration":
+            alike.setdefault(json.dumps(value, sort_keys=True), []).append(configuration)
+        else:
+            found[name.replace("_", " ")] = value
+    for facts, names in alike.items():
+        found[f"configuration{'s' if len(names) > 1 else ''} {', '.join(names)}"] = json.loads(facts)
+    return found
 
 
 def _in_words(value: Any) -> str:
