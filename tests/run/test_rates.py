@@ -209,3 +209,11 @@ def test_an_arm_that_has_only_read_decodes_at_the_pace_of_its_reading(tmp_path: 
     rates = found.rates(resolved())
     assert rates.read == pytest.approx(READ)
     assert rates.forward == pytest.approx(READ * default.forward / default.read)
+
+
+def test_a_model_that_is_much_smaller_says_nothing_of_a_large_one(timings: Timings, tmp_path: Path) -> None:
+    large = replace(MODEL, parameters=11 * MODEL.parameters)
+    rates = timings.rates(resolved(large, weights="other"))
+    assert rates == Timings(tmp_path / "none").rates(resolved(large, weights="other"))
+    assert rates.source == DEFAULT
+    assert timings.rates(resolved(replace(MODEL, parameters=10 * MODEL.parameters), weights="other")).source != DEFAULT

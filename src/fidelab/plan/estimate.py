@@ -41,6 +41,7 @@ _COMPUTE, _BANDWIDTH = 0.4, 0.7  # shares of a GPU's published rates that engine
 _FALLBACK_DEVICE = "RTX-4090"  # rates of a GPU that the table of devices does not have
 _UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
+_MAX_SCALE = 10  # times the parameters of a model that was timed: forwards of 0.1 M take 1 ms for its layers alone
 _SCORING_START, _SCORING_RATE = 3.0, 1e11  # seconds of imports, bootstraps and the page; operations per second of a CPU
 _SCORING_PASSES = 160  # float32 numbers per logit of a pair that a GPU moves or waits for: measured on an H200
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
@@ -162,13 +163,19 @@ class Timings:
     def rates(self, resolved: ResolvedArm) -> Rates:
         """Return the median rates of this arm's last runs, else of the most similar arm of its engine, else defaults.
 
-        Another model's rates are scaled by the number of parameters.
+        Another model's rates are scaled by the number of parameters, unless it is much smaller: its time is mostly
+        spent around the products, which does not grow with them.
         """
         arm, parameters = resolved.arm, resolved.model.parameters
         start = resolved.engine_class.start_seconds + resolved.model.weight_bytes / _READ_BYTES
         start += resolved.engine_class.compile_seconds(arm)
         wanted = _identity(arm)
-        near = [run for run in self._stored.runs if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])]
+        near = [
+            run
+            for run in self._stored.runs
+            if all(run.arm.get(key) == wanted[key] for key in _KEYS[:3])
+            and (run.arm.get("weights") == wanted["weights"] or run.parameters * _MAX_SCALE >= parameters)
+        ]
         if not near:
             speed = _speed(arm)
             read = 2 * parameters / speed.operations or _UNKNOWN_READ
