@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import fidelab
 from fidelab.captures.requests import Prefill
 from fidelab.engines.hf import model as hf_model
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.loading import turn_key
-from fidelab.formats import FORMATS
 from fidelab.run import pipeline
 from tests.engines import tiny
-from tests.engines.test_hf_shared_load import SMALL
+from tests.engines.test_hf_shared_load import compare as forked
 from tests.engines.tiny import Answers, arm, opened
-from tests.run.harness import cli
 
 pytestmark = pytest.mark.processes
-
-ROOT = Path(__file__).parents[2]
 
 # A format that ends the process, or the memory that it may have, when it is the second one there.
 FAULT = """
@@ -62,35 +56,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.model("llama"), tmp_path_factory.mktemp("tiny"))
 
 
-def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "", in_turn: bool = True) -> dict[str, Any]:
-    """``fidelab compare`` with a format ``planted`` whose module is ``plugin``.  Its workers are processes.
-
-    ``in_turn``: a processor stands for the GPU: what is forked there is answered in turn.
-    """
-    cwd.mkdir(exist_ok=True)
-    (cwd / "text.txt").write_text(" ".join(f"w{n * 7 % 64}" for n in range(4000)))
-    info = cwd / "site/planted-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fidelab.formats]\nplanted = planted:create\n")
-    (cwd / "site/planted.py").write_text(plugin)
-    folders = [*([str(cwd / "site")] if plugin else []), str(Path(fidelab.__file__).parents[1]), str(ROOT)]
+def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "") -> dict[str, Any]:
+    """``fidelab compare``; a processor stands for the GPU: what is forked there is answered in turn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
-        if plugin:  # workers find it by its entry point
-            patch.syspath_prepend(folders[0])
-            patch.delitem(sys.modules, "planted", raising=False)
-            patch.setitem(FORMATS._table, "planted", "planted:create")
-        if in_turn:
-            patch.setattr(HFEngine, "shared_load", staticmethod(lambda arm: None))
-            patch.setattr(HFEngine, "turn_load", staticmethod(turn_key))
-            # The server that forks would import the engine in vain.
-            patch.setattr(pipeline, "starting", lambda servers: lambda resolved: None)
-        done = cli("compare", checkpoint, "--engine", "hf", *SMALL, *words, "--json", cwd=cwd)
-    assert done.out, done.err
-    found: dict[str, Any] = json.loads(done.out)
-    return found
+        patch.setattr(HFEngine, "shared_load", staticmethod(lambda arm: None))
+        patch.setattr(HFEngine, "turn_load", staticmethod(turn_key))
+        # The server that forks would import the engine in vain.
+        patch.setattr(pipeline, "starting", lambda servers: lambda resolved: None)
+        return forked(checkpoint, cwd, *words, plugin=plugin)
 
 
 def events(cwd: Path, kind: str) -> list[dict[str, Any]]:
@@ -107,7 +80,7 @@ KVS = ("--kv", "q8_0", "--kv", "int4", "--no-floor")
 
 def test_formats_in_turn_answer_as_those_with_processes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
     turn = compare(checkpoint, tmp_path / "turn", *KVS)
-    own = compare(checkpoint, tmp_path / "own", *KVS, in_turn=False)
+    own = forked(checkpoint, tmp_path / "own", *KVS)
     loaded = [one["ran"]["loaded"] for one in (turn["reference"], *turn["candidates"])]
     assert loaded == ["for this configuration", *["once for several configurations"] * 2]
     for one, other in zip(turn["candidates"], own["candidates"], strict=True):
