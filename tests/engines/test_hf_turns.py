@@ -14,7 +14,6 @@ from fidelab.captures.requests import Prefill
 from fidelab.engines.hf import model as hf_model
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.loading import turn_key
-from fidelab.run import pipeline
 from tests.engines import tiny
 from tests.engines.test_hf_shared_load import compare as forked
 from tests.engines.tiny import Answers, arm, opened
@@ -61,8 +60,6 @@ def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "") -> dict[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFEngine, "shared_load", staticmethod(lambda arm: None))
         patch.setattr(HFEngine, "turn_load", staticmethod(turn_key))
-        # The server that forks would import the engine in vain.
-        patch.setattr(pipeline, "starting", lambda servers: lambda resolved: None)
         return forked(checkpoint, cwd, *words, plugin=plugin)
 
 
