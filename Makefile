@@ -18,6 +18,8 @@ RUN := .venv/bin/python -m
 # for a process or a server, so that there may be more of them than cores; engines use all the cores that they get.
 WORKERS ?= 3
 ENGINE_WORKERS ?= 2
+# A process that compiles fidelab anew takes four times as long to start, and tests start many.
+unexport PYTHONDONTWRITEBYTECODE
 
 demo: .venv/.ready
 	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \

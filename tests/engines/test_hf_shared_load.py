@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,12 @@ from fidelab.core.errors import EngineError
 from fidelab.engines.hf import model as hf_model
 from fidelab.engines.hf.loading import load_key
 from fidelab.engines.hf.structure import checksums
+from fidelab.formats import FORMATS
 from tests.engines import tiny
 from tests.engines.tiny import Answers, arm, opened
+from tests.run.harness import cli
+
+pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -104,21 +107,33 @@ WORDS = ("--dtype", "float32", "--reference", "f32", "--axes", "kld", "--text", 
 SMALL = (*WORDS, "--windows", "6", "--control", "none")
 
 
-def compare(checkpoint: Path, cwd: Path, *words: str, path: str = "") -> dict[str, Any]:
-    text = " ".join(f"w{n * 7 % 64}" for n in range(4000))
-    (cwd / "text.txt").write_text(text)
-    folders = [path, str(Path(fidelab.__file__).parents[1]), str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-m", "fidelab", "compare", str(checkpoint), "--engine", "hf", *SMALL, *words, "--json"],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, folders))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "") -> dict[str, Any]:
+    """``fidelab compare`` with a format ``planted`` whose module is ``plugin``.  Its workers are processes."""
+    cwd.mkdir(exist_ok=True)
+    (cwd / "text.txt").write_text(" ".join(f"w{n * 7 % 64}" for n in range(4000)))
+    folders = [str(Path(fidelab.__file__).parents[1]), str(ROOT)]
+    with pytest.MonkeyPatch.context() as patch:
+        if plugin:  # workers find it by its entry point
+            folders.insert(0, str(_site(cwd / "site", plugin)))
+            patch.syspath_prepend(folders[0])
+            patch.delitem(sys.modules, "planted", raising=False)
+            patch.setitem(FORMATS._table, "planted", "planted:create")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        done = cli("compare", checkpoint, "--engine", "hf", *SMALL, *words, "--json", cwd=cwd)
+    assert done.out, done.err
+    found: dict[str, Any] = json.loads(done.out)
     return found
+
+
+def _site(site: Path, plugin: str) -> Path:
+    """A folder where a package with the format is installed."""
+    info = site / "planted-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[fidelab.formats]\nplanted = planted:create\n")
+    (site / "planted.py").write_text(plugin)
+    return site
 
 
 def test_starts_and_loads_of_a_dry_run_are_those_of_the_run(checkpoint: Path, tmp_path: Path) -> None:
@@ -143,17 +158,11 @@ def test_a_quick_look_repeats_nothing_unless_noise_is_asked_for(checkpoint: Path
 
 
 def test_a_format_that_changes_the_weights_is_named_and_the_rest_is_compared(checkpoint: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    info = site / "vandal-1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vandal\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fidelab.formats]\nvandal = vandal:create\n")
-    (site / "vandal.py").write_text(FORMAT)
-    kvs = ("--kv", "q8_0", "--kv", "vandal", "--kv", "int4", "--no-floor")
-    report = compare(checkpoint, tmp_path, *kvs, path=str(site))
+    kvs = ("--kv", "q8_0", "--kv", "planted", "--kv", "int4", "--no-floor")
+    report = compare(checkpoint, tmp_path, *kvs, plugin=FORMAT)
     arms = {one["name"]: one for one in report["candidates"]}
-    assert {name: one["status"] for name, one in arms.items()} == {"q8_0": "ok", "vandal": "failed", "int4": "ok"}
-    assert "vandal changed the model's weights while it ran" in arms["vandal"]["reason"]
+    assert {name: one["status"] for name, one in arms.items()} == {"q8_0": "ok", "planted": "failed", "int4": "ok"}
+    assert "planted changed the model's weights while it ran" in arms["planted"]["reason"]
     assert report["reference"]["ran"]["loaded"] == "once for several configurations"
     means = {name: _mean(one) for name, one in arms.items() if one["status"] == "ok"}
     assert 0 < means["q8_0"] < means["int4"]

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import fidelab
 from fidelab.captures.requests import Prefill
 from fidelab.engines.hf import model as hf_model
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.loading import turn_key
 from tests.engines import tiny
-from tests.engines.test_hf_shared_load import SMALL
+from tests.engines.test_hf_shared_load import compare as forked
 from tests.engines.tiny import Answers, arm, opened
 
-ROOT = Path(__file__).parents[2]
-
-# A processor stands for the GPU: what is forked there is answered in turn.
-IN_TURN = """
-import sys
-from fidelab.engines.hf.adapter import HFEngine
-from fidelab.engines.hf.loading import turn_key
-HFEngine.shared_load = staticmethod(lambda arm: None)
-HFEngine.turn_load = staticmethod(turn_key)
-from fidelab.cli import main
-sys.exit(main())
-"""
+pytestmark = pytest.mark.processes
 
 # A format that ends the process, or the memory that it may have, when it is the second one there.
 FAULT = """
@@ -57,7 +43,11 @@ def planted(when: str, fault: str) -> str:
     return FAULT.replace("WHEN", when).replace("FAULT", fault)
 
 
-VANDAL = planted("True", "[x.weight.data.add_(1.0) for x in gc.get_objects() if type(x) is torch.nn.Embedding]")
+# This process looks at the plan alone, and its own models are left as they are.
+VANDAL = planted(
+    f"os.getpid() != {os.getpid()}",
+    "[x.weight.data.add_(1.0) for x in gc.get_objects() if type(x) is torch.nn.Embedding]",
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +55,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.save(tiny.model("llama"), tmp_path_factory.mktemp("tiny"))
 
 
-def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "", program: str = IN_TURN) -> dict[str, Any]:
-    """``fidelab compare`` with a format ``planted`` whose module is ``plugin``."""
-    cwd.mkdir(exist_ok=True)
-    (cwd / "text.txt").write_text(" ".join(f"w{n * 7 % 64}" for n in range(4000)))
-    info = cwd / "site/planted-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fidelab.formats]\nplanted = planted:create\n")
-    (cwd / "site/planted.py").write_text(plugin)
-    folders = [*([str(cwd / "site")] if plugin else []), str(Path(fidelab.__file__).parents[1]), str(ROOT)]
-    done = subprocess.run(
-        [sys.executable, "-c", program, "compare", str(checkpoint), "--engine", "hf", *SMALL, *words, "--json"],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def compare(checkpoint: Path, cwd: Path, *words: str, plugin: str = "") -> dict[str, Any]:
+    """``fidelab compare``; a processor stands for the GPU: what is forked there is answered in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFEngine, "shared_load", staticmethod(lambda arm: None))
+        patch.setattr(HFEngine, "turn_load", staticmethod(turn_key))
+        return forked(checkpoint, cwd, *words, plugin=plugin)
 
 
 def events(cwd: Path, kind: str) -> list[dict[str, Any]]:
@@ -102,8 +77,7 @@ KVS = ("--kv", "q8_0", "--kv", "int4", "--no-floor")
 
 def test_formats_in_turn_answer_as_those_with_processes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
     turn = compare(checkpoint, tmp_path / "turn", *KVS)
-    alone = "import sys; from fidelab.cli import main; sys.exit(main())"
-    own = compare(checkpoint, tmp_path / "own", *KVS, program=alone)
+    own = forked(checkpoint, tmp_path / "own", *KVS)
     loaded = [one["ran"]["loaded"] for one in (turn["reference"], *turn["candidates"])]
     assert loaded == ["for this configuration", *["once for several configurations"] * 2]
     for one, other in zip(turn["candidates"], own["candidates"], strict=True):

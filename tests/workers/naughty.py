@@ -39,6 +39,10 @@ class Naughty(Engine):
     def supports(cls, arm: Arm) -> Support:
         return Support(True)
 
+    @classmethod
+    def keep_load(cls) -> None:
+        """There is nothing to keep."""
+
     def open(self, arm: Arm) -> None:
         self._do = dict(arm.options).get("do", "")
         match self._do:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from fidelab.workers.messages import (
     encode,
 )
 from fidelab.workers.parent import JobOutcome, Worker
+from fidelab.workers.turns import Turns
 from tests.captures import sample
 from tests.present import present
 from tests.processes import alive, until
@@ -393,6 +395,30 @@ def test_where_nothing_can_be_forked_the_worker_starts_afresh(
 ) -> None:
     outcome = run_forked(tmp_path / "a", plugin_path, forking(command))
     assert (outcome.status, len(outcome.captured)) == (Status.OK, 2)
+
+
+@pytest.mark.parametrize(("command", "forked"), [(SERVER, True), (("/no/such/python",), False)])
+def test_workers_in_turn_are_one_process_which_the_server_forks_if_it_can(
+    command: Sequence[str], forked: bool, tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
+) -> None:
+    server, workers = forking(command), list[int]()
+    fresh = (sys.executable, "-m", "fidelab.workers.in_turn", "naughty")
+
+    def hear(message: Message) -> None:
+        workers.extend([message.pid] if isinstance(message, Hello) else [])
+
+    with contextlib.closing(Turns()) as turns:
+        turns.begin("a model", fresh, {"PYTHONPATH": plugin_path}, lambda: None, server.start_turns)
+        for number in range(2):
+            (tmp_path / str(number)).mkdir()
+            with worker(tmp_path / str(number), plugin_path, listen=hear, spawn=turns.start) as asked:
+                assert asked.ask()
+                assert (parent_of(workers[-1]) != os.getpid()) is forked
+                assert os.getsid(workers[-1]) == workers[-1]
+                assert asked.finish().status is Status.OK
+    assert len(workers) == 2
+    assert len(set(workers)) == 1
+    assert not alive(workers[0])
 
 
 def test_a_model_that_the_server_cannot_load_is_left_to_the_workers(

@@ -37,7 +37,7 @@ from fidelab.results.store import RunFolder
 from fidelab.run.cluster import Cluster, Needs, Rows, run_job
 from fidelab.run.speed import SpeedMeter
 from fidelab.scoring.comparing import RowComparer
-from fidelab.workers.fork_server import ForkServers
+from fidelab.workers.fork_server import ForkServer, ForkServers
 from fidelab.workers.messages import (
     Captured,
     Job,
@@ -400,7 +400,7 @@ class JobRunner:
                             self._event("alone", role=job.role, reason=outcome.reason)
                             for capture in missing:
                                 shutil.rmtree(capture.folder, ignore_errors=True)
-                            outcome = ask(None)
+                            outcome = ask(spawner(job.resolved, self._servers))
                 else:
                     self._turns.close()  # the device is this job's
                     spawn = spawner(job.resolved, self._servers, self._loads)
@@ -438,10 +438,12 @@ class JobRunner:
         """Have the process that several jobs share in turn ready. Returns whether this job is one of them."""
         if (key := self._in_turn.get(job.role)) is None:
             return False
-        command = [*job.resolved.environment.command("fidelab.workers.turns"), job.arm.engine]
+        command = [*job.resolved.environment.command("fidelab.workers.in_turn"), job.arm.engine]
         if not self._turns.holds(key, command, process["env"]):
             self._turns.close()  # before the level of its memory is read
-            self._turns.begin(key, command, process["env"], release_of(message))
+            server = _server(job.resolved, self._servers)
+            fork = None if server is None else server.start_turns
+            self._turns.begin(key, command, process["env"], release_of(message), fork)
         return True
 
     def _import_ahead(self, job: PlannedJob) -> None:
@@ -545,13 +547,7 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None, loads: Mapping[s
     The fork server is started now if it is the first of its kind.  ``loads``: how many jobs open each model; one that
     several open is loaded by the server.
     """
-    environment = resolved.environment
-    if servers is None or environment.image:  # where descriptors do not lead, perhaps
-        return None
-    if resolved.arm.device != "cpu" and resolved.engine_class.imported_ahead:
-        return None
-    command = environment.command("fidelab.workers.fork_server")
-    server = servers.get(command, resolved.arm.engine, _variables(resolved))
+    server = _server(resolved, servers)
     if server is None:
         return None
     if loads is not None:
@@ -559,6 +555,17 @@ def spawner(resolved: ResolvedArm, servers: ForkServers | None, loads: Mapping[s
         shared = key is not None and loads.get(key, 0) > 1
         server.load(key if shared else None, to_json(resolved.arm) if shared else None)
     return server.start
+
+
+def _server(resolved: ResolvedArm, servers: ForkServers | None) -> ForkServer | None:
+    """The fork server of an arm's processes, started if needed; ``None`` where they cannot be forked."""
+    environment = resolved.environment
+    if servers is None or environment.image:  # where descriptors do not lead, perhaps
+        return None
+    if resolved.arm.device != "cpu" and resolved.engine_class.imported_ahead:
+        return None
+    command = environment.command("fidelab.workers.fork_server")
+    return servers.get(command, resolved.arm.engine, _variables(resolved))
 
 
 def imports_ahead(resolved: ResolvedArm) -> bool:

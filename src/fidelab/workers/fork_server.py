@@ -8,7 +8,8 @@ starts them again in the child.)
 
 Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
 The byte ``f`` requests a worker and carries four descriptors: the worker's standard input, output and error, and a pipe
-for its process id and, once it has ended, its return code.  The byte ``l``, a length and an arm as JSON request that
+for its process id and, once it has ended, its return code.  The byte ``t`` requests a process that is several workers
+in turn (:mod:`~fidelab.workers.in_turn`), in the same way.  The byte ``l``, a length and an arm as JSON request that
 its model is loaded; ``null`` releases it.  A server that cannot fork exits, which closes these.  The caller then starts
 a fresh interpreter, whose errors name the fault.  A model that cannot be loaded is left to the workers.
 """
@@ -53,8 +54,8 @@ class ForkedProcess:
     def __init__(
         self,
         pid: int,
-        stdin: IO[bytes],
-        stdout: IO[bytes],
+        stdin: IO[bytes] | None,
+        stdout: IO[bytes] | None,
         report: IO[bytes],
         lost: Callable[[], int] = lambda: _LOST_RETURN_CODE,
     ) -> None:
@@ -77,6 +78,12 @@ class ForkedProcess:
         if not self._ended.wait(timeout) or self.returncode is None:
             raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
         return self.returncode
+
+    def kill(self) -> None:
+        """End the process and its group, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _read(self, report: IO[bytes]) -> None:
         with report:
@@ -122,20 +129,37 @@ class ForkServer:
 
     def start(self, stderr: int) -> ForkedProcess | None:
         """Start a worker whose standard error is the descriptor ``stderr``; ``None`` if the server cannot fork."""
-        pipes = [os.pipe() for _ in range(3)]
-        (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
+        (their_in, our_in), (our_out, their_out) = os.pipe(), os.pipe()
+        stdin, stdout = os.fdopen(our_in, "wb"), os.fdopen(our_out, "rb")
         try:
-            socket.send_fds(self._socket, [b"f"], [their_in, their_out, stderr, their_report])
+            process = self._fork(b"f", (their_in, their_out, stderr), stdin, stdout)
+        finally:
+            os.close(their_in)
+            os.close(their_out)
+        if process is None:
+            stdin.close()
+            stdout.close()
+        return process
+
+    def start_turns(self, asked: int) -> ForkedProcess | None:
+        """Start a process that is a worker for each message on the socket ``asked``; ``None`` if it cannot fork."""
+        with Path(os.devnull).open("r+b") as nowhere:
+            return self._fork(b"t", (asked, nowhere.fileno(), nowhere.fileno()))
+
+    def _fork(
+        self, kind: bytes, streams: Sequence[int], stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None
+    ) -> ForkedProcess | None:
+        ours, theirs = os.pipe()
+        try:
+            socket.send_fds(self._socket, [kind], [*streams, theirs])
         except OSError:
             pass  # no server: the pipe of the report ends without a process id
         finally:
-            for descriptor in (their_in, their_out, their_report):
-                os.close(descriptor)
-        stdin, stdout, report = os.fdopen(our_in, "wb"), os.fdopen(our_out, "rb"), os.fdopen(our_report, "rb")
+            os.close(theirs)
+        report = os.fdopen(ours, "rb")
         if pid := report.readline():
             return ForkedProcess(int(pid), stdin, stdout, report)
-        for pipe in (stdin, stdout, report):
-            pipe.close()
+        report.close()
         return None
 
 
@@ -252,15 +276,16 @@ def main() -> int:
                 pid = os.fork()
                 if not pid:
                     private = (asked.fileno(), wake_read.fileno(), wake_write.fileno(), *reports.values())
-                    os._exit(_work(streams, report, private))
+                    os._exit(_work(streams, report, private, in_turn=message == b"t"))
                 reports[pid] = report
                 for descriptor in streams:
                     os.close(descriptor)
 
 
-def _work(streams: Sequence[int], report: int, private: Sequence[int]) -> int:
+def _work(streams: Sequence[int], report: int, private: Sequence[int], *, in_turn: bool) -> int:
     """The forked worker: its own session and streams, nothing of the server's; returns the exit code."""
     from fidelab.workers import child
+    from fidelab.workers import in_turn as one_by_one
 
     os.setsid()
     signal.set_wakeup_fd(-1)
@@ -270,7 +295,7 @@ def _work(streams: Sequence[int], report: int, private: Sequence[int]) -> int:
     os.write(report, b"%d\n" % os.getpid())  # by the child itself: from here on its group can be signalled
     for descriptor in (*streams, report, *private):
         os.close(descriptor)
-    code = child.main()
+    code = one_by_one.main(sys.argv[1]) if in_turn else child.main()
     sys.stdout.flush()
     sys.stderr.flush()
     return code

@@ -4,26 +4,19 @@ A GPU survives no fork.  Where configurations open the same model there, one pro
 and keeps the model in between; the engine checks that its weights stay as they were.  After any failure the process
 ends, and the next configuration loads again.
 
-Runs as ``python -m fidelab.workers.turns ENGINE`` in the engine's environment, with a socket as standard input.  Each
-message of one byte carries the descriptors of a worker: its standard input, output and error, and a pipe for its
-process id and, once it has ended, its return code.
+The process is forked from the server that has imported the engine (:mod:`~fidelab.workers.fork_server`), which has
+opened no device.  Without a server a fresh interpreter starts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from fidelab.engines import ENGINES
-from fidelab.workers import child
 from fidelab.workers.fork_server import ForkedProcess
-from fidelab.workers.memory import reset_peak
 
 
 class TurnProcess(ForkedProcess):
@@ -42,7 +35,7 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._socket: socket.socket | None = None
         self._key: tuple[str, ...] = ()
         self._ended: Callable[[], None] = lambda: None
@@ -53,14 +46,24 @@ class Turns:
         alive = self._server is not None and self._server.poll() is None
         return alive and self._key == (key, *command, *map(str, sorted(env.items())))
 
-    def begin(self, key: str, command: Sequence[str], env: Mapping[str, str], ended: Callable[[], None]) -> None:
-        """Start the process of a model, unless it lives; that of another one ends first."""
+    def begin(
+        self,
+        key: str,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        ended: Callable[[], None],
+        fork: Callable[[int], ForkedProcess | None] | None = None,
+    ) -> None:
+        """Start the process of a model, unless it lives; that of another one ends first.
+
+        ``fork``: starts it without ``command``, with the same variables and this socket; ``None`` if it cannot.
+        """
         if self.holds(key, command, env):
             return
         self.close()
         self._socket, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
-            self._server = subprocess.Popen(
+            self._server = (None if fork is None else fork(theirs.fileno())) or subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
@@ -100,43 +103,3 @@ class Turns:
             self._server.wait()
             self._ended()
         self._server = self._socket = None
-
-
-def main(name: str) -> int:
-    """Be one worker after another, until the parent is gone or one has failed."""
-    engine = ENGINES.load(name)
-    engine.keep_load()
-    asked = socket.socket(fileno=os.dup(0))
-    while True:
-        message, descriptors, *_ = socket.recv_fds(asked, 1, 4)
-        if not message:
-            return 0
-        if code := _work(*descriptors):
-            return code  # memory may be lost, or weights changed
-
-
-def _work(stdin: int, stdout: int, stderr: int, report: int) -> int:
-    """Be one worker.  Returns its exit code, which the parent has got as well."""
-    os.dup2(stderr, 1)  # prints of the engine become log lines
-    os.dup2(stderr, 2)
-    os.close(stderr)
-    os.write(report, b"%d\n" % os.getpid())
-    reset_peak()
-    over = threading.Event()
-
-    def orphaned() -> None:
-        if not over.is_set():
-            child.exit_orphaned()
-
-    with os.fdopen(stdin, "rb", buffering=0) as inbox, os.fdopen(stdout, "wb") as outbox:
-        code = child.serve(inbox, outbox, sys.stderr, on_end=orphaned)
-        over.set()
-    gc.collect()
-    with contextlib.suppress(BrokenPipeError):
-        os.write(report, b"%d\n" % code)
-    os.close(report)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
