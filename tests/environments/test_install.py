@@ -202,7 +202,9 @@ def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(
     assert beside(folder) == ["odd"]
 
 
-def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gone(tmp_path: Path, untried: None) -> None:
+def test_an_environment_is_made_again_on_request_or_where_its_interpreter_is_gone(
+    tmp_path: Path, untried: None
+) -> None:
     folder = tmp_path / "engines" / "odd"
     said: list[str] = []
     install(recipe(), folder, sleeps_when_idle)
