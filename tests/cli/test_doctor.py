@@ -160,7 +160,7 @@ def test_nothing_is_written(well: Told, folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["hook"]  # which the test made
 
 
-def test_without_torch_it_says_so_and_how_to_get_it_and_what_needs_torch_is_no_further_reason(room: Path) -> None:
+def test_without_torch_that_alone_is_the_reason_with_how_to_get_it(room: Path) -> None:
     told = Told(doctor(room, "--json", gone=["torch"]))
     assert not told.ready
     check = told.check("torch", "packages")
